@@ -1,0 +1,61 @@
+"""How a request can end, and the package's exceptions.
+
+Every request reaches exactly one `Outcome`. It labels the metrics and picks the HTTP status in one table.
+"""
+
+import enum
+
+
+class Outcome(enum.StrEnum):
+    """The one end of a request, grouped by the phase of life in which it comes."""
+
+    # Refused at the door: never queued.
+    REJECTED_INVALID = "rejected_invalid"
+    REJECTED_UNAUTHORISED = "rejected_unauthorised"
+    REJECTED_UNKNOWN_MODEL = "rejected_unknown_model"
+    REJECTED_BODY_TOO_LARGE = "rejected_body_too_large"
+    REJECTED_TOO_LONG = "rejected_too_long"
+    REJECTED_QUEUE_FULL = "rejected_queue_full"
+    REJECTED_DEADLINE_UNMEETABLE = "rejected_deadline_unmeetable"
+    REJECTED_RATE_LIMITED = "rejected_rate_limited"
+    REJECTED_NO_REPLICA = "rejected_no_replica"
+    # Left the queue without being dispatched.
+    EXPIRED = "expired"
+    # At any time.
+    CANCELLED = "cancelled"
+    # After dispatch.
+    FAILED = "failed"
+    COMPLETED = "completed"
+
+
+HTTP_STATUS: dict[Outcome, int] = {
+    Outcome.REJECTED_INVALID: 400,
+    Outcome.REJECTED_UNAUTHORISED: 401,
+    Outcome.REJECTED_UNKNOWN_MODEL: 404,
+    Outcome.REJECTED_BODY_TOO_LARGE: 413,
+    Outcome.REJECTED_TOO_LONG: 400,
+    Outcome.REJECTED_QUEUE_FULL: 429,
+    Outcome.REJECTED_DEADLINE_UNMEETABLE: 429,
+    Outcome.REJECTED_RATE_LIMITED: 429,
+    Outcome.REJECTED_NO_REPLICA: 503,
+    Outcome.EXPIRED: 504,
+    Outcome.CANCELLED: 499,
+    Outcome.FAILED: 502,
+    Outcome.COMPLETED: 200,
+}
+
+
+class ServeAppError(Exception):
+    """Base of every exception that this package raises on purpose."""
+
+
+class SettingsError(ServeAppError):
+    """A setting is unknown, missing or out of range; the message names it and the remedy."""
+
+
+class EngineError(ServeAppError):
+    """An engine could not start, or stopped answering."""
+
+
+class ChannelError(ServeAppError):
+    """The control channel refused or lost a peer."""

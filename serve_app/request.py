@@ -1,0 +1,92 @@
+"""The words everyone speaks: what a request is, before and after it is served."""
+
+import enum
+import math
+from dataclasses import dataclass
+
+
+class PriorityClass(enum.StrEnum):
+    """How urgent a request is; `rank` orders the classes, 0 first."""
+
+    INTERACTIVE = "interactive"
+    DEFAULT = "default"
+    BATCH = "batch"
+
+    @property
+    def rank(self) -> int:
+        """Position in the order of service between classes, 0 is served first."""
+        return _RANKS[self]
+
+
+_RANKS = {PriorityClass.INTERACTIVE: 0, PriorityClass.DEFAULT: 1, PriorityClass.BATCH: 2}
+
+
+class TextCategory(enum.StrEnum):
+    """What kind of text a prompt is made of; each kind has its own bytes-per-token ratio."""
+
+    PROSE = "prose"
+    CODE = "code"
+    CJK = "cjk"
+    NUMERIC = "numeric"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptShape:
+    """What the gateway measures of a prompt without a tokenizer.
+
+    Attributes:
+        text_bytes: UTF-8 bytes of the text that the model reads, without tool definitions and media.
+        category: the kind of that text.
+        messages: number of chat messages; 0 for a plain completion or an embedding.
+        tool_bytes: UTF-8 bytes of tool definitions and response schemas.
+        media_items: images, audio clips and the like; their bytes are not text.
+        prompt_tokens: exact length, known only when the client sent token ids.
+    """
+
+    text_bytes: int
+    category: TextCategory = TextCategory.PROSE
+    messages: int = 0
+    tool_bytes: int = 0
+    media_items: int = 0
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request as the scheduler sees it. All times are seconds on the scheduler's clock.
+
+    Attributes:
+        request_id: unique among all gateways of a model.
+        gateway_id: the gateway that holds the client's connection.
+        max_output_tokens: the client's own limit per choice; None when it gave none, 0 when nothing is
+            generated (embeddings).
+        choices: sequences generated for one prompt (`n`).
+        expires_at: when the client no longer wants to wait in the queue.
+        no_wait: refuse at once rather than queue (`x-queue: no-wait`).
+        prefix: hashes of the prompt's leading blocks, longest last, for prefix affinity.
+        attempts: how often it has been dispatched before (a replica was lost or refused it).
+    """
+
+    request_id: str
+    gateway_id: str
+    model: str
+    shape: PromptShape
+    arrived_at: float
+    tenant: str = "default"
+    priority: PriorityClass = PriorityClass.DEFAULT
+    max_output_tokens: int | None = None
+    choices: int = 1
+    expires_at: float = math.inf
+    no_wait: bool = False
+    prefix: tuple[int, ...] = ()
+    attempts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts as the engine reports them in its answer."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0

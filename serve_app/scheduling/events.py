@@ -1,0 +1,162 @@
+"""What can happen to the scheduler. Each event is a plain value; time is given beside it, never inside it."""
+
+import enum
+from dataclasses import dataclass
+
+from serve_app.errors import Outcome
+from serve_app.request import Request, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A gateway submits a request, or submits it again after a new scheduler took over."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A gateway tells a new scheduler of a request that runs on a replica already."""
+
+    request: Request
+    replica_id: str
+    started: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The engine sent the first byte of its answer, so the request no longer waits in the engine."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A dispatched request is over.
+
+    Attributes:
+        outcome: COMPLETED, FAILED, CANCELLED, or REJECTED_* when the engine refused the request itself.
+        usage: the engine's own count, None when it gave none.
+    """
+
+    request_id: str
+    outcome: Outcome
+    usage: Usage | None = None
+
+
+class DispatchFailure(enum.StrEnum):
+    """Why a dispatched request came back before its first byte."""
+
+    UNREACHABLE = "unreachable"
+    """The connection was refused: the replica never saw the request."""
+    LOST = "lost"
+    """The connection broke, or the engine died, after the request was sent."""
+    BUSY = "busy"
+    """The engine refused for lack of room (503)."""
+    TOO_LONG = "too_long"
+    """The engine's context limit is below the request's real length."""
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchFailed:
+    """A dispatched request came back before the first byte reached the client: it goes to the front."""
+
+    request_id: str
+    replica_id: str
+    failure: DispatchFailure
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The client went away, while the request was waiting or running."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLost:
+    """A gateway died; the clients of all its requests are gone with it."""
+
+    gateway_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSpec:
+    """What a replica can hold, as its engine states it when it joins.
+
+    Attributes:
+        pool: name of its pool.
+        max_model_len: the engine's context limit, prompt and output together, in tokens.
+        kv_tokens: capacity of the KV cache in tokens.
+        max_num_seqs: sequences the engine runs at once.
+    """
+
+    replica_id: str
+    pool: str
+    max_model_len: int
+    kv_tokens: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaJoined:
+    """A replica is ready to take requests, or joins again with other limits."""
+
+    spec: ReplicaSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """What a replica says of itself about five times a second.
+
+    Attributes:
+        received: requests it has accepted since it joined; tells which dispatches the report has seen.
+        waiting: requests in the engine's own queue.
+        running: sequences in the engine's batch.
+        kv_usage_ratio: share of KV blocks in use, 0 to 1.
+        tpot_s: recent mean time per output token, None when nothing was generated lately.
+        draining: it takes no new requests and stops when its last one ends.
+    """
+
+    received: int
+    waiting: int
+    running: int
+    kv_usage_ratio: float
+    tpot_s: float | None = None
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReported:
+    """A report has come in."""
+
+    replica_id: str
+    report: ReplicaReport
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLost:
+    """A replica is gone. Its requests come back one by one, as `DispatchFailed` from their gateways."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Woke:
+    """The time asked for by `next_wakeup` has come."""
+
+
+Event = (
+    Arrived
+    | Resumed
+    | FirstToken
+    | Finished
+    | DispatchFailed
+    | Cancelled
+    | GatewayLost
+    | ReplicaJoined
+    | ReplicaReported
+    | ReplicaLost
+    | Woke
+)
