@@ -1,0 +1,74 @@
+"""How sure is a figure that was measured over a few seeds? Student-t intervals at 95 %.
+
+Runs on the same seeds see the same arrivals, so two policies are compared by the interval of their paired
+differences, which is far narrower than two intervals side by side.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+# Two-sided 95 % points of Student's t by degrees of freedom, 1 to 30; any table of the distribution has them.
+_T_95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+_NORMAL_95 = 1.959964
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean over `n` runs and the 95 % interval around it; without bounds when one run cannot tell."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+
+    def excludes_zero(self) -> bool:
+        """Whether zero lies outside, so that the sign of the mean can be believed."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+    def as_json(self) -> dict[str, float | int | None]:
+        """The bounds by name."""
+        return asdict(self)
+
+
+def interval_95(values: Sequence[float]) -> Interval:
+    """The mean of one figure over seeds with its 95 % Student-t interval.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("an interval needs at least one value, got none: run at least one seed")
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return Interval(mean, None, None, 1)
+    half = t_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half, len(values))
+
+
+def paired_difference_95(candidate: Sequence[float], baseline: Sequence[float]) -> Interval:
+    """`candidate - baseline` seed by seed, with its 95 % interval.
+
+    Raises:
+        ValueError: the two do not come from the same number of seeds.
+    """
+    if len(candidate) != len(baseline):
+        raise ValueError(
+            f"paired runs need the same seeds, got {len(candidate)} and {len(baseline)} values: "
+            "run both on all seeds"
+        )
+    return interval_95([mine - theirs for mine, theirs in zip(candidate, baseline, strict=True)])
+
+
+def t_95(degrees_of_freedom: int) -> float:
+    """The two-sided 95 % point of Student's t; past the table by its series (error < 0.001)."""
+    if degrees_of_freedom < 1:
+        raise ValueError(f"degrees of freedom must be at least 1, got {degrees_of_freedom}")
+    if degrees_of_freedom <= len(_T_95):
+        return _T_95[degrees_of_freedom - 1]
+    return _NORMAL_95 + (_NORMAL_95**3 + _NORMAL_95) / (4 * degrees_of_freedom)

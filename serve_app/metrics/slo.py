@@ -1,0 +1,45 @@
+"""When was a request served well? Limits on its latencies, and the share and rate that keep them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from serve_app.metrics.record import RequestRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Upper limits in seconds that a completed request has to keep, each of them; None sets no limit.
+
+    The defaults are those of the pool-routing papers (arXiv 2604.09613): TTFT 2 s and TPOT 80 ms.
+    """
+
+    ttft_s: float | None = 2.0
+    tpot_s: float | None = 0.08
+    e2e_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_s", "e2e_s"):
+            limit = getattr(self, name)
+            if limit is not None and not limit > 0:
+                raise ValueError(f"slo {name} must be positive, got {limit}: leave it out to set no limit")
+
+    def met_by(self, record: RequestRecord) -> bool:
+        """Whether the request completed within every limit.
+
+        A latency that the record cannot have (TPOT of a one-token answer, TTFT of one that did not stream)
+        breaks no limit.
+        """
+        return record.completed and all(
+            limit is None or measured is None or measured <= limit
+            for limit, measured in (
+                (self.ttft_s, record.ttft_s),
+                (self.tpot_s, record.tpot_s),
+                (self.e2e_s, record.e2e_s),
+            )
+        )
+
+
+def slo_attainment_ratio(records: Iterable[RequestRecord], slo: Slo) -> float | None:
+    """Share of all requests, also of those refused or failed, served within `slo`; None without any."""
+    met = [slo.met_by(record) for record in records]
+    return sum(met) / len(met) if met else None
