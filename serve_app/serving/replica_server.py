@@ -1,0 +1,130 @@
+"""Serves an ASGI app on a port of its own, inside an event loop that belongs to somebody else.
+
+Ray owns the process: its signals, its loop, its life. So this is uvicorn without signal handlers, started as
+a task on the running loop and stopped within a bound.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import uvicorn
+
+from serve_app.engines.engine import ASGIApp
+from serve_app.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaServerSettings:
+    """How a replica's own HTTP port behaves."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    # Fixed ports suit a firewall and allow one replica per node; 0 takes any free one.
+    port: int = 0
+    # Longer than gateways keep an idle connection: the side that sends requests must be the one that closes,
+    # or a request meets a closing connection.
+    keep_alive_s: int = 300
+    # Connections not yet accepted by the kernel; a burst after a scheduler restart opens many at once.
+    backlog: int = 2048
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65_535:
+            raise ValueError(f"port must be between 0 (any free port) and 65535, got {self.port}")
+        for name in ("keep_alive_s", "backlog"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class ReplicaServer:
+    """One HTTP server on one socket.
+
+    Args:
+        app: what it serves.
+        host: address to listen on and to be reached at: the node's own, so that other nodes reach it too.
+        settings: port and connection limits.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, settings: ReplicaServerSettings) -> None:
+        self.host = host
+        self.port = 0
+        self._settings = settings
+        self._server = _QuietServer(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                timeout_keep_alive=settings.keep_alive_s,
+                backlog=settings.backlog,
+                access_log=False,
+                log_config=None,
+                date_header=False,
+                server_header=False,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        connections = len(self._server.server_state.connections)
+        return f"ReplicaServer({self.host}:{self.port}, connections={connections})"
+
+    async def start(self) -> None:
+        """Listen; afterwards `port` is the real one.
+
+        Raises:
+            EngineError: the address or port cannot be had.
+        """
+        sock = _listening_socket(self.host, self._settings.port)
+        self.port = sock.getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve(sockets=[sock]), name="replica-http")
+        while not self._server.started:
+            self.check_health()
+            await asyncio.sleep(0.005)
+
+    def check_health(self) -> None:
+        """Raise `EngineError` when the server is not running."""
+        if self._task is None:
+            raise EngineError("the replica's HTTP server has not been started")
+        if self._task.done():
+            cause = None if self._task.cancelled() else self._task.exception()
+            raise EngineError(f"the replica's HTTP server on {self.host}:{self.port} has ended") from cause
+
+    async def stop(self, grace_s: float) -> None:
+        """Close idle connections, let open answers end for at most `grace_s` seconds, then cut them."""
+        if self._task is None or self._task.done():
+            return
+        # uvicorn takes whole seconds and reads this when it begins to shut down.
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        self._server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            # On a timeout the task is cancelled, which closes what is left.
+            await asyncio.wait([self._task], timeout=grace_s + 2.0)
+        if not self._task.done():
+            self._task.cancel()
+
+
+class _QuietServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to Ray, which turns them into a drain of the whole replica."""
+        yield
+
+
+def _listening_socket(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit it: a first token must not wait for the kernel to fill a packet.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.bind((host, port))
+        sock.setblocking(False)
+    except OSError as exc:
+        sock.close()
+        raise EngineError(f"cannot listen on {host}:{port}: {exc}; port 0 takes any free port") from exc
+    return sock
