@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from serve_app.errors import Outcome
 from serve_app.request import Request, Usage
+from serve_app.routing.replica import ReplicaReport as ReplicaReport
+from serve_app.routing.replica import ReplicaSpec as ReplicaSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,50 +83,11 @@ class GatewayLost:
     gateway_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSpec:
-    """What a replica can hold, as its engine states it when it joins.
-
-    Attributes:
-        pool: name of its pool.
-        max_model_len: the engine's context limit, prompt and output together, in tokens.
-        kv_tokens: capacity of the KV cache in tokens.
-        max_num_seqs: sequences the engine runs at once.
-    """
-
-    replica_id: str
-    pool: str
-    max_model_len: int
-    kv_tokens: int
-    max_num_seqs: int
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaJoined:
     """A replica is ready to take requests, or joins again with other limits."""
 
     spec: ReplicaSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaReport:
-    """What a replica says of itself about five times a second.
-
-    Attributes:
-        received: requests it has accepted since it joined; tells which dispatches the report has seen.
-        waiting: requests in the engine's own queue.
-        running: sequences in the engine's batch.
-        kv_usage_ratio: share of KV blocks in use, 0 to 1.
-        tpot_s: recent mean time per output token, None when nothing was generated lately.
-        draining: it takes no new requests and stops when its last one ends.
-    """
-
-    received: int
-    waiting: int
-    running: int
-    kv_usage_ratio: float
-    tpot_s: float | None = None
-    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,325 @@
+"""What each replica has been promised: the one record of who has room.
+
+Rules of the ledger:
+
+- The call that chooses a replica is followed, in the same breath, by `hold`; whoever looks next sees the promise.
+- `held_tokens == sum of the holds of its running requests`, exactly, at any time, also for a replica that is lost:
+  its requests come back one by one, from the gateways that know how they ended.
+- A replica is *open* when it may take one more request. Open replicas stand in one heap per pool, those with the
+  most free tokens first, so the best is found in O(1) and kept in O(log replicas). A heap entry is valid only while its
+  version is the replica's; everything that changes a replica's room gives it a new version.
+- As the first of the heap has the most free tokens, no other replica fits a request that the first does not.
+
+"Free" counts the tokens that requests are *expected* to need, so the ledger balances load by work, not by count.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from serve_app.routing.rate import DecayingRate
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+
+_STARTS_TIME_CONSTANT_S = 2.0
+_REPORT_GAP_WEIGHT = 0.2
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaState:
+    """One replica in the ledger.
+
+    Attributes:
+        order: position in the order of joining; breaks ties.
+        joined: it is connected; a lost replica stays until its last request has been released.
+        shunned: it refused or broke a request; closed until its next report.
+        unstarted: requests whose answer has not begun.
+        unseen: requests sent that its last report cannot have counted.
+    """
+
+    spec: ReplicaSpec
+    order: int
+    starts: DecayingRate
+    kv_budget: int
+    joined: bool = True
+    stale: bool = False
+    shunned: bool = False
+    in_flight: int = 0
+    unstarted: int = 0
+    unseen: int = 0
+    held_tokens: int = 0
+    report: ReplicaReport | None = None
+    reported_at: float = 0.0
+    report_gap_s: float = 0.0
+    version: int = 0
+    received: int | None = None
+
+    @property
+    def free_tokens(self) -> int:
+        """KV tokens not promised to anybody; negative when estimates were exceeded by a fixed charge."""
+        return self.kv_budget - self.held_tokens
+
+    @property
+    def reported_queue(self) -> int:
+        """Upper bound on the engine's queue from its report: what waited then, and what was sent since."""
+        return self.unseen + (self.report.waiting if self.report else 0)
+
+    def __repr__(self) -> str:
+        flags = [name for name in ("stale", "shunned") if getattr(self, name)]
+        return (
+            f"<Replica {self.spec.replica_id} {self.spec.pool} in_flight={self.in_flight} unstarted={self.unstarted} "
+            f"held={self.held_tokens}/{self.kv_budget}{'' if self.joined else ' lost'}{''.join(' ' + f for f in flags)}>"
+        )
+
+
+class ReplicaLedger:
+    """Replicas by pool, their holds, and the best open one of each pool.
+
+    Args:
+        admits: whether one more request may be sent to a replica, as far as its engine's queue goes.
+        report_limit_s: age at which a report no longer counts.
+        kv_fill_ratio: share of the KV cache that may be promised.
+    """
+
+    def __init__(
+        self, *, admits: Callable[[ReplicaState, float], bool], report_limit_s: float, kv_fill_ratio: float
+    ) -> None:
+        self._admits = admits
+        self._report_limit_s = report_limit_s
+        self._kv_fill_ratio = kv_fill_ratio
+        self._replicas: dict[str, ReplicaState] = {}
+        self._open: dict[str, list[tuple[int, int, int, ReplicaState]]] = {}
+        self._context_limits: dict[str, int] = {}
+        # Replicas with a fresh report, the oldest report first; reports come in the order of time.
+        self._fresh: OrderedDict[str, float] = OrderedDict()
+        self._joined = 0
+        self._next_order = 0
+
+    # Replicas
+
+    def join(self, spec: ReplicaSpec, now: float) -> None:
+        """Add a replica, or take it back with whatever it still runs. It opens with its first report."""
+        state = self._replicas.get(spec.replica_id)
+        if state is None:
+            state = self._add(spec, now)
+        elif not state.joined:
+            self._joined += 1
+        state.spec, state.joined, state.report, state.stale = spec, True, None, False
+        state.kv_budget = self._kv_budget(spec)
+        self._fresh.pop(spec.replica_id, None)
+        self._refresh(state, now)
+        self._measure_context_limits()
+
+    def report(self, replica_id: str, report: ReplicaReport, now: float) -> bool:
+        """Take a report in; True when the replica was stale until now. Reports of unknown replicas are ignored."""
+        state = self._replicas.get(replica_id)
+        if state is None or not state.joined:
+            return False
+        self._count_received(state, report)
+        if state.report is not None:
+            gap_s = now - state.reported_at
+            state.report_gap_s += _REPORT_GAP_WEIGHT * (gap_s - state.report_gap_s)
+        was_stale = state.stale
+        state.report, state.reported_at, state.stale, state.shunned = report, now, False, False
+        self._fresh[replica_id] = now
+        self._fresh.move_to_end(replica_id)
+        self._refresh(state, now)
+        return was_stale
+
+    def lose(self, replica_id: str, now: float) -> None:
+        """Close a replica that is gone; its requests stay on the books until each is released."""
+        state = self._replicas.get(replica_id)
+        if state is None or not state.joined:
+            return
+        state.joined = False
+        self._joined -= 1
+        self._fresh.pop(replica_id, None)
+        self._refresh(state, now)
+        self._forget_if_done(state)
+        self._measure_context_limits()
+
+    def shun(self, replica_id: str, now: float) -> None:
+        """Send nothing more to a replica until it reports again."""
+        state = self._replicas.get(replica_id)
+        if state is not None:
+            state.shunned = True
+            self._refresh(state, now)
+
+    def expire_reports(self, now: float) -> list[tuple[str, float]]:
+        """Close replicas whose report is too old; (replica, age of the report in seconds) for each."""
+        expired = []
+        while self._fresh:
+            replica_id, reported_at = next(iter(self._fresh.items()))
+            if now < reported_at + self._report_limit_s:
+                break
+            del self._fresh[replica_id]
+            state = self._replicas[replica_id]
+            state.stale = True
+            self._refresh(state, now)
+            expired.append((replica_id, now - reported_at))
+        return expired
+
+    def next_report_expiry(self) -> float | None:
+        """When the oldest report becomes too old; None when there is none."""
+        for reported_at in self._fresh.values():
+            return reported_at + self._report_limit_s
+        return None
+
+    # Requests
+
+    def best(self, pool: str, tokens: int, now: float) -> ReplicaState | None:
+        """The open replica of `pool` with the most free tokens, if `tokens` fit into it.
+
+        Args:
+            tokens: what the request will need; at most `context_limit(pool)`, so that an idle replica always fits.
+        """
+        state = self._freest(pool, now)
+        return state if state is not None and tokens <= state.free_tokens else None
+
+    def has_open(self, pool: str, now: float) -> bool:
+        """Whether any replica of `pool` may take one more request, however small."""
+        return self._freest(pool, now) is not None
+
+    def hold(self, replica_id: str, tokens: int, now: float, *, seen: bool = False, started: bool = False) -> None:
+        """Promise `tokens` of a replica to one request.
+
+        Args:
+            seen: the replica has counted the request already (it ran before this scheduler came).
+            started: its answer has begun.
+        """
+        state = self._replicas.get(replica_id)
+        if state is None:
+            # A gateway came back before the replica did: keep the books, open nothing.
+            state = self._add(_unknown_spec(replica_id), now)
+            state.joined = False
+            self._joined -= 1
+        state.in_flight += 1
+        state.held_tokens += tokens
+        state.unstarted += not started
+        state.unseen += not seen
+        self._refresh(state, now)
+
+    def start(self, replica_id: str, now: float) -> None:
+        """The answer of one request of this replica has begun."""
+        state = self._replicas[replica_id]
+        state.unstarted -= 1
+        state.starts.add(1.0, now)
+        self._settle(state)
+        self._refresh(state, now)
+
+    def release(self, replica_id: str, tokens: int, now: float, *, started: bool, ran: bool = True) -> None:
+        """Take one request off a replica's books.
+
+        Args:
+            started: `start` was called for it.
+            ran: it left the engine's queue at some time, so it counts towards the engine's pace.
+        """
+        state = self._replicas[replica_id]
+        state.in_flight -= 1
+        state.held_tokens -= tokens
+        if not started:
+            state.unstarted -= 1
+            if ran:
+                state.starts.add(1.0, now)
+        self._settle(state)
+        self._refresh(state, now)
+        self._forget_if_done(state)
+
+    # Sight
+
+    def context_limit(self, pool: str) -> int | None:
+        """Smallest context limit among the replicas of a pool, in tokens; None while it has none."""
+        return self._context_limits.get(pool)
+
+    @property
+    def joined(self) -> int:
+        """Number of connected replicas."""
+        return self._joined
+
+    def __iter__(self) -> Iterator[ReplicaState]:
+        return iter(self._replicas.values())
+
+    def __getitem__(self, replica_id: str) -> ReplicaState:
+        return self._replicas[replica_id]
+
+    def __contains__(self, replica_id: str) -> bool:
+        return replica_id in self._replicas
+
+    def is_open(self, replica_id: str, now: float) -> bool:
+        """Whether the replica may take one more request, its free tokens apart."""
+        return self._is_open(self._replicas[replica_id], now)
+
+    def __repr__(self) -> str:
+        return f"<ReplicaLedger joined={self._joined} {list(self._replicas.values())}>"
+
+    # Inside
+
+    def _add(self, spec: ReplicaSpec, now: float) -> ReplicaState:
+        state = ReplicaState(
+            spec, self._next_order, DecayingRate(_STARTS_TIME_CONSTANT_S, now), kv_budget=self._kv_budget(spec)
+        )
+        self._next_order += 1
+        self._joined += 1
+        self._replicas[spec.replica_id] = state
+        return state
+
+    def _kv_budget(self, spec: ReplicaSpec) -> int:
+        # vLLM itself refuses to start unless one request of full length fits, so one always may be sent.
+        return max(int(spec.kv_tokens * self._kv_fill_ratio), spec.max_model_len)
+
+    def _freest(self, pool: str, now: float) -> ReplicaState | None:
+        heap = self._open.get(pool)
+        while heap:
+            _, _, version, state = heap[0]
+            if version == state.version:
+                if self._is_open(state, now):
+                    return state
+                # Its pace has fallen since it was filed, and what it may be sent with it.
+                state.version += 1
+            heapq.heappop(heap)
+        return None
+
+    def _is_open(self, state: ReplicaState, now: float) -> bool:
+        report = state.report
+        if not state.joined or report is None or report.draining or state.stale or state.shunned:
+            return False
+        return self._admits(state, now)
+
+    def _refresh(self, state: ReplicaState, now: float) -> None:
+        """File the replica anew after its room has changed."""
+        state.version += 1
+        if not self._is_open(state, now):
+            return
+        heap = self._open.setdefault(state.spec.pool, [])
+        heapq.heappush(heap, (-state.free_tokens, state.order, state.version, state))
+        if len(heap) > 64 and len(heap) > 4 * len(self._replicas):
+            heap[:] = [entry for entry in heap if entry[2] == entry[3].version]
+            heapq.heapify(heap)
+
+    def _count_received(self, state: ReplicaState, report: ReplicaReport) -> None:
+        # The first report sets the mark: a new scheduler does not know what came before it. A count that
+        # falls back is a replica that started anew under its old name.
+        if state.received is not None and report.received >= state.received:
+            state.unseen = max(0, state.unseen - (report.received - state.received))
+        state.received = report.received
+
+    def _settle(self, state: ReplicaState) -> None:
+        # What has started has been seen, whatever the counts say; this also mends counts that have drifted
+        # because a request was lost on its way.
+        state.unseen = min(state.unseen, state.unstarted)
+
+    def _forget_if_done(self, state: ReplicaState) -> None:
+        if not state.joined and state.in_flight == 0:
+            del self._replicas[state.spec.replica_id]
+
+    def _measure_context_limits(self) -> None:
+        limits: dict[str, int] = {}
+        for state in self._replicas.values():
+            if state.joined:
+                pool, limit = state.spec.pool, state.spec.max_model_len
+                limits[pool] = min(limit, limits.get(pool, limit))
+        self._context_limits = limits
+
+
+def _unknown_spec(replica_id: str) -> ReplicaSpec:
+    return ReplicaSpec(replica_id=replica_id, pool="", max_model_len=1, kv_tokens=1, max_num_seqs=1)

@@ -1,0 +1,95 @@
+"""Which pools may serve a request, by its token budget. O(1), no state but the settings.
+
+Source: token-budget pool routing (arXiv 2604.09613), section "dispatch": hard limits first, then `B_short`; spill when the
+home pool has no room. Ours: the request is bound to a pool only when it is dispatched (late binding), and the hard limit at
+the door uses the *least* length that the prompt can have, because an estimate that errs high must not refuse
+what the engine would take.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from serve_app.request import Request
+from serve_app.routing.estimate import TokenEstimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingSettings:
+    """How requests are spread over the pools of a model.
+
+    Attributes:
+        pools: names of the pools, the one with the shortest context first.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    pools: tuple[str, ...] = ("short", "long")
+    # Token budget (prompt and output) up to which a request is at home in the first pool. 8,192 is the papers'
+    # value; anywhere from 4K to 16K keeps at least four fifths of the saving.
+    b_short_tokens: int = 8_192
+    # Whether a request may go to the other pool when its own has no room. Off isolates the pools strictly.
+    spill: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.pools) <= 2:
+            raise ValueError(f"a model has one or two pools, got {len(self.pools)}: {', '.join(self.pools)}")
+        if len(set(self.pools)) != len(self.pools):
+            raise ValueError(f"pool names must differ, got {', '.join(self.pools)}")
+        if self.b_short_tokens < 1:
+            raise ValueError(f"b_short_tokens must be at least 1, got {self.b_short_tokens}")
+
+
+class PoolRouter:
+    """Names the pools that may serve a request, its home first.
+
+    Args:
+        context_limit: the context limit of a pool in tokens, None while the pool has no replica.
+    """
+
+    def __init__(self, settings: RoutingSettings, context_limit: Callable[[str], int | None]) -> None:
+        self._settings = settings
+        self._context_limit = context_limit
+
+    def route(self, request: Request, estimate: TokenEstimate, *, above_tokens: int = 0) -> tuple[str, ...]:
+        """Pools for a request in order of preference; empty when no pool can hold it.
+
+        A pool without replicas has no known limit: it may be a request's home, but nobody spills into it. Whoever
+        waits is routed again when limits become known.
+
+        Args:
+            above_tokens: only pools with a longer context than this, after an engine refused it as too long.
+        """
+        settings = self._settings
+        budget = estimate.budget_tokens
+        order = settings.pools if budget <= settings.b_short_tokens else settings.pools[::-1]
+        holds: list[str] = []
+        for pool in order:
+            limit = self._context_limit(pool)
+            if limit is None:
+                if not holds and not (above_tokens and pool == settings.pools[0]):
+                    holds.append(pool)
+            elif budget <= limit and limit > above_tokens:
+                holds.append(pool)
+        if holds:
+            return tuple(holds) if settings.spill else (holds[0],)
+        return self._last_resort(request, estimate, above_tokens)
+
+    def _last_resort(self, request: Request, estimate: TokenEstimate, above_tokens: int) -> tuple[str, ...]:
+        """Too long by the careful estimate; by the least it can be, the longest pool may still take it."""
+        longest = self._settings.pools[-1]
+        limit = self._context_limit(longest)
+        if limit is None or limit <= above_tokens or least_budget_tokens(request, estimate) > limit:
+            return ()
+        return (longest,)
+
+    def longest_context(self) -> int | None:
+        """The longest context limit that any pool with replicas has, in tokens."""
+        limits = [limit for pool in self._settings.pools if (limit := self._context_limit(pool)) is not None]
+        return max(limits, default=None)
+
+
+def least_budget_tokens(request: Request, estimate: TokenEstimate) -> int:
+    """The fewest tokens a request can need: its shortest possible prompt, and the output its client insists on."""
+    output_tokens = 1 if request.max_output_tokens is None else request.max_output_tokens
+    return estimate.least_prompt_tokens + output_tokens

@@ -1,0 +1,47 @@
+"""What the scheduler knows of a replica: what it can hold, and what it last said of itself."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSpec:
+    """What a replica can hold, as its engine states it when it joins.
+
+    Attributes:
+        pool: name of its pool.
+        max_model_len: the engine's context limit, prompt and output together, in tokens.
+        kv_tokens: capacity of the KV cache in tokens.
+        max_num_seqs: sequences the engine runs at once.
+    """
+
+    replica_id: str
+    pool: str
+    max_model_len: int
+    kv_tokens: int
+    max_num_seqs: int
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "kv_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} of replica {self.replica_id} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """What a replica says of itself about five times a second.
+
+    Attributes:
+        received: requests it has accepted since it joined; tells which dispatches the report has seen.
+        waiting: requests in the engine's own queue.
+        running: sequences in the engine's batch.
+        kv_usage_ratio: share of KV blocks in use, 0 to 1.
+        tpot_s: recent mean time per output token, None when nothing was generated lately.
+        draining: it takes no new requests and stops when its last one ends.
+    """
+
+    received: int
+    waiting: int
+    running: int
+    kv_usage_ratio: float
+    tpot_s: float | None = None
+    draining: bool = False

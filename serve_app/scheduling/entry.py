@@ -1,0 +1,44 @@
+"""A request inside the scheduler, from the moment it is let in to its outcome."""
+
+import math
+from dataclasses import dataclass
+
+from serve_app.request import Request
+from serve_app.routing.estimate import TokenEstimate
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request, waiting or running.
+
+    Attributes:
+        sequence: order in which requests were let in; breaks ties.
+        pools: pools that may serve it, its home first.
+        expires_at: when its time in the queue is over.
+        length_queue: the queue that it waits in, or was taken from.
+        returned: it came back from a replica and goes before all that were never sent.
+        attempts: replicas that it was lost on.
+        above_tokens: context limit of the longest engine that refused it as too long.
+        queued: it stands in the waiting room.
+        replica_id: where it runs; None while it waits, and when it is over.
+        held_tokens: what its replica's ledger holds for it.
+        started: its answer has begun.
+    """
+
+    request: Request
+    estimate: TokenEstimate
+    sequence: int
+    pools: tuple[str, ...]
+    expires_at: float = math.inf
+    length_queue: str = ""
+    returned: bool = False
+    attempts: int = 0
+    above_tokens: int = 0
+    queued: bool = False
+    replica_id: str | None = None
+    held_tokens: int = 0
+    started: bool = False
+
+    def __repr__(self) -> str:
+        place = f"waiting in {self.length_queue}" if self.queued else f"running on {self.replica_id}"
+        return f"<Entry {self.request.request_id} {self.estimate.budget_tokens} tokens {place}>"

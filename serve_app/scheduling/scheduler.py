@@ -1,0 +1,400 @@
+"""Which request goes next, to which replica, and when: the whole decision, as a machine without a clock.
+
+Theory of operation. `handle(event, now)` first ends what time has ended (queue times, old reports), then applies the event, then
+dispatches until no head of any lane fits anywhere. It returns what to do, in order. `next_wakeup()` says when time alone will
+change something. The live actor and the simulator do the same three things with it: feed events, carry out commands, arm
+the next wake-up.
+
+A request is in exactly one of three places: in the waiting room, on a replica's books in the ledger, or concluded and forgotten.
+
+Rules:
+- A decision is its reservation: `Dispatch` is returned with the ledger already holding the request's tokens.
+- Late binding: a request waits for *a pool it may go to*. Pools first serve those at home in them, then those that spill.
+- A head that does not fit holds up the lane behind it, or small requests would starve large ones for ever.
+- An event about a request that is not known, or not where the event says, changes nothing: it crossed another on its way.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from serve_app.errors import Outcome
+from serve_app.request import Request
+from serve_app.routing.estimate import TokenEstimator
+from serve_app.routing.ledger import ReplicaLedger, ReplicaState
+from serve_app.routing.pools import PoolRouter
+from serve_app.scheduling import events as ev
+from serve_app.scheduling.admission import Admission, Refusal, too_long
+from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
+from serve_app.scheduling.drain_rate import DrainRate
+from serve_app.scheduling.entry import Entry
+from serve_app.scheduling.expiry import ExpiryHeap
+from serve_app.scheduling.policies import make_policy
+from serve_app.scheduling.settings import SchedulerSettings
+from serve_app.scheduling.waiting_room import WaitingRoom
+
+
+class Scheduler:
+    """The scheduler of one model.
+
+    Args:
+        now: time at which it begins, in seconds on the clock that its events will use.
+
+    Attributes:
+        room: the requests that wait.
+        ledger: the replicas and what they have been promised.
+        estimator: what has been learned of bytes per token and of output lengths.
+    """
+
+    def __init__(self, settings: SchedulerSettings, *, now: float = 0.0) -> None:
+        self.settings = settings
+        self.room = WaitingRoom(make_policy(settings.policy))
+        self.ledger = ReplicaLedger(
+            admits=settings.backpressure.admits,
+            report_limit_s=settings.backpressure.report_limit_s,
+            kv_fill_ratio=settings.backpressure.kv_fill_ratio,
+        )
+        self.estimator = TokenEstimator(settings.estimator)
+        self._router = PoolRouter(settings.routing, self.ledger.context_limit)
+        self._admission = Admission(settings, now)
+        self._drain_rate = DrainRate(settings.retry_after_cap_s, now)
+        self._expiry = ExpiryHeap()
+        self._entries: dict[str, Entry] = {}
+        self._by_gateway: dict[str, dict[str, Entry]] = {}
+        self._sequence = 0
+        self._now = now
+        self._commands: list[Command] = []
+        self._handlers: Mapping[type, Callable[[Any, float], None]] = {
+            ev.Arrived: self._arrived,
+            ev.Resumed: self._resumed,
+            ev.FirstToken: self._first_token,
+            ev.Finished: self._finished,
+            ev.DispatchFailed: self._dispatch_failed,
+            ev.Cancelled: self._cancelled,
+            ev.GatewayLost: self._gateway_lost,
+            ev.ReplicaJoined: self._replica_joined,
+            ev.ReplicaReported: self._replica_reported,
+            ev.ReplicaLost: self._replica_lost,
+            ev.Woke: lambda _event, _now: None,
+        }
+
+    def handle(self, event: ev.Event, now: float) -> list[Command]:
+        """Fold one event in and return what to do about it, in order.
+
+        Args:
+            now: seconds; never less than at the call before.
+
+        Raises:
+            ValueError: time went back.
+        """
+        if now < self._now:
+            raise ValueError(f"time went back from {self._now!r} to {now!r}: feed events in the order of one clock")
+        self._now = now
+        self._commands = commands = []
+        self._end_what_time_has_ended(now)
+        self._handlers[type(event)](event, now)
+        self._dispatch(now)
+        return commands
+
+    def next_wakeup(self) -> float | None:
+        """When time alone changes something; None when only an event can."""
+        expiry, report = self._expiry.next_at(), self.ledger.next_report_expiry()
+        if expiry is None or report is None:
+            return expiry if report is None else report
+        return min(expiry, report)
+
+    def entry(self, request_id: str) -> Entry | None:
+        """The request as it stands, None when it is unknown or over."""
+        return self._entries.get(request_id)
+
+    def entries_of(self, gateway_id: str) -> list[Entry]:
+        """All requests of one gateway, waiting and running."""
+        return list(self._by_gateway.get(gateway_id, {}).values())
+
+    def __len__(self) -> int:
+        """Requests that are waiting or running."""
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        running = len(self._entries) - len(self.room)
+        return f"<Scheduler {self.settings.model} waiting={len(self.room)} running={running} {self.ledger}>"
+
+    # Events about requests
+
+    def _arrived(self, event: ev.Arrived, now: float) -> None:
+        request = event.request
+        if request.request_id in self._entries:
+            return
+        entry = self._admit(request, now)
+        if entry is None:
+            return
+        self._remember(entry)
+        self.room.add(entry)
+        self._expiry.add(entry)
+        if request.no_wait:
+            self._dispatch(now)
+            if entry.queued:
+                message = "no replica can take the request right now, and it asked not to wait"
+                self._refuse_waiting(entry, Refusal(Outcome.REJECTED_QUEUE_FULL, message, retry=True), now)
+
+    def _admit(self, request: Request, now: float) -> Entry | None:
+        refusal = self._admission.refuse_unknown(request) or self._admission.refuse(len(self.room), now)
+        estimate = self.estimator.estimate(request)
+        pools = () if refusal else self._router.route(request, estimate)
+        if not refusal and not pools:
+            refusal = too_long(request, estimate, self._router.longest_context())
+        if refusal:
+            self._conclude_refused(request, refusal, now)
+            return None
+        self._sequence += 1
+        return Entry(request, estimate, self._sequence, pools, expires_at=request.expires_at)
+
+    def _resumed(self, event: ev.Resumed, now: float) -> None:
+        """The gateway that holds the request is right about where it runs."""
+        entry = self._entries.get(event.request.request_id)
+        if entry is None:
+            estimate = self.estimator.estimate(event.request)
+            self._sequence += 1
+            entry = Entry(event.request, estimate, self._sequence, self.settings.routing.pools[:1])
+            self._remember(entry)
+        elif entry.replica_id == event.replica_id:
+            if event.started:
+                self._start(entry, now)
+            return
+        else:
+            self._take_from_its_place(entry, now)
+        self._hold(entry, event.replica_id, entry.estimate.expected_tokens, now, resumed=event)
+
+    def _first_token(self, event: ev.FirstToken, now: float) -> None:
+        entry = self._entries.get(event.request_id)
+        if entry is not None and entry.replica_id is not None:
+            self._start(entry, now)
+
+    def _finished(self, event: ev.Finished, now: float) -> None:
+        entry = self._entries.get(event.request_id)
+        if entry is None:
+            return
+        if event.usage is not None:
+            self.estimator.observe(entry.request, event.usage)
+        if event.outcome is Outcome.COMPLETED:
+            self._drain_rate.add(entry.estimate.expected_tokens, now)
+        dispatched = entry.replica_id is not None
+        self._take_from_its_place(entry, now)
+        self._conclude(entry, event.outcome, dispatched=dispatched)
+
+    def _cancelled(self, event: ev.Cancelled, now: float) -> None:
+        entry = self._entries.get(event.request_id)
+        if entry is not None:
+            dispatched = entry.replica_id is not None
+            self._take_from_its_place(entry, now)
+            self._conclude(entry, Outcome.CANCELLED, dispatched=dispatched)
+
+    def _gateway_lost(self, event: ev.GatewayLost, now: float) -> None:
+        for entry in self.entries_of(event.gateway_id):
+            self._cancelled(ev.Cancelled(entry.request.request_id), now)
+
+    def _dispatch_failed(self, event: ev.DispatchFailed, now: float) -> None:
+        entry = self._entries.get(event.request_id)
+        if entry is None or entry.replica_id != event.replica_id:
+            return
+        limit = self.ledger[event.replica_id].spec.max_model_len
+        self._release(entry, now, ran=False)
+        if event.failure is ev.DispatchFailure.TOO_LONG:
+            self._send_further(entry, limit, event.message, now)
+            return
+        self.ledger.shun(event.replica_id, now)
+        if event.failure is ev.DispatchFailure.LOST:
+            entry.attempts += 1
+        if entry.attempts >= self.settings.max_attempts:
+            reason = event.message or "the connection broke before the answer began"
+            message = f"{entry.attempts} replicas in a row failed under this request; the last: {reason}"
+            self._conclude(entry, Outcome.FAILED, dispatched=True, message=message)
+        else:
+            self._put_back(entry, now)
+
+    def _send_further(self, entry: Entry, limit: int, message: str, now: float) -> None:
+        """An engine found the request too long for it: on to a pool with a longer context, if there is one."""
+        entry.above_tokens = max(entry.above_tokens, limit)
+        entry.pools = self._router.route(entry.request, entry.estimate, above_tokens=entry.above_tokens)
+        if entry.pools:
+            self._put_back(entry, now)
+        else:
+            refusal = too_long(entry.request, entry.estimate, entry.above_tokens)
+            self._conclude(entry, refusal.outcome, dispatched=True, message=message or refusal.message)
+
+    # Events about replicas
+
+    def _replica_joined(self, event: ev.ReplicaJoined, now: float) -> None:
+        self.ledger.join(event.spec, now)
+        self._replicas_changed(now)
+
+    def _replica_lost(self, event: ev.ReplicaLost, now: float) -> None:
+        self.ledger.lose(event.replica_id, now)
+        self._replicas_changed(now)
+
+    def _replica_reported(self, event: ev.ReplicaReported, now: float) -> None:
+        if self.ledger.report(event.replica_id, event.report, now):
+            self._commands.append(ReportFresh(replica_id=event.replica_id))
+
+    def _replicas_changed(self, now: float) -> None:
+        """Context limits may be others now, so whoever waits is routed again."""
+        self._admission.replicas_changed(self.ledger.joined, now)
+        for entry in list(self.room):
+            pools = self._router.route(entry.request, entry.estimate, above_tokens=entry.above_tokens)
+            if not pools:
+                refusal = too_long(entry.request, entry.estimate, self._router.longest_context())
+                self._refuse_waiting(entry, refusal, now)
+            elif pools != entry.pools:
+                self.room.remove(entry)
+                entry.pools = pools
+                self.room.add(entry)
+
+    # Time
+
+    def _end_what_time_has_ended(self, now: float) -> None:
+        for replica_id, age_s in self.ledger.expire_reports(now):
+            self._commands.append(ReportStale(replica_id=replica_id, age_s=age_s))
+        for entry in self._expiry.pop_expired(now):
+            self.room.remove(entry)
+            waited_s = now - entry.request.arrived_at
+            bare = not self.ledger.joined
+            reason = "no replica was available" if bare else "its turn did not come"
+            self._conclude(
+                entry,
+                Outcome.REJECTED_NO_REPLICA if bare else Outcome.EXPIRED,
+                message=f"the request waited {waited_s:.1f} s in the queue and {reason}",
+                retry_after_s=self._drain_rate.retry_after_s(entry.request.request_id, self.room.waiting_tokens, now),
+            )
+
+    # Dispatch
+
+    def _dispatch(self, now: float) -> None:
+        while self.room:
+            self._fill(now, at_home=True)
+            # Each spill brings a new head to the top of its lane, and that one may fit at home.
+            if not self.room or not self._fill(now, at_home=False):
+                return
+
+    def _fill(self, now: float, *, at_home: bool) -> bool:
+        filled = False
+        for pool in self.settings.routing.pools:
+            while self.room and (choice := self._choose(pool, now, at_home=at_home)):
+                self._send(*choice, now)
+                filled = True
+        return filled
+
+    def _choose(self, pool: str, now: float, *, at_home: bool) -> tuple[Entry, ReplicaState, int] | None:
+        """The most urgent head that fits a replica of `pool`, with that replica and the tokens to hold."""
+        limit = self.ledger.context_limit(pool)
+        if limit is None or not self.ledger.has_open(pool, now):
+            return None
+        for head in self.room.heads(pool, now, at_home=at_home):
+            tokens = min(head.estimate.expected_tokens, limit)
+            replica = self.ledger.best(pool, tokens, now)
+            if replica is not None:
+                return head, replica, tokens
+        return None
+
+    def _send(self, entry: Entry, replica: ReplicaState, tokens: int, now: float) -> None:
+        self.room.remove(entry)
+        self._hold(entry, replica.spec.replica_id, tokens, now)
+        self._commands.append(
+            Dispatch(
+                request_id=entry.request.request_id,
+                gateway_id=entry.request.gateway_id,
+                replica_id=replica.spec.replica_id,
+                pool=replica.spec.pool,
+                length_queue=entry.length_queue,
+                estimated_tokens=entry.estimate.budget_tokens,
+                queue_wait_s=now - entry.request.arrived_at,
+            )
+        )
+
+    # The three places of a request
+
+    def _remember(self, entry: Entry) -> None:
+        request = entry.request
+        self._entries[request.request_id] = entry
+        self._by_gateway.setdefault(request.gateway_id, {})[request.request_id] = entry
+
+    def _hold(
+        self, entry: Entry, replica_id: str, tokens: int, now: float, *, resumed: ev.Resumed | None = None
+    ) -> None:
+        entry.replica_id, entry.held_tokens = replica_id, tokens
+        entry.started = resumed is not None and resumed.started
+        self.ledger.hold(replica_id, tokens, now, seen=resumed is not None, started=entry.started)
+
+    def _start(self, entry: Entry, now: float) -> None:
+        if not entry.started and entry.replica_id is not None:
+            entry.started = True
+            self.ledger.start(entry.replica_id, now)
+
+    def _release(self, entry: Entry, now: float, *, ran: bool) -> None:
+        assert entry.replica_id is not None
+        self.ledger.release(entry.replica_id, entry.held_tokens, now, started=entry.started, ran=ran)
+        entry.replica_id, entry.held_tokens, entry.started = None, 0, False
+
+    def _take_from_its_place(self, entry: Entry, now: float) -> None:
+        if entry.queued:
+            self.room.remove(entry)
+            self._expiry.prune(len(self.room))
+        else:
+            self._release(entry, now, ran=True)
+
+    def _put_back(self, entry: Entry, now: float) -> None:
+        """To the front of its queue, with its whole time in the queue before it again: it had been served in time."""
+        request = entry.request
+        entry.returned = True
+        entry.expires_at = now + (request.expires_at - request.arrived_at)
+        self.room.add(entry)
+        self._expiry.add(entry)
+
+    # Conclusions
+
+    def _refuse_waiting(self, entry: Entry, refusal: Refusal, now: float) -> None:
+        self.room.remove(entry)
+        self._forget(entry)
+        self._conclude_refused(entry.request, refusal, now)
+
+    def _conclude_refused(self, request: Request, refusal: Refusal, now: float) -> None:
+        retry_after_s = None
+        if refusal.retry:
+            retry_after_s = self._drain_rate.retry_after_s(request.request_id, self.room.waiting_tokens, now)
+        self._commands.append(
+            Conclude(
+                request_id=request.request_id,
+                gateway_id=request.gateway_id,
+                outcome=refusal.outcome,
+                message=refusal.message,
+                retry_after_s=retry_after_s,
+            )
+        )
+
+    def _conclude(
+        self,
+        entry: Entry,
+        outcome: Outcome,
+        *,
+        dispatched: bool = False,
+        message: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
+        self._forget(entry)
+        request = entry.request
+        self._commands.append(
+            Conclude(
+                request_id=request.request_id,
+                gateway_id=request.gateway_id,
+                outcome=outcome,
+                dispatched=dispatched,
+                message=message,
+                retry_after_s=retry_after_s,
+            )
+        )
+
+    def _forget(self, entry: Entry) -> None:
+        request = entry.request
+        del self._entries[request.request_id]
+        siblings = self._by_gateway[request.gateway_id]
+        del siblings[request.request_id]
+        if not siblings:
+            del self._by_gateway[request.gateway_id]
