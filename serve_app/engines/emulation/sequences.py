@@ -1,0 +1,73 @@
+"""One sequence inside the engine model: what it asks for, and how far it has come."""
+
+import enum
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+# A content hash of a full prompt block, or the private name (sequence number, block index) under which the
+# blocks of a preempted sequence stay in the prefix cache until they are evicted.
+BlockName = int | tuple[int, int]
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence is in the engine."""
+
+    NEW = "new"
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+@dataclass(slots=True, eq=False)
+class EngineSequence:
+    """A sequence of tokens to compute. The first group of fields is the caller's, the rest belongs to the model.
+
+    Attributes:
+        sequence_id: unique among the sequences in the engine.
+        prompt_tokens: length of the prompt, at least 1.
+        target_tokens: output tokens after which it ends; 0 computes the prompt only (embeddings).
+        arrived_at: when it reached the engine, in seconds on the model's clock.
+        priority: lower goes first; used under the priority policy only.
+        block_hashes: content hashes of the prompt's full blocks, for the prefix cache; may be empty.
+        output_tokens: tokens generated so far; read it through `EngineModel.output_tokens` while it is decoding.
+        computed_tokens: tokens whose KV entries exist; maintained while it is not decoding.
+        cached_tokens: prompt tokens that the prefix cache supplied when it was first scheduled.
+        scheduled_at, first_token_at, finished_at: seconds on the model's clock, None before it happened.
+    """
+
+    sequence_id: str
+    prompt_tokens: int
+    target_tokens: int
+    arrived_at: float
+    priority: int = 0
+    block_hashes: SequenceOf[int] = ()
+
+    state: SequenceState = SequenceState.NEW
+    number: int = 0
+    output_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    # Blocks held: those under a name in the prefix cache, and all of them (named and private).
+    named_blocks: list[BlockName] = field(default_factory=list)
+    blocks: int = 0
+    # Names of its leading full blocks: the prompt's hashes, and private names after a preemption.
+    block_names: list[BlockName] = field(default_factory=list)
+    # While decoding: on the clock of `DecodingSet`, when it joined and when it ends.
+    joined_clock: int = 0
+    finish_clock: int = 0
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens to compute before it can generate the next: the prompt, and outputs of before a preemption."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def urgency(self) -> tuple[int, float, int]:
+        """Order under the priority policy: lower value first, then arrival."""
+        return (self.priority, self.arrived_at, self.number)

@@ -1,0 +1,90 @@
+"""How long does one engine iteration take? A linear model of what is in it.
+
+An iteration reads the weights once, computes the prompt tokens that it prefills, and computes one token for each
+decoding sequence, which reads that sequence's KV cache. With P prefilled tokens that attend to A token pairs, and
+S decoding sequences whose contexts add up to C tokens:
+
+    step = max(base of the phases in it) + P * prefill_per_token + A * prefill_per_pair
+                                         + S * decode_per_sequence + C * decode_per_context_token
+
+Phases share one reading of the weights, hence the maximum of the bases and not their sum.
+"""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimeModel:
+    """Coefficients of the time of one iteration, all in seconds.
+
+    Attributes:
+        decode_base_s: an iteration with at least one decoding sequence.
+        decode_per_sequence_s: added by each decoding sequence.
+        decode_per_context_token_s: added by each token of context that a decoding sequence reads.
+        prefill_base_s: an iteration with at least one prompt token.
+        prefill_per_token_s: added by each prompt token computed.
+        prefill_per_pair_s: added by each pair of a prompt token and a token that it attends to.
+    """
+
+    decode_base_s: float
+    decode_per_sequence_s: float
+    prefill_base_s: float
+    prefill_per_token_s: float
+    decode_per_context_token_s: float = 0.0
+    prefill_per_pair_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value >= 0.0:
+                raise ValueError(f"{field.name} must be 0 or more seconds, got {value}")
+        if self.decode_base_s + self.decode_per_sequence_s <= 0.0:
+            raise ValueError("decode_base_s and decode_per_sequence_s are both 0: a decode step must take time")
+        if self.prefill_base_s + self.prefill_per_token_s <= 0.0:
+            raise ValueError("prefill_base_s and prefill_per_token_s are both 0: a prefill must take time")
+
+    def step_s(
+        self, *, prefill_tokens: int = 0, attended_pairs: int = 0, sequences: int = 0, context_tokens: int = 0
+    ) -> float:
+        """Seconds of one iteration.
+
+        Args:
+            prefill_tokens: prompt tokens computed in it.
+            attended_pairs: pairs of such a token and a token that it attends to; see `attended_pairs`.
+            sequences: sequences that decode one token in it.
+            context_tokens: the sum of their contexts, in tokens.
+        """
+        seconds = 0.0
+        if sequences:
+            seconds = self.decode_base_s
+        if prefill_tokens:
+            seconds = max(seconds, self.prefill_base_s)
+            seconds += prefill_tokens * self.prefill_per_token_s + attended_pairs * self.prefill_per_pair_s
+        return (
+            seconds + sequences * self.decode_per_sequence_s + context_tokens * self.decode_per_context_token_s
+        )
+
+    def decode_run_s(self, steps: int, *, sequences: int, context_tokens: int) -> float:
+        """Seconds of `steps` iterations in a row that hold the same decoding sequences and nothing else.
+
+        Args:
+            steps: iterations in the run.
+            sequences: sequences that decode in every one of them.
+            context_tokens: the sum of their contexts in the first iteration; each iteration adds one per sequence.
+        """
+        first_s = self.step_s(sequences=sequences, context_tokens=context_tokens)
+        growth_s = sequences * self.decode_per_context_token_s
+        return steps * first_s + growth_s * (steps * (steps - 1) // 2)
+
+    def prefill_s(self, prompt_tokens: int, *, max_num_batched_tokens: int) -> float:
+        """Seconds to prefill one prompt on an otherwise idle engine, in chunks of the token budget."""
+        seconds = 0.0
+        for start in range(0, prompt_tokens, max_num_batched_tokens):
+            chunk = min(max_num_batched_tokens, prompt_tokens - start)
+            seconds += self.step_s(prefill_tokens=chunk, attended_pairs=attended_pairs(start, chunk))
+        return seconds
+
+
+def attended_pairs(computed_tokens: int, chunk_tokens: int) -> int:
+    """Pairs of a token of the chunk and a token that it attends to: all that precede it, and itself."""
+    return chunk_tokens * computed_tokens + chunk_tokens * (chunk_tokens + 1) // 2
