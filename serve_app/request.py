@@ -42,6 +42,8 @@ class PromptShape:
         tool_bytes: UTF-8 bytes of tool definitions and response schemas.
         media_items: images, audio clips and the like; their bytes are not text.
         prompt_tokens: exact length, known only when the client sent token ids.
+        prompts: independent prompts in this one request (batched completions, embeddings); all sizes above are
+            sums over them, while a context limit holds for each of them alone.
     """
 
     text_bytes: int
@@ -50,6 +52,7 @@ class PromptShape:
     tool_bytes: int = 0
     media_items: int = 0
     prompt_tokens: int | None = None
+    prompts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,7 @@ class Request:
         gateway_id: the gateway that holds the client's connection.
         max_output_tokens: the client's own limit per choice; None when it gave none, 0 when nothing is
             generated (embeddings).
-        choices: sequences generated for one prompt (`n`).
+        choices: sequences that the engine generates: `n` for each prompt.
         expires_at: when the client no longer wants to wait in the queue.
         no_wait: refuse at once rather than queue (`x-queue: no-wait`).
         prefix: hashes of the prompt's leading blocks, longest last, for prefix affinity.
