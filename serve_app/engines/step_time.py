@@ -11,6 +11,7 @@ Phases share one reading of the weights, hence the maximum of the bases and not 
 """
 
 from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class StepTimeModel:
         prefill_per_token_s: added by each prompt token computed.
         prefill_per_pair_s: added by each pair of a prompt token and a token that it attends to.
     """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     decode_base_s: float
     decode_per_sequence_s: float
