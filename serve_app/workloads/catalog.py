@@ -1,0 +1,127 @@
+"""Which workload does a name or a path stand for? The one door of simulator, benchmark and planner."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve_app.workloads.loaders import load_trace
+from serve_app.workloads.published import RECIPES
+from serve_app.workloads.streams import stream
+from serve_app.workloads.tenants import assign_priorities, assign_tenants, parse_shares
+from serve_app.workloads.trace import Trace, TraceError
+from serve_app.workloads.transform import scale_to_rate, take
+
+TRACES_VARIABLE = "EWSJF_TRACES"
+"""Environment variable with the folder of trace files."""
+
+_ROOT = Path(__file__).resolve().parents[2]
+DOWNLOAD_FOLDER = _ROOT / ".cache" / "traces"
+"""Where `scripts/fetch_traces` puts them, unless told otherwise."""
+_SHARED_FOLDER = _ROOT.parent / "shared" / "traces"
+
+_FILES = {
+    "azure-code": "AzureLLMInferenceTrace_code.csv",
+    "azure-conv": "AzureLLMInferenceTrace_conv.csv",
+}
+DEFAULT_REQUESTS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSettings:
+    """A workload, as the command line asks for it.
+
+    Attributes:
+        trace: a name (`azure-code`, `azure-conv`, `lmsys`, `paper-mix`) or the path of a trace file.
+        rate_per_s: mean arrival rate; None keeps the trace's own.
+        requests: how many; None for a thousand, or as many as `duration_s` takes.
+        duration_s: for how long requests arrive; only one of the two can be given.
+        tenants: see `tenants.parse_shares`; None keeps those of the file.
+        priorities: shares of priority classes, such as `interactive=1,batch=3`; None keeps those of the file.
+        folder: where trace files lie; None looks in the usual places.
+    """
+
+    trace: str
+    rate_per_s: float | None = None
+    requests: int | None = None
+    duration_s: float | None = None
+    tenants: str | None = None
+    priorities: str | None = None
+    seed: int = 0
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rate_per_s", "requests", "duration_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise TraceError(f"{name} must be positive, got {value}")
+        if self.requests is not None and self.duration_s is not None:
+            raise TraceError(
+                f"give requests or duration_s, not both, got {self.requests} and {self.duration_s}: "
+                "with a rate each follows from the other"
+            )
+        if self.seed < 0:
+            raise TraceError(f"seed must not be negative, got {self.seed}")
+
+
+def resolve(settings: WorkloadSettings) -> Trace:
+    """Read or generate the workload, cut to size, at its rate, with its tenants.
+
+    Raises:
+        TraceError: there is no such name or file, or it cannot be read.
+    """
+    path = _path_of(settings)
+    trace = _from_file(path, settings) if path is not None else _generated(settings)
+    if settings.tenants is not None:
+        trace = assign_tenants(trace, parse_shares(settings.tenants), stream(settings.seed, "tenants"))
+    if settings.priorities is not None:
+        trace = assign_priorities(
+            trace, parse_shares(settings.priorities), stream(settings.seed, "priorities")
+        )
+    return trace
+
+
+def _path_of(settings: WorkloadSettings) -> Path | None:
+    """The file to read; None when the name is to be generated."""
+    name = settings.trace
+    if name in _FILES:
+        return _find(_FILES[name], settings.folder)
+    if name in RECIPES:
+        return None
+    path = Path(name)
+    if not path.is_file():
+        raise TraceError(f"no trace {name!r}: give a file, or one of {', '.join(RECIPES)}")
+    return path
+
+
+def _find(filename: str, folder: Path | None) -> Path | None:
+    """A folder that was asked for must have the file; the usual places may."""
+    named = folder or (Path(os.environ[TRACES_VARIABLE]) if os.environ.get(TRACES_VARIABLE) else None)
+    if named is not None:
+        if not (named / filename).is_file():
+            raise TraceError(f"no {filename} in {named}: run scripts/fetch_traces --out {named}")
+        return named / filename
+    candidates = (place / filename for place in (DOWNLOAD_FOLDER, _SHARED_FOLDER))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _from_file(path: Path, settings: WorkloadSettings) -> Trace:
+    trace = load_trace(path)
+    count = _count(settings, settings.rate_per_s or trace.rate_per_s, otherwise=len(trace.requests))
+    trace = take(trace, count, stream(settings.seed, "window"))
+    return trace if settings.rate_per_s is None else scale_to_rate(trace, settings.rate_per_s)
+
+
+def _generated(settings: WorkloadSettings) -> Trace:
+    recipe = RECIPES[settings.trace]
+    count = _count(settings, settings.rate_per_s or recipe.rate_per_s, otherwise=DEFAULT_REQUESTS)
+    return recipe.generate(settings.trace, count, settings.seed, settings.rate_per_s)
+
+
+def _count(settings: WorkloadSettings, rate_per_s: float | None, otherwise: int) -> int:
+    if settings.duration_s is None:
+        return settings.requests or otherwise
+    if rate_per_s is None:
+        raise TraceError(
+            f"all requests of {settings.trace} arrive at once: give requests instead of duration_s"
+        )
+    return max(1, round(rate_per_s * settings.duration_s))
