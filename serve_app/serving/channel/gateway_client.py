@@ -1,0 +1,303 @@
+"""The gateway's end of the control channel: holds its requests and asks the scheduler for their turns.
+
+The rules are those at the top of `gateway_desk`; this is the authority they speak of. A request is held
+from `acquire` until `finished`, a refusal, or its cancellation. It waits (`answer` is pending) or runs (by
+its last grant). While no scheduler is there, what waits goes on waiting and what runs goes on running;
+requests that would not wait are refused, and those whose time in the queue ends are expired here.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from typing import Any
+
+from serve_app.errors import ChannelError, Outcome
+from serve_app.request import PriorityClass, Usage
+from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.channel.connector import Connector, Locate
+from serve_app.serving.channel.held import (
+    AWAY_RETRY_AFTER_S,
+    REFUSES_TO_WAIT,
+    Held,
+    grant_to,
+    refuse_alone,
+    refuse_away,
+    refuse_oversized,
+)
+from serve_app.serving.channel.link import Link
+from serve_app.serving.channel.messages import (
+    Cancel,
+    Exposition,
+    Finish,
+    First,
+    Granted,
+    Refused,
+    ReplicaTable,
+    Role,
+    Scrape,
+    SnapshotEnd,
+    Submit,
+    Welcome,
+)
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.dispatching import Grant, Refusal, ReplicaAddress, Submission
+
+logger = logging.getLogger("ray.serve")
+
+_EXPOSITION_S = 1.0
+_CLOSING = "this gateway is shutting down"
+# A connected scheduler ends a request's time in the queue itself; one that is so late is out of order.
+_OVERDUE_S = 5.0
+
+
+class GatewayClient:
+    """One model's scheduler as seen from one gateway; implements `Dispatcher`.
+
+    Args:
+        gateway_id: unique to this process and its start; a second user of the same id throws the first out.
+        locate: finds the scheduler; in production a call on a Ray handle.
+    """
+
+    def __init__(self, gateway_id: str, locate: Locate, settings: ChannelSettings) -> None:
+        self._gateway_id = gateway_id
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._connector = Connector(Role.GATEWAY, gateway_id, locate, settings, self)
+        self._link: Link | None = None
+        self._held: dict[str, Held] = {}
+        # Ends without a receipt, with the number of the message that told of each; 0 when none could.
+        self._ended: deque[tuple[int, Finish]] = deque()
+        self._table: dict[str, ReplicaAddress] = {}
+        self._accepting: tuple[ReplicaAddress, ...] = ()
+        self._queue_timeouts_s: dict[PriorityClass, float] = {}
+        self._scrapes: dict[int, asyncio.Future[str]] = {}
+        self._scrape_serial = 0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        waiting = sum(held.waits for held in self._held.values())
+        return (
+            f"<GatewayClient {self._gateway_id} waiting {waiting}, running {len(self._held) - waiting}, "
+            f"{'connected' if self._link else 'alone'}>"
+        )
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a scheduler hears us."""
+        return self._link is not None
+
+    @property
+    def incarnation(self) -> int:
+        """The highest incarnation of the scheduler met so far, 0 before the first."""
+        return self._connector.highest_incarnation
+
+    def start(self) -> None:
+        """Begin to look for the scheduler."""
+        self._connector.start()
+
+    async def close(self) -> None:
+        """Refuse what waits, say goodbye, and stop; what runs is released by the scheduler."""
+        self._closed = True
+        for held in list(self._held.values()):
+            if held.waits:
+                self._refuse(held, refuse_away(held.request_id, _CLOSING))
+        self._held.clear()
+        await self._connector.close()
+
+    # What the gateway's handler calls.
+
+    async def acquire(self, submission: Submission) -> Grant | Refusal:
+        """Queue a request and wait for its turn.
+
+        Raises:
+            ValueError: the request id is held already.
+        """
+        request_id = submission.request_id
+        if request_id in self._held:
+            raise ValueError(f"request id {request_id!r} is held already: ids must be unique")
+        refusal = self._objection(submission)
+        if refusal is not None:
+            return refusal
+        now = self._loop.time()
+        held = Held(submission, now, now, self._loop.create_future())
+        self._held[request_id] = held
+        if self._link is not None:
+            self._link.send(Submit(submission, 0.0, 0.0))
+        return await self._answer(held)
+
+    async def put_back(
+        self, request_id: str, replica_id: str, failure: DispatchFailure, message: str = ""
+    ) -> Grant | Refusal:
+        """Return a granted request that got no first byte, and wait for another turn at the front.
+
+        Raises:
+            ValueError: the request is not running on that replica.
+        """
+        held = self._held.get(request_id)
+        if held is None or held.replica_id != replica_id:
+            if self._closed:
+                return refuse_away(request_id, _CLOSING)
+            raise ValueError(f"request {request_id!r} does not run on replica {replica_id!r}")
+        held.answer = self._loop.create_future()
+        self._wait_again(held, failure, message)
+        return await self._answer(held)
+
+    def first_token(self, request_id: str) -> None:
+        """The first byte of the engine's streamed answer has come."""
+        held = self._held.get(request_id)
+        if held is not None and not held.started:
+            held.started = True
+            if self._link is not None:
+                self._link.send(First(request_id))
+
+    def finished(self, request_id: str, outcome: Outcome, usage: Usage | None = None) -> None:
+        """The request is over and its place is free."""
+        held = self._held.pop(request_id, None)
+        if held is None:
+            return
+        if not held.answer.done():
+            held.answer.cancel()
+        finish = Finish(request_id, outcome, usage)
+        self._ended.append((self._link.send(finish) if self._link is not None else 0, finish))
+
+    def replicas(self) -> tuple[ReplicaAddress, ...]:
+        """All replicas that take requests now; empty while the scheduler is unknown."""
+        return self._accepting if self._link is not None else ()
+
+    async def exposition(self) -> str:
+        """Return the scheduler's metrics as text; empty when it does not answer in a second."""
+        if self._link is None:
+            return ""
+        self._scrape_serial += 1
+        serial = self._scrape_serial
+        answer: asyncio.Future[str] = self._loop.create_future()
+        self._scrapes[serial] = answer
+        self._link.send(Scrape(serial))
+        try:
+            return await asyncio.wait_for(answer, _EXPOSITION_S)
+        except TimeoutError:
+            return ""
+        finally:
+            self._scrapes.pop(serial, None)
+
+    # What the connector calls.
+
+    def up(self, link: Link, welcome: Welcome) -> None:
+        """Tell a scheduler everything: what waits, what runs, what ended without a receipt."""
+        self._link = link
+        self._queue_timeouts_s = welcome.queue_timeouts_s
+        now = self._loop.time()
+        for held in self._held.values():
+            link.send(held.described(now))
+        self._ended = deque((link.send(finish), finish) for _, finish in self._ended)
+        link.send(SnapshotEnd())
+
+    def said(self, message: Any) -> None:
+        """Take one message of the scheduler."""
+        if isinstance(message, Granted):
+            self._granted(message)
+        elif isinstance(message, Refused):
+            self._refused(message)
+        elif isinstance(message, ReplicaTable):
+            self._table = {entry.address.replica_id: entry.address for entry in message.entries}
+            self._accepting = tuple(entry.address for entry in message.entries if not entry.draining)
+        elif isinstance(message, Exposition):
+            answer = self._scrapes.get(message.serial)
+            if answer is not None and not answer.done():
+                answer.set_result(message.text)
+        else:
+            raise ChannelError(f"a scheduler does not say {type(message).__name__} to a gateway")
+
+    def down(self) -> None:
+        """Go on alone; whoever did not want to wait is told so."""
+        self._link = None
+        for held in list(self._held.values()):
+            if held.waits and held.submission.no_wait:
+                self._refuse(held, refuse_away(held.request_id, REFUSES_TO_WAIT))
+
+    def beat(self) -> None:
+        """Forget ends that have their receipt, and end what has waited its time out."""
+        link = self._link
+        while self._ended and link is not None and 0 < self._ended[0][0] <= link.acknowledged:
+            self._ended.popleft()
+        now = self._loop.time()
+        grace_s = 0.0 if link is None else _OVERDUE_S
+        overdue = [
+            held
+            for held in self._held.values()
+            if held.waits and now - held.waiting_since > self._timeout_s(held.submission) + grace_s
+        ]
+        for held in overdue:
+            self._expire(held, now)
+
+    # How it works.
+
+    async def _answer(self, held: Held) -> Grant | Refusal:
+        try:
+            return await held.answer
+        except asyncio.CancelledError:
+            # Also when a grant has come, and this task was cancelled before it could take it.
+            if self._held.pop(held.request_id, None) is not None and self._link is not None:
+                self._link.send(Cancel(held.request_id))
+            raise
+
+    def _granted(self, message: Granted) -> None:
+        held = self._held.get(message.request_id)
+        if held is None or message.grant <= held.grants:
+            return  # cancelled meanwhile, or told twice
+        held.run(message)
+        address = self._table.get(message.replica_id)
+        if address is not None:
+            held.answer_with(grant_to(message, address))
+        else:
+            # The table comes before the grants that refer to it; if it did not, the request must not hang.
+            logger.error("event=no_address request=%s replica=%s", message.request_id, message.replica_id)
+            self._wait_again(held, DispatchFailure.UNREACHABLE, "the gateway does not know its address")
+
+    def _wait_again(self, held: Held, failure: DispatchFailure, message: str) -> None:
+        put_back = held.wait(failure, message, self._loop.time())
+        if self._link is not None:
+            self._link.send(put_back)
+
+    def _refused(self, message: Refused) -> None:
+        held = self._held.get(message.request_id)
+        if held is not None and held.waits:
+            refusal = Refusal(
+                request_id=message.request_id,
+                outcome=message.outcome,
+                message=message.message,
+                retry_after_s=message.retry_after_s,
+            )
+            self._refuse(held, refusal)
+
+    def _refuse(self, held: Held, refusal: Refusal) -> None:
+        del self._held[held.request_id]
+        held.answer_with(refusal)
+
+    def _expire(self, held: Held, now: float) -> None:
+        waited_s = now - held.waiting_since
+        if self._link is not None:
+            logger.error("event=overdue request=%s waited_s=%.1f", held.request_id, waited_s)
+            self._link.send(Cancel(held.request_id))
+        why = "its turn did not come" if self._link is not None else "the scheduler is away"
+        refusal = Refusal(
+            request_id=held.request_id,
+            outcome=Outcome.EXPIRED,
+            message=f"the request waited {waited_s:.1f} s in the queue and {why}",
+            retry_after_s=AWAY_RETRY_AFTER_S,
+        )
+        self._refuse(held, refusal)
+
+    def _timeout_s(self, submission: Submission) -> float:
+        if submission.queue_timeout_s is not None:
+            return submission.queue_timeout_s
+        return self._queue_timeouts_s.get(submission.priority, self._settings.offline_timeout_s)
+
+    def _objection(self, submission: Submission) -> Refusal | None:
+        """Refuse a request without asking the scheduler, or not."""
+        if self._closed:
+            return refuse_away(submission.request_id, _CLOSING)
+        refusal = refuse_oversized(submission)
+        if refusal is None and self._link is None:
+            return refuse_alone(submission, len(self._held), self._settings.max_waiting_offline)
+        return refusal

@@ -1,0 +1,323 @@
+r"""The scheduler's dealings with its gateways: who waits, who runs, and who has been told what.
+
+What must hold: a request that a gateway holds is waiting or running here, or will be as soon as the
+gateway can be heard; a request is answered once; a grant is used at most once; a place in the ledger is
+held for exactly the requests that run. Any connection may break between any two messages, and the scheduler
+may be replaced by another that knows nothing. How it holds:
+
+1.  *The gateway is the authority on its requests*, because it holds the client. A scheduler's knowledge
+    is a copy, made again from the gateway's snapshot at each new connection. The scheduler is the
+    authority on grants, because it holds the ledger.
+2.  *Grants of a request are numbered* 1, 2, 3, ... by the scheduler; both sides know how many they have
+    issued or seen, and a new scheduler goes on from what the gateway has seen. A gateway that sees the same
+    number twice ignores the second. So of a request that runs here and waits there, the numbers tell which
+    message was lost: the gateway has seen fewer grants than were issued: the grant was lost on its way, and
+    is sent again; it has seen as many: its put-back was lost on its way, and the snapshot repeats it.
+3.  *Each connection begins with a snapshot*: what waits, what runs, what has ended without a receipt, and a
+    mark at its end. Each entry is reconciled as it is read:
+
+        here \ there   waits                          runs                     ended           (not mentioned)
+        unknown        Arrived                        Resumed                  -               -
+        waits          -                              Cancelled, Resumed (a)   Cancelled (a)   Cancelled
+        runs           grant again, or put-back (2)   - (or FirstToken)        Finished        Cancelled
+
+    (a) cannot come about by lost messages; if it does, the gateway's word counts.
+    Nothing else of this gateway changes meanwhile, except that the core may grant one of its waiting
+    requests. The grant is sent as always; if its entry is read after that, it is sent twice (2).
+4.  *Ends are kept by the gateway until the scheduler has acknowledged them* (`Link.acknowledged`), so a
+    request that ended is never mistaken for one that its client gave up. An end that comes twice finds the
+    request unknown, and is ignored: request ids are never used again.
+5.  *A lost refusal needs no rule*: the request is unknown here and waits there, so it arrives again with
+    its true age, and is refused again or has found room by now. The client hears one answer.
+6.  *A gateway that vanishes keeps its requests for a grace period.* Grants issued meanwhile are lost ones
+    by rule 2. After it, `GatewayLost` releases them all, and a gateway that comes back later is new.
+7.  *A new connection of a gateway replaces the old one*, which is never read again. A gateway has one
+    connection, a process has its own gateway id, so each replaces only itself.
+8.  *A grant that cannot be delivered any more*, because its replica has left before the gateway could be
+    told, is put back here in the gateway's name: the replica never saw the request.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from serve_app.errors import ChannelError, Outcome
+from serve_app.request import PriorityClass, Request
+from serve_app.scheduling.commands import Conclude, Dispatch
+from serve_app.scheduling.events import (
+    Arrived,
+    Cancelled,
+    DispatchFailed,
+    DispatchFailure,
+    Event,
+    Finished,
+    FirstToken,
+    GatewayLost,
+    Resumed,
+)
+from serve_app.serving.channel.link import Link
+from serve_app.serving.channel.messages import (
+    Cancel,
+    Exposition,
+    Finish,
+    First,
+    Granted,
+    Message,
+    PutBack,
+    Refused,
+    Running,
+    Scrape,
+    SnapshotEnd,
+    Submit,
+)
+from serve_app.serving.channel.request_book import Gateway, Record, RequestBook, as_request
+
+logger = logging.getLogger("ray.serve")
+
+
+class GatewayHost(Protocol):
+    """What the desk needs of the scheduler's shell."""
+
+    def feed(self, event: Event) -> None:
+        """Let the core handle the event, and carry out its commands."""
+        ...
+
+    def now(self) -> float:
+        """Return the scheduler's clock."""
+        ...
+
+    def queue_timeout_s(self, priority: PriorityClass) -> float:
+        """Return how long a request waits at most when it names no time."""
+        ...
+
+    def knows_replica(self, replica_id: str) -> bool:
+        """Whether gateways can be sent to this replica now."""
+        ...
+
+    def exposition(self) -> str:
+        """Return the metrics as text."""
+        ...
+
+
+class GatewayDesk:
+    """Turns what gateways say into events, and the core's commands into what they are told.
+
+    Attributes:
+        book: all requests of all gateways.
+    """
+
+    def __init__(self, host: GatewayHost, grace_s: float) -> None:
+        self._host = host
+        self._grace_s = grace_s
+        self._loop = asyncio.get_running_loop()
+        self._gateways: dict[str, Gateway] = {}
+        self.book = RequestBook()
+        self._on: dict[type[Message], Callable[[Gateway, Any], None]] = {
+            Submit: self._submit,
+            Running: self._running,
+            SnapshotEnd: self._snapshot_end,
+            PutBack: self._put_back,
+            First: self._first,
+            Finish: self._finish,
+            Cancel: self._cancel,
+            Scrape: self._scrape,
+        }
+
+    def __repr__(self) -> str:
+        return f"<GatewayDesk gateways {self.connected}, {self.book}>"
+
+    # What the server calls.
+
+    def joined(self, gateway_id: str, link: Link) -> None:
+        """A gateway has been let in; its snapshot follows."""
+        gateway = self._gateways.setdefault(gateway_id, Gateway(gateway_id))
+        if gateway.release is not None:
+            gateway.release.cancel()
+            gateway.release = None
+        gateway.link, gateway.mentioned = link, set()
+
+    def said(self, gateway_id: str, message: Message) -> None:
+        """Take one message of a gateway that has joined."""
+        handler = self._on.get(type(message))
+        if handler is None:
+            raise ChannelError(
+                f"gateway {gateway_id} said {type(message).__name__}, which is not a gateway's to say"
+            )
+        handler(self._gateways[gateway_id], message)
+
+    def lost(self, gateway_id: str, link: Link, *, for_good: bool) -> None:
+        """A gateway's connection is over; `for_good` when it said so itself."""
+        gateway = self._gateways.get(gateway_id)
+        if gateway is None or gateway.link is not link:
+            return
+        gateway.link = None
+        if for_good:
+            self._release(gateway)
+        else:
+            gateway.release = self._loop.call_later(self._grace_s, self._release, gateway)
+
+    # What the shell calls.
+
+    def grant(self, command: Dispatch) -> PriorityClass:
+        """Tell a gateway to send its request to a replica; return the class of the request."""
+        record = self.book[command.request_id]
+        record.grants += 1
+        record.replica_id, record.started = command.replica_id, False
+        record.granted = Granted(
+            command.request_id,
+            record.grants,
+            command.replica_id,
+            command.pool,
+            command.length_queue,
+            command.estimated_tokens,
+            command.queue_wait_s,
+        )
+        record.gateway.tell(record.granted)
+        return record.priority
+
+    def conclude(self, command: Conclude) -> PriorityClass:
+        """Forget a request, and tell its gateway if it waits for an answer; return its class."""
+        record = self.book.pop(command.request_id)
+        if not record.runs and command.outcome is not Outcome.CANCELLED:
+            record.gateway.tell(
+                Refused(command.request_id, command.outcome, command.message, command.retry_after_s)
+            )
+        return record.priority
+
+    def give_up(self, event: Event, message: str) -> None:
+        """Fail the waiting request that the event is about, which the core could not handle.
+
+        Its gateway would hand it to the next scheduler, and that one would stumble in the same place.
+        """
+        request_id = (
+            event.request.request_id if isinstance(event, Arrived) else getattr(event, "request_id", "")
+        )
+        record = self.book.get(request_id)
+        if record is not None and not record.runs:
+            record.gateway.tell(Refused(request_id, Outcome.FAILED, message, None))
+
+    def tell_all(self, message: Message) -> None:
+        """Send the message to every gateway that is connected."""
+        for gateway in self._gateways.values():
+            gateway.tell(message)
+
+    @property
+    def connected(self) -> int:
+        """Gateways that are connected now."""
+        return sum(gateway.link is not None for gateway in self._gateways.values())
+
+    # What gateways say.
+
+    def _submit(self, gateway: Gateway, message: Submit) -> None:
+        request_id = message.submission.request_id
+        gateway.mention(request_id)
+        record = self.book.get(request_id)
+        if record is None:
+            self._admit(gateway, message)
+        elif record.gateway is not gateway:
+            text = f"request id {request_id} is in use by gateway {record.gateway.gateway_id}"
+            gateway.tell(Refused(request_id, Outcome.REJECTED_INVALID, text, None))
+        elif record.runs:
+            self._reconcile_grant(record, message)
+
+    def _admit(self, gateway: Gateway, message: Submit) -> None:
+        submission = message.submission
+        self.book[submission.request_id] = Record(gateway, submission.priority, message.grants)
+        request = self._request(gateway, message)
+        self._host.feed(Arrived(request))
+
+    def _reconcile_grant(self, record: Record, message: Submit) -> None:
+        """Rule 2: it runs here and waits there."""
+        request_id = message.submission.request_id
+        if message.grants < record.grants and record.granted is not None:
+            if self._host.knows_replica(record.granted.replica_id):
+                record.gateway.tell(record.granted)
+            else:
+                self._take_back(record, request_id, DispatchFailure.UNREACHABLE, "the replica has left")
+        elif message.put_back is not None:
+            self._take_back(record, request_id, message.put_back.failure, message.put_back.message)
+        else:
+            self._host.feed(Cancelled(request_id))
+            self._admit(record.gateway, message)
+
+    def _running(self, gateway: Gateway, message: Running) -> None:
+        request_id = message.submission.request_id
+        gateway.mention(request_id)
+        record = self.book.get(request_id)
+        if record is not None and record.gateway is not gateway:
+            raise ChannelError(
+                f"request {request_id} of gateway {record.gateway.gateway_id} runs elsewhere, too"
+            )
+        if record is None:
+            self._adopt(gateway, message)
+        elif record.replica_id != message.replica_id or record.grants != message.grants:
+            self._host.feed(Cancelled(request_id))
+            self._adopt(gateway, message)
+        elif message.started:
+            self._first(gateway, First(request_id))
+
+    def _adopt(self, gateway: Gateway, message: Running) -> None:
+        submission = message.submission
+        record = Record(gateway, submission.priority, message.grants)
+        record.replica_id, record.started = message.replica_id, message.started
+        self.book[submission.request_id] = record
+        request = self._request(gateway, message)
+        self._host.feed(Resumed(request, message.replica_id, message.started))
+
+    def _snapshot_end(self, gateway: Gateway, _message: SnapshotEnd) -> None:
+        mentioned, gateway.mentioned = gateway.mentioned, None
+        if mentioned is None:
+            raise ChannelError(f"gateway {gateway.gateway_id} ended a snapshot that it had not begun")
+        forgotten = [request_id for request_id in self.book.ids_of(gateway) if request_id not in mentioned]
+        for request_id in forgotten:
+            self._host.feed(Cancelled(request_id))
+
+    def _put_back(self, gateway: Gateway, message: PutBack) -> None:
+        record = self.book.own(gateway, message.request_id)
+        if record is None:
+            # The gateway waits for an answer, so it gets one.
+            text = f"request {message.request_id} is unknown to the scheduler"
+            gateway.tell(Refused(message.request_id, Outcome.FAILED, text, None))
+        elif record.runs and record.grants == message.grant:
+            self._take_back(record, message.request_id, message.failure, message.message)
+
+    def _first(self, gateway: Gateway, message: First) -> None:
+        record = self.book.own(gateway, message.request_id)
+        if record is not None and record.runs and not record.started:
+            record.started = True
+            self._host.feed(FirstToken(message.request_id))
+
+    def _finish(self, gateway: Gateway, message: Finish) -> None:
+        record = self.book.own(gateway, message.request_id)
+        if record is None:
+            return
+        if record.runs:
+            self._host.feed(Finished(message.request_id, message.outcome, message.usage))
+        else:
+            self._host.feed(Cancelled(message.request_id))
+
+    def _cancel(self, gateway: Gateway, message: Cancel) -> None:
+        if self.book.own(gateway, message.request_id) is not None:
+            self._host.feed(Cancelled(message.request_id))
+
+    def _scrape(self, gateway: Gateway, message: Scrape) -> None:
+        gateway.tell(Exposition(message.serial, self._host.exposition()))
+
+    # How it works.
+
+    def _take_back(self, record: Record, request_id: str, failure: DispatchFailure, text: str) -> None:
+        self._host.feed(DispatchFailed(request_id, record.wait(), failure, text))
+
+    def _release(self, gateway: Gateway) -> None:
+        """Rule 6: the gateway will not come back."""
+        if gateway.link is not None:
+            return
+        del self._gateways[gateway.gateway_id]
+        self._host.feed(GatewayLost(gateway.gateway_id))
+        for request_id in self.book.ids_of(gateway):
+            del self.book[request_id]
+
+    def _request(self, gateway: Gateway, message: Submit | Running) -> Request:
+        default_timeout_s = self._host.queue_timeout_s(message.submission.priority)
+        return as_request(gateway.gateway_id, message, self._host.now(), default_timeout_s)

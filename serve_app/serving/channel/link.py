@@ -1,0 +1,180 @@
+"""One end of a connection on the control channel, the same for both sides.
+
+- Messages sent within one turn of the event loop leave together, in as few frames as possible.
+- Each side says `Heartbeat` every `heartbeat_s`, with the count of messages that it has dealt with. A peer is
+  dead when nothing was heard from it for `beats_to_death` ticks, or when as many ticks brought no news that
+  it deals with what it was sent: a peer that talks and does not listen is as useless as a silent one.
+- Silence is counted in ticks of our own timer, not in seconds: when this event loop itself was away, the
+  data that came meanwhile is read before more than one tick has passed, so nobody is blamed for our delay.
+- Receipts let a sender keep what it cannot afford to lose until the other side has dealt with it: `send`
+  returns the number of the message, `acknowledged` the number up to which all are dealt with.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from typing import Any, Protocol, cast
+
+from serve_app.errors import ChannelError
+from serve_app.serving.channel.framing import FrameReader, encode_frames
+from serve_app.serving.channel.messages import Heartbeat, Message
+from serve_app.serving.channel.settings import ChannelSettings
+
+logger = logging.getLogger("ray.serve")
+
+
+class LinkOwner(Protocol):
+    """Who hears what comes over a link. Both methods are called on the event loop and must not block."""
+
+    def link_said(self, link: "Link", message: Any) -> None:
+        """Take one message other than a heartbeat; `ChannelError` ends the connection."""
+        ...
+
+    def link_lost(self, link: "Link", reason: str) -> None:
+        """The connection is over; called once, and nothing is said after it."""
+        ...
+
+
+class Link(asyncio.Protocol):
+    """A connection that carries messages, and knows whether anybody lives at its far end."""
+
+    def __init__(self, owner: LinkOwner, decode: Any, settings: ChannelSettings) -> None:
+        self._owner = owner
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._reader: FrameReader[Any] = FrameReader(decode, settings.max_frame_bytes)
+        self._transport: asyncio.Transport | None = None
+        self._outbox: list[Message] = []
+        self._flush_due = False
+        self._reason = ""
+        self.open = False
+        # Messages counted since the connection was made, heartbeats included.
+        self._sent = 0
+        self._read = 0
+        self.acknowledged = 0
+        # What the last tick saw.
+        self._heard = False
+        self._sent_at_tick = 0
+        self._acknowledged_at_tick = 0
+        self._silent_ticks = 0
+        self._deaf_ticks = 0
+
+    def __repr__(self) -> str:
+        state = "open" if self.open else f"closed: {self._reason}"
+        return f"<Link {state}, sent {self._sent}, read {self._read}, acknowledged {self.acknowledged}>"
+
+    def limit_frames(self, max_frame_bytes: int) -> None:
+        """Accept frames of at most so many bytes from now on."""
+        self._reader.max_frame_bytes = max_frame_bytes
+
+    def send(self, message: Message) -> int:
+        """Send the message at the end of this turn of the loop; return its number, 0 on a closed link."""
+        if not self.open:
+            return 0
+        self._outbox.append(message)
+        self._sent += 1
+        if not self._flush_due:
+            self._flush_due = True
+            self._loop.call_soon(self._flush)
+        return self._sent
+
+    def close(self, reason: str) -> None:
+        """Send what is waiting to be sent, then end the connection."""
+        if self.open:
+            self._flush()
+            self._end(reason)
+            transport = self._require_transport()
+            transport.close()
+            # A peer that does not read would keep a closing connection open for ever.
+            self._loop.call_later(self._settings.dead_after_s, transport.abort)
+
+    def abort(self, reason: str) -> None:
+        """End the connection at once; what was not sent yet is lost."""
+        if self.open:
+            self._outbox.clear()
+            self._end(reason)
+            self._require_transport().abort()
+
+    def tick(self) -> None:
+        """Say that we live, and give a dead peer up; the owner calls it every `heartbeat_s`."""
+        if not self.open:
+            return
+        listens = self.acknowledged > self._acknowledged_at_tick or self.acknowledged >= self._sent_at_tick
+        self._silent_ticks = 0 if self._heard else self._silent_ticks + 1
+        self._deaf_ticks = 0 if listens else self._deaf_ticks + 1
+        self._heard, self._acknowledged_at_tick = False, self.acknowledged
+        limit = self._settings.beats_to_death
+        if self._silent_ticks >= limit or self._deaf_ticks >= limit:
+            what = "said" if self._silent_ticks >= limit else "read"
+            self.abort(f"the peer {what} nothing for {limit * self._settings.heartbeat_s:g} s")
+            return
+        self.send(Heartbeat(self._read))
+        self._sent_at_tick = self._sent
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin; asyncio calls this."""
+        self._transport = cast("asyncio.Transport", transport)
+        self.open = True
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            # asyncio sets this by itself; 44 ms per message where it is missing is reason enough to insist.
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the peer said; asyncio calls this."""
+        self._heard = True
+        try:
+            for messages in self._reader.feed(data):
+                for message in messages:
+                    if not self.open:
+                        return
+                    self._take(message)
+        except ChannelError as error:
+            logger.warning("control channel: closing a connection: %s", error)
+            self.abort(str(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End; asyncio calls this once, whoever ended it."""
+        if self.open:
+            self._end(f"the connection broke: {exc}" if exc else "the peer closed the connection")
+        self._owner.link_lost(self, self._reason)
+
+    # How it works.
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Heartbeat):
+            if not self.acknowledged <= message.read <= self._sent:
+                raise ChannelError(f"a receipt for {message.read} messages, when {self._sent} were sent")
+            self.acknowledged = message.read
+        else:
+            self._owner.link_said(self, message)
+        # Counted after it was dealt with: a receipt promises that much.
+        self._read += 1
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        if not self._outbox or not self.open:
+            return
+        outbox, self._outbox = self._outbox, []
+        transport = self._require_transport()
+        try:
+            transport.write(encode_frames(outbox, self._settings.max_frame_bytes))
+        except ChannelError as error:
+            logger.exception("control channel: cannot send")
+            self.abort(str(error))
+            return
+        unread = transport.get_write_buffer_size()
+        if unread > self._settings.max_write_buffer_bytes:
+            self.abort(
+                f"the peer left {unread:,} bytes unread (max {self._settings.max_write_buffer_bytes:,})"
+            )
+
+    def _end(self, reason: str) -> None:
+        self.open = False
+        self._reason = reason
+
+    def _require_transport(self) -> asyncio.Transport:
+        assert self._transport is not None, "a link is open only after connection_made"
+        return self._transport

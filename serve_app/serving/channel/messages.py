@@ -1,0 +1,215 @@
+"""Everything that is said on the control channel.
+
+A message is a msgpack array whose first element is its name; a frame holds an array of messages. The
+order within one connection is kept. `VERSION` rises whenever a message changes its shape or its meaning:
+gateways, replicas and the scheduler of one application come from one build, so a peer with another version
+is one that outlived an upgrade, and it is refused.
+"""
+
+import enum
+from dataclasses import dataclass
+
+import msgspec
+
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass, Usage
+from serve_app.scheduling.events import DispatchFailure, ReplicaReport, ReplicaSpec
+from serve_app.serving.dispatching import ReplicaAddress, Submission
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a scheduler listens, and what it takes to be let in. Handed out by Ray alone.
+
+    Attributes:
+        secret: made anew by each incarnation, so that a leaked one ends with it.
+        incarnation: rises with every scheduler that is started for the model.
+    """
+
+    host: str
+    port: int
+    secret: str
+    incarnation: int
+
+
+class Role(enum.StrEnum):
+    """What a peer of the scheduler is."""
+
+    GATEWAY = "gateway"
+    REPLICA = "replica"
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=str.lower, gc=False):
+    """Base of all messages; `gc=False` because none can be part of a reference cycle."""
+
+
+# Either way.
+
+
+class Heartbeat(Message, frozen=True):
+    """The sender lives, and has dealt with the first `read` messages of this connection."""
+
+    read: int
+
+
+# From a peer to the scheduler.
+
+
+class Hello(Message, frozen=True):
+    """The first message of every connection; `highest_incarnation` is the highest the peer has met."""
+
+    version: int
+    role: Role
+    peer_id: str
+    secret: str
+    highest_incarnation: int
+
+
+class Bye(Message, frozen=True):
+    """The peer leaves on purpose: whatever it held may be released at once."""
+
+
+class PutBack(Message, frozen=True):
+    """Grant number `grant` came to nothing before the first byte; the request waits again."""
+
+    request_id: str
+    replica_id: str
+    failure: DispatchFailure
+    message: str
+    grant: int
+
+
+class Submit(Message, frozen=True):
+    """A request waits. In a snapshot: with how it came to wait.
+
+    Attributes:
+        age_s: time since it came in.
+        waited_s: time since it came in or back, which counts against its time in the queue.
+        grants: how many grants for it the gateway has seen.
+        put_back: how the last of them ended.
+    """
+
+    submission: Submission
+    age_s: float
+    waited_s: float
+    grants: int = 0
+    put_back: PutBack | None = None
+
+
+class Running(Message, frozen=True):
+    """In a snapshot: a request runs on a replica, by grant number `grants`."""
+
+    submission: Submission
+    age_s: float
+    grants: int
+    replica_id: str
+    started: bool
+
+
+class SnapshotEnd(Message, frozen=True):
+    """All that the gateway holds has been said; from here on it says what changes."""
+
+
+class First(Message, frozen=True):
+    """The first byte of the answer has come."""
+
+    request_id: str
+
+
+class Finish(Message, frozen=True):
+    """A granted request is over."""
+
+    request_id: str
+    outcome: Outcome
+    usage: Usage | None
+
+
+class Cancel(Message, frozen=True):
+    """Nobody waits for the request any more."""
+
+    request_id: str
+
+
+class Scrape(Message, frozen=True):
+    """Ask for the scheduler's metrics."""
+
+    serial: int
+
+
+class Register(Message, frozen=True):
+    """A replica is ready, or ready again; its address is what gateways are told."""
+
+    spec: ReplicaSpec
+    address: ReplicaAddress
+
+
+class Report(Message, frozen=True):
+    """What a replica says of its load."""
+
+    report: ReplicaReport
+
+
+# From the scheduler to a peer.
+
+
+class Welcome(Message, frozen=True):
+    """The peer is let in; `queue_timeouts_s` are the defaults by class."""
+
+    incarnation: int
+    queue_timeouts_s: dict[PriorityClass, float]
+
+
+class Rejected(Message, frozen=True):
+    """The peer is not let in; the connection ends."""
+
+    reason: str
+
+
+class ReplicaEntry(Message, frozen=True):
+    """One line of the replica table."""
+
+    address: ReplicaAddress
+    draining: bool
+
+
+class ReplicaTable(Message, frozen=True):
+    """All replicas as they stand now; replaces what was said before."""
+
+    entries: list[ReplicaEntry]
+
+
+class Granted(Message, frozen=True):
+    """Grant number `grant` of a request; the address of the replica stands in the table."""
+
+    request_id: str
+    grant: int
+    replica_id: str
+    pool: str
+    length_queue: str
+    estimated_tokens: int
+    queue_wait_s: float
+
+
+class Refused(Message, frozen=True):
+    """The scheduler ended a waiting request."""
+
+    request_id: str
+    outcome: Outcome
+    message: str
+    retry_after_s: float | None
+
+
+class Exposition(Message, frozen=True):
+    """Answer to `Scrape`."""
+
+    serial: int
+    text: str
+
+
+FromGateway = Submit | PutBack | Running | SnapshotEnd | First | Finish | Cancel | Scrape
+FromReplica = Register | Report
+FromPeer = Heartbeat | Hello | Bye | FromGateway | FromReplica
+ToGateway = ReplicaTable | Granted | Refused | Exposition
+FromScheduler = Heartbeat | Welcome | Rejected | ToGateway

@@ -1,0 +1,125 @@
+"""A pool replica's end of the control channel: registers, and reports its load and whether it drains."""
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from serve_app.errors import ChannelError
+from serve_app.scheduling.events import ReplicaReport, ReplicaSpec
+from serve_app.serving.channel.connector import Connector, Locate
+from serve_app.serving.channel.link import Link
+from serve_app.serving.channel.messages import Register, Report, Role, Welcome
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.dispatching import ReplicaAddress
+
+logger = logging.getLogger("ray.serve")
+
+
+class ReplicaClient:
+    """Keeps the scheduler informed of one replica.
+
+    Args:
+        locate: finds the scheduler; in production a call on a Ray handle.
+        load: the replica's present state. While it fails or hangs nothing is reported, so that the
+            scheduler, after its limit for old reports, sends no more requests here.
+    """
+
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        address: ReplicaAddress,
+        locate: Locate,
+        load: Callable[[], Awaitable[ReplicaReport]],
+        settings: ChannelSettings,
+    ) -> None:
+        self._register = Register(spec, address)
+        self._load = load
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._connector = Connector(Role.REPLICA, spec.replica_id, locate, settings, self)
+        self._link: Link | None = None
+        self._report: ReplicaReport | None = None
+        self._reported_at = 0.0
+        self._load_works = True
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        state = "connected" if self._link else "alone"
+        return f"<ReplicaClient {self._register.spec.replica_id} {state}>"
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a scheduler hears us."""
+        return self._link is not None
+
+    def start(self) -> None:
+        """Begin to look for the scheduler and to report to it; the replica must be ready for requests."""
+        self._connector.start()
+        self._task = self._loop.create_task(self._report_on(), context=contextvars.Context())
+
+    def report_now(self) -> None:
+        """Report at once rather than at the next look: something has changed, such as draining."""
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Say goodbye and stop."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self._connector.close()
+
+    # What the connector calls.
+
+    def up(self, link: Link, _welcome: Welcome) -> None:
+        """Register; with the last report, so that the scheduler knows at once what runs here."""
+        self._link = link
+        link.send(self._register)
+        if self._report is not None:
+            self._tell(self._report)
+        self._wake.set()
+
+    def said(self, message: Any) -> None:
+        """A scheduler has nothing to say to a replica."""
+        raise ChannelError(f"a scheduler does not say {type(message).__name__} to a replica")
+
+    def down(self) -> None:
+        """The engine goes on; there is nobody to report to."""
+        self._link = None
+
+    def beat(self) -> None:
+        """Reports have their own rhythm."""
+
+    # How it works.
+
+    async def _report_on(self) -> None:
+        while True:
+            if self._link is not None:
+                await self._report_once()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._settings.report_s)
+            self._wake.clear()
+
+    async def _report_once(self) -> None:
+        try:
+            report = await self._load()
+        except Exception:
+            if self._load_works:
+                logger.exception("event=load_unknown replica=%s", self._register.spec.replica_id)
+            self._load_works = False
+            return
+        self._load_works = True
+        silent_s = self._loop.time() - self._reported_at
+        # A little early, so that the rhythm of the looks does not stretch the interval.
+        due = silent_s > self._settings.report_at_least_s - self._settings.report_s / 2
+        if report != self._report or due:
+            self._tell(report)
+
+    def _tell(self, report: ReplicaReport) -> None:
+        self._report, self._reported_at = report, self._loop.time()
+        if self._link is not None:
+            self._link.send(Report(report))

@@ -1,0 +1,106 @@
+"""The scheduler's dealings with pool replicas, and the table of them that gateways are given.
+
+A replica that cannot be heard is given no new requests at once; nothing more follows from a lost
+connection. What it runs stays in the core's ledger until the gateways, which see it directly, say how it
+ended: a glitch of this channel fails no request. When the replica is back it joins again, with the
+limits it states then, and finds its running requests still counted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serve_app.errors import ChannelError
+from serve_app.scheduling.events import (
+    Event,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaReport,
+    ReplicaReported,
+    ReplicaSpec,
+)
+from serve_app.serving.channel.link import Link
+from serve_app.serving.channel.messages import Message, Register, ReplicaEntry, ReplicaTable, Report
+from serve_app.serving.dispatching import ReplicaAddress
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    link: Link
+    spec: ReplicaSpec
+    address: ReplicaAddress
+    report: ReplicaReport | None = None
+
+    @property
+    def draining(self) -> bool:
+        return self.report is not None and self.report.draining
+
+
+class ReplicaDesk:
+    """Turns what replicas say into events, and keeps the table."""
+
+    def __init__(self, feed: Callable[[Event], None], tell_gateways: Callable[[ReplicaTable], None]) -> None:
+        self._feed = feed
+        self._tell_gateways = tell_gateways
+        self._replicas: dict[str, _Replica] = {}
+        self.table = ReplicaTable([])
+
+    def __repr__(self) -> str:
+        draining = sum(replica.draining for replica in self._replicas.values())
+        return f"<ReplicaDesk replicas {len(self._replicas)}, draining {draining}>"
+
+    def __contains__(self, replica_id: str) -> bool:
+        return replica_id in self._replicas
+
+    def pool_of(self, replica_id: str) -> str:
+        """Return the pool of a replica; empty when it is not connected."""
+        replica = self._replicas.get(replica_id)
+        return replica.spec.pool if replica else ""
+
+    def reports(self) -> dict[str, tuple[ReplicaSpec, ReplicaReport | None]]:
+        """Return what each connected replica can hold, and what it last said of itself."""
+        return {replica_id: (replica.spec, replica.report) for replica_id, replica in self._replicas.items()}
+
+    def said(self, replica_id: str, link: Link, message: Message) -> None:
+        """Take one message of a replica that has been let in."""
+        if isinstance(message, Register):
+            self._register(replica_id, link, message)
+        elif isinstance(message, Report):
+            self._report(replica_id, message)
+        else:
+            raise ChannelError(
+                f"replica {replica_id} said {type(message).__name__}, which is not a replica's to say"
+            )
+
+    def lost(self, replica_id: str, link: Link) -> None:
+        """A replica's connection is over."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None and replica.link is link:
+            del self._replicas[replica_id]
+            self._publish()
+            self._feed(ReplicaLost(replica_id))
+
+    def _register(self, replica_id: str, link: Link, message: Register) -> None:
+        spec, address = message.spec, message.address
+        if not spec.replica_id == address.replica_id == replica_id or spec.pool != address.pool:
+            raise ChannelError(
+                f"replica {replica_id} registers as another: {spec}, at {address.host}:{address.port}"
+            )
+        self._replicas[replica_id] = _Replica(link, spec, address)
+        # Before the core hears of it: a grant refers to the table, and follows it on the same connection.
+        self._publish()
+        self._feed(ReplicaJoined(spec))
+
+    def _report(self, replica_id: str, message: Report) -> None:
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            raise ChannelError(f"replica {replica_id} reports before it registers")
+        was_draining, replica.report = replica.draining, message.report
+        if replica.draining != was_draining:
+            self._publish()
+        self._feed(ReplicaReported(replica_id, message.report))
+
+    def _publish(self) -> None:
+        self.table = ReplicaTable(
+            [ReplicaEntry(replica.address, replica.draining) for replica in self._replicas.values()]
+        )
+        self._tell_gateways(self.table)

@@ -1,0 +1,123 @@
+"""The scheduler's book of requests: which gateway holds each, and by which grant it runs."""
+
+import asyncio
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from serve_app.errors import ChannelError
+from serve_app.request import PriorityClass, Request
+from serve_app.serving.channel.link import Link
+from serve_app.serving.channel.messages import Granted, Message, Running, Submit
+
+
+@dataclass(slots=True, eq=False)
+class Gateway:
+    """One gateway.
+
+    Attributes:
+        link: None while it is away.
+        mentioned: requests named in its snapshot so far; None once the snapshot is complete.
+        release: will give its requests up, unless it comes back.
+    """
+
+    gateway_id: str
+    link: Link | None = None
+    mentioned: set[str] | None = None
+    release: asyncio.TimerHandle | None = None
+
+    def tell(self, message: Message) -> None:
+        """Send the message, unless the gateway is away: its next snapshot will show what it missed."""
+        if self.link is not None:
+            self.link.send(message)
+
+    def mention(self, request_id: str) -> None:
+        """Note that the snapshot, if one is being read, names the request."""
+        if self.mentioned is not None:
+            self.mentioned.add(request_id)
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One request.
+
+    Attributes:
+        grants: how many have been issued for it.
+        granted: the one that this scheduler issued and that it runs by.
+        replica_id: where it runs; None while it waits.
+        started: its answer has begun.
+    """
+
+    gateway: Gateway
+    priority: PriorityClass
+    grants: int
+    granted: Granted | None = None
+    replica_id: str | None = None
+    started: bool = False
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has a grant."""
+        return self.replica_id is not None
+
+    def wait(self) -> str:
+        """Take the grant back; return the replica that it was for."""
+        replica_id = self.replica_id
+        assert replica_id is not None, "only a running request waits again"
+        self.granted, self.replica_id, self.started = None, None, False
+        return replica_id
+
+
+class RequestBook(dict[str, Record]):
+    """Records by request id."""
+
+    def __repr__(self) -> str:
+        running = sum(record.runs for record in self.values())
+        return f"<RequestBook waiting {len(self) - running}, running {running}>"
+
+    def own(self, gateway: Gateway, request_id: str) -> Record | None:
+        """Return a gateway's own request, None when it is unknown or another's."""
+        record = self.get(request_id)
+        return record if record is not None and record.gateway is gateway else None
+
+    def ids_of(self, gateway: Gateway) -> list[str]:
+        """All requests of one gateway."""
+        return [request_id for request_id, record in self.items() if record.gateway is gateway]
+
+    def waiting(self) -> Counter[PriorityClass]:
+        """How many wait, by class."""
+        return Counter(record.priority for record in self.values() if not record.runs)
+
+    def in_flight(self) -> Counter[str]:
+        """How many run, by replica."""
+        return Counter(record.replica_id for record in self.values() if record.replica_id is not None)
+
+
+def as_request(gateway_id: str, message: Submit | Running, now: float, default_timeout_s: float) -> Request:
+    """Put a submission on the scheduler's clock.
+
+    Raises:
+        ChannelError: its ages are no times, or contradict each other.
+    """
+    submission, age_s = message.submission, message.age_s
+    waits = isinstance(message, Submit)
+    waited_s = message.waited_s if isinstance(message, Submit) else age_s
+    if not 0 <= waited_s <= age_s < math.inf:
+        raise ChannelError(f"a request cannot be {age_s} s old and have waited for {waited_s} s of them")
+    timeout_s = default_timeout_s if submission.queue_timeout_s is None else submission.queue_timeout_s
+    return Request(
+        request_id=submission.request_id,
+        gateway_id=gateway_id,
+        model=submission.model,
+        shape=submission.shape,
+        arrived_at=now - age_s,
+        tenant=submission.tenant,
+        priority=submission.priority,
+        max_output_tokens=submission.max_output_tokens,
+        choices=submission.choices,
+        expires_at=now - waited_s + timeout_s,
+        no_wait=submission.no_wait,
+        prefix=submission.prefix,
+        # The dispatch that it runs by is not one before this.
+        attempts=message.grants if waits else max(0, message.grants - 1),
+    )

@@ -1,0 +1,182 @@
+"""The scheduler's door: who is let in, and on what terms.
+
+A connection must introduce itself within `handshake_s`, in one small frame, with the version of the protocol,
+the secret that Ray alone hands out, and the highest incarnation of the scheduler that the peer has met.
+
+One writer at a time, even while two schedulers of a model are alive (a rolling update, a partition): each
+scheduler has an incarnation number, claimed atomically and rising. Peers remember the highest they have
+met and refuse a lower one. A scheduler that hears of a higher one, from a peer or from the store of claims,
+stops for ever: it closes every connection, and whoever supervises it finds it unhealthy. A replica
+has one connection, so at any moment at most one scheduler can reach it: the older until it stops, then the
+newer; grants of the two never overlap on one replica.
+"""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.errors import ChannelError
+from serve_app.request import PriorityClass
+from serve_app.serving.channel.framing import decode_from_peer
+from serve_app.serving.channel.gateway_desk import GatewayDesk
+from serve_app.serving.channel.link import Link
+from serve_app.serving.channel.messages import VERSION, Bye, Hello, Rejected, Role, Welcome
+from serve_app.serving.channel.replica_desk import ReplicaDesk
+from serve_app.serving.channel.settings import ChannelSettings
+
+logger = logging.getLogger("ray.serve")
+
+# A Hello has five short fields; a stranger is given no more memory than that needs.
+_STRANGERS_FRAME_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a scheduler shows, and asks for, at the door."""
+
+    secret: str
+    incarnation: int
+    queue_timeouts_s: dict[PriorityClass, float]
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    role: Role
+    peer_id: str
+
+
+class ChannelServer:
+    """Accepts peers, and passes what they say to the desk of their kind."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        settings: ChannelSettings,
+        gateways: GatewayDesk,
+        replicas: ReplicaDesk,
+        on_superseded: Callable[[int], None],
+    ) -> None:
+        self._identity = identity
+        self._settings = settings
+        self._gateways = gateways
+        self._replicas = replicas
+        self._on_superseded = on_superseded
+        self._loop = asyncio.get_running_loop()
+        # Those who have not introduced themselves, oldest first, with the time by which they must.
+        self._strangers: dict[Link, float] = {}
+        self._peers: dict[Link, _Peer] = {}
+        self._server: asyncio.Server | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<ChannelServer peers {len(self._peers)}, strangers {len(self._strangers)}>"
+
+    async def start(self, host: str) -> int:
+        """Listen on a free port of `host` and return it."""
+        self._server = await self._loop.create_server(self._accept, host, 0, backlog=1024)
+        self._timer = self._loop.call_later(self._settings.heartbeat_s, self._tick)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def stop(self, reason: str) -> None:
+        """Let nobody in any more and close every connection, after what was said already."""
+        if self._server is not None:
+            self._server.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        for link in [*self._peers, *self._strangers]:
+            link.close(reason)
+
+    def link_said(self, link: Link, message: Any) -> None:
+        """Take a message of a stranger or a peer."""
+        peer = self._peers.get(link)
+        if peer is None:
+            self._meet(link, message)
+        elif isinstance(message, Bye):
+            self._part(link, "it said goodbye", for_good=True)
+            link.close("it said goodbye")
+        elif peer.role is Role.GATEWAY:
+            self._gateways.said(peer.peer_id, message)
+        else:
+            self._replicas.said(peer.peer_id, link, message)
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        """A connection is over."""
+        self._strangers.pop(link, None)
+        self._part(link, reason, for_good=False)
+
+    def _part(self, link: Link, reason: str, *, for_good: bool) -> None:
+        peer = self._peers.pop(link, None)
+        if peer is None:
+            return
+        logger.info("event=peer_lost role=%s peer=%s reason=%r", peer.role.value, peer.peer_id, reason)
+        if peer.role is Role.GATEWAY:
+            self._gateways.lost(peer.peer_id, link, for_good=for_good)
+        else:
+            self._replicas.lost(peer.peer_id, link)
+
+    def _accept(self) -> Link:
+        if len(self._strangers) >= self._settings.max_pending_handshakes:
+            # The oldest goes: it has had the best chance to speak, which takes a real peer a millisecond.
+            self._turn_away(
+                next(iter(self._strangers)), "too many connections have not introduced themselves"
+            )
+        link = Link(self, decode_from_peer, self._settings)
+        link.limit_frames(_STRANGERS_FRAME_BYTES)
+        self._strangers[link] = self._loop.time() + self._settings.handshake_s
+        return link
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(self._settings.heartbeat_s, self._tick)
+        for link in list(self._peers):
+            link.tick()
+        now = self._loop.time()
+        for link, until in list(self._strangers.items()):
+            if now >= until:
+                self._turn_away(link, "it did not introduce itself")
+
+    def _turn_away(self, link: Link, reason: str) -> None:
+        self._strangers.pop(link, None)
+        link.abort(reason)
+
+    def _meet(self, link: Link, message: Any) -> None:
+        objection = self._objection(message)
+        if objection:
+            logger.warning("event=peer_rejected reason=%r", objection)
+            link.send(Rejected(objection))
+            link.close(objection)
+            return
+        del self._strangers[link]
+        link.limit_frames(self._settings.max_frame_bytes)
+        self._replace_older(message)
+        self._peers[link] = _Peer(message.role, message.peer_id)
+        logger.info("event=peer_joined role=%s peer=%s", message.role.value, message.peer_id)
+        link.send(Welcome(self._identity.incarnation, self._identity.queue_timeouts_s))
+        if message.role is Role.GATEWAY:
+            link.send(self._replicas.table)
+            self._gateways.joined(message.peer_id, link)
+
+    def _objection(self, message: Any) -> str:
+        """Return why this peer is not let in, nothing if it is."""
+        if not isinstance(message, Hello):
+            raise ChannelError(f"a stranger must say Hello first, not {type(message).__name__}")
+        if not hmac.compare_digest(message.secret.encode(), self._identity.secret.encode()):
+            return "the secret is wrong: ask for the endpoint again"
+        if message.version != VERSION:
+            return f"the peer speaks version {message.version} of the protocol, this scheduler {VERSION}"
+        if message.highest_incarnation > self._identity.incarnation:
+            # Only after the secret: a stranger must not be able to put a scheduler out of office.
+            self._loop.call_soon(self._on_superseded, message.highest_incarnation)
+            return f"incarnation {self._identity.incarnation} is superseded by {message.highest_incarnation}"
+        if not message.peer_id:
+            return "the peer has no name"
+        return ""
+
+    def _replace_older(self, hello: Hello) -> None:
+        """A peer has one connection; the one it opened last counts."""
+        for link, peer in list(self._peers.items()):
+            if peer.role is hello.role and peer.peer_id == hello.peer_id:
+                link.abort("the peer has opened another connection")

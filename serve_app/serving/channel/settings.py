@@ -1,0 +1,79 @@
+"""How patient the control channel is, and how much it holds."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelSettings:
+    """Times in seconds, sizes in bytes. Both ends of a channel run with the same settings.
+
+    Attributes:
+        heartbeat_s: each side says that it lives, and what it has read, this often.
+        dead_after_s: a peer that says nothing, or reads nothing, for so long is cut off.
+        gateway_grace_s: a gateway that vanished may come back for so long before its requests are released.
+        handshake_s: a connection that has not introduced itself by then is closed.
+        locate_s: how long the search for the scheduler may take before it starts again.
+        backoff_min_s: first pause before a lost scheduler is looked for again.
+        backoff_max_s: longest such pause; it doubles from the first one.
+        report_s: a replica looks at its engine's load this often, and reports it when it has changed.
+        report_at_least_s: a replica reports this often even when nothing has changed.
+        superseded_check_s: the scheduler looks for a newer incarnation of itself this often.
+        max_frame_bytes: a longer frame ends the connection.
+        max_write_buffer_bytes: a peer with more than this unread ends the connection.
+        max_pending_handshakes: connections that may be open without an introduction.
+        max_waiting_offline: requests that one gateway holds while no scheduler is there to refuse them.
+        offline_timeout_s: time in the queue for a request without its own, until a scheduler names a default.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    # Four a second from each of some dozens of peers costs the scheduler well under one CPU millisecond a
+    # second. Four missed beats make the verdict: an event loop that is late once (a long body parsed, a
+    # garbage collection) is forgiven, and a machine that lost its power is noticed in dead_after_s.
+    heartbeat_s: float = 0.25
+    # A false alarm costs a reconnect and a snapshot and loses nothing; waiting longer leaves the places of
+    # a dead gateway's requests unused for as long.
+    dead_after_s: float = 1.0
+    # Long enough for a gateway to find the channel again (first tries after 0.05 s), short enough that the
+    # places of a gateway that died come free within two seconds of its last beat.
+    gateway_grace_s: float = 1.0
+    handshake_s: float = 1.0
+    # A Serve handle waits for a replica by itself while the scheduler is being replaced, so this is long.
+    locate_s: float = 5.0
+    backoff_min_s: float = 0.05
+    # With some dozens of peers, a start that takes seconds meets at most two tries a second from each.
+    backoff_max_s: float = 0.5
+    report_s: float = 0.2
+    report_at_least_s: float = 0.5
+    superseded_check_s: float = 1.0
+    # A frame carries many messages, but it is split long before this; the largest single message is a
+    # submission with its prefix hashes, or the text of the metrics.
+    max_frame_bytes: int = 4 * 1024 * 1024
+    # A snapshot of 20,000 waiting requests takes about 8 MB.
+    max_write_buffer_bytes: int = 32 * 1024 * 1024
+    max_pending_handshakes: int = 128
+    max_waiting_offline: int = 10_000
+    offline_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work together."""
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"channel.{name} must be positive, got {value!r}")
+        if self.dead_after_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"channel.dead_after_s must be at least two heartbeats, got {self.dead_after_s} with "
+                f"heartbeat_s={self.heartbeat_s}: raise the first or lower the second"
+            )
+        if self.backoff_max_s < self.backoff_min_s:
+            raise ValueError(
+                f"channel.backoff_max_s must not be below backoff_min_s, got {self.backoff_max_s} "
+                f"with backoff_min_s={self.backoff_min_s}"
+            )
+
+    @property
+    def beats_to_death(self) -> int:
+        """Heartbeat intervals without a word after which a peer counts as dead."""
+        return max(2, round(self.dead_after_s / self.heartbeat_s))

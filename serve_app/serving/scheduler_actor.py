@@ -1,0 +1,182 @@
+"""The scheduler of one model as Ray Serve sees it: a deployment of exactly one replica, supervised by Serve.
+
+Why a deployment: the controller checks its health, replaces it, shows it in `serve status` and hands it a new
+`user_config`; every other deployment of the application finds it by its handle. While Serve rolls from one
+version to the next two of them may live for a moment; their incarnation numbers settle who schedules.
+
+When the scheduler can go on no more, the process exits: Serve takes a dead actor for unhealthy at once, a
+failed health check only after three in a row.
+"""
+
+import asyncio
+import contextvars
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from serve_app.errors import ChannelError, SettingsError
+from serve_app.scheduling import SchedulerSettings
+from serve_app.serving.channel.messages import Endpoint
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.decision_log import DecisionLogSettings
+from serve_app.serving.incarnation import ClaimStore, GcsClaimStore, Incarnations
+from serve_app.serving.scheduler_shell import SchedulerShell, ShellParts
+
+logger = logging.getLogger("ray.serve")
+
+# Options for `serve.deployment`. One writer; its loss is noticed within a second; nothing to wait for at its
+# end, because the gateways hold all that matters; calls on its handle are rare and short.
+SCHEDULER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
+    "num_replicas": 1,
+    "max_ongoing_requests": 1_000,
+    "health_check_period_s": 1.0,
+    "health_check_timeout_s": 10.0,
+    "graceful_shutdown_timeout_s": 5.0,
+    "graceful_shutdown_wait_loop_s": 0.1,
+}
+
+# For the last words on the channel and in the log.
+_LAST_WORDS_S = 0.2
+# Settings of the scheduler that may change while the application runs; others need a new deployment.
+_CHANGEABLE = ("policy", "max_waiting", "max_attempts", "no_replica_grace_s", "retry_after_cap_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerActorSettings:
+    """What the actor is built from.
+
+    Attributes:
+        scope: unique to this application and model in the cluster; incarnations are counted in it.
+    """
+
+    scheduler: SchedulerSettings
+    channel: ChannelSettings
+    scope: str
+    decision_log: DecisionLogSettings | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the actor needs of the world, so that tests can do without a cluster.
+
+    Attributes:
+        claims: where incarnations are claimed.
+        host: the address at which peers on all nodes reach this process.
+        die: ends the process.
+    """
+
+    claims: ClaimStore
+    host: Callable[[], str]
+    die: Callable[[], None]
+
+
+def _ray_surroundings() -> Surroundings:
+    import ray.util  # noqa: PLC0415 - tests build the actor without Ray
+
+    return Surroundings(claims=GcsClaimStore(), host=ray.util.get_node_ip_address, die=lambda: os._exit(1))
+
+
+class SchedulerActor:
+    """Runs one `SchedulerShell` after the other: a new one for each change of settings.
+
+    Must be constructed on a running event loop; everything it starts, it starts in an empty context, because
+    Serve cancels what was started in the context of a request along with that request.
+    """
+
+    def __init__(self, settings: SchedulerActorSettings, surroundings: Surroundings | None = None) -> None:
+        self._settings = settings
+        self._surroundings = surroundings or _ray_surroundings()
+        self._incarnations = Incarnations(self._surroundings.claims, settings.scope)
+        self._loop = asyncio.get_running_loop()
+        self._shell: SchedulerShell | None = None
+        self._changing = asyncio.Lock()
+        self._started = self._begin()
+
+    def __repr__(self) -> str:
+        return f"<SchedulerActor {self._settings.scope} {self._shell}>"
+
+    async def endpoint(self) -> Endpoint:
+        """Where gateways and replicas find the scheduler, and the secret that lets them in.
+
+        Raises:
+            ChannelError: this one does not schedule any more; ask again, another will answer.
+        """
+        return (await self._current()).endpoint()
+
+    async def check_health(self) -> None:
+        """Raise `ChannelError` when this scheduler must be replaced."""
+        shell = await self._current()
+        if shell.ended and not self._changing.locked():
+            raise ChannelError(f"the scheduler has ended: {shell.ended}")
+
+    async def status(self) -> dict[str, Any]:
+        """How things stand: who waits, which replicas there are, and what they say of themselves."""
+        return (await self._current()).status()
+
+    async def exposition(self) -> str:
+        """Return the metrics in the Prometheus text format."""
+        return (await self._current()).exposition()
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Go on with other settings, as a new incarnation; the gateways bring their requests along.
+
+        Raises:
+            SettingsError: a setting is unknown or cannot be changed in a running application.
+        """
+        unknown = [key for key in user_config if key not in _CHANGEABLE]
+        if unknown:
+            raise SettingsError(
+                f"user_config of the scheduler has {', '.join(map(repr, unknown))}; "
+                f"what may change while it runs: {', '.join(_CHANGEABLE)}"
+            )
+        async with self._changing:
+            shell = await self._current()
+            changed = replace(self._settings.scheduler, **user_config)
+            if changed != self._settings.scheduler:
+                self._settings = replace(self._settings, scheduler=changed)
+                shell.stop("its settings have changed")
+                self._started = self._begin()
+                await self._started
+
+    async def shutdown(self) -> None:
+        """Send what was said, close every connection, end the log."""
+        if not self._started.done():
+            self._started.cancel()
+        elif self._shell is not None:
+            self._shell.stop("the actor was shut down")
+
+    async def __del__(self) -> None:
+        """Serve awaits this at the end of the replica's life."""
+        await self.shutdown()
+
+    def _begin(self) -> asyncio.Task[None]:
+        return self._loop.create_task(self._start(), context=contextvars.Context())
+
+    async def _start(self) -> None:
+        settings = self._settings
+        # The claim asks the network, and the loop is shared with Serve.
+        incarnation = await asyncio.to_thread(self._incarnations.claim)
+        parts = ShellParts(
+            incarnation=incarnation,
+            channel=settings.channel,
+            newest_incarnation=self._newest,
+            on_end=self._on_end,
+            decision_log=settings.decision_log,
+        )
+        shell = SchedulerShell(settings.scheduler, parts)
+        await shell.start(self._surroundings.host())
+        self._shell = shell
+
+    async def _newest(self) -> int:
+        return await asyncio.to_thread(self._incarnations.newest)
+
+    async def _current(self) -> SchedulerShell:
+        await asyncio.shield(self._started)
+        assert self._shell is not None, "_start sets it or raises"
+        return self._shell
+
+    def _on_end(self, reason: str) -> None:
+        logger.error("event=scheduler_ended scope=%s reason=%r", self._settings.scope, reason)
+        self._loop.call_later(_LAST_WORDS_S, self._surroundings.die)

@@ -1,0 +1,131 @@
+"""What one model's scheduler counts, for Prometheus.
+
+The registry is the process's own: Ray does not scrape it, a gateway's `/metrics` asks for the text over the
+control channel. Gauges are set when they are asked for; only counters and histograms cost anything per event.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from serve_app.request import PriorityClass
+from serve_app.scheduling.commands import Conclude, Dispatch
+from serve_app.scheduling.events import DispatchFailed, ReplicaReport, ReplicaSpec
+
+# From "there was room" to the patience of batch work.
+_WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How things stand at the moment of a scrape."""
+
+    waiting: Mapping[PriorityClass, int]
+    in_flight: Mapping[str, int]
+    replicas: Mapping[str, tuple[ReplicaSpec, ReplicaReport | None]]
+    stale: int
+    gateways: int
+
+
+class SchedulerMetrics:
+    """The metrics of one scheduler."""
+
+    def __init__(self, model: str, incarnation: int) -> None:
+        self._model = model
+        self._registry = registry = CollectorRegistry()
+        own = ("model",)
+        self._waiting = Gauge(
+            "ewsjf_requests_waiting", "Requests in the queue.", (*own, "class"), registry=registry
+        )
+        replica = (*own, "pool", "replica")
+        self._running = Gauge(
+            "ewsjf_requests_in_flight", "Requests sent to a replica.", replica, registry=registry
+        )
+        self._kv = Gauge(
+            "ewsjf_replica_kv_usage_ratio", "KV cache in use, as last reported.", replica, registry=registry
+        )
+        self._engine_waiting = Gauge(
+            "ewsjf_replica_waiting",
+            "Requests in the engine's own queue, as last reported.",
+            replica,
+            registry=registry,
+        )
+        self._stale = Gauge(
+            "ewsjf_replicas_stale", "Replicas without a fresh report.", own, registry=registry
+        )
+        self._gateways = Gauge("ewsjf_gateways_connected", "Gateways connected.", own, registry=registry)
+        self._wait = Histogram(
+            "ewsjf_queue_wait_seconds",
+            "Time in the queue until dispatch.",
+            (*own, "pool", "class"),
+            buckets=_WAIT_BUCKETS_S,
+            registry=registry,
+        )
+        self._dispatches = Counter("ewsjf_dispatches", "Grants issued.", (*own, "pool"), registry=registry)
+        self._spills = Counter(
+            "ewsjf_spills",
+            "Grants in another pool than the request's own.",
+            (*own, "pool"),
+            registry=registry,
+        )
+        self._put_backs = Counter(
+            "ewsjf_put_backs",
+            "Requests that came back before their first byte.",
+            (*own, "failure"),
+            registry=registry,
+        )
+        self._concluded = Counter(
+            "ewsjf_requests_concluded",
+            "Requests that reached their outcome.",
+            (*own, "class", "outcome"),
+            registry=registry,
+        )
+        self._stale_reports = Counter(
+            "ewsjf_stale_reports", "Times a replica's report went stale.", own, registry=registry
+        )
+        self._errors = Counter(
+            "ewsjf_scheduler_errors", "Events that the core could not handle.", own, registry=registry
+        )
+        Gauge(
+            "ewsjf_scheduler_incarnation", "Rises with every scheduler started.", own, registry=registry
+        ).labels(model).set(incarnation)
+
+    def dispatched(self, command: Dispatch, priority: PriorityClass, *, spilled: bool) -> None:
+        """A grant was issued."""
+        if spilled:
+            self._spills.labels(self._model, command.pool).inc()
+        self._dispatches.labels(self._model, command.pool).inc()
+        self._wait.labels(self._model, command.pool, priority.value).observe(command.queue_wait_s)
+
+    def put_back(self, event: DispatchFailed) -> None:
+        """A grant came to nothing."""
+        self._put_backs.labels(self._model, event.failure.value).inc()
+
+    def concluded(self, command: Conclude, priority: PriorityClass) -> None:
+        """A request reached its outcome."""
+        self._concluded.labels(self._model, priority.value, command.outcome.value).inc()
+
+    def report_went_stale(self) -> None:
+        """A replica has not reported for too long."""
+        self._stale_reports.labels(self._model).inc()
+
+    def core_failed(self) -> None:
+        """The core raised."""
+        self._errors.labels(self._model).inc()
+
+    def exposition(self, standing: Standing) -> str:
+        """Return everything in the Prometheus text format."""
+        for priority in PriorityClass:
+            self._waiting.labels(self._model, priority.value).set(standing.waiting.get(priority, 0))
+        self._stale.labels(self._model).set(standing.stale)
+        self._gateways.labels(self._model).set(standing.gateways)
+        for gauge in (self._running, self._kv, self._engine_waiting):
+            gauge.clear()  # replicas that left leave the metrics, too
+        for replica_id, (spec, report) in standing.replicas.items():
+            labels = (self._model, spec.pool, replica_id)
+            self._running.labels(*labels).set(standing.in_flight.get(replica_id, 0))
+            if report is not None:
+                self._kv.labels(*labels).set(report.kv_usage_ratio)
+                self._engine_waiting.labels(*labels).set(report.waiting)
+        return generate_latest(self._registry).decode()
