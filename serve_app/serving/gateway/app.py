@@ -1,0 +1,217 @@
+"""The gateway as a plain ASGI application: its routes, and the small answers of its own.
+
+Read next: `intake.py`, how a request becomes an order, and `forward.py`, what happens to it then.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.errors import Outcome, SettingsError
+from serve_app.metrics.record import RequestRecord
+from serve_app.serving.dispatching import Dispatcher
+from serve_app.serving.gateway.disconnect import ClientGone, DisconnectWatch
+from serve_app.serving.gateway.exposition import merge
+from serve_app.serving.gateway.forward import ScheduledCall, Services
+from serve_app.serving.gateway.intake import Arrival, Intake
+from serve_app.serving.gateway.parse import PARSERS, parse_model
+from serve_app.serving.gateway.responses import (
+    RequestRefused,
+    encode,
+    send_body,
+    send_json,
+    send_refusal,
+)
+from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
+from serve_app.serving.gateway.telemetry import Conclusion, Telemetry
+from serve_app.serving.gateway.unscheduled import AnyReplica
+from serve_app.serving.gateway.upstream_pool import UpstreamPool
+
+_METRICS_TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+_MODELS = "/v1/models"
+
+Handler = Callable[[Arrival], Awaitable[None]]
+
+
+class Gateway:
+    """One gateway: an ASGI application over the schedulers of its models.
+
+    Args:
+        settings: what it serves, to whom.
+        dispatchers: the scheduler of each model, by model name.
+        gateway_id: unique among all gateways; begins every request id.
+
+    Raises:
+        SettingsError: a model has no dispatcher, or a key cannot be read.
+    """
+
+    def __init__(
+        self, settings: GatewaySettings, dispatchers: Mapping[str, Dispatcher], gateway_id: str
+    ) -> None:
+        missing = [model.name for model in settings.models if model.name not in dispatchers]
+        if missing:
+            raise SettingsError(f"no scheduler for the models {', '.join(missing)}")
+        self._models = settings.models
+        self._dispatchers = dispatchers
+        self._intake = Intake(settings, gateway_id)
+        self._upstream = UpstreamPool(settings.upstream)
+        self.telemetry = Telemetry(
+            gateway_id,
+            log_requests=settings.log_requests,
+            upstream_counts=lambda: (self._upstream.connects, self._upstream.stale_retries),
+        )
+        self._services = Services(self._upstream, self.telemetry)
+        self._any_replica = AnyReplica(self._upstream)
+        self._routes: dict[str, tuple[str, Handler]] = {
+            **dict.fromkeys(PARSERS, ("POST", self._scheduled)),
+            "/tokenize": ("POST", self._tokenize),
+            _MODELS: ("GET", self._list_models),
+            "/health": ("GET", self._health),
+            "/ready": ("GET", self._ready),
+            "/metrics": ("GET", self._metrics),
+        }
+
+    def __repr__(self) -> str:
+        return f"<Gateway models={len(self._models)} in_flight={self.in_flight} {self._upstream!r}>"
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that wait or run now."""
+        return sum(self.telemetry.in_flight.values())
+
+    def close(self) -> None:
+        """Cut all connections to replicas."""
+        self._upstream.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        kind = scope["type"]
+        if kind == "http":
+            await self._serve(scope, receive, send)
+        elif kind == "lifespan":
+            await self._lifespan(receive, send)
+        elif kind == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1003})
+        else:
+            raise RuntimeError(f"a gateway does not serve ASGI scopes of type {kind!r}")
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = _path(scope)
+        arrival = self._intake.arrival(scope, receive, send, path, asyncio.get_running_loop().time())
+        try:
+            handler = self._route(path, scope["method"])
+            await handler(arrival)
+        except RequestRefused as refusal:
+            self._conclude_unscheduled(arrival, refusal.outcome, refusal.message)
+            await send_refusal(send, refusal, [(b"x-request-id", arrival.client_request_id.encode())])
+        except ClientGone as gone:
+            self._conclude_unscheduled(arrival, Outcome.CANCELLED, str(gone))
+
+    def _route(self, path: str, method: str) -> Handler:
+        route = self._routes.get(path)
+        if route is None and path.startswith(_MODELS + "/"):
+            route = ("GET", self._show_model)
+        if route is None:
+            raise RequestRefused(
+                Outcome.REJECTED_INVALID, f"there is no {path[:200]} here", code="not_found", status=404
+            )
+        allowed, handler = route
+        if method != allowed and not (method == "HEAD" and allowed == "GET"):
+            raise RequestRefused(
+                Outcome.REJECTED_INVALID,
+                f"{method} is not allowed for {path[:200]}: use {allowed}",
+                code="method_not_allowed",
+                status=405,
+            )
+        return handler
+
+    async def _scheduled(self, arrival: Arrival) -> None:
+        order = await self._intake.order(arrival)
+        dispatcher = self._dispatchers[order.submission.model]
+        await ScheduledCall(order, self._services, dispatcher, arrival.receive, arrival.send).run()
+
+    async def _tokenize(self, arrival: Arrival) -> None:
+        self._intake.authenticate(arrival)
+        body = await self._intake.body(arrival)
+        model = parse_model(body)
+        self._intake.check_model(model)
+        with DisconnectWatch(arrival.receive):
+            await self._any_replica.pass_on(
+                self._dispatchers[model], self._intake.head(arrival), body, arrival.send
+            )
+
+    async def _list_models(self, arrival: Arrival) -> None:
+        self._intake.authenticate(arrival)
+        document = {"object": "list", "data": [_describe(model) for model in self._models]}
+        await send_json(arrival.send, 200, encode(document), [])
+
+    async def _show_model(self, arrival: Arrival) -> None:
+        self._intake.authenticate(arrival)
+        name = arrival.path.removeprefix(_MODELS + "/")
+        self._intake.check_model(name)
+        found = next(model for model in self._models if model.name == name)
+        await send_json(arrival.send, 200, encode(_describe(found)), [])
+
+    async def _health(self, arrival: Arrival) -> None:
+        await send_json(arrival.send, 200, b'{"status":"ok"}', [])
+
+    async def _ready(self, arrival: Arrival) -> None:
+        """Ready when every model has a replica; says which have none."""
+        missing = [model.name for model in self._models if not self._dispatchers[model.name].replicas()]
+        document = {"status": "waiting" if missing else "ready", "models_without_replica": missing}
+        await send_json(arrival.send, 503 if missing else 200, encode(document), [])
+
+    async def _metrics(self, arrival: Arrival) -> None:
+        """This gateway's metrics and those of the schedulers behind it."""
+        distinct = {id(found): found for found in self._dispatchers.values()}
+        pages = await asyncio.gather(*(dispatcher.exposition() for dispatcher in distinct.values()))
+        page = merge((self.telemetry.exposition(), *pages))
+        await send_body(arrival.send, 200, [_METRICS_TYPE], page.encode())
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "lifespan.shutdown":
+            await send({"type": "lifespan.startup.complete"})
+        self.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def _conclude_unscheduled(self, arrival: Arrival, outcome: Outcome, detail: str) -> None:
+        """Count and log a request that no scheduler has seen."""
+        record = RequestRecord(
+            request_id=arrival.request_id,
+            arrived_at=arrival.arrived_at,
+            finished_at=asyncio.get_running_loop().time(),
+            outcome=outcome,
+            prompt_tokens=0,
+            output_tokens=0,
+            detail=detail,
+        )
+        # The path may be anything that somebody types; only known ones are words of ours.
+        endpoint = arrival.path if arrival.path in self._routes else "-"
+        self.telemetry.concluded(
+            Conclusion(
+                record=record,
+                model="",
+                endpoint=endpoint,
+                client_request_id=arrival.client_request_id,
+            )
+        )
+
+
+def _path(scope: Scope) -> str:
+    """The path below the prefix that the server has mounted the gateway at."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if root else path
+
+
+def _describe(model: ServedModel) -> dict[str, object]:
+    described: dict[str, object] = {
+        "id": model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "ewsjf-serve",
+    }
+    if model.max_model_len is not None:
+        described["max_model_len"] = model.max_model_len
+    return described

@@ -1,0 +1,122 @@
+"""The fields of each endpoint's request body that the gateway looks at; msgspec skips all others.
+
+A wrong type here is an error that the engine would find as well; everything that is not named here is the
+engine's to check. Where JSON gives a key twice the last one counts, as it does in the engines.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+# Wider numbers are nonsense, and would not fit the control channel's frames.
+Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+TokenLimit = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+EnginePriority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+
+ABSENT = msgspec.Raw()
+# OpenAI's and vLLM's own default for completions, and for them alone.
+COMPLETION_DEFAULT_MAX_TOKENS = 16
+
+
+class Part(msgspec.Struct, gc=False):
+    """A piece of a message's content. What has no text is an image, a sound or a file."""
+
+    type: str | None = None
+    text: str | None = None
+    refusal: str | None = None
+    thinking: str | None = None
+
+
+Content = str | list[str | Part] | None
+
+
+class ChatMessage(msgspec.Struct):
+    """One message of a chat."""
+
+    content: Content = None
+    tool_calls: msgspec.Raw = ABSENT
+    function_call: msgspec.Raw = ABSENT
+
+
+class InputItem(msgspec.Struct):
+    """One item of a Responses input: a message, a tool call or a tool's output."""
+
+    content: Content = None
+    arguments: str | None = None
+    output: str | list[str | Part] | Part | None = None
+    summary: list[Part] | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """What a client asks of a stream."""
+
+    include_usage: bool | None = None
+
+
+class Body(msgspec.Struct):
+    """What every endpoint shares."""
+
+    model: str
+    service_tier: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    priority: EnginePriority | None = None
+
+
+class GenerationBody(Body):
+    """What every endpoint that generates text shares."""
+
+    stream: bool | None = None
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """`/v1/chat/completions`."""
+
+    messages: list[ChatMessage]
+    stream_options: StreamOptions | None = None
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
+    n: Count | None = None
+    tools: msgspec.Raw = ABSENT
+    functions: msgspec.Raw = ABSENT
+    response_format: msgspec.Raw = ABSENT
+
+
+# Texts, or token ids: of one prompt, or of several.
+Prompt = str | list[str | int | list[int]]
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """`/v1/completions`."""
+
+    prompt: Prompt | None = None
+    prompt_embeds: msgspec.Raw = ABSENT
+    suffix: str | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: TokenLimit | None = COMPLETION_DEFAULT_MAX_TOKENS
+    n: Count | None = None
+    response_format: msgspec.Raw = ABSENT
+
+
+class ResponsesBody(GenerationBody, kw_only=True):
+    """`/v1/responses`."""
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: TokenLimit | None = None
+    background: bool | None = None
+    tools: msgspec.Raw = ABSENT
+    text: msgspec.Raw = ABSENT
+
+
+class EmbeddingBody(Body, kw_only=True):
+    """`/v1/embeddings`; vLLM also takes chat messages here."""
+
+    input: Prompt | None = None
+    messages: list[ChatMessage] | None = None
+
+
+class ModelOnly(msgspec.Struct):
+    """`/tokenize`: only the model is needed to find a replica."""
+
+    model: str

@@ -1,0 +1,77 @@
+"""Notices that a client has gone while its request waits, runs or streams.
+
+ASGI tells of it only to whoever waits in `receive`. The watch waits there beside the task that serves the
+request, and cancels that task when the client goes; leaving the watch turns that cancellation into
+`ClientGone`, and leaves one that came from elsewhere (the server stops) as it is. `asyncio.timeout` works
+the same way.
+"""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from serve_app.engines.engine import Message, Receive
+from serve_app.errors import ServeAppError
+
+
+class ClientGone(ServeAppError):  # noqa: N818 - an end that clients choose, not an error
+    """The client closed its connection, or reads no more."""
+
+
+class DisconnectWatch:
+    """A context manager around the serving of one request, to be entered once its body has been read.
+
+    Raises:
+        ClientGone: on leaving, when the client has gone meanwhile.
+    """
+
+    __slots__ = ("_fired", "_receive", "_served", "_stopped", "_waiting")
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._fired = False
+        self._stopped = False
+        self._served: asyncio.Task[object] | None = None
+        self._waiting: asyncio.Task[Message] | None = None
+
+    def __enter__(self) -> Self:
+        self._served = asyncio.current_task()
+        self._wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+        if not self._fired:
+            return
+        assert self._served is not None
+        if self._served.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise ClientGone("the client closed its connection") from None
+
+    def fire(self) -> None:
+        """End the serving of the request as if the client had gone."""
+        if self._fired or self._stopped:
+            return
+        self._fired = True
+        assert self._served is not None
+        self._served.cancel()
+
+    def _wait(self) -> None:
+        # An ASGI app's `receive` is a coroutine function; the task is the price of hearing of a disconnect.
+        self._waiting = asyncio.ensure_future(self._receive())
+        self._waiting.add_done_callback(self._received)
+
+    def _received(self, waiting: asyncio.Task[Message]) -> None:
+        if waiting.cancelled():
+            return
+        failed = waiting.exception() is not None
+        if self._stopped:
+            return
+        if failed or waiting.result()["type"] == "http.disconnect":
+            self.fire()
+        else:
+            # Some servers repeat an empty end of the body.
+            self._wait()

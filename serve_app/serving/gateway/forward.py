@@ -1,0 +1,303 @@
+"""One scheduled request from its submission to its one conclusion.
+
+The rules:
+- a grant obliges: each one is answered by exactly one `finished` or one `put_back`, on every path, also
+  when the serving task is cancelled. `_owed` holds the grant that is not answered yet;
+- the client hears nothing before the first bytes of an answer that is meant for it. Up to there whatever
+  goes wrong with a replica puts the request back to the front of its queue, unseen by the client;
+- after that a break is told in the stream as an error event; nothing is sent twice and nothing ends silently;
+- the place is given back when the engine has finished, not when a slow client has read it all.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from serve_app.engines.engine import Receive, Send
+from serve_app.errors import Outcome
+from serve_app.metrics.record import RequestRecord
+from serve_app.request import Usage
+from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.dispatching import Dispatcher, Grant, Refusal, Submission
+from serve_app.serving.gateway.disconnect import ClientGone, DisconnectWatch
+from serve_app.serving.gateway.engine_answer import TooLongError, failure_of, outcome_of
+from serve_app.serving.gateway.headers import RequestHead, describing, returned
+from serve_app.serving.gateway.responses import (
+    HeaderList,
+    RequestRefused,
+    error_event,
+    send_body,
+    send_refusal,
+)
+from serve_app.serving.gateway.sse import StreamScanner
+from serve_app.serving.gateway.telemetry import Conclusion, Telemetry
+from serve_app.serving.gateway.upstream_pool import UpstreamPool
+from serve_app.serving.gateway.upstream_response import UpstreamError, UpstreamResponse
+from serve_app.serving.gateway.usage import usage_of
+
+logger = logging.getLogger("ray.serve")
+
+_EVENT_STREAM = b"text/event-stream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to be done for one client.
+
+    Attributes:
+        head: path, request id and headers for the engine.
+        body: as the engine gets it.
+        hide_usage: the client did not ask for the usage event that ends the stream.
+        arrived_at: when the first line of the request was here, on the event loop's clock.
+    """
+
+    submission: Submission
+    head: RequestHead
+    body: bytes
+    hide_usage: bool
+    arrived_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What all requests of a gateway share."""
+
+    upstream: UpstreamPool
+    telemetry: Telemetry
+
+
+class ScheduledCall:
+    """Serves one order; use once: `await ScheduledCall(...).run()`."""
+
+    __slots__ = (
+        "_attempts",
+        "_detail",
+        "_dispatcher",
+        "_first_token_at",
+        "_grant",
+        "_granted_at",
+        "_order",
+        "_outcome",
+        "_owed",
+        "_receive",
+        "_send",
+        "_services",
+        "_started",
+        "_usage",
+        "_watch",
+    )
+
+    def __init__(
+        self, order: Order, services: Services, dispatcher: Dispatcher, receive: Receive, send: Send
+    ) -> None:
+        self._order = order
+        self._services = services
+        self._dispatcher = dispatcher
+        self._receive = receive
+        self._send = send
+        self._watch = DisconnectWatch(receive)
+        self._owed: Grant | None = None
+        self._grant: Grant | None = None
+        self._attempts = 0
+        self._started = False
+        self._outcome: Outcome | None = None
+        self._usage: Usage | None = None
+        self._granted_at: float | None = None
+        self._first_token_at: float | None = None
+        self._detail = ""
+
+    async def run(self) -> None:
+        """Queue, forward, answer, conclude. Raises nothing but the cancellation of its own task."""
+        model = self._order.submission.model
+        self._services.telemetry.entered(model)
+        try:
+            with self._watch:
+                await self._serve()
+        except RequestRefused as refusal:
+            self._settle(refusal.outcome, detail=refusal.message)
+            await self._answer(refusal)
+        except (ClientGone, OSError) as gone:
+            # A server may also report a client's absence as an OSError from `send`.
+            self._settle(Outcome.CANCELLED, detail=str(gone))
+        except asyncio.CancelledError:
+            self._settle(Outcome.CANCELLED, detail="the server ended the request")
+            raise
+        except Exception as error:
+            logger.exception("event=gateway_fault request_id=%s", self._order.submission.request_id)
+            self._settle(Outcome.FAILED, detail=repr(error))
+            await self._answer(
+                RequestRefused(Outcome.FAILED, "the gateway failed; its log says why", status=500)
+            )
+        finally:
+            self._services.telemetry.left(model)
+            self._services.telemetry.concluded(self._conclusion())
+
+    async def _serve(self) -> None:
+        submission = self._order.submission
+        answer = await self._dispatcher.acquire(submission)
+        failure: UpstreamError | None = None
+        while isinstance(answer, Grant):
+            self._accept(answer)
+            try:
+                await self._attempt(answer)
+            except UpstreamError as error:
+                failure = error
+            else:
+                return
+            self._services.telemetry.put_back(submission.model, failure.failure)
+            # From here the dispatcher answers for the request, also when this task is cancelled.
+            self._owed = None
+            answer = await self._dispatcher.put_back(
+                submission.request_id, answer.replica_id, failure.failure, str(failure)
+            )
+        raise _as_refusal(answer, failure)
+
+    def _accept(self, grant: Grant) -> None:
+        self._owed = self._grant = grant
+        self._granted_at = asyncio.get_running_loop().time()
+        self._attempts += 1
+
+    async def _attempt(self, grant: Grant) -> None:
+        """Send the request to one replica and its answer to the client.
+
+        Raises:
+            UpstreamError: the replica gave no answer that the client may see, and it has seen none.
+        """
+        order = self._order
+        address = (grant.host, grant.port)
+        response = await self._services.upstream.send(
+            address, order.head.for_replica(grant, len(order.body)), order.body
+        )
+        try:
+            if response.status == 200 and response.header(b"content-type").startswith(_EVENT_STREAM):
+                await self._pass_stream(response)
+            else:
+                await self._pass_whole(response)
+        finally:
+            response.close()
+
+    async def _pass_whole(self, response: UpstreamResponse) -> None:
+        """An answer in one piece. It is read to its end first, so a break in it can still be mended."""
+        body = await response.read()
+        failure = failure_of(response.status, response.headers, body)
+        if failure is not None:
+            raise failure
+        outcome = outcome_of(response.status)
+        self._settle(outcome, usage_of(body) if outcome is Outcome.COMPLETED else None)
+        self._started = True
+        await send_body(self._send, response.status, self._headers(response), body)
+
+    async def _pass_stream(self, response: UpstreamResponse) -> None:
+        scanner = StreamScanner(hide_usage=self._order.hide_usage)
+        response.on_stalled = self._watch.fire
+        events = await _next_events(response, scanner)
+        if scanner.error is not None and scanner.error_is_engines:
+            raise UpstreamError(DispatchFailure.LOST, f"the engine failed: {scanner.error}")
+        self._started = True
+        self._first_token_at = asyncio.get_running_loop().time()
+        self._dispatcher.first_token(self._order.submission.request_id)
+        send = self._send
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
+        try:
+            while not response.at_end:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+                events = await _next_events(response, scanner)
+        except UpstreamError as error:
+            events = self._broken(error, scanner)
+        else:
+            self._settle(_stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        await send({"type": "http.response.body", "body": events, "more_body": False})
+
+    def _broken(self, error: UpstreamError, scanner: StreamScanner) -> bytes:
+        """The stream broke after its first byte: the event that says so."""
+        self._settle(Outcome.FAILED, scanner.usage, detail=str(error))
+        message = f"the engine stopped in the middle of its answer, which is incomplete: {error}"
+        return error_event(RequestRefused(Outcome.FAILED, message))
+
+    def _headers(self, response: UpstreamResponse) -> HeaderList:
+        assert self._grant is not None
+        request_id = (b"x-request-id", self._order.head.client_request_id.encode())
+        return [*returned(response.headers), request_id, *describing(self._grant)]
+
+    async def _answer(self, refusal: RequestRefused) -> None:
+        """Tell the client of an error, as long as nothing else has been told."""
+        if self._started:
+            return
+        self._started = True
+        waited_s = asyncio.get_running_loop().time() - self._order.arrived_at
+        headers = [
+            (b"x-request-id", self._order.head.client_request_id.encode()),
+            (b"x-queue-wait-ms", b"%.1f" % (waited_s * 1000)),
+        ]
+        try:
+            await send_refusal(self._send, refusal, headers)
+        except OSError:
+            # The client went while it was being refused; the refusal stays its outcome.
+            self._detail = f"{self._detail} (client gone)"
+
+    def _settle(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:
+        """Fix how the request ends, and give its place back; only the first call counts."""
+        if self._outcome is None:
+            self._outcome, self._usage, self._detail = outcome, usage, detail
+        grant, self._owed = self._owed, None
+        if grant is not None:
+            self._dispatcher.finished(grant.request_id, outcome, usage)
+
+    def _conclusion(self) -> Conclusion:
+        order, grant, usage = self._order, self._grant, self._usage
+        submission = order.submission
+        record = RequestRecord(
+            request_id=submission.request_id,
+            arrived_at=order.arrived_at,
+            dispatched_at=self._granted_at,
+            first_token_at=self._first_token_at,
+            finished_at=asyncio.get_running_loop().time(),
+            outcome=self._outcome or Outcome.FAILED,
+            prompt_tokens=usage.prompt_tokens if usage is not None else 0,
+            output_tokens=usage.output_tokens if usage is not None else 0,
+            tenant=submission.tenant,
+            priority=submission.priority,
+            pool=grant.pool if grant is not None else "",
+            replica=grant.replica_id if grant is not None else "",
+            length_queue=grant.length_queue if grant is not None else "",
+            estimated_tokens=grant.estimated_tokens if grant is not None else None,
+            detail=self._detail,
+        )
+        return Conclusion(
+            record=record,
+            model=submission.model,
+            endpoint=order.head.path,
+            client_request_id=order.head.client_request_id,
+            attempts=self._attempts,
+        )
+
+
+async def _next_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:
+    """The next events for the client; empty only at the end of the stream."""
+    while True:
+        events = scanner.feed(await response.next())
+        if response.at_end:
+            return events + scanner.flush()
+        if events:
+            return events
+
+
+def _stream_outcome(scanner: StreamScanner) -> Outcome:
+    if scanner.error is None:
+        return Outcome.COMPLETED
+    return Outcome.FAILED if scanner.error_is_engines else Outcome.REJECTED_INVALID
+
+
+def _as_refusal(refusal: Refusal, failure: UpstreamError | None) -> RequestRefused:
+    """The scheduler's refusal for the client; the engine's own words where it found the request too long."""
+    message, param = refusal.message, None
+    if refusal.outcome is Outcome.REJECTED_TOO_LONG and isinstance(failure, TooLongError):
+        message, param = failure.message, failure.param
+    elif not message and failure is not None:
+        message = str(failure)
+    return RequestRefused(
+        refusal.outcome,
+        message or f"the request was refused: {refusal.outcome}",
+        param=param,
+        retry_after_s=refusal.retry_after_s,
+    )

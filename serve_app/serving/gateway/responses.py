@@ -1,0 +1,114 @@
+"""Answers that the gateway writes itself: errors in OpenAI's shape, and small JSON documents."""
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from serve_app.engines.engine import Send
+from serve_app.errors import HTTP_STATUS, Outcome, ServeAppError
+
+HeaderList = list[tuple[bytes, bytes]]
+
+JSON_TYPE = (b"content-type", b"application/json")
+
+# OpenAI's own words where it has one; SDKs turn statuses and codes into exception classes.
+_TYPE_AND_CODE: dict[Outcome, tuple[str, str | None]] = {
+    Outcome.REJECTED_INVALID: ("invalid_request_error", None),
+    Outcome.REJECTED_UNAUTHORISED: ("invalid_request_error", "invalid_api_key"),
+    Outcome.REJECTED_UNKNOWN_MODEL: ("invalid_request_error", "model_not_found"),
+    Outcome.REJECTED_BODY_TOO_LARGE: ("invalid_request_error", "body_too_large"),
+    Outcome.REJECTED_TOO_LONG: ("invalid_request_error", "context_length_exceeded"),
+    Outcome.REJECTED_QUEUE_FULL: ("rate_limit_error", "queue_full"),
+    Outcome.REJECTED_DEADLINE_UNMEETABLE: ("rate_limit_error", "deadline_unmeetable"),
+    Outcome.REJECTED_RATE_LIMITED: ("rate_limit_error", "rate_limit_exceeded"),
+    Outcome.REJECTED_NO_REPLICA: ("server_error", "no_replica"),
+    Outcome.EXPIRED: ("server_error", "queue_timeout"),
+    Outcome.FAILED: ("server_error", "engine_failed"),
+    Outcome.CANCELLED: ("server_error", "cancelled"),
+}
+
+_encoder = msgspec.json.Encoder()
+
+
+class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, not an error of ours
+    """A request ends with an error answer, before or instead of an engine's.
+
+    Attributes:
+        outcome: picks the HTTP status and the error's type and code.
+        param: the field or header at fault.
+        code: replaces the outcome's own code.
+        status: replaces the outcome's own HTTP status (404 and 405 of paths that do not exist).
+        retry_after_s: when a new try is worth while.
+    """
+
+    def __init__(
+        self,
+        outcome: Outcome,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status or HTTP_STATUS[outcome]
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        """The error in OpenAI's shape."""
+        kind, code = _TYPE_AND_CODE[self.outcome]
+        detail = ErrorDetail(self.message, kind, self.param, self.code or code)
+        return _encoder.encode({"error": detail})
+
+    def headers(self) -> HeaderList:
+        """Retry-After in whole seconds and in milliseconds, when there is one."""
+        if self.retry_after_s is None:
+            return []
+        wait_s = max(self.retry_after_s, 0.0)
+        return [
+            (b"retry-after", b"%d" % max(1, math.ceil(wait_s))),
+            (b"retry-after-ms", b"%d" % max(1, math.ceil(wait_s * 1000))),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorDetail:
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+def error_event(refusal: RequestRefused) -> bytes:
+    """The error as a server-sent event, for a stream that has begun."""
+    return b"data: " + refusal.body() + b"\n\n"
+
+
+async def send_refusal(send: Send, refusal: RequestRefused, headers: HeaderList) -> None:
+    """Answer with an error."""
+    await send_json(send, refusal.status, refusal.body(), [*refusal.headers(), *headers])
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: HeaderList) -> None:
+    """Answer with a JSON document that is encoded already."""
+    await send_body(send, status, [JSON_TYPE, *headers], body)
+
+
+async def send_body(send: Send, status: int, headers: HeaderList, body: bytes) -> None:
+    """Answer with one piece of any type; adds the length."""
+    length = (b"content-length", b"%d" % len(body))
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def encode(document: object) -> bytes:
+    """A small document as JSON."""
+    return _encoder.encode(document)

@@ -1,0 +1,63 @@
+"""What a gateway serves, to whom, and within which limits."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from serve_app.errors import SettingsError
+from serve_app.serving.gateway.auth import ApiKey
+from serve_app.serving.gateway.upstream_pool import UpstreamSettings
+
+MEBIBYTE = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """One model name that clients may ask for.
+
+    Attributes:
+        name: as clients write it; the engines must serve it under the same name.
+        max_model_len: the longest context of any of its pools, in tokens, shown in `/v1/models`.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    name: str
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise SettingsError("a model's name must not be empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """Settings of one gateway.
+
+    Attributes:
+        models: what it serves; each has its own scheduler.
+        keys: who may call; empty lets everyone in (a laptop, or a gateway behind another that asks).
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    models: tuple[ServedModel, ...]
+    keys: tuple[ApiKey, ...] = ()
+    # OpenAI accepts about 50 MB of images in one request; text of a million tokens is a tenth of that. A
+    # body is held in memory until its request is over (it may have to be sent again), so this times the
+    # requests in flight bounds the gateway's memory.
+    max_body_bytes: int = 64 * MEBIBYTE
+    # One line per concluded request on the logger `ray.serve`; costs about as much as a scheduling decision.
+    log_requests: bool = True
+    # Write the priority class into the body's `priority` (0 is served first) for engines that run with
+    # `--scheduling-policy priority`; other engines refuse a request that carries it.
+    splice_priority: bool = False
+    upstream: UpstreamSettings = field(default_factory=UpstreamSettings)
+
+    def __post_init__(self) -> None:
+        names = [model.name for model in self.models]
+        if not names:
+            raise SettingsError("gateway.models is empty: name at least one model")
+        if len(set(names)) != len(names):
+            raise SettingsError(f"gateway.models names a model twice: {', '.join(names)}")
+        if self.max_body_bytes < 1024:
+            raise SettingsError(f"gateway.max_body_bytes must be at least 1,024, got {self.max_body_bytes}")

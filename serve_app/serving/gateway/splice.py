@@ -1,0 +1,56 @@
+"""Adds fields to a JSON body without parsing and writing it again.
+
+A field is appended before the closing brace. Where the body has it already there are then two, and JSON
+readers take the last (Python's, pydantic's and msgspec's do), so the rest of the body reaches the engine
+byte by byte as the client wrote it.
+"""
+
+from typing import Any
+
+import msgspec
+
+from serve_app.errors import Outcome
+from serve_app.serving.gateway.responses import RequestRefused
+
+_WITH_USAGE = b'"stream_options":{"include_usage":true}'
+
+
+class _OptionsOnly(msgspec.Struct):
+    stream_options: dict[str, Any] | None = None
+
+
+_options_decoder = msgspec.json.Decoder(_OptionsOnly)
+
+
+def usage_field(body: bytes, *, has_stream_options: bool) -> bytes:
+    """The field that asks an engine for a stream's usage; keeps the client's other stream options."""
+    if not has_stream_options:
+        return _WITH_USAGE
+    options = _options_decoder.decode(body).stream_options or {}
+    return b'"stream_options":' + msgspec.json.encode({**options, "include_usage": True})
+
+
+def priority_field(rank: int) -> bytes:
+    """The field that an engine with priority scheduling orders by; lower is served first."""
+    return b'"priority":%d' % rank
+
+
+def append_fields(body: bytes, fields: list[bytes]) -> bytes:
+    """A JSON object with more fields at its end.
+
+    Args:
+        body: an object with at least one field, checked by the parser before.
+        fields: each as `"name":value`.
+
+    Raises:
+        RequestRefused: the body does not end with a brace.
+    """
+    if not fields:
+        return body
+    end = len(body) - 1
+    # White space may follow the object. Stepping back copies nothing, unlike rstrip.
+    while end >= 0 and body[end] in b" \t\r\n":
+        end -= 1
+    if end < 0 or body[end] != ord("}"):
+        raise RequestRefused(Outcome.REJECTED_INVALID, "the body must be one JSON object")
+    return b"".join((memoryview(body)[:end], b",", b",".join(fields), b"}"))

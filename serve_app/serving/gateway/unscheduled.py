@@ -1,0 +1,60 @@
+"""Requests that go to any replica without waiting for a turn: `/tokenize` costs an engine next to nothing."""
+
+from serve_app.engines.engine import Send
+from serve_app.errors import Outcome
+from serve_app.serving.dispatching import Dispatcher, ReplicaAddress
+from serve_app.serving.gateway.headers import RequestHead, returned
+from serve_app.serving.gateway.responses import RequestRefused, send_body
+from serve_app.serving.gateway.upstream_pool import UpstreamPool
+from serve_app.serving.gateway.upstream_response import UpstreamError, UpstreamResponse
+
+# More replicas than this in a row do not fail by chance.
+_MAX_TRIES = 3
+# Replicas come and go within seconds; there is no queue whose drain could be measured.
+_RETRY_AFTER_S = 1.0
+
+
+class AnyReplica:
+    """Asks the replicas of a model in turn."""
+
+    def __init__(self, upstream: UpstreamPool) -> None:
+        self._upstream = upstream
+        self._turn = 0
+
+    async def pass_on(self, dispatcher: Dispatcher, head: RequestHead, body: bytes, send: Send) -> None:
+        """Send a request to some replica and its answer to the client.
+
+        Raises:
+            RequestRefused: no replica answers.
+        """
+        response, answer = await self._ask(dispatcher, head, body)
+        request_id = (b"x-request-id", head.client_request_id.encode())
+        await send_body(send, response.status, [*returned(response.headers), request_id], answer)
+
+    async def _ask(
+        self, dispatcher: Dispatcher, head: RequestHead, body: bytes
+    ) -> tuple[UpstreamResponse, bytes]:
+        replicas = dispatcher.replicas()
+        failure = "no replica is ready"
+        self._turn += 1
+        for offset in range(min(_MAX_TRIES, len(replicas))):
+            replica = replicas[(self._turn + offset) % len(replicas)]
+            try:
+                return await self._exchange(replica, head, body)
+            except UpstreamError as error:
+                failure = str(error)
+        raise RequestRefused(
+            Outcome.REJECTED_NO_REPLICA,
+            f"no replica answers: {failure}; try again",
+            retry_after_s=_RETRY_AFTER_S,
+        )
+
+    async def _exchange(
+        self, replica: ReplicaAddress, head: RequestHead, body: bytes
+    ) -> tuple[UpstreamResponse, bytes]:
+        address = (replica.host, replica.port)
+        response = await self._upstream.send(address, head.for_replica(replica, len(body)), body)
+        try:
+            return response, await response.read()
+        finally:
+            response.close()
