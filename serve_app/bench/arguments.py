@@ -1,0 +1,117 @@
+"""The arguments of `python -m serve_app bench`, and the settings that they make."""
+
+import argparse
+import os
+from pathlib import Path
+
+from serve_app.bench.bodies import BodyKind, BodySettings, Endpoint
+from serve_app.bench.connection import BenchError
+from serve_app.bench.load import LoadSettings
+from serve_app.command import positive_float, positive_int
+from serve_app.metrics.slo import Slo
+from serve_app.metrics.summary import SHORT_AT_TOKENS, SummaryRules
+from serve_app.workloads.catalog import WorkloadSettings
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add every argument."""
+    parser.add_argument("--url", required=True, help="the endpoint, such as http://127.0.0.1:8000")
+    _configure_workload(parser.add_argument_group("workload"))
+    _configure_requests(parser.add_argument_group("requests"))
+    _configure_results(parser.add_argument_group("results"))
+
+
+def _configure_workload(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--trace", required=True, help="azure-code, azure-conv, lmsys, paper-mix, or a trace file"
+    )
+    group.add_argument("--rate", type=positive_float, help="requests per second (the trace's own)")
+    size = group.add_mutually_exclusive_group()
+    size.add_argument("--duration", type=positive_float, help="seconds for which requests arrive")
+    size.add_argument("--requests", type=positive_int, help="how many requests")
+    group.add_argument("--tenants", help="8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
+    group.add_argument("--priorities", help="shares of priority classes: interactive=1,batch=3")
+    group.add_argument("--traces-folder", type=Path, help="where trace files lie (EWSJF_TRACES)")
+    group.add_argument("--seed", type=int, default=0, help="of all chance in the run (%(default)s)")
+
+
+def _configure_requests(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--model", help="the model to ask for (the first that the endpoint serves)")
+    group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="(OPENAI_API_KEY)")
+    group.add_argument(
+        "--endpoint", choices=[one.name.lower() for one in Endpoint], default="chat", help="(%(default)s)"
+    )
+    group.add_argument(
+        "--body",
+        type=BodyKind,
+        choices=list(BodyKind),
+        default=BodyKind.EMULATED,
+        help="emulated: exact token counts by extra fields; text: for real engines (%(default)s)",
+    )
+    group.add_argument("--bytes-per-token", type=positive_float, default=5.0, help="of text (%(default)s)")
+    group.add_argument("--max-tokens", type=int, help="what clients state (the true length; 0: nothing)")
+    group.add_argument("--ignore-eos", action="store_true", help="exact lengths from a real vLLM (body text)")
+    group.add_argument("--no-stream", action="store_true", help="ask for whole answers")
+    group.add_argument("--timeout-s", type=positive_float, default=600.0, help="per request (%(default)s)")
+    group.add_argument("--max-in-flight", type=positive_int, default=4096, help="(%(default)s)")
+
+
+def _configure_results(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--warm-up-s", type=float, default=0.0, help="leave out requests that arrive earlier")
+    group.add_argument("--slo-ttft-s", type=positive_float, default=2.0, help="for goodput (%(default)s)")
+    group.add_argument("--slo-tpot-s", type=positive_float, default=0.08, help="for goodput (%(default)s)")
+    group.add_argument(
+        "--short-at", type=positive_int, default=SHORT_AT_TOKENS, help="longest short prompt (%(default)s)"
+    )
+    group.add_argument("--label", default="live", help="`policy` in the JSON (%(default)s)")
+    group.add_argument("--json", type=Path, metavar="OUT", help="write metrics and provenance")
+    group.add_argument("--records", type=Path, metavar="OUT", help="write raw records, a JSON object a line")
+    group.add_argument("--plot", type=Path, metavar="DIR", help="write a TTFT distribution and a timeline")
+
+
+def workload(args: argparse.Namespace) -> WorkloadSettings:
+    """Which requests are sent, and when."""
+    return WorkloadSettings(
+        trace=args.trace,
+        rate_per_s=args.rate,
+        requests=args.requests,
+        duration_s=args.duration,
+        tenants=args.tenants,
+        priorities=args.priorities,
+        seed=args.seed,
+        folder=args.traces_folder,
+    )
+
+
+def body_settings(args: argparse.Namespace, models: list[str]) -> BodySettings:
+    """What is sent for a request.
+
+    Raises:
+        BenchError: the endpoint does not serve the model.
+    """
+    if not models:
+        raise BenchError(f"{args.url} serves no model")
+    if args.model is not None and args.model not in models:
+        raise BenchError(f"{args.url} does not serve {args.model!r}: it serves {', '.join(models)}")
+    return BodySettings(
+        model=args.model or models[0],
+        kind=args.body,
+        endpoint=Endpoint[args.endpoint.upper()],
+        stream=not args.no_stream,
+        bytes_per_token=args.bytes_per_token,
+        max_tokens=args.max_tokens,
+        ignore_eos=args.ignore_eos,
+        api_key=args.api_key,
+    )
+
+
+def load_settings(args: argparse.Namespace) -> LoadSettings:
+    """The bounds of the run."""
+    return LoadSettings(timeout_s=args.timeout_s, max_in_flight=args.max_in_flight, stream=not args.no_stream)
+
+
+def rules(args: argparse.Namespace) -> SummaryRules:
+    """How records are read."""
+    return SummaryRules(
+        slo=Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s), short_at_tokens=args.short_at
+    )

@@ -1,0 +1,224 @@
+"""An open loop: requests leave when the trace says so, however the endpoint is doing.
+
+A client that waits for answers before it sends more would hide the very queue that is to be measured. So
+arrivals follow the schedule, latencies count from the schedule, and how late the client itself was is
+recorded with each request. Everything is bounded: requests under way by `max_in_flight` (those due meanwhile
+are held back, counted, and their lag shows), each request by `timeout_s`. Every request that was sent ends in
+exactly one record, and unless the run is interrupted every one is sent.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from serve_app.bench.answer import Answer
+from serve_app.bench.bodies import BodyFactory
+from serve_app.bench.connection import Connection, ConnectionPool
+from serve_app.errors import Outcome
+from serve_app.metrics.record import RequestRecord
+from serve_app.workloads.trace import Trace, TraceRequest
+
+LATE_AFTER_S = 0.05
+"""A request sent later than this after its time on the schedule counts as late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSettings:
+    """Bounds of a run.
+
+    Attributes:
+        timeout_s: longest time from sending to the end of an answer; the client then goes away.
+        max_in_flight: requests under way at once; each takes a connection and a file descriptor.
+        stream: whether the requests ask for streams.
+    """
+
+    timeout_s: float = 600.0
+    max_in_flight: int = 4096
+    stream: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+        if self.max_in_flight < 1:
+            raise ValueError(f"max_in_flight must be at least 1, got {self.max_in_flight}")
+
+
+@dataclass(slots=True)
+class ClientFigures:
+    """How the client itself did: a saturated client measures itself.
+
+    Attributes:
+        late: requests sent more than `LATE_AFTER_S` after their time.
+        held_back: requests that had to wait for one of `max_in_flight` places.
+        peak_in_flight: most requests under way at once.
+        connections: opened in all.
+        wrong_length: completed answers with another number of tokens than the trace says.
+        without_usage: completed answers in which the engine counted no tokens; the trace's numbers stand in.
+        interrupted: the run was stopped before its end.
+    """
+
+    late: int = 0
+    held_back: int = 0
+    peak_in_flight: int = 0
+    connections: int = 0
+    wrong_length: int = 0
+    without_usage: int = 0
+    interrupted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What a run left behind; records in the order in which the requests ended."""
+
+    records: list[RequestRecord]
+    client: ClientFigures
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request on its way."""
+
+    number: int
+    request: TraceRequest
+    arrived_at: float
+    sent_at: float
+    connection: Connection | None = None
+    timer: asyncio.TimerHandle | None = None
+    opening: "asyncio.Task[None] | None" = None
+
+
+@dataclass(slots=True)
+class OpenLoop:
+    """Drives one trace against one target.
+
+    Args:
+        on_record: told of each record, for a progress bar.
+    """
+
+    pool: ConnectionPool
+    bodies: BodyFactory
+    settings: LoadSettings
+    on_record: Callable[[RequestRecord], object] = lambda _: None
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _records: list[RequestRecord] = field(default_factory=list)
+    _figures: ClientFigures = field(default_factory=ClientFigures)
+    _under_way: dict[Answer, _Sent] = field(default_factory=dict)
+    _held_back: deque[tuple[int, TraceRequest, float]] = field(default_factory=deque)
+    _all_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _expected: int = 0
+
+    async def run(self, trace: Trace) -> LoadResult:
+        """Send every request of `trace` at its time and wait for all answers.
+
+        Cancelling it ends the requests that are under way as cancelled; it then returns what there is.
+        """
+        self._expected = len(trace.requests)
+        try:
+            await self._send_on_schedule(trace)
+            await self._all_ended.wait()
+        except asyncio.CancelledError:
+            self._figures.interrupted = True
+            self._held_back.clear()
+            for answer in tuple(self._under_way):
+                answer.fail("the run was interrupted", self._loop.time(), Outcome.CANCELLED)
+        self._figures.connections = self.pool.opened
+        return LoadResult(self._records, self._figures)
+
+    async def _send_on_schedule(self, trace: Trace) -> None:
+        start = self._loop.time() - trace.requests[0].arrival_s
+        for number, request in enumerate(trace.requests):
+            due = start + request.arrival_s
+            ahead = due - self._loop.time()
+            # Requests due at once leave in one go; every so often the loop must still see to the answers.
+            if ahead > 0 or number % 16 == 0:
+                await asyncio.sleep(max(ahead, 0))
+            if len(self._under_way) < self.settings.max_in_flight:
+                self._send(number, request, due)
+            else:
+                self._figures.held_back += 1
+                self._held_back.append((number, request, due))
+
+    def _send(self, number: int, request: TraceRequest, due: float) -> None:
+        now = self._loop.time()
+        self._figures.late += now - due > LATE_AFTER_S
+        # The timer of the pacer may fire a hair early; nothing is sent before its time.
+        sent = _Sent(number, request, due, max(now, due))
+        answer = Answer(stream=self.settings.stream, on_end=self._ended)
+        self._under_way[answer] = sent
+        self._figures.peak_in_flight = max(self._figures.peak_in_flight, len(self._under_way))
+        sent.timer = self._loop.call_later(self.settings.timeout_s, self._time_out, answer)
+        connection = self.pool.take_idle()
+        if connection is not None:
+            self._start(answer, sent, connection)
+        else:
+            sent.opening = self._loop.create_task(self._open_and_start(answer, sent))
+
+    async def _open_and_start(self, answer: Answer, sent: _Sent) -> None:
+        try:
+            connection = await self.pool.open()
+        except (OSError, TimeoutError) as exc:
+            answer.fail(f"cannot connect: {exc or type(exc).__name__}", self._loop.time())
+        else:
+            self._start(answer, sent, connection)
+
+    def _start(self, answer: Answer, sent: _Sent, connection: Connection) -> None:
+        sent.connection = connection
+        connection.start(self.bodies.make(sent.number, sent.request), answer)
+
+    def _time_out(self, answer: Answer) -> None:
+        detail = f"the client gave up after {self.settings.timeout_s:g} s"
+        answer.fail(detail, self._loop.time(), Outcome.CANCELLED)
+
+    def _ended(self, answer: Answer) -> None:
+        """The one place where a request turns into a record."""
+        sent = self._under_way.pop(answer)
+        if sent.timer is not None:
+            sent.timer.cancel()
+        # When the opening task itself reports the failure this is its own last step, not one to cancel.
+        if sent.opening is not None and sent.opening is not asyncio.current_task():
+            sent.opening.cancel()
+        if answer.outcome is Outcome.CANCELLED and sent.connection is not None:
+            self.pool.discard(sent.connection)
+        record = self._record(answer, sent)
+        self._records.append(record)
+        self.on_record(record)
+        if self._held_back:
+            self._send(*self._held_back.popleft())
+        elif len(self._records) == self._expected:
+            self._all_ended.set()
+
+    def _record(self, answer: Answer, sent: _Sent) -> RequestRecord:
+        request = sent.request
+        wait_ms, estimate = answer.header(b"x-queue-wait-ms"), answer.header(b"x-estimated-tokens")
+        completed = answer.outcome is Outcome.COMPLETED
+        if completed:
+            self._figures.without_usage += answer.output_tokens is None
+            self._figures.wrong_length += answer.output_tokens not in {None, request.output_tokens}
+        counted = request.output_tokens if completed else 0
+        return RequestRecord(
+            request_id=f"bench-{sent.number}",
+            arrived_at=sent.arrived_at,
+            sent_at=sent.sent_at,
+            dispatched_at=sent.sent_at + _number(wait_ms) / 1000 if wait_ms else None,
+            first_token_at=answer.first_token_at,
+            finished_at=answer.finished_at,
+            outcome=answer.outcome or Outcome.FAILED,
+            prompt_tokens=answer.prompt_tokens or request.prompt_tokens,
+            output_tokens=counted if answer.output_tokens is None else answer.output_tokens,
+            tenant=request.tenant,
+            priority=request.priority,
+            pool=answer.header(b"x-pool"),
+            replica=answer.header(b"x-replica"),
+            length_queue=answer.header(b"x-length-queue"),
+            estimated_tokens=round(_number(estimate)) if estimate else None,
+            detail=answer.detail,
+        )
+
+
+def _number(header: str) -> float:
+    """A header's number; 0 when it is none, as no header of a server may end a benchmark."""
+    try:
+        return float(header)
+    except ValueError:
+        return 0.0

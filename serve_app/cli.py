@@ -1,0 +1,51 @@
+"""Experiments and inspection from the command line; the application itself is started by `serve run`."""
+
+import argparse
+from collections.abc import Sequence
+
+import serve_app
+from serve_app.bench.command import COMMAND as BENCH
+from serve_app.command import Command, warn
+from serve_app.errors import ServeAppError
+
+COMMANDS: tuple[Command, ...] = (BENCH,)
+"""A new sub-command is one module with a `Command`, and its name here."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command.
+
+    Returns:
+        The exit status: the command's own, 2 for what the user can put right, 130 when interrupted.
+    """
+    args = _parser().parse_args(argv)
+    command: Command = args.command
+    try:
+        return command.run(args)
+    except (ServeAppError, ValueError) as exc:
+        warn(f"{command.name}: {exc}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m serve_app",
+        description=__doc__,
+        epilog="example:\n  python -m serve_app bench --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=serve_app.__version__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        own = commands.add_parser(
+            command.name,
+            help=command.summary,
+            description=command.summary,
+            epilog=command.example,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.configure(own)
+        own.set_defaults(command=command)
+    return parser
