@@ -1,0 +1,162 @@
+"""How many tokens does a chat cost beyond its text?
+
+The chat template wraps every message (role, separators) and adds to every request (the opening of the answer,
+perhaps a default system prompt). Both are constants of the model, so they are learned:
+
+    tokens beyond the text = per_request + per_message * messages
+
+A Kalman filter of two unknowns does it. An observation is the prompt's real length less the estimated
+text; its noise is the uncertainty of that estimate, so short prompts teach almost everything and long ones
+almost nothing. Where all chats have one message the two unknowns cannot be told apart; the filter then
+learns their sum, which is what such chats need, and remains unsure of the rest.
+
+Behaviour at surprises: a difference beyond four standard deviations is believed only up to there, and
+makes the filter less sure of itself. One odd report moves little; a template that really differs is
+followed within a few reports.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from serve_app.routing.snapshot import Snapshot, number
+
+_SURPRISE = 4.0  # standard deviations
+_DOUBT = 4.0  # by how much a surprise multiplies the variances
+_ROUNDING_VARIANCE = 1.0  # tokens^2: merges where the text meets the template
+# Variance added per observation, so that the filter never stops listening (a new template after an update).
+_REQUEST_DRIFT = 0.01
+_MESSAGE_DRIFT = 0.0005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverheadSettings:
+    """What is assumed of a chat template before it has been seen at work, in tokens."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    # Templates that bring a default system prompt add 20 to 40 tokens, others about 4.
+    request_tokens: float = 16.0
+    request_deviation_tokens: float = 16.0
+    # <|im_start|>, role, line end, <|im_end|>, line end.
+    message_tokens: float = 5.0
+    message_deviation_tokens: float = 2.0
+    # A prompt without messages: the begin-of-text token, whether or not the tokenizer adds one.
+    plain_tokens: float = 1.0
+    # Images and audio clips: depends on the model and on the size (LLaVA 576, Qwen-VL up to 16 k). Not
+    # learned.
+    media_item_tokens: float = 1024.0
+
+    def __post_init__(self) -> None:
+        for name in ("request_tokens", "message_tokens", "plain_tokens", "media_item_tokens"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number of tokens, 0 or more, got {getattr(self, name)}")
+        for name in ("request_deviation_tokens", "message_deviation_tokens"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name} must be positive, got {getattr(self, name)}: 0 would forbid learning"
+                )
+
+
+class TemplateOverhead:
+    """The learned overhead of one model's chat template.
+
+    Attributes:
+        per_request: tokens added once.
+        per_message: tokens added for each message.
+    """
+
+    __slots__ = (
+        "_covariance",
+        "_message_variance",
+        "_request_variance",
+        "_settings",
+        "per_message",
+        "per_request",
+    )
+
+    def __init__(self, settings: OverheadSettings) -> None:
+        self._settings = settings
+        self.per_request = settings.request_tokens
+        self.per_message = settings.message_tokens
+        self._request_variance = settings.request_deviation_tokens**2
+        self._message_variance = settings.message_deviation_tokens**2
+        self._covariance = 0.0
+
+    def __repr__(self) -> str:
+        return f"<TemplateOverhead {self.per_request:.1f} + {self.per_message:.1f} per message>"
+
+    def tokens(self, messages: int) -> float:
+        """Expected overhead of a prompt of so many messages; 0 messages mean a plain completion."""
+        if messages <= 0:
+            return self._settings.plain_tokens
+        return max(0.0, self.per_request + self.per_message * messages)
+
+    def deviation(self, messages: int) -> float:
+        """Standard deviation of `tokens(messages)` as far as it has been learned."""
+        return math.sqrt(self._variance(messages)) if messages > 0 else 0.0
+
+    def observe(self, messages: int, tokens: float, deviation: float) -> None:
+        """Learn that a chat of `messages` took `tokens` beyond its text, known to within `deviation`."""
+        if messages <= 0 or not math.isfinite(tokens):
+            return
+        variance = self._variance(messages) + deviation * deviation + _ROUNDING_VARIANCE
+        surprise = tokens - self.per_request - self.per_message * messages
+        limit = _SURPRISE * math.sqrt(variance)
+        request_gain = (self._request_variance + messages * self._covariance) / variance
+        message_gain = (self._covariance + messages * self._message_variance) / variance
+        believed = min(max(surprise, -limit), limit)
+        self.per_request += request_gain * believed
+        self.per_message += message_gain * believed
+        if believed == surprise:
+            self._gain_certainty(request_gain, message_gain, variance)
+        else:
+            self._scale_doubt(_DOUBT)
+
+    def _variance(self, messages: int) -> float:
+        spread = self._request_variance + messages * (
+            2 * self._covariance + messages * self._message_variance
+        )
+        return max(0.0, spread)  # rounding may take the difference of large numbers just below zero
+
+    def _gain_certainty(self, request_gain: float, message_gain: float, variance: float) -> None:
+        self._request_variance += _REQUEST_DRIFT - request_gain * request_gain * variance
+        self._message_variance += _MESSAGE_DRIFT - message_gain * message_gain * variance
+        self._covariance -= request_gain * message_gain * variance
+        self._scale_doubt(1.0)
+
+    def _scale_doubt(self, factor: float) -> None:
+        """Multiply the variances, and keep them between nothing and what they were at the start."""
+        settings = self._settings
+        first, second = settings.request_deviation_tokens**2, settings.message_deviation_tokens**2
+        self._request_variance = min(max(self._request_variance * factor, _REQUEST_DRIFT), first)
+        self._message_variance = min(max(self._message_variance * factor, _MESSAGE_DRIFT), second)
+        # |covariance| may not exceed the geometric mean, or some number of messages would have a negative
+        # variance.
+        bound = math.sqrt(self._request_variance * self._message_variance)
+        self._covariance = min(max(self._covariance * factor, -bound), bound)
+
+    def state(self) -> dict[str, object]:
+        """Everything learned, for `restore`."""
+        return {
+            "per_request": self.per_request,
+            "per_message": self.per_message,
+            "request_variance": self._request_variance,
+            "message_variance": self._message_variance,
+            "covariance": self._covariance,
+        }
+
+    def restore(self, state: Snapshot) -> None:
+        """Take over what `state` returned.
+
+        Raises:
+            ValueError: a value is missing or out of range; nothing is taken over then.
+        """
+        per_request, per_message = number(state, "per_request"), number(state, "per_message")
+        request_variance = number(state, "request_variance", at_least=0)
+        message_variance = number(state, "message_variance", at_least=0)
+        covariance = number(state, "covariance")
+        if covariance * covariance > request_variance * message_variance * 1.001:
+            raise ValueError(f"learned state: covariance {covariance} is impossible beside {dict(state)}")
+        self.per_request, self.per_message, self._covariance = per_request, per_message, covariance
+        self._request_variance, self._message_variance = request_variance, message_variance

@@ -1,0 +1,156 @@
+"""How many bytes does this model's tokenizer put into a token, for each kind of text?
+
+The exponential averages of the pool-routing paper (arXiv 2604.09613), learned from the token counts that
+engines report:
+
+    c     <- b * c + (1 - b) * c_obs              c_obs = bytes / tokens of one prompt
+    sigma <- b * sigma + (1 - b) * |c_obs - c|
+    c*     = c - gamma * sigma                    tokens are over-estimated on purpose
+
+and four additions, each with its reason:
+
+- **Warm-up.** b is not beta from the start, but n / (n + 1) until that reaches beta, with n the weight
+  seen so far. It is the plain average of the first observations, the cold-start value among them, so a
+  wrong start is forgotten in a few requests instead of in 1 / (1 - beta) times three.
+- **Deviation before mean.** |c_obs - c| is taken against the mean before the update: it is then the error
+  of the forecast that was made, which is what the margin has to cover. (TCP's round-trip estimate does the
+  same, RFC 6298.)
+- **Weight.** A text of five tokens says little, and the chat template's tokens blur even that. An observation
+  of fewer than `full_weight_tokens` moves the averages in proportion to its length.
+- **Limits.** An observation further than `outlier_factor` from the mean counts as one at that distance: a
+  prompt of 10,000 blanks, or one that the engine truncated, cannot take the average along. And c* never
+  falls below `floor_bytes_per_token`: tokenizers that work on bytes spend at most one token on a byte, so
+  the floor is where the estimate becomes a certainty.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from serve_app.request import TextCategory
+from serve_app.routing.snapshot import Snapshot, number
+
+_LEAST_MEAN = 0.01  # bytes per token; no tokenizer comes near
+
+# Means over three tokenizer families (49 k, 32 k and 131 k words), on the low side: until something is
+# observed, too many tokens is the safer error. See scripts/bench_estimator.py.
+_COLD_START = {
+    TextCategory.PROSE: 3.9,
+    TextCategory.CODE: 3.2,
+    TextCategory.CJK: 2.0,
+    TextCategory.NUMERIC: 1.15,
+    TextCategory.MIXED: 2.3,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioSettings:
+    """How bytes per token are learned; one set for all categories of a model."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    # Memory of the averages: 0.95 follows a change of traffic within about 60 requests. Higher is
+    # steadier and slower.
+    beta: float = 0.95
+    # Margin in mean absolute deviations. More sends fewer requests to a pool that is too short for them,
+    # and more that would have fitted to the long one.
+    gamma: float = 2.0
+    # Optimism of the lower bound in the same unit. It decides who is refused for good, so it is wide.
+    optimistic_gamma: float = 6.0
+    cold_bytes_per_token: Mapping[TextCategory, float] = field(default_factory=lambda: dict(_COLD_START))
+    # JSON schemas of tools: 3.4 to 4.7 measured.
+    cold_tool_bytes_per_token: float = 3.5
+    # Deviation before anything is observed, as a share of the cold-start mean: about the spread between
+    # tokenizers.
+    cold_deviation_ratio: float = 0.15
+    # How many observations the cold-start mean is worth.
+    cold_weight: float = 2.0
+    full_weight_tokens: int = 64
+    outlier_factor: float = 3.0
+    floor_bytes_per_token: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < 1:
+            raise ValueError(f"beta must lie between 0 and 1, got {self.beta}: 0.95 is usual")
+        for name in ("gamma", "optimistic_gamma", "cold_deviation_ratio"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in (
+            "cold_tool_bytes_per_token",
+            "cold_weight",
+            "full_weight_tokens",
+            "floor_bytes_per_token",
+        ):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not self.outlier_factor > 1:
+            raise ValueError(f"outlier_factor must be greater than 1, got {self.outlier_factor}")
+        self._check_cold_start()
+
+    def _check_cold_start(self) -> None:
+        for category in TextCategory:
+            value = self.cold_bytes_per_token.get(category)
+            if value is None or not value > 0:
+                raise ValueError(
+                    f"cold_bytes_per_token.{category.value} must be a positive number, got {value}"
+                )
+
+
+class BytesPerToken:
+    """The learned ratio of one kind of text.
+
+    Attributes:
+        mean: c, bytes per token.
+        deviation: sigma, mean absolute error of the forecast, in bytes per token.
+        weight: observations seen, the cold start among them; no longer counted once beta rules.
+    """
+
+    __slots__ = ("_settings", "deviation", "mean", "weight")
+
+    def __init__(self, settings: RatioSettings, cold_start: float) -> None:
+        self._settings = settings
+        self.mean = cold_start
+        self.deviation = cold_start * settings.cold_deviation_ratio
+        self.weight = settings.cold_weight
+
+    def __repr__(self) -> str:
+        return f"<BytesPerToken {self.mean:.3f} +- {self.deviation:.3f}>"
+
+    @property
+    def conservative(self) -> float:
+        """c*, the divisor that rather gives too many tokens; never above the mean."""
+        margin = self.mean - self._settings.gamma * self.deviation
+        return min(self.mean, max(self._settings.floor_bytes_per_token, margin))
+
+    @property
+    def optimistic(self) -> float:
+        """The divisor that gives the fewest tokens this text may plausibly have."""
+        return self.mean + self._settings.optimistic_gamma * self.deviation
+
+    def observe(self, size_bytes: float, tokens: float) -> None:
+        """Learn from a text of `size_bytes` that the tokenizer cut into `tokens`; ignores what cannot be."""
+        if size_bytes <= 0 or tokens <= 0:
+            return
+        settings = self._settings
+        factor = settings.outlier_factor
+        observed = min(max(size_bytes / tokens, self.mean / factor), self.mean * factor)
+        weight = min(1.0, tokens / settings.full_weight_tokens)
+        step = max(weight * (1 - settings.beta), weight / (self.weight + weight))
+        self.deviation += step * (abs(observed - self.mean) - self.deviation)
+        self.mean += step * (observed - self.mean)
+        # Beyond this weight the warm-up is over; the cap keeps the number small and exact.
+        self.weight = min(self.weight + weight, 1 / (1 - settings.beta))
+
+    def state(self) -> dict[str, object]:
+        """Everything learned, for `restore`."""
+        return {"mean": self.mean, "deviation": self.deviation, "weight": self.weight}
+
+    def restore(self, state: Snapshot) -> None:
+        """Take over what `state` returned.
+
+        Raises:
+            ValueError: a value is missing or out of range; nothing is taken over then.
+        """
+        mean = number(state, "mean", at_least=_LEAST_MEAN)
+        deviation, weight = number(state, "deviation", at_least=0), number(state, "weight", at_least=0)
+        self.mean, self.deviation, self.weight = mean, deviation, weight

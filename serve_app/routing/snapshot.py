@@ -1,0 +1,54 @@
+"""Reading learned state back from plain dictionaries, which may come from a damaged or an older file.
+
+All functions raise `ValueError` when the value under `name` is missing or of another kind.
+"""
+
+import math
+from collections.abc import Mapping
+
+Snapshot = Mapping[str, object]
+
+
+def section(state: Snapshot, name: str) -> Snapshot:
+    """The dictionary under `name`."""
+    value = state.get(name)
+    if isinstance(value, Mapping):
+        return value
+    raise _malformed(name, "a dictionary", value)
+
+
+def sections(state: Snapshot, name: str) -> list[Snapshot]:
+    """The list of dictionaries under `name`."""
+    value = state.get(name)
+    if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
+        return value
+    raise _malformed(name, "a list of dictionaries", value)
+
+
+def number(state: Snapshot, name: str, *, at_least: float = -math.inf) -> float:
+    """The finite number under `name`."""
+    value = state.get(name)
+    if (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and at_least <= value < math.inf
+        and value > -math.inf
+    ):
+        return float(value)
+    raise _malformed(
+        name, "a finite number" if at_least == -math.inf else f"a number from {at_least:g}", value
+    )
+
+
+def text(state: Snapshot, name: str) -> str:
+    """The text under `name`."""
+    value = state.get(name)
+    if isinstance(value, str):
+        return value
+    raise _malformed(name, "a text", value)
+
+
+def _malformed(name: str, wanted: str, value: object) -> ValueError:
+    return ValueError(
+        f"learned state: {name!r} should be {wanted}, got {str(value)[:80]!r}; delete the state to learn anew"
+    )
