@@ -1,7 +1,7 @@
 """Named engine profiles: how fast a model runs on some GPUs, and what it can hold.
 
-A profile is a YAML file. Those in `profile_data` go by their name (`model-gpu-tpN`), any other by its path; `calibrate`
-writes them. Each file states the source of its figures.
+A profile is a YAML file. Those in `profile_data` go by their name (`model-gpu-tpN`), any other by its path;
+`calibrate` writes them. Each file states the source of its figures.
 """
 
 from dataclasses import asdict, dataclass
@@ -73,7 +73,9 @@ def load_profile(name_or_path: str) -> EngineProfile:
         text = Path(name_or_path).read_text(encoding="utf-8")
     else:
         known = ", ".join(profile_names())
-        raise SettingsError(f"no engine profile {name_or_path!r}: use one of {known}, or the path of a YAML file")
+        raise SettingsError(
+            f"no engine profile {name_or_path!r}: use one of {known}, or the path of a YAML file"
+        )
     try:
         return _ADAPTER.validate_python(yaml.safe_load(text))
     except (yaml.YAMLError, ValidationError) as error:

@@ -1,8 +1,8 @@
 """How long does one engine iteration take? A linear model of what is in it.
 
-An iteration reads the weights once, computes the prompt tokens that it prefills, and computes one token for each
-decoding sequence, which reads that sequence's KV cache. With P prefilled tokens that attend to A token pairs, and
-S decoding sequences whose contexts add up to C tokens:
+An iteration reads the weights once, computes the prompt tokens that it prefills, and computes one token for
+each decoding sequence, which reads that sequence's KV cache. With P prefilled tokens that attend to A token
+pairs, and S decoding sequences whose contexts add up to C tokens:
 
     step = max(base of the phases in it) + P * prefill_per_token + A * prefill_per_pair
                                          + S * decode_per_sequence + C * decode_per_context_token
@@ -42,7 +42,9 @@ class StepTimeModel:
             if not value >= 0.0:
                 raise ValueError(f"{field.name} must be 0 or more seconds, got {value}")
         if self.decode_base_s + self.decode_per_sequence_s <= 0.0:
-            raise ValueError("decode_base_s and decode_per_sequence_s are both 0: a decode step must take time")
+            raise ValueError(
+                "decode_base_s and decode_per_sequence_s are both 0: a decode step must take time"
+            )
         if self.prefill_base_s + self.prefill_per_token_s <= 0.0:
             raise ValueError("prefill_base_s and prefill_per_token_s are both 0: a prefill must take time")
 
@@ -64,7 +66,9 @@ class StepTimeModel:
             seconds = max(seconds, self.prefill_base_s)
             seconds += prefill_tokens * self.prefill_per_token_s + attended_pairs * self.prefill_per_pair_s
         return (
-            seconds + sequences * self.decode_per_sequence_s + context_tokens * self.decode_per_context_token_s
+            seconds
+            + sequences * self.decode_per_sequence_s
+            + context_tokens * self.decode_per_context_token_s
         )
 
     def decode_run_s(self, steps: int, *, sequences: int, context_tokens: int) -> float:
@@ -73,7 +77,8 @@ class StepTimeModel:
         Args:
             steps: iterations in the run.
             sequences: sequences that decode in every one of them.
-            context_tokens: the sum of their contexts in the first iteration; each iteration adds one per sequence.
+            context_tokens: the sum of their contexts in the first iteration; each iteration adds one per
+                sequence.
         """
         first_s = self.step_s(sequences=sequences, context_tokens=context_tokens)
         growth_s = sequences * self.decode_per_context_token_s

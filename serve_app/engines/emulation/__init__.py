@@ -1,8 +1,8 @@
 """A pure model of an LLM engine, shared by the `emulated` engine and the simulator.
 
 It knows what vLLM's scheduler decides and what a step costs; it has no clock, no randomness and no I/O. Read
-`model.py` (the door: add, abort, begin_step, end_step), then `batching.py` (the rules), then `decoding.py` and
-`kv_blocks.py` (how they are kept cheap), `waiting.py`, `sequences.py`, `settings.py`.
+`model.py` (the door: add, abort, begin_step, end_step), then `batching.py` (the rules), then `decoding.py`
+and `kv_blocks.py` (how they are kept cheap), `waiting.py`, `sequences.py`, `settings.py`.
 """
 
 from serve_app.engines.emulation.model import EngineModel, ModelSnapshot, StepOutcome

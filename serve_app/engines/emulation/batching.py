@@ -2,17 +2,17 @@
 
 Rules, in their order:
 
-1. A step computes at most `max_num_batched_tokens` tokens. A decoding sequence takes one, a prefill takes a chunk:
-   what is left of its prompt, at most `long_prefill_token_threshold` when another sequence is about, and at most
-   what is left of the budget.
-2. Running sequences come first, in the order of their admission; when the budget is spent, the rest sit the step
-   out. KV blocks are allocated as tokens are computed, never ahead.
-3. A running sequence that finds no free block preempts: the last admitted (FCFS), or the least urgent (priority),
-   itself included. The victim loses its blocks, goes to the front of the waiting queue, and will compute its
-   prompt and the tokens it had generated anew.
+1. A step computes at most `max_num_batched_tokens` tokens. A decoding sequence takes one, a prefill takes a
+   chunk: what is left of its prompt, at most `long_prefill_token_threshold` when another sequence is about,
+   and at most what is left of the budget.
+2. Running sequences come first, in the order of their admission; when the budget is spent, the rest sit the
+   step out. KV blocks are allocated as tokens are computed, never ahead.
+3. A running sequence that finds no free block preempts: the last admitted (FCFS), or the least urgent
+   (priority), itself included. The victim loses its blocks, goes to the front of the waiting queue, and will
+   compute its prompt and the tokens it had generated anew.
 4. If nobody was preempted, waiting sequences are admitted from the head while there is budget and fewer than
-   `max_num_seqs` run. The head takes its prefix from the cache (never all of it: the last token is computed). A
-   head that does not fit blocks those behind it.
+   `max_num_seqs` run. The head takes its prefix from the cache (never all of it: the last token is computed).
+   A head that does not fit blocks those behind it.
 
 Rules 1 to 3 are carried out for all running sequences together when no order among them can matter, which is
 nearly always; the cost of a step then does not grow with the number of decoding sequences.
@@ -70,7 +70,8 @@ class Batcher:
         waiting: the engine's own queue.
         decoding: running sequences that generate.
         kv: the paged KV cache.
-        prefix_queries_tokens, prefix_hits_tokens: looked up in the prefix cache, and found there, since the start.
+        prefix_queries_tokens, prefix_hits_tokens: looked up in the prefix cache, and found there, since the
+            start.
         preemptions: since the start.
     """
 
@@ -118,7 +119,10 @@ class Batcher:
         first_tokens: list[EngineSequence] = []
         for sequence in batch.prefilling:
             # A sequence may have been aborted while the step was under way.
-            if sequence.state is not SequenceState.PREFILLING or sequence.computed_tokens < sequence.known_tokens:
+            if (
+                sequence.state is not SequenceState.PREFILLING
+                or sequence.computed_tokens < sequence.known_tokens
+            ):
                 continue
             del self._prefilling[sequence]
             if sequence.target_tokens and not sequence.output_tokens:
@@ -157,7 +161,7 @@ class Batcher:
         return self._settings.max_num_batched_tokens
 
     def _continue_together(self, batch: Batch, chunk_limit: int) -> bool:
-        """Continue all running sequences when budget and blocks suffice; False, and nothing done, otherwise."""
+        """Continue all running sequences if budget and blocks suffice; else do nothing and return False."""
         left = batch.budget_left - len(self.decoding)
         blocks = self.decoding.blocks_for_next_step()
         chunks: list[tuple[EngineSequence, int]] = []

@@ -1,11 +1,13 @@
 """The decoding sequences of a batch, advanced together at a cost that does not grow with their number.
 
 Each decoding sequence gains one token per step, so nothing needs to be counted per sequence and step. A clock
-counts the steps in which they decode; a sequence notes the clock when it joined and the clock when it will end:
+counts the steps in which they decode; a sequence notes the clock when it joined and the clock when it will
+end:
 
 - tokens computed = those at joining + (clock - joined)
-- it needs a new block when the tokens computed before the step fill whole blocks, which is once in `block_size`
-  steps and always at the same phase of the clock; a count per phase tells how many blocks the next step needs;
+- it needs a new block when the tokens computed before the step fill whole blocks, which is once in
+  `block_size` steps and always at the same phase of the clock; a count per phase tells how many blocks the
+  next step needs;
 - a heap of end clocks tells who finishes; entries of sequences that left are skipped when they come up.
 
 The clock moves when a step begins. A sequence that sits out a step (the token budget ran out before it) is

@@ -5,8 +5,9 @@ Blocks need no identity here. Every block is in exactly one of four places, so `
     private (held by one sequence) + named and held + cached (named, held by nobody) + blank
 
 `free` is cached + blank: a cached block is given away, least recently used first, when no blank one is left.
-A name is the content hash of a full block of tokens; sequences with the same name share the block. That is what
-vLLM's block pool does: blocks without a hash go to the front of its free queue, blocks with one to the back.
+A name is the content hash of a full block of tokens; sequences with the same name share the block. That is
+what vLLM's block pool does: blocks without a hash go to the front of its free queue, blocks with one to the
+back.
 """
 
 from collections import OrderedDict
@@ -29,9 +30,8 @@ class KVBlocks:
         self._cached: OrderedDict[BlockName, None] = OrderedDict()
 
     def __repr__(self) -> str:
-        return (
-            f"<KVBlocks total={self.total} free={self.free} cached={len(self._cached)} shared={len(self._holders)}>"
-        )
+        named = len(self._holders)
+        return f"<KVBlocks total={self.total} free={self.free} cached={len(self._cached)} named={named}>"
 
     @property
     def free(self) -> int:

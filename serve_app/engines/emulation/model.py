@@ -1,22 +1,25 @@
 """The engine model: an LLM engine as a pure state machine on a clock that the caller owns.
 
-The life of a step, for either driver (the `emulated` engine sleeps until a step ends, the simulator puts an event
-there):
+The life of a step, for either driver (the `emulated` engine sleeps until a step ends, the simulator puts an
+event there):
 
     model.add(sequence, now)              # at any time
     ends_at = model.begin_step(now)       # None: nothing to do
     ...                                   # more add() and abort(); then read `model.ends_at` again
     outcome = model.end_step()            # at `ends_at`: who got a first token, who finished
 
-A driver that does not need every token may let a step be a *run*: `begin_step(now, max_steps=N)` leaps over up to
+A driver that does not need every token may let a step be a *run*: `begin_step(now, max_steps=N)` leaps over
+up to
 N iterations which hold the same decoding sequences and nothing else, to the next event of interest: the first
-sequence that ends, or the first that finds no free block. Its length is computed in closed form. Whatever could
-change the batch meanwhile (`add`, `abort`) cuts the run to the iteration under way, so the results are those of
-single steps, up to rounding. A sequence added at the very instant at which an iteration ends is in time for the next.
+sequence that ends, or the first that finds no free block. Its length is computed in closed form. Whatever
+could change the batch meanwhile (`add`, `abort`) cuts the run to the iteration under way, so the results are
+those of single steps, up to rounding. A sequence added at the very instant at which an iteration ends is in
+time for the next.
 """
 
 import bisect
 import itertools
+from collections.abc import KeysView
 from dataclasses import dataclass, field
 
 from serve_app.engines.emulation.batching import Batch, Batcher
@@ -80,7 +83,9 @@ class EngineModel:
 
     def __repr__(self) -> str:
         batcher = self._batcher
-        return f"<EngineModel waiting={len(batcher.waiting)} running={len(batcher.running)} kv={batcher.kv!r}>"
+        return (
+            f"<EngineModel waiting={len(batcher.waiting)} running={len(batcher.running)} kv={batcher.kv!r}>"
+        )
 
     @property
     def ends_at(self) -> float | None:
@@ -92,6 +97,11 @@ class EngineModel:
         """Whether any sequence waits or runs."""
         return bool(self._batcher.running) or len(self._batcher.waiting) > 0
 
+    @property
+    def decoding(self) -> KeysView[EngineSequence]:
+        """Sequences that generate a token per step, in the order in which they began to."""
+        return self._batcher.decoding.members()
+
     def add(self, sequence: EngineSequence, now: float) -> None:
         """Queue a new sequence.
 
@@ -99,12 +109,14 @@ class EngineModel:
             ValueError: the sequence was added before, or exceeds the context limit.
         """
         if sequence.state is not SequenceState.NEW:
-            raise ValueError(f"sequence {sequence.sequence_id} is {sequence.state.value}, it cannot be added again")
+            raise ValueError(
+                f"sequence {sequence.sequence_id} is {sequence.state.value}, it cannot be added again"
+            )
         total = sequence.prompt_tokens + sequence.target_tokens
         if sequence.prompt_tokens < 1 or sequence.target_tokens < 0 or total > self.settings.max_model_len:
             raise ValueError(
-                f"sequence of {sequence.prompt_tokens} + {sequence.target_tokens} tokens: the prompt needs at least 1, "
-                f"and both together at most max_model_len = {self.settings.max_model_len}"
+                f"sequence of {sequence.prompt_tokens} + {sequence.target_tokens} tokens: the prompt needs "
+                f"at least 1, and both together at most max_model_len = {self.settings.max_model_len}"
             )
         self._cut(now)
         sequence.number = next(self._numbers)
@@ -116,14 +128,15 @@ class EngineModel:
         return self._batcher.abort(sequence, step_under_way=self._batch is not None)
 
     def begin_step(self, now: float, *, max_steps: int = 1) -> float | None:
-        """Begin the next step, or a run of at most `max_steps` alike; returns when it ends, None when idle."""
+        """Begin a step, or a run of at most `max_steps` alike; returns when it ends, None when idle."""
         if self._batch is not None:
             raise RuntimeError(f"a step is under way until {self._ends_at}: end it first")
         if not self.has_work:
             return None
         preempted: list[EngineSequence] = []
         batch = self._batcher.next_batch()
-        # Every place may have been lost to somebody who then lost it as well; the next attempt admits from the queue.
+        # Every place may have been lost to somebody who then lost it as well; the next attempt admits from
+        # the queue.
         while batch.is_empty and batch.preempted:
             preempted += batch.preempted
             batch = self._batcher.next_batch()
@@ -188,7 +201,10 @@ class EngineModel:
     # -- runs of iterations that are alike ----------------------------------------------------------------
 
     def _run_length(self, batch: Batch, max_steps: int) -> int:
-        """Iterations until something happens. Whoever waits now could not be admitted, and free blocks only shrink."""
+        """Iterations until something happens.
+
+        Nobody is admitted before: whoever waits now did not fit, and free blocks only shrink until one ends.
+        """
         if max_steps <= 1 or batch.prefilling or batch.preempted or batch.sat_out:
             return 1
         decoding = self._batcher.decoding

@@ -22,7 +22,7 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class EngineSequence:
-    """A sequence of tokens to compute. The first group of fields is the caller's, the rest belongs to the model.
+    """A sequence of tokens to compute. The first group of fields is the caller's, the rest is the model's.
 
     Attributes:
         sequence_id: unique among the sequences in the engine.
@@ -31,7 +31,8 @@ class EngineSequence:
         arrived_at: when it reached the engine, in seconds on the model's clock.
         priority: lower goes first; used under the priority policy only.
         block_hashes: content hashes of the prompt's full blocks, for the prefix cache; may be empty.
-        output_tokens: tokens generated so far; read it through `EngineModel.output_tokens` while it is decoding.
+        output_tokens: tokens generated so far; read it through `EngineModel.output_tokens` while it is
+            decoding.
         computed_tokens: tokens whose KV entries exist; maintained while it is not decoding.
         cached_tokens: prompt tokens that the prefix cache supplied when it was first scheduled.
         scheduled_at, first_token_at, finished_at: seconds on the model's clock, None before it happened.
@@ -64,7 +65,7 @@ class EngineSequence:
 
     @property
     def known_tokens(self) -> int:
-        """Tokens to compute before it can generate the next: the prompt, and outputs of before a preemption."""
+        """Tokens to compute before it can generate: the prompt, and outputs from before a preemption."""
         return self.prompt_tokens + self.output_tokens
 
     @property

@@ -1,4 +1,4 @@
-"""What an engine can hold and how it fills its batches: the settings of the engine model, named as in vLLM."""
+"""What an engine can hold and how it fills its batches: settings of the engine model, named as in vLLM."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -39,7 +39,8 @@ class EngineModelSettings:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.long_prefill_token_threshold < 0:
             raise ValueError(
-                f"long_prefill_token_threshold must be 0 (off) or more, got {self.long_prefill_token_threshold}"
+                "long_prefill_token_threshold must be 0 (off) or more, "
+                f"got {self.long_prefill_token_threshold}"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
@@ -48,8 +49,9 @@ class EngineModelSettings:
             )
         if self.kv_blocks * self.block_size < self.max_model_len:
             raise ValueError(
-                f"max_model_len ({self.max_model_len:,}) does not fit into the KV cache ({self.kv_tokens:,} tokens in "
-                f"blocks of {self.block_size}): one sequence of that length could never finish; lower max_model_len"
+                f"max_model_len ({self.max_model_len:,}) does not fit into the KV cache "
+                f"({self.kv_tokens:,} tokens in blocks of {self.block_size}): such a sequence could never "
+                "finish; lower max_model_len"
             )
 
     @property

@@ -23,15 +23,20 @@ class WaitingQueue(Protocol):
 
     def __iter__(self) -> Iterator[EngineSequence]: ...
 
-    def add(self, sequence: EngineSequence) -> None: ...
+    def add(self, sequence: EngineSequence) -> None:
+        """Queue a new sequence."""
 
-    def put_back(self, sequence: EngineSequence) -> None: ...
+    def put_back(self, sequence: EngineSequence) -> None:
+        """Queue a preempted sequence."""
 
-    def head(self) -> EngineSequence: ...
+    def head(self) -> EngineSequence:
+        """The next sequence to run; the queue must not be empty."""
 
-    def pop(self) -> EngineSequence: ...
+    def pop(self) -> EngineSequence:
+        """Remove and return the head."""
 
-    def remove(self, sequence: EngineSequence) -> None: ...
+    def remove(self, sequence: EngineSequence) -> None:
+        """Take out any sequence."""
 
 
 class ArrivalOrder:
