@@ -1,0 +1,101 @@
+"""Turns arguments from a configuration file into the command line that vLLM's own parser checks.
+
+vLLM's parser is the one authority on its hundreds of arguments and their values. It takes text, so a value
+from YAML is written out as it would be typed; what the parser says then is passed on.
+"""
+
+import argparse
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from serve_app.errors import SettingsError
+
+# Ours unless the settings say otherwise.
+DEFAULT_ARGS: dict[str, Any] = {
+    # `usage.prompt_tokens_details.cached_tokens`: tells work done from work saved by the prefix cache.
+    "enable_prompt_tokens_details": True,
+    # Clients see the gateway's API; the engine's own pages would show another one.
+    "disable_fastapi_docs": True,
+}
+
+# Arguments that would break the place of an engine in a replica, each with the remedy.
+REFUSED_ARGS: dict[str, str] = {
+    "model": "give it as `model`",
+    "model_tag": "give it as `model`",
+    "served_model_name": "give it as `served_model_names`",
+    "config": "give its content under `args`",
+    "api_key": "the gateway checks the clients' keys, and a replica takes requests from gateways only",
+    "disable_log_stats": "the scheduler's backpressure lives on these statistics",
+    **dict.fromkeys(
+        (
+            "host",
+            "port",
+            "uds",
+            "root_path",
+            "ssl_keyfile",
+            "ssl_certfile",
+            "ssl_ca_certs",
+            "enable_ssl_refresh",
+        ),
+        "the replica serves the engine on its own port",
+    ),
+    **dict.fromkeys(
+        ("headless", "api_server_count", "grpc", "grpc_port"), "an engine is one server, inside its replica"
+    ),
+}
+
+
+def parse_arguments(
+    parser: argparse.ArgumentParser, arguments: Mapping[str, Any], fixed: Sequence[str] = ()
+) -> argparse.Namespace:
+    """What the parser makes of `arguments` (snake_case names) over our defaults.
+
+    Args:
+        parser: vLLM's; its way of reporting errors is replaced, since by itself it ends the process.
+        arguments: `true` and `false` stand for a flag and its opposite, null for the parser's own default if
+            that is none at all.
+        fixed: further words for the command line, such as the model.
+
+    Raises:
+        SettingsError: an argument is unknown, or its value is refused; the message names it.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise SettingsError(f"{parser.prog} refuses its arguments: {message}")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    # argparse lists its arguments nowhere else.
+    actions = {action.dest: action for action in parser._actions}  # noqa: SLF001
+    words = list(fixed)
+    for name, value in {**DEFAULT_ARGS, **arguments}.items():
+        if name not in actions:
+            raise SettingsError(f"args.{name} is no argument of {parser.prog}: {_hint(name, actions)}")
+        words += _words(name, value, actions[name])
+    return parser.parse_args(words)
+
+
+def _hint(name: str, actions: Mapping[str, argparse.Action]) -> str:
+    close = difflib.get_close_matches(name, actions, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else "`vllm serve --help=all` lists them"
+
+
+def _words(name: str, value: Any, action: argparse.Action) -> list[str]:
+    """One argument as it would be typed."""
+    option = f"--{name.replace('_', '-')}"
+    if value is None:
+        if action.default is not None:
+            raise SettingsError(f"args.{name} is empty: leave it out to keep the default {action.default!r}")
+        return []
+    is_flag = action.nargs == 0
+    if is_flag != isinstance(value, bool):
+        wanted = "true or false" if is_flag else "a value, not true or false"
+        raise SettingsError(f"args.{name} must be {wanted}, got {value!r}")
+    if is_flag:
+        opposite = f"--no-{name.replace('_', '-')}"
+        # A flag without an opposite is off unless it is given.
+        return [option] if value else [opposite] if opposite in action.option_strings else []
+    if isinstance(value, Sequence) and not isinstance(value, str) and action.nargs:
+        return [option, *map(str, value)]
+    return [f"{option}={value if isinstance(value, str) else json.dumps(value)}"]
