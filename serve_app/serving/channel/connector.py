@@ -94,9 +94,11 @@ class Connector:
         """Say goodbye and stop."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._link is not None:
+        if self._link is not None and self._up:
             self._link.send(Bye())
             self._link.close("we said goodbye")
+            self._up = False
+            self._resident.down()
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -1,0 +1,296 @@
+"""A small world for the channel's tests: real schedulers, real sockets, and a wire that can be cut or muted."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from serve_app.request import PriorityClass, PromptShape
+from serve_app.routing.pools import RoutingSettings
+from serve_app.scheduling import SchedulerSettings
+from serve_app.scheduling.events import ReplicaReport, ReplicaSpec
+from serve_app.serving.channel.framing import FrameReader, decode_from_scheduler, encode_frames
+from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.messages import VERSION, Endpoint, FromScheduler, Hello, Message, Role
+from serve_app.serving.channel.replica_client import ReplicaClient
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.dispatching import Grant, Refusal, ReplicaAddress, Submission
+from serve_app.serving.scheduler_shell import SchedulerShell, ShellParts
+
+# Faster than in production, yet slow enough for a machine that is busy with other things.
+FAST = ChannelSettings(
+    heartbeat_s=0.1, dead_after_s=0.6, gateway_grace_s=0.8, report_s=0.05, backoff_max_s=0.1
+)
+PATIENCE_S = 10.0
+
+M = TypeVar("M")
+
+
+def scheduler_settings(**changes: Any) -> SchedulerSettings:
+    return SchedulerSettings(**{"model": "m", "routing": RoutingSettings(pools=("short",)), **changes})
+
+
+def submission(request_id: str, **changes: Any) -> Submission:
+    wanted: dict[str, Any] = {
+        "request_id": request_id,
+        "model": "m",
+        "shape": PromptShape(text_bytes=40, prompt_tokens=10),
+        "max_output_tokens": 10,
+        "priority": PriorityClass.DEFAULT,
+    }
+    return Submission(**{**wanted, **changes})
+
+
+async def until(condition: Callable[[], bool], what: str = "the condition") -> None:
+    """Wait until it holds, for a generous while."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+    assert condition(), what
+
+
+class Wire:
+    """A relay in front of a scheduler: lets bytes pass, swallows them, or breaks.
+
+    Attributes:
+        mute_up: what peers say is swallowed.
+        mute_down: what the scheduler says is swallowed.
+    """
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.mute_up = False
+        self.mute_down = False
+        self.refuses = False
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+
+    async def locate(self) -> Endpoint:
+        """Where the present scheduler is to be found, by way of this wire."""
+        if self.refuses:
+            raise ConnectionError("the wire is down")
+        assert self._server is not None
+        return replace(self._world.endpoint(), port=self._server.sockets[0].getsockname()[1])
+
+    def cut(self) -> None:
+        """Break every connection, and heal."""
+        self.mute_up = self.mute_down = False
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def stop(self) -> None:
+        self.cut()
+        for task in self._tasks:
+            task.cancel()
+        if self._server is not None:
+            self._server.close()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        endpoint = self._world.endpoint()
+        far_reader, far_writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        self._writers |= {writer, far_writer}
+        for pump in (
+            self._pump(reader, far_writer, lambda: self.mute_up),
+            self._pump(far_reader, writer, lambda: self.mute_down),
+        ):
+            task = asyncio.get_running_loop().create_task(pump)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, muted: Callable[[], bool]
+    ) -> None:
+        try:
+            while data := await reader.read(65536):
+                if not muted():
+                    writer.write(data)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+
+class ReplicaDouble:
+    """A replica without an engine: says of itself what the test sets."""
+
+    def __init__(self, replica_id: str, pool: str, max_num_seqs: int) -> None:
+        self.spec = ReplicaSpec(
+            replica_id=replica_id,
+            pool=pool,
+            max_model_len=1000,
+            kv_tokens=1_000_000,
+            max_num_seqs=max_num_seqs,
+        )
+        self.address = ReplicaAddress(
+            replica_id=replica_id, pool=pool, host="10.0.0.1", port=8000, token=f"token-{replica_id}"
+        )
+        self.report = ReplicaReport(received=0, waiting=0, running=0, kv_usage_ratio=0.0)
+        self.broken = False
+        self.looks = 0
+
+    async def load(self) -> ReplicaReport:
+        self.looks += 1
+        if self.broken:
+            raise RuntimeError("the engine does not answer")
+        return self.report
+
+
+class World:
+    """Schedulers that succeed each other, and their peers."""
+
+    def __init__(self, settings: SchedulerSettings, channel: ChannelSettings) -> None:
+        self.settings = settings
+        self.channel = channel
+        self.incarnation = 0
+        self.shells: list[SchedulerShell] = []
+        self.ends: list[str] = []
+        self._closers: list[Any] = []
+
+    @property
+    def shell(self) -> SchedulerShell:
+        """The scheduler of now."""
+        return self.shells[-1]
+
+    def endpoint(self) -> Endpoint:
+        return self.shell.endpoint()
+
+    async def locate(self) -> Endpoint:
+        return self.endpoint()
+
+    async def begin(self, **parts: Any) -> SchedulerShell:
+        """Start the next incarnation beside whatever runs."""
+        self.incarnation += 1
+        given = {"incarnation": self.incarnation, "channel": self.channel, "on_end": self.ends.append}
+        shell = SchedulerShell(self.settings, ShellParts(**{**given, **parts}))
+        await shell.start("127.0.0.1")
+        self.shells.append(shell)
+        return shell
+
+    async def restart(self) -> SchedulerShell:
+        """Kill the scheduler, and start the next."""
+        self.kill()
+        return await self.begin()
+
+    def kill(self) -> None:
+        """End the scheduler as the death of its process would: no goodbye, nothing flushed."""
+        shell = self.shell
+        for link in list(shell._server._peers):
+            link.abort("the process died")
+        shell.stop("killed")
+
+    async def wire(self) -> Wire:
+        wire = Wire(self)
+        await wire.start()
+        self._closers.append(wire.stop)
+        return wire
+
+    async def gateway(self, gateway_id: str = "g1", wire: Wire | None = None) -> GatewayClient:
+        """A gateway that is connected."""
+        client = GatewayClient(gateway_id, wire.locate if wire else self.locate, self.channel)
+        client.start()
+        self._closers.append(client.close)
+        await until(lambda: client.is_connected, "the gateway connects")
+        return client
+
+    async def replica(
+        self, replica_id: str = "s1", *, wire: Wire | None = None, pool: str = "short", seats: int = 64
+    ) -> tuple[ReplicaClient, ReplicaDouble]:
+        """A replica that the scheduler knows."""
+        double = ReplicaDouble(replica_id, pool, seats)
+        client = ReplicaClient(
+            double.spec, double.address, wire.locate if wire else self.locate, double.load, self.channel
+        )
+        client.start()
+        self._closers.append(client.close)
+        await until(lambda: self.reported(replica_id), "the replica reports")
+        return client, double
+
+    def reported(self, replica_id: str) -> bool:
+        """Whether the scheduler has a report of the replica."""
+        report = self.shell.status()["replicas"].get(replica_id, {}).get("report")
+        return report is not None
+
+    async def close(self) -> None:
+        for closer in reversed(self._closers):
+            await closer()
+        for shell in self.shells:
+            shell.stop("the test is over")
+
+
+async def granted(client: GatewayClient, request_id: str, **changes: Any) -> Grant:
+    """Ask for a turn, and get it."""
+    answer = await asyncio.wait_for(client.acquire(submission(request_id, **changes)), PATIENCE_S)
+    assert isinstance(answer, Grant), answer
+    return answer
+
+
+async def refused(client: GatewayClient, request_id: str, **changes: Any) -> Refusal:
+    """Ask for a turn, and be refused."""
+    answer = await asyncio.wait_for(client.acquire(submission(request_id, **changes)), PATIENCE_S)
+    assert isinstance(answer, Refusal), answer
+    return answer
+
+
+class Stranger:
+    """A bare connection to a scheduler, to say anything over."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._frames: FrameReader[FromScheduler] = FrameReader(decode_from_scheduler, 1 << 22)
+        self.heard: list[FromScheduler] = []
+
+    @classmethod
+    async def at(cls, endpoint: Endpoint) -> "Stranger":
+        return cls(*await asyncio.open_connection(endpoint.host, endpoint.port))
+
+    def say(self, *messages: Message) -> None:
+        self._writer.write(encode_frames(messages, 1 << 22))
+
+    def say_bytes(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def hear(self, kind: type[M]) -> M:
+        """Read until a message of this kind comes."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                for message in self.heard:
+                    if isinstance(message, kind):
+                        return message
+                if not await self._read():
+                    raise ConnectionError(f"closed before a {kind.__name__} came; heard {self.heard}")
+
+    async def closed(self) -> bool:
+        """Read until the far end closes the connection."""
+        async with asyncio.timeout(PATIENCE_S):
+            while await self._read():
+                pass
+        return True
+
+    def leave(self) -> None:
+        self._writer.transport.abort()
+
+    async def _read(self) -> bool:
+        try:
+            data = await self._reader.read(65536)
+        except ConnectionError:
+            return False
+        for frame in self._frames.feed(data):
+            self.heard += frame
+        return bool(data)
+
+
+def hello(endpoint: Endpoint, **changes: Any) -> Hello:
+    wanted = {
+        "version": VERSION,
+        "role": Role.GATEWAY,
+        "peer_id": "stranger",
+        "secret": endpoint.secret,
+        "highest_incarnation": 0,
+    }
+    return Hello(**{**wanted, **changes})

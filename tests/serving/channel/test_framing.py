@@ -1,0 +1,104 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.errors import ChannelError, Outcome
+from serve_app.request import Usage
+from serve_app.serving.channel.framing import FrameReader, decode_from_peer, encode_frames
+from serve_app.serving.channel.messages import Cancel, Finish, FromPeer, Heartbeat, Message, Submit
+from tests.serving.channel.harness import submission
+
+LIMIT = 1 << 20
+
+
+def reader(limit: int = LIMIT) -> FrameReader[FromPeer]:
+    return FrameReader(decode_from_peer, limit)
+
+
+def some_messages(count: int) -> list[Message]:
+    return [
+        Submit(submission(f"r{n}"), 0.25, 0.125)
+        if n % 3
+        else Finish(f"r{n}", Outcome.COMPLETED, Usage(prompt_tokens=n, output_tokens=2))
+        for n in range(count)
+    ]
+
+
+@given(count=st.integers(1, 40), cuts=st.lists(st.integers(0, 5000), max_size=8))
+def test_messages_come_through_however_the_stream_is_split_or_joined(count: int, cuts: list[int]) -> None:
+    messages = some_messages(count)
+    stream = b"".join(encode_frames(messages[at : at + 3], LIMIT) for at in range(0, count, 3))
+    edges = sorted({0, len(stream), *(cut % len(stream) for cut in cuts)})
+    cutter = reader()
+    read: list[FromPeer] = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        for frame in cutter.feed(stream[start:end]):
+            read += frame
+    assert read == messages
+
+
+def test_a_stream_may_come_byte_by_byte() -> None:
+    messages = some_messages(5)
+    cutter = reader()
+    read = [
+        m for byte in encode_frames(messages, LIMIT) for frame in cutter.feed(bytes([byte])) for m in frame
+    ]
+    assert read == messages
+
+
+def test_many_messages_are_spread_over_several_frames_in_order() -> None:
+    messages = some_messages(1000)
+    frames = list(reader().feed(encode_frames(messages, LIMIT)))
+    assert len(frames) > 1
+    assert [message for frame in frames for message in frame] == messages
+
+
+def test_messages_that_together_exceed_a_frame_are_split() -> None:
+    messages = some_messages(40)
+    frames = list(reader(1000).feed(encode_frames(messages, 1000)))
+    assert [message for frame in frames for message in frame] == messages
+
+
+def test_a_single_message_beyond_the_limit_is_refused_by_name_and_size() -> None:
+    with pytest.raises(ChannelError, match=r"Cancel message of .* bytes exceeds the frame limit \(max 100\)"):
+        encode_frames([Cancel("x" * 200)], 100)
+
+
+def test_a_length_beyond_the_limit_is_refused_before_its_bytes_come() -> None:
+    with pytest.raises(ChannelError, match="exceeds the limit"):
+        list(reader(100).feed(b"GET / HTTP/1.1\r\n"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        b"\x01",
+        b"\x91\x92\xa7unknown\x01",
+        b"\x91\x91\xa6cancel",
+        b"\x91\x92\xa6cancel\x07",
+        b"\xff" * 50,
+    ],
+    ids=["nothing", "no msgpack", "no list", "unknown name", "missing field", "wrong type", "rubbish"],
+)
+def test_bytes_that_are_no_messages_are_refused(body: bytes) -> None:
+    with pytest.raises(ChannelError, match="holds no messages"):
+        list(reader().feed(len(body).to_bytes(4, "big") + body))
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_refused_or_waits_for_more_but_never_passes(garbage: bytes) -> None:
+    try:
+        read = list(reader(200).feed(garbage))
+    except ChannelError:
+        return
+    for frame in read:
+        assert all(isinstance(message, Message) for message in frame)
+
+
+def test_what_came_before_the_garbage_is_still_read() -> None:
+    frames = reader().feed(encode_frames([Heartbeat(1)], LIMIT) + b"\xff" * 8)
+    assert next(frames) == [Heartbeat(1)]
+    with pytest.raises(ChannelError):
+        next(frames)

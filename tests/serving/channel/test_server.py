@@ -1,0 +1,158 @@
+import asyncio
+
+import pytest
+
+from serve_app.serving.channel.messages import (
+    VERSION,
+    Cancel,
+    Heartbeat,
+    Register,
+    Rejected,
+    ReplicaTable,
+    Report,
+    Role,
+    SnapshotEnd,
+    Welcome,
+)
+from tests.serving.channel.harness import FAST, ReplicaDouble, Stranger, World, hello, until
+
+
+async def test_a_peer_with_the_secret_is_let_in_and_told_the_replicas(world: World) -> None:
+    stranger = await Stranger.at(world.endpoint())
+    stranger.say(hello(world.endpoint()))
+    assert (await stranger.hear(Welcome)).incarnation == 1
+    assert (await stranger.hear(ReplicaTable)).entries == []
+
+
+async def test_a_wrong_secret_is_rejected_without_a_hint_of_the_right_one(world: World) -> None:
+    stranger = await Stranger.at(world.endpoint())
+    stranger.say(hello(world.endpoint(), secret="guess"))
+    reason = (await stranger.hear(Rejected)).reason
+    assert "secret is wrong" in reason
+    assert world.endpoint().secret not in reason
+    assert await stranger.closed()
+
+
+async def test_another_version_is_rejected_by_both_numbers(world: World) -> None:
+    stranger = await Stranger.at(world.endpoint())
+    stranger.say(hello(world.endpoint(), version=VERSION + 1))
+    assert (
+        f"version {VERSION + 1} of the protocol, this scheduler {VERSION}"
+        in (await stranger.hear(Rejected)).reason
+    )
+
+
+async def test_a_scheduler_that_hears_of_a_higher_incarnation_stops_for_ever(world: World) -> None:
+    gateway = await world.gateway()
+    stranger = await Stranger.at(world.endpoint())
+    stranger.say(hello(world.endpoint(), highest_incarnation=7))
+    assert "superseded by 7" in (await stranger.hear(Rejected)).reason
+    await until(lambda: world.ends == ["incarnation 1 is superseded by 7"])
+    await until(lambda: not gateway.is_connected, "its peers are sent away")
+    with pytest.raises(Exception, match="superseded by 7"):
+        world.endpoint()
+
+
+async def test_a_stranger_without_the_secret_cannot_put_a_scheduler_out_of_office(world: World) -> None:
+    stranger = await Stranger.at(world.endpoint())
+    stranger.say(hello(world.endpoint(), secret="guess", highest_incarnation=7))
+    assert await stranger.closed()
+    assert world.ends == []
+    assert world.endpoint().incarnation == 1
+
+
+async def test_a_connection_that_says_nothing_is_closed(world: World) -> None:
+    stranger = await Stranger.at(world.endpoint())
+    assert await stranger.closed()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x00\x00\x00\x05hello",
+        b"\x00\x00\x10\x01" + b"x" * 5000,
+        b"\x00" * 64,
+    ],
+    ids=["http", "rubbish", "more than a stranger may say", "empty frames"],
+)
+async def test_garbage_closes_the_connection_and_nothing_else(world: World, data: bytes) -> None:
+    stranger = await Stranger.at(world.endpoint())
+    stranger.say_bytes(data)
+    assert await stranger.closed()
+    assert (await world.gateway()).is_connected
+
+
+async def test_a_peer_must_say_hello_first(world: World) -> None:
+    stranger = await Stranger.at(world.endpoint())
+    stranger.say(Cancel("r1"))
+    assert await stranger.closed()
+
+
+async def test_a_gateway_may_not_speak_as_a_replica(world: World) -> None:
+    stranger = await Stranger.at(world.endpoint())
+    double = ReplicaDouble("s1", "short", 8)
+    stranger.say(hello(world.endpoint()), Register(double.spec, double.address))
+    assert await stranger.closed()
+    assert world.shell.status()["replicas"] == {}
+
+
+async def test_a_replica_may_not_register_under_anothers_name_nor_report_before_it_registers(
+    world: World,
+) -> None:
+    double = ReplicaDouble("s1", "short", 8)
+    for message in (Register(double.spec, double.address), Report(double.report)):
+        stranger = await Stranger.at(world.endpoint())
+        stranger.say(hello(world.endpoint(), role=Role.REPLICA, peer_id="s2"), message)
+        assert await stranger.closed()
+    assert world.shell.status()["replicas"] == {}
+
+
+async def test_a_peer_that_opens_a_second_connection_loses_the_first(world: World) -> None:
+    first = await Stranger.at(world.endpoint())
+    first.say(hello(world.endpoint()), SnapshotEnd())
+    await first.hear(Welcome)
+    second = await Stranger.at(world.endpoint())
+    second.say(hello(world.endpoint()), SnapshotEnd())
+    await second.hear(Welcome)
+    assert await first.closed()
+    assert world.shell.status()["gateways"] == 1
+
+
+async def test_a_receipt_for_more_than_was_sent_is_a_fault(world: World) -> None:
+    stranger = await Stranger.at(world.endpoint())
+    stranger.say(hello(world.endpoint()), Heartbeat(1000))
+    assert await stranger.closed()
+
+
+async def test_a_silent_peer_is_cut_off_within_about_the_limit(world: World) -> None:
+    loop = asyncio.get_running_loop()
+    stranger = await Stranger.at(world.endpoint())
+    stranger.say(hello(world.endpoint()), SnapshotEnd())
+    await stranger.hear(Welcome)
+    began = loop.time()
+    assert await stranger.closed()
+    assert FAST.dead_after_s - 0.2 < loop.time() - began < FAST.dead_after_s + 3
+
+
+async def test_a_peer_that_talks_and_does_not_listen_is_cut_off(world: World) -> None:
+    stranger = await Stranger.at(world.endpoint())
+    stranger.say(hello(world.endpoint()), SnapshotEnd())
+
+    async def talk() -> None:
+        while True:
+            stranger.say(Heartbeat(0))
+            await asyncio.sleep(0.05)
+
+    talking = asyncio.get_running_loop().create_task(talk())
+    assert await stranger.closed()
+    talking.cancel()
+
+
+async def test_a_crowd_of_strangers_is_kept_within_bounds_and_peers_still_get_in(world: World) -> None:
+    crowd = [await Stranger.at(world.endpoint()) for _ in range(FAST.max_pending_handshakes + 40)]
+    await until(lambda: len(world.shell._server._strangers) <= FAST.max_pending_handshakes)
+    assert (await world.gateway()).is_connected
+    for stranger in crowd:
+        stranger.leave()
+    await until(lambda: not world.shell._server._strangers)

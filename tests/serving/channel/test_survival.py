@@ -1,0 +1,372 @@
+"""What the channel is for: whatever breaks, no request is lost, none is granted twice, none is answered twice."""
+
+import asyncio
+import random
+
+import pytest
+
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.messages import Finish
+from serve_app.serving.dispatching import Grant, Refusal
+from tests.serving.channel.harness import (
+    FAST,
+    PATIENCE_S,
+    Wire,
+    World,
+    granted,
+    scheduler_settings,
+    submission,
+    until,
+)
+
+USAGE = Usage(prompt_tokens=10, output_tokens=5)
+
+
+def ask(client: GatewayClient, request_id: str, **changes: object) -> asyncio.Task[Grant | Refusal]:
+    return asyncio.get_running_loop().create_task(client.acquire(submission(request_id, **changes)))
+
+
+async def answer_of(task: asyncio.Task[Grant | Refusal]) -> Grant | Refusal:
+    return await asyncio.wait_for(task, PATIENCE_S)
+
+
+async def served(client: GatewayClient, request_id: str) -> None:
+    """Wait for a turn and end at once."""
+    await granted(client, request_id)
+    client.finished(request_id, Outcome.COMPLETED, USAGE)
+
+
+async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place(world: World) -> None:
+    gateway = await world.gateway()
+    await world.replica("s1")
+    grant = await granted(gateway, "r1")
+    assert (grant.replica_id, grant.host, grant.port, grant.token) == ("s1", "10.0.0.1", 8000, "token-s1")
+    assert grant.pool == "short"
+    assert grant.queue_wait_s < 5
+    assert len(world.shell.core) == 1
+    gateway.first_token("r1")
+    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    await until(lambda: len(world.shell.core) == 0)
+    assert not world.shell._gateways.book
+
+
+async def test_a_cancelled_wait_gives_its_place_in_the_queue_back(world: World) -> None:
+    gateway = await world.gateway()
+    task = ask(gateway, "r1")
+    await until(lambda: len(world.shell.core) == 1)
+    task.cancel()
+    await until(lambda: len(world.shell.core) == 0)
+
+
+async def test_a_wait_cancelled_while_the_grant_is_on_its_way_gives_the_reservation_back(
+    world: World,
+) -> None:
+    wire = await world.wire()
+    gateway = await world.gateway(wire=wire)
+    await world.replica()
+    wire.mute_down = True
+    task = ask(gateway, "r1")
+    await until(lambda: world.shell._gateways.book.in_flight()["s1"] == 1)
+    task.cancel()
+    await until(lambda: len(world.shell.core) == 0)
+
+
+async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_requests(world: World) -> None:
+    gateway = await world.gateway()
+    await world.replica("s1", seats=1)
+    grant = await granted(gateway, "r1")
+    gateway.first_token("r1")
+    waiting = [ask(gateway, f"w{n}") for n in range(5)]
+    await until(lambda: len(world.shell.core) == 6 or world.shell._gateways.book.in_flight().total() > 1)
+    await world.restart()
+    await until(lambda: len(world.shell.core) == 6, "all six are known again")
+    entry = world.shell.core.entry("r1")
+    assert entry is not None
+    assert (entry.replica_id, entry.started) == (grant.replica_id, True)
+    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    for task in waiting:
+        answer = await answer_of(task)
+        assert isinstance(answer, Grant)
+        gateway.finished(answer.request_id, Outcome.COMPLETED, USAGE)
+    await until(lambda: len(world.shell.core) == 0)
+
+
+async def test_a_grant_lost_on_its_way_is_sent_again_and_not_given_anew(world: World) -> None:
+    wire = await world.wire()
+    gateway = await world.gateway(wire=wire)
+    await world.replica()
+    wire.mute_down = True
+    task = ask(gateway, "r1")
+    await until(lambda: world.shell._gateways.book.in_flight()["s1"] == 1)
+    wire.cut()
+    assert isinstance(await answer_of(task), Grant)
+    assert world.shell._gateways.book["r1"].grants == 1
+    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    await until(lambda: len(world.shell.core) == 0)
+
+
+async def test_a_lost_grant_whose_replica_has_left_meanwhile_goes_to_another(world: World) -> None:
+    wire = await world.wire()
+    gateway = await world.gateway(wire=wire)
+    first, _ = await world.replica("s1")
+    wire.mute_down = True
+    task = ask(gateway, "r1")
+    await until(lambda: world.shell._gateways.book.in_flight()["s1"] == 1)
+    await first.close()
+    await world.replica("s2")
+    wire.cut()
+    answer = await answer_of(task)
+    assert isinstance(answer, Grant)
+    assert answer.replica_id == "s2"
+    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    await until(lambda: len(world.shell.core) == 0)
+
+
+async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(world: World) -> None:
+    wire = await world.wire()
+    gateway = await world.gateway(wire=wire)
+    await world.replica("s1")
+    await world.replica("s2")
+    first = await granted(gateway, "r1")
+    wire.mute_up = True
+    task = asyncio.get_running_loop().create_task(
+        gateway.put_back("r1", first.replica_id, DispatchFailure.UNREACHABLE, "refused")
+    )
+    await asyncio.sleep(0.05)
+    assert world.shell._gateways.book["r1"].grants == 1
+    wire.cut()
+    second = await answer_of(task)
+    assert isinstance(second, Grant)
+    assert second.replica_id != first.replica_id
+    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    await until(lambda: len(world.shell.core) == 0)
+
+
+async def test_an_end_lost_on_its_way_is_told_again_and_is_not_taken_for_a_cancellation(world: World) -> None:
+    wire = await world.wire()
+    gateway = await world.gateway(wire=wire)
+    await world.replica("s1")
+    await granted(gateway, "r1")
+    wire.mute_up = True
+    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    await asyncio.sleep(0.05)
+    wire.cut()
+    await until(lambda: len(world.shell.core) == 0)
+    assert 'ewsjf_requests_concluded_total{class="default",model="m",outcome="completed"} 1.0' in (
+        world.shell.exposition()
+    )
+
+
+async def test_ends_are_forgotten_once_they_have_their_receipt(world: World) -> None:
+    gateway = await world.gateway()
+    await world.replica("s1")
+    for n in range(20):
+        await granted(gateway, f"r{n}")
+        gateway.finished(f"r{n}", Outcome.COMPLETED, USAGE)
+    assert gateway._ended
+    await until(lambda: not gateway._ended)
+
+
+async def test_a_cancellation_while_the_channel_is_down_is_seen_in_the_snapshot(world: World) -> None:
+    wire = await world.wire()
+    gateway = await world.gateway(wire=wire)
+    task = ask(gateway, "r1")
+    await until(lambda: len(world.shell.core) == 1)
+    wire.refuses = True
+    wire.cut()
+    await until(lambda: not gateway.is_connected)
+    task.cancel()
+    wire.refuses = False
+    await until(lambda: gateway.is_connected and len(world.shell.core) == 0)
+    assert world.shell._gateways.connected == 1
+
+
+async def test_a_gateway_that_stays_away_has_its_requests_released_after_its_grace(world: World) -> None:
+    wire = await world.wire()
+    gateway = await world.gateway(wire=wire)
+    await world.replica("s1")
+    await granted(gateway, "r1")
+    wire.refuses = True
+    wire.cut()
+    began = asyncio.get_running_loop().time()
+    await until(lambda: len(world.shell.core) == 0)
+    assert asyncio.get_running_loop().time() - began > FAST.gateway_grace_s / 2
+    # And when it comes back after all, its running request is known again.
+    wire.refuses = False
+    await until(lambda: len(world.shell.core) == 1)
+    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    await until(lambda: len(world.shell.core) == 0)
+
+
+async def test_a_gateway_that_says_goodbye_is_released_at_once(world: World) -> None:
+    gateway = await world.gateway()
+    await world.replica("s1")
+    await granted(gateway, "r1")
+    await gateway.close()
+    await until(lambda: len(world.shell.core) == 0 and not world.shell._gateways._gateways)
+
+
+async def test_a_half_open_channel_is_noticed_by_both_ends_and_replaced(world: World) -> None:
+    wire = await world.wire()
+    gateway = await world.gateway(wire=wire)
+    await world.replica("s1")
+    grant = await granted(gateway, "r1")
+    wire.mute_up = wire.mute_down = True
+    await until(lambda: not gateway.is_connected, "the gateway notices")
+    await until(lambda: world.shell._gateways.connected == 0, "the scheduler notices")
+    wire.mute_up = wire.mute_down = False
+    await until(lambda: gateway.is_connected)
+    assert grant.request_id in world.shell._gateways.book
+    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    await until(lambda: len(world.shell.core) == 0)
+
+
+async def test_a_glitch_of_a_replicas_channel_fails_none_of_its_requests(world: World) -> None:
+    gateway = await world.gateway()
+    wire = await world.wire()
+    await world.replica("s1", wire=wire)
+    await granted(gateway, "r1")
+    wire.refuses = True
+    wire.cut()
+    await until(lambda: gateway.replicas() == ())
+    waiting = ask(gateway, "r2")
+    await until(lambda: len(world.shell.core) == 2)
+    wire.refuses = False
+    assert isinstance(await answer_of(waiting), Grant)
+    entry = world.shell.core.entry("r1")
+    assert entry is not None
+    assert entry.replica_id == "s1"
+    for request_id in ("r1", "r2"):
+        gateway.finished(request_id, Outcome.COMPLETED, USAGE)
+    await until(lambda: len(world.shell.core) == 0)
+
+
+async def test_a_storm_of_reconnects_loses_nothing() -> None:
+    world = World(scheduler_settings(), FAST)
+    await world.begin()
+    try:
+        wire = await world.wire()
+        gateways = [await world.gateway(f"g{n}", wire) for n in range(20)]
+        tasks = [
+            asyncio.get_running_loop().create_task(served(gateway, f"{n}-{i}"))
+            for n, gateway in enumerate(gateways)
+            for i in range(10)
+        ]
+        for _ in range(5):
+            wire.cut()
+            await asyncio.sleep(0.05)
+        await world.restart()
+        await until(lambda: all(gateway.is_connected for gateway in gateways))
+        await until(lambda: len(world.shell.core) == 200)
+        await world.replica("s1", seats=256)
+        await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)
+        await until(lambda: len(world.shell.core) == 0)
+    finally:
+        await world.close()
+
+
+async def test_a_flood_is_refused_beyond_the_queue_and_leaves_nothing_behind(world: World) -> None:
+    gateway = await world.gateway()
+    tasks = [ask(gateway, f"r{n}") for n in range(10_000)]
+    limit = world.settings.max_waiting
+    await until(lambda: sum(task.done() for task in tasks) == 10_000 - limit)
+    assert all(
+        isinstance(answer := task.result(), Refusal) and answer.outcome is Outcome.REJECTED_QUEUE_FULL
+        for task in tasks
+        if task.done()
+    )
+    assert len(world.shell._gateways.book) == limit
+    for task in tasks:
+        task.cancel()
+    await until(lambda: len(world.shell.core) == 0)
+    assert not gateway._held
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_conserves_requests_whatever_breaks_and_whenever(seed: int) -> None:
+    """Handlers run requests while wires break, mute, gateways and replicas glitch and schedulers die."""
+    rng = random.Random(seed)
+    world = World(scheduler_settings(max_attempts=50), FAST)
+    await world.begin()
+    wires = [await world.wire() for _ in range(3)]
+    gateways = [await world.gateway(f"g{n}", wire) for n, wire in enumerate(wires)]
+    replica_wires = [await world.wire() for _ in range(2)]
+    for n, wire in enumerate(replica_wires):
+        await world.replica(f"s{n}", wire=wire, seats=4)
+    answers: dict[str, list[str]] = {}
+
+    async def handle(gateway: GatewayClient, request_id: str) -> None:
+        heard = answers.setdefault(request_id, [])
+        answer = await gateway.acquire(submission(request_id))
+        while isinstance(answer, Grant) and rng.random() < 0.2:
+            answer = await gateway.put_back(request_id, answer.replica_id, DispatchFailure.UNREACHABLE)
+        if isinstance(answer, Refusal):
+            heard.append(answer.outcome.value)
+            return
+        if rng.random() < 0.7:
+            gateway.first_token(request_id)
+        try:
+            await asyncio.sleep(rng.uniform(0, 0.02))
+        except asyncio.CancelledError:
+            gateway.finished(request_id, Outcome.CANCELLED)
+            raise
+        heard.append("completed")
+        gateway.finished(request_id, Outcome.COMPLETED, USAGE)
+
+    async def breakage() -> None:
+        while True:
+            await asyncio.sleep(rng.uniform(0.005, 0.05))
+            await break_something(world, rng, [*wires, *replica_wires])
+
+    loop = asyncio.get_running_loop()
+    breaking = loop.create_task(breakage())
+    tasks = []
+    for n in range(150):
+        task = loop.create_task(handle(gateways[n % 3], f"r{n}"))
+        if rng.random() < 0.1:
+            loop.call_later(rng.uniform(0, 0.05), task.cancel)
+        tasks.append(task)
+        await asyncio.sleep(rng.uniform(0, 0.006))
+    breaking.cancel()
+    for wire in (*wires, *replica_wires):
+        wire.cut()
+    await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+    await until(lambda: len(world.shell.core) == 0, "the scheduler ends empty")
+    assert not world.shell._gateways.book
+    assert all(not gateway._held for gateway in gateways)
+    for n, task in enumerate(tasks):
+        assert answers[f"r{n}"] == ([] if task.cancelled() else ["completed"]), (
+            f"r{n} heard {answers[f'r{n}']}"
+        )
+    assert world.ends == []
+    await world.close()
+
+
+async def break_something(world: World, rng: random.Random, wires: list[Wire]) -> None:
+    wire = rng.choice(wires)
+    match rng.choice(("cut", "cut", "mute up", "mute down", "kill")):
+        case "cut":
+            wire.cut()
+        case "mute up":
+            # What is said now is lost, and the connection with it.
+            wire.mute_up = True
+            await asyncio.sleep(rng.uniform(0, 0.02))
+            wire.cut()
+        case "mute down":
+            wire.mute_down = True
+            await asyncio.sleep(rng.uniform(0, 0.02))
+            wire.cut()
+        case "kill":
+            if rng.random() < 0.3:
+                await world.restart()
+
+
+async def test_an_end_of_an_unknown_request_changes_nothing(world: World) -> None:
+    gateway = await world.gateway()
+    assert gateway._link is not None
+    gateway._link.send(Finish("never seen", Outcome.COMPLETED, None))
+    await world.replica("s1")
+    assert isinstance(await granted(gateway, "r1"), Grant)
