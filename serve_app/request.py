@@ -42,8 +42,8 @@ class PromptShape:
         tool_bytes: UTF-8 bytes of tool definitions and response schemas.
         media_items: images, audio clips and the like; their bytes are not text.
         prompt_tokens: exact length, known only when the client sent token ids.
-        prompts: independent prompts in this one request (batched completions, embeddings); all sizes above are
-            sums over them, while a context limit holds for each of them alone.
+        prompts: independent prompts in this one request (batched completions, embeddings); all sizes above
+            are sums over them, while a context limit holds for each of them alone.
     """
 
     text_bytes: int

@@ -2,15 +2,17 @@
 
 Rules of the ledger:
 
-- The call that chooses a replica is followed, in the same breath, by `hold`; whoever looks next sees the promise.
-- `held_tokens == sum of the holds of its running requests`, exactly, at any time, also for a replica that is lost:
-  its requests come back one by one, from the gateways that know how they ended.
-- A replica is *open* when it may take one more request. Open replicas stand in one heap per pool, those with the
-  most free tokens first, so the best is found in O(1) and kept in O(log replicas). A heap entry is valid only while its
-  version is the replica's; everything that changes a replica's room gives it a new version.
+- The call that chooses a replica is followed, in the same breath, by `hold`; whoever looks next sees the
+  promise.
+- `held_tokens == sum of the holds of its running requests`, exactly, at any time, also for a replica that is
+  lost: its requests come back one by one, from the gateways that know how they ended.
+- A replica is *open* when it may take one more request. Open replicas stand in one heap per pool, those with
+  the most free tokens first, so the best is found in O(1) and kept in O(log replicas). A heap entry is valid
+  only while its version is the replica's; everything that changes a replica's room gives it a new version.
 - As the first of the heap has the most free tokens, no other replica fits a request that the first does not.
 
-"Free" counts the tokens that requests are *expected* to need, so the ledger balances load by work, not by count.
+"Free" counts the tokens that requests are *expected* to need, so the ledger balances load by work, not by
+count.
 """
 
 import heapq
@@ -65,10 +67,11 @@ class ReplicaState:
         return self.unseen + (self.report.waiting if self.report else 0)
 
     def __repr__(self) -> str:
-        flags = [name for name in ("stale", "shunned") if getattr(self, name)]
+        marks = "" if self.joined else " lost"
+        marks += "".join(f" {name}" for name in ("stale", "shunned") if getattr(self, name))
         return (
-            f"<Replica {self.spec.replica_id} {self.spec.pool} in_flight={self.in_flight} unstarted={self.unstarted} "
-            f"held={self.held_tokens}/{self.kv_budget}{'' if self.joined else ' lost'}{''.join(' ' + f for f in flags)}>"
+            f"<Replica {self.spec.replica_id} {self.spec.pool} in_flight={self.in_flight} "
+            f"unstarted={self.unstarted} held={self.held_tokens}/{self.kv_budget}{marks}>"
         )
 
 
@@ -111,7 +114,7 @@ class ReplicaLedger:
         self._measure_context_limits()
 
     def report(self, replica_id: str, report: ReplicaReport, now: float) -> bool:
-        """Take a report in; True when the replica was stale until now. Reports of unknown replicas are ignored."""
+        """Take a report in; True when the replica was stale until now. Unknown replicas are ignored."""
         state = self._replicas.get(replica_id)
         if state is None or not state.joined:
             return False
@@ -171,7 +174,8 @@ class ReplicaLedger:
         """The open replica of `pool` with the most free tokens, if `tokens` fit into it.
 
         Args:
-            tokens: what the request will need; at most `context_limit(pool)`, so that an idle replica always fits.
+            tokens: what the request will need; at most `context_limit(pool)`, so that an idle replica always
+                fits.
         """
         state = self._freest(pool, now)
         return state if state is not None and tokens <= state.free_tokens else None
@@ -180,7 +184,9 @@ class ReplicaLedger:
         """Whether any replica of `pool` may take one more request, however small."""
         return self._freest(pool, now) is not None
 
-    def hold(self, replica_id: str, tokens: int, now: float, *, seen: bool = False, started: bool = False) -> None:
+    def hold(
+        self, replica_id: str, tokens: int, now: float, *, seen: bool = False, started: bool = False
+    ) -> None:
         """Promise `tokens` of a replica to one request.
 
         Args:
@@ -256,7 +262,10 @@ class ReplicaLedger:
 
     def _add(self, spec: ReplicaSpec, now: float) -> ReplicaState:
         state = ReplicaState(
-            spec, self._next_order, DecayingRate(_STARTS_TIME_CONSTANT_S, now), kv_budget=self._kv_budget(spec)
+            spec,
+            self._next_order,
+            DecayingRate(_STARTS_TIME_CONSTANT_S, now),
+            kv_budget=self._kv_budget(spec),
         )
         self._next_order += 1
         self._joined += 1

@@ -1,9 +1,9 @@
 """Which pools may serve a request, by its token budget. O(1), no state but the settings.
 
-Source: token-budget pool routing (arXiv 2604.09613), section "dispatch": hard limits first, then `B_short`; spill when the
-home pool has no room. Ours: the request is bound to a pool only when it is dispatched (late binding), and the hard limit at
-the door uses the *least* length that the prompt can have, because an estimate that errs high must not refuse
-what the engine would take.
+Source: token-budget pool routing (arXiv 2604.09613), section "dispatch": hard limits first, then `B_short`;
+    spill when the home pool has no room. Ours: the request is bound to a pool only when it is dispatched
+    (late binding), and the hard limit at the door uses the *least* length that the prompt can have, because
+    an estimate that errs high must not refuse what the engine would take.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +25,8 @@ class RoutingSettings:
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     pools: tuple[str, ...] = ("short", "long")
-    # Token budget (prompt and output) up to which a request is at home in the first pool. 8,192 is the papers'
-    # value; anywhere from 4K to 16K keeps at least four fifths of the saving.
+    # Token budget (prompt and output) up to which a request is at home in the first pool. 8,192 is the
+    # papers' value; anywhere from 4K to 16K keeps at least four fifths of the saving.
     b_short_tokens: int = 8_192
     # Whether a request may go to the other pool when its own has no room. Off isolates the pools strictly.
     spill: bool = True
@@ -54,8 +54,8 @@ class PoolRouter:
     def route(self, request: Request, estimate: TokenEstimate, *, above_tokens: int = 0) -> tuple[str, ...]:
         """Pools for a request in order of preference; empty when no pool can hold it.
 
-        A pool without replicas has no known limit: it may be a request's home, but nobody spills into it. Whoever
-        waits is routed again when limits become known.
+        A pool without replicas has no known limit: it may be a request's home, but nobody spills into it.
+            Whoever waits is routed again when limits become known.
 
         Args:
             above_tokens: only pools with a longer context than this, after an engine refused it as too long.
@@ -90,6 +90,6 @@ class PoolRouter:
 
 
 def least_budget_tokens(request: Request, estimate: TokenEstimate) -> int:
-    """The fewest tokens a request can need: its shortest possible prompt, and the output its client insists on."""
+    """The fewest tokens a request can need: its shortest prompt, and the output its client insists on."""
     output_tokens = 1 if request.max_output_tokens is None else request.max_output_tokens
     return estimate.least_prompt_tokens + output_tokens

@@ -23,7 +23,9 @@ class ReplicaSpec:
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} of replica {self.replica_id} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} of replica {self.replica_id} must be at least 1, got {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,7 +73,8 @@ def too_long(request: Request, estimate: TokenEstimate, limit: int | None) -> Re
     least = least_budget_tokens(request, estimate)
     return Refusal(
         Outcome.REJECTED_TOO_LONG,
-        f"This model's maximum context length is {limit} tokens, and the request needs at least {least}: about "
-        f"{estimate.expected_prompt_tokens} in the prompt and {request.max_output_tokens or 0} asked for as output. "
+        f"This model's maximum context length is {limit} tokens, and the request needs at least {least}: "
+        f"about {estimate.expected_prompt_tokens} in the prompt, {request.max_output_tokens or 0} asked for as "
+        "output. "
         "Shorten the prompt or lower max_tokens.",
     )

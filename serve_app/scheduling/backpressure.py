@@ -1,20 +1,20 @@
 """How much may be sent to an engine before it has said what it did with the last.
 
-Question: does this replica's engine have room in its *own* queue? A request that waits in the engine can no longer
-be reordered, so the engine's queue is kept just long enough that it never runs dry.
+Question: does this replica's engine have room in its *own* queue? A request that waits in the engine can no
+    longer be reordered, so the engine's queue is kept just long enough that it never runs dry.
 
 Two upper bounds on the engine's queue are known at any moment, and the smaller one counts:
 
-- *unstarted*: requests sent whose answer has not begun. Exact and instant for streamed answers; an answer that is
-  not streamed begins only when it ends, so there it says little.
-- *reported*: what waited in the engine at the last report, plus what was sent since and the report cannot have seen.
-  It is as old as the report.
+- *unstarted*: requests sent whose answer has not begun. Exact and instant for streamed answers; an answer
+  that is not streamed begins only when it ends, so there it says little.
+- *reported*: what waited in the engine at the last report, plus what was sent since and the report cannot
+  have seen. It is as old as the report.
 
-A fixed target starves an engine that starts many requests between two reports, so against the second bound the target
-grows to `lag_factor * starts per second * seconds between reports`.
+A fixed target starves an engine that starts many requests between two reports, so against the second bound
+the target grows to `lag_factor * starts per second * seconds between reports`.
 
-Source: TNG, "Efficient Request Queueing" (target 3; target - waiting may be sent at once); the growth with rate and
-report lag is ours.
+Source: TNG, "Efficient Request Queueing" (target 3; target - waiting may be sent at once); the growth with
+    rate and report lag is ours.
 """
 
 import math

@@ -1,7 +1,8 @@
 """How fast work leaves, and so when a refused client should come again.
 
-Retry-After = work ahead / measured drain rate, capped. Spread over a quarter more by a hash of the request's id, so that clients
-refused together do not return together; a hash instead of a random number, so that the same events give the same commands.
+Retry-After = work ahead / measured drain rate, capped. Spread over a quarter more by a hash of the request's
+id, so that clients refused together do not return together; a hash instead of a random number, so that the
+same events give the same commands.
 """
 
 import zlib
@@ -10,7 +11,8 @@ from serve_app.routing.rate import DecayingRate
 
 _TIME_CONSTANT_S = 30.0
 _SPREAD = 0.25
-# Before anything has finished there is no rate; a second is short enough to be harmless and long enough to breathe.
+# Before anything has finished there is no rate; a second is short enough to be harmless and long enough to
+# breathe.
 _UNKNOWN_S = 1.0
 
 

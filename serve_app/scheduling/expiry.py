@@ -8,7 +8,7 @@ from serve_app.scheduling.entry import Entry
 
 
 class ExpiryHeap:
-    """Waiting requests by the end of their time. Entries that left the queue are dropped when they come to the top."""
+    """Waiting requests by the end of their time; who has left is dropped when it comes to the top."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Entry]] = []

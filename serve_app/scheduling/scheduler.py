@@ -1,17 +1,20 @@
 """Which request goes next, to which replica, and when: the whole decision, as a machine without a clock.
 
-Theory of operation. `handle(event, now)` first ends what time has ended (queue times, old reports), then applies the event, then
-dispatches until no head of any lane fits anywhere. It returns what to do, in order. `next_wakeup()` says when time alone will
-change something. The live actor and the simulator do the same three things with it: feed events, carry out commands, arm
-the next wake-up.
+Theory of operation. `handle(event, now)` first ends what time has ended (queue times, old reports), then
+applies the event, then dispatches until no head of any lane fits anywhere. It returns what to do, in order.
+`next_wakeup()` says when time alone will change something. The live actor and the simulator do the same three
+things with it: feed events, carry out commands, arm the next wake-up.
 
-A request is in exactly one of three places: in the waiting room, on a replica's books in the ledger, or concluded and forgotten.
+A request is in exactly one of three places: in the waiting room, on a replica's books in the ledger, or
+    concluded and forgotten.
 
 Rules:
 - A decision is its reservation: `Dispatch` is returned with the ledger already holding the request's tokens.
-- Late binding: a request waits for *a pool it may go to*. Pools first serve those at home in them, then those that spill.
+- Late binding: a request waits for *a pool it may go to*. Pools first serve those at home in them, then those
+  that spill.
 - A head that does not fit holds up the lane behind it, or small requests would starve large ones for ever.
-- An event about a request that is not known, or not where the event says, changes nothing: it crossed another on its way.
+- An event about a request that is not known, or not where the event says, changes nothing: it crossed another
+  on its way.
 """
 
 from collections.abc import Callable, Mapping
@@ -87,9 +90,12 @@ class Scheduler:
             ValueError: time went back.
         """
         if now < self._now:
-            raise ValueError(f"time went back from {self._now!r} to {now!r}: feed events in the order of one clock")
+            raise ValueError(
+                f"time went back from {self._now!r} to {now!r}: feed events in the order of one clock"
+            )
         self._now = now
-        self._commands = commands = []
+        commands: list[Command] = []
+        self._commands = commands
         self._end_what_time_has_ended(now)
         self._handlers[type(event)](event, now)
         self._dispatch(now)
@@ -199,27 +205,30 @@ class Scheduler:
         limit = self.ledger[event.replica_id].spec.max_model_len
         self._release(entry, now, ran=False)
         if event.failure is ev.DispatchFailure.TOO_LONG:
-            self._send_further(entry, limit, event.message, now)
-            return
-        self.ledger.shun(event.replica_id, now)
-        if event.failure is ev.DispatchFailure.LOST:
-            entry.attempts += 1
+            entry.above_tokens = max(entry.above_tokens, limit)
+        else:
+            self.ledger.shun(event.replica_id, now)
+        entry.attempts += event.failure is ev.DispatchFailure.LOST
         if entry.attempts >= self.settings.max_attempts:
             reason = event.message or "the connection broke before the answer began"
             message = f"{entry.attempts} replicas in a row failed under this request; the last: {reason}"
             self._conclude(entry, Outcome.FAILED, dispatched=True, message=message)
         else:
-            self._put_back(entry, now)
+            self._put_back(entry, event.message, now)
 
-    def _send_further(self, entry: Entry, limit: int, message: str, now: float) -> None:
-        """An engine found the request too long for it: on to a pool with a longer context, if there is one."""
-        entry.above_tokens = max(entry.above_tokens, limit)
-        entry.pools = self._router.route(entry.request, entry.estimate, above_tokens=entry.above_tokens)
-        if entry.pools:
-            self._put_back(entry, now)
-        else:
-            refusal = too_long(entry.request, entry.estimate, entry.above_tokens)
+    def _put_back(self, entry: Entry, message: str, now: float) -> None:
+        """To the front of its queue, with its whole time before it again: it had been served in time."""
+        request = entry.request
+        # Routed again: an engine may have found it too long, and pools may have changed while it ran.
+        entry.pools = self._router.route(request, entry.estimate, above_tokens=entry.above_tokens)
+        if not entry.pools:
+            refusal = too_long(request, entry.estimate, self._router.longest_context())
             self._conclude(entry, refusal.outcome, dispatched=True, message=message or refusal.message)
+            return
+        entry.returned = True
+        entry.expires_at = now + (request.expires_at - request.arrived_at)
+        self.room.add(entry)
+        self._expiry.add(entry)
 
     # Events about replicas
 
@@ -262,7 +271,9 @@ class Scheduler:
                 entry,
                 Outcome.REJECTED_NO_REPLICA if bare else Outcome.EXPIRED,
                 message=f"the request waited {waited_s:.1f} s in the queue and {reason}",
-                retry_after_s=self._drain_rate.retry_after_s(entry.request.request_id, self.room.waiting_tokens, now),
+                retry_after_s=self._drain_rate.retry_after_s(
+                    entry.request.request_id, self.room.waiting_tokens, now
+                ),
             )
 
     # Dispatch
@@ -339,14 +350,6 @@ class Scheduler:
             self._expiry.prune(len(self.room))
         else:
             self._release(entry, now, ran=True)
-
-    def _put_back(self, entry: Entry, now: float) -> None:
-        """To the front of its queue, with its whole time in the queue before it again: it had been served in time."""
-        request = entry.request
-        entry.returned = True
-        entry.expires_at = now + (request.expires_at - request.arrived_at)
-        self.room.add(entry)
-        self._expiry.add(entry)
 
     # Conclusions
 

@@ -1,11 +1,11 @@
 """Where requests wait: one lane for each length queue and set of pools, each in its policy's order.
 
-Why lanes by set of pools: two requests of one queue may differ in where they can go. With a lane for each combination, the head of a
-lane speaks for all behind it, and asking "who may go to this pool?" never scans the queue. There are at most four
-combinations (short, long, either with spill).
+Why lanes by set of pools: two requests of one queue may differ in where they can go. With a lane for each
+    combination, the head of a lane speaks for all behind it, and asking "who may go to this pool?" never
+    scans the queue. There are at most four combinations (short, long, either with spill).
 
-A lane is a heap with lazy deletion: a request that leaves from the middle (cancelled, expired) is marked and dropped when it comes
-to the top, and the heap is rebuilt when most of it is marked.
+A lane is a heap with lazy deletion: a request that leaves from the middle (cancelled, expired) is marked and
+    dropped when it comes to the top, and the heap is rebuilt when most of it is marked.
 """
 
 import heapq

@@ -17,7 +17,8 @@ class Submission:
 
     Attributes:
         request_id: unique among all gateways (the gateway's own id and a counter, not the client's header).
-        queue_timeout_s: how long it may wait in the queue, from the moment it came in; None for the class default.
+        queue_timeout_s: how long it may wait in the queue, from the moment it came in; None for the class
+            default.
     """
 
     request_id: str
@@ -105,5 +106,6 @@ class Dispatcher(Protocol):
         ...
 
     async def exposition(self) -> str:
-        """The scheduler's metrics in the Prometheus text format; empty when it does not answer in a second."""
+        """The scheduler's metrics in the Prometheus text format; empty when it does not answer in a second.
+        """
         ...

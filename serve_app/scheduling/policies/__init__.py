@@ -1,7 +1,8 @@
 """Ordering policies, one file each, and the table that names them.
 
-A policy answers two questions. Which length queue does a request wait in, and in what order inside it (`queue_of`, `key`)? And
-which queue's head goes first now (`score`)? `protocol.py` states the contract; `tests/conformance` holds every policy to it.
+A policy answers two questions. Which length queue does a request wait in, and in what order inside it
+(`queue_of`, `key`)? And which queue's head goes first now (`score`)? `protocol.py` states the contract;
+`tests/conformance` holds every policy to it.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """First come, first served.
 
-Question: who came first? Inputs: the time of arrival. Ties: the order in which requests were let in. Starves nobody, and lets one
-long request hold up every short one behind it. Source: the default of every engine and gateway; the baseline of all claims.
+Question: who came first? Inputs: the time of arrival. Ties: the order in which requests were let in. Starves
+    nobody, and lets one long request hold up every short one behind it. Source: the default of every engine
+    and gateway; the baseline of all claims.
 """
 
 from serve_app.scheduling.entry import Entry

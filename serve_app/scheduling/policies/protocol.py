@@ -8,8 +8,9 @@ from serve_app.scheduling.entry import Entry
 class OrderingPolicy(Protocol):
     """Orders requests inside length queues, and the queues' heads among each other.
 
-    The waiting room keeps the queues; a policy holds no requests. Requests that come back from a replica go before
-    all others of their queue, whatever the policy says. Equal keys and equal scores keep the order of arrival.
+    The waiting room keeps the queues; a policy holds no requests. Requests that come back from a replica go
+    before all others of their queue, whatever the policy says. Equal keys and equal scores keep the order of
+    arrival.
     """
 
     def queue_of(self, entry: Entry) -> str:

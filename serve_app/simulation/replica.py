@@ -1,0 +1,92 @@
+"""A replica in the simulator: the emulated engine's own model, and what it tells the scheduler."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serve_app.engines.emulation.model import EngineModel, StepOutcome
+from serve_app.engines.emulation.sequences import EngineSequence
+from serve_app.engines.emulation.settings import EngineModelSettings
+from serve_app.engines.step_time import StepTimeModel
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.simulation.timeline import Rank, Timeline
+
+# Iterations that may pass in one leap while nothing but decoding happens; the model cuts a leap short at any
+# change.
+_LEAP = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlan:
+    """One replica to simulate."""
+
+    replica_id: str
+    pool: str
+    engine: EngineModelSettings
+    step_time: StepTimeModel
+
+    @property
+    def spec(self) -> ReplicaSpec:
+        """What the scheduler is told of it."""
+        return ReplicaSpec(
+            replica_id=self.replica_id,
+            pool=self.pool,
+            max_model_len=self.engine.max_model_len,
+            kv_tokens=self.engine.kv_blocks * self.engine.block_size,
+            max_num_seqs=self.engine.max_num_seqs,
+        )
+
+
+class SimulatedReplica:
+    """Drives one engine model: begins a step when there is work, and passes on what each step brings."""
+
+    def __init__(
+        self,
+        plan: ReplicaPlan,
+        timeline: Timeline,
+        on_outcome: Callable[[StepOutcome], None],
+    ) -> None:
+        self.spec = plan.spec
+        self.model = EngineModel(plan.engine, plan.step_time)
+        self._timeline = timeline
+        self._on_outcome = on_outcome
+        self._received = 0
+        # The end that is planned; another one in the model means that the step under way was cut short.
+        self._planned_end: float | None = None
+
+    def accept(self, sequence: EngineSequence) -> None:
+        """A request has reached the engine."""
+        self._received += 1
+        self.model.add(sequence, self._timeline.now)
+        self._go_on()
+
+    def abort(self, sequence: EngineSequence) -> None:
+        """The client has gone."""
+        self.model.abort(sequence, self._timeline.now)
+        self._go_on()
+
+    def report(self) -> ReplicaReport:
+        """What the replica says of itself now."""
+        snapshot = self.model.snapshot(self._timeline.now)
+        return ReplicaReport(
+            received=self._received,
+            waiting=snapshot.waiting,
+            running=snapshot.running,
+            kv_usage_ratio=snapshot.kv_usage_ratio,
+        )
+
+    def _go_on(self) -> None:
+        now = self._timeline.now
+        ends_at = self.model.ends_at
+        if ends_at is None:
+            ends_at = self.model.begin_step(now, max_steps=_LEAP)
+        if ends_at is not None and ends_at != self._planned_end:
+            self._planned_end = ends_at
+            self._timeline.at(max(ends_at, now), Rank.ENGINE, lambda: self._step_ends(ends_at))
+
+    def _step_ends(self, planned: float) -> None:
+        if planned != self._planned_end:
+            return
+        self._planned_end = None
+        outcome = self.model.end_step()
+        self._on_outcome(outcome)
+        self._go_on()

@@ -1,0 +1,351 @@
+"""The scheduler's named invariants, checked exactly after every step of a random history.
+
+The machine keeps its own books from events and commands alone, and holds the scheduler's against them. README
+lists the invariants; the methods bear the same names.
+"""
+
+import math
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from serve_app.routing.pools import PoolRouter, RoutingSettings
+from serve_app.routing.replica import ReplicaSpec
+from serve_app.scheduling import Scheduler
+from serve_app.scheduling import events as ev
+from serve_app.scheduling.backpressure import BackpressureSettings
+from serve_app.scheduling.commands import Conclude, Dispatch, ReportFresh, ReportStale
+from serve_app.scheduling.entry import Entry
+from tests.builders import report, request, spec
+from tests.builders import settings as scheduler_settings
+
+REPORT_LIMIT_S = 2.0
+TARGET = 2
+SPECS = {
+    "s1": spec("s1", "short", max_model_len=1_000, kv_tokens=2_500, max_num_seqs=3),
+    "s2": spec("s2", "short", max_model_len=1_200, kv_tokens=1_200, max_num_seqs=2),
+    "l1": spec("l1", "long", max_model_len=4_000, kv_tokens=6_000, max_num_seqs=3),
+}
+ROUTING = RoutingSettings(b_short_tokens=1_000)
+steps_of_time = st.sampled_from([0.0, 0.0, 0.0, 0.1, 0.5, 3.0])
+
+
+class ReplicaBooks:
+    """What the machine knows of a connected replica."""
+
+    def __init__(self, of: ReplicaSpec) -> None:
+        self.spec = of
+        self.reported_at: float | None = None
+        self.draining = False
+        self.shunned = False
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.scheduler = Scheduler(
+            scheduler_settings(
+                max_waiting=6,
+                max_attempts=2,
+                no_replica_grace_s=1.0,
+                routing=ROUTING,
+                # Without growth by pace, room follows from the machine's own books alone.
+                backpressure=BackpressureSettings(
+                    target_waiting=TARGET, lag_factor=0.0, report_limit_s=REPORT_LIMIT_S
+                ),
+            )
+        )
+        self.submitted: set[str] = set()
+        self.waiting: set[str] = set()
+        self.running: dict[str, str] = {}
+        self.started: set[str] = set()
+        self.concluded: dict[str, int] = {}
+        self.expires_at: dict[str, float] = {}
+        self.gateway_of: dict[str, str] = {}
+        self.replicas: dict[str, ReplicaBooks] = {}
+        self.known_stale: set[str] = set()
+        self.returning = ""
+        self.next_id = 0
+
+    def feed(self, event: ev.Event) -> None:
+        for command in self.scheduler.handle(event, self.now):
+            match command:
+                case Dispatch():
+                    self.check_dispatch(command)
+                    self.waiting.remove(command.request_id)
+                    self.running[command.request_id] = command.replica_id
+                case Conclude():
+                    was_sent = command.request_id in self.running or command.request_id == self.returning
+                    assert command.dispatched is was_sent
+                    self.waiting.discard(command.request_id)
+                    self.running.pop(command.request_id, None)
+                    self.started.discard(command.request_id)
+                    self.concluded[command.request_id] = self.concluded.get(command.request_id, 0) + 1
+                case ReportStale():
+                    assert command.replica_id not in self.known_stale
+                    self.known_stale.add(command.replica_id)
+                case ReportFresh():
+                    self.known_stale.remove(command.replica_id)
+
+    def check_dispatch(self, command: Dispatch) -> None:
+        books = self.replicas[command.replica_id]
+        assert command.pool == books.spec.pool
+        assert command.queue_wait_s >= 0
+        assert not books.shunned
+        assert not books.draining
+        assert books.reported_at is not None
+        assert self.now < books.reported_at + REPORT_LIMIT_S
+        assert self.expires_at[command.request_id] > self.now
+
+    def pass_time(self, seconds: float) -> None:
+        """As the shell does: wake up at each time that the scheduler asks for."""
+        until = self.now + seconds
+        while (wake_at := self.scheduler.next_wakeup()) is not None and wake_at <= until:
+            self.now = max(self.now, wake_at)
+            self.feed(ev.Woke())
+        self.now = until
+
+    @initialize(replica_ids=st.sets(st.sampled_from(sorted(SPECS)), min_size=1))
+    def begin(self, replica_ids: set[str]) -> None:
+        """Most histories begin with replicas that work; what happens without any has rules of its own."""
+        for replica_id in sorted(replica_ids):
+            self.join(replica_id)
+            self.make_report(replica_id, 0, 0, False, 0.0)
+
+    @rule(
+        target=requests,
+        prompt_tokens=st.sampled_from([1, 40, 300, 480, 900, 1_100, 3_000, 5_000]),
+        max_output_tokens=st.sampled_from([0, 1, 50, 600]),
+        timeout_s=st.sampled_from([0.3, 1.0, 5.0, math.inf]),
+        gateway_id=st.sampled_from(["g1", "g2"]),
+        no_wait=st.booleans(),
+        seconds=steps_of_time,
+    )
+    def arrive(
+        self,
+        prompt_tokens: int,
+        max_output_tokens: int,
+        timeout_s: float,
+        gateway_id: str,
+        no_wait: bool,
+        seconds: float,
+    ) -> str:
+        self.pass_time(seconds)
+        self.next_id += 1
+        request_id = f"r{self.next_id}"
+        self.submitted.add(request_id)
+        self.waiting.add(request_id)
+        self.expires_at[request_id] = self.now + timeout_s
+        self.gateway_of[request_id] = gateway_id
+        arrived = request(
+            request_id,
+            prompt_tokens=prompt_tokens,
+            max_output_tokens=max_output_tokens,
+            arrived_at=self.now,
+            expires_at=self.now + timeout_s,
+            gateway_id=gateway_id,
+            no_wait=no_wait,
+        )
+        self.feed(ev.Arrived(arrived))
+        self.feed(ev.Arrived(arrived)) if request_id not in self.concluded else None
+        return request_id
+
+    @rule(target=requests, replica_id=st.sampled_from(sorted(SPECS)), started=st.booleans())
+    def resume(self, replica_id: str, started: bool) -> str:
+        self.next_id += 1
+        request_id = f"r{self.next_id}"
+        self.submitted.add(request_id)
+        self.running[request_id] = replica_id
+        self.gateway_of[request_id] = "g1"
+        self.expires_at[request_id] = math.inf
+        if started:
+            self.started.add(request_id)
+        self.feed(ev.Resumed(request(request_id, arrived_at=self.now), replica_id, started))
+        return request_id
+
+    @rule(request_id=requests, seconds=steps_of_time)
+    def first_token(self, request_id: str, seconds: float) -> None:
+        self.pass_time(seconds)
+        if request_id in self.running:
+            self.started.add(request_id)
+        self.feed(ev.FirstToken(request_id))
+
+    @rule(
+        request_id=consumes(requests),
+        outcome=st.sampled_from([Outcome.COMPLETED, Outcome.FAILED, Outcome.CANCELLED]),
+        seconds=steps_of_time,
+    )
+    def finish(self, request_id: str, outcome: Outcome, seconds: float) -> None:
+        self.pass_time(seconds)
+        if request_id in self.running:
+            self.feed(ev.Finished(request_id, outcome, Usage(prompt_tokens=50, output_tokens=5)))
+            assert self.scheduler.entry(request_id) is None
+
+    @rule(
+        target=requests,
+        request_id=consumes(requests),
+        failure=st.sampled_from(list(ev.DispatchFailure)),
+        seconds=steps_of_time,
+    )
+    def come_back(self, request_id: str, failure: ev.DispatchFailure, seconds: float):  # type: ignore[no-untyped-def]
+        self.pass_time(seconds)
+        replica_id = self.running.get(request_id)
+        if replica_id is None or request_id in self.started:
+            return request_id
+        if failure is not ev.DispatchFailure.TOO_LONG and replica_id in self.replicas:
+            self.replicas[replica_id].shunned = True
+        entry = self.scheduler.entry(request_id)
+        assert entry is not None
+        allowance = entry.request.expires_at - entry.request.arrived_at
+        # It waits again from the scheduler's first breath on, unless it is concluded or sent in the same
+        # step.
+        del self.running[request_id]
+        self.waiting.add(request_id)
+        self.expires_at[request_id] = self.now + allowance
+        self.returning = request_id
+        self.feed(ev.DispatchFailed(request_id, replica_id, failure))
+        self.returning = ""
+        return multiple() if request_id in self.concluded else request_id
+
+    @rule(request_id=requests, seconds=steps_of_time)
+    def cancel(self, request_id: str, seconds: float) -> None:
+        self.pass_time(seconds)
+        self.feed(ev.Cancelled(request_id))
+
+    @rule(gateway_id=st.sampled_from(["g1", "g2"]))
+    def lose_gateway(self, gateway_id: str) -> None:
+        self.feed(ev.GatewayLost(gateway_id))
+        assert not [r for r in (*self.waiting, *self.running) if self.gateway_of[r] == gateway_id]
+
+    @rule(replica_id=st.sampled_from(sorted(SPECS)))
+    def join(self, replica_id: str) -> None:
+        self.replicas[replica_id] = ReplicaBooks(SPECS[replica_id])
+        self.known_stale.discard(replica_id)
+        self.feed(ev.ReplicaJoined(SPECS[replica_id]))
+
+    @rule(
+        replica_id=st.sampled_from(sorted(SPECS)),
+        received=st.integers(0, 30),
+        waiting=st.sampled_from([0, 0, 1, 3]),
+        draining=st.sampled_from([False, False, False, True]),
+        seconds=steps_of_time,
+    )
+    def make_report(
+        self, replica_id: str, received: int, waiting: int, draining: bool, seconds: float
+    ) -> None:
+        self.pass_time(seconds)
+        books = self.replicas.get(replica_id)
+        if books is not None:
+            books.reported_at, books.draining, books.shunned = self.now, draining, False
+        self.feed(
+            ev.ReplicaReported(replica_id, report(received=received, waiting=waiting, draining=draining))
+        )
+
+    @rule(replica_id=st.sampled_from(sorted(SPECS)))
+    def lose(self, replica_id: str) -> None:
+        self.replicas.pop(replica_id, None)
+        self.known_stale.discard(replica_id)
+        self.feed(ev.ReplicaLost(replica_id))
+
+    @invariant()
+    def conserves_requests(self) -> None:
+        room = {entry.request.request_id for entry in self.scheduler.room}
+        assert room == self.waiting
+        assert len(self.scheduler.room) == len(self.waiting)
+        assert len(self.scheduler) == len(self.waiting) + len(self.running)
+        assert self.submitted == self.waiting | set(self.running) | set(self.concluded)
+        assert self.scheduler.room.waiting_tokens == sum(
+            entry.estimate.expected_tokens for entry in self.scheduler.room
+        )
+
+    @invariant()
+    def concludes_each_request_once(self) -> None:
+        assert all(count == 1 for count in self.concluded.values())
+        assert not self.concluded.keys() & (self.waiting | set(self.running))
+
+    @invariant()
+    def holds_exactly_what_is_running(self) -> None:
+        held: dict[str, list[int]] = {}
+        for request_id, replica_id in self.running.items():
+            entry = self.scheduler.entry(request_id)
+            assert entry is not None
+            assert entry.replica_id == replica_id
+            held.setdefault(replica_id, []).append(entry.held_tokens)
+        for state in self.scheduler.ledger:
+            here = held.pop(state.spec.replica_id, [])
+            running = [r for r, replica in self.running.items() if replica == state.spec.replica_id]
+            assert state.held_tokens == sum(here)
+            assert state.in_flight == len(here)
+            assert state.unstarted == len([r for r in running if r not in self.started])
+            assert 0 <= state.unseen <= state.unstarted
+        assert not held
+
+    @invariant()
+    def leaves_no_room_idle(self) -> None:
+        """No head of a lane waits while a replica that could take it has room. Those behind it wait by the
+        order's rule.
+        """
+        lanes: dict[tuple[str, tuple[str, ...]], list[Entry]] = {}
+        for entry in self.scheduler.room:
+            lanes.setdefault((entry.length_queue, entry.pools), []).append(entry)
+        for (_, pools), entries in lanes.items():
+            head = min(entries, key=lambda e: (not e.returned, e.request.arrived_at, e.sequence))
+            for replica_id, books in self.replicas.items():
+                assert books.spec.pool not in pools or not self.has_room(replica_id, head)
+
+    def has_room(self, replica_id: str, head: Entry) -> bool:
+        books, state = self.replicas[replica_id], self.scheduler.ledger[replica_id]
+        if books.reported_at is None or self.now >= books.reported_at + REPORT_LIMIT_S:
+            return False
+        if books.draining or books.shunned:
+            return False
+        running = [request_id for request_id, at in self.running.items() if at == replica_id]
+        if len(running) >= books.spec.max_num_seqs + TARGET:
+            return False
+        unstarted = [request_id for request_id in running if request_id not in self.started]
+        if len(unstarted) >= TARGET and state.reported_queue >= TARGET:
+            return False
+        context = self.context_limit(books.spec.pool)
+        assert context is not None
+        held = sum(self.held(request_id) for request_id in running)
+        return min(head.estimate.expected_tokens, context) <= books.spec.kv_tokens - held
+
+    def held(self, request_id: str) -> int:
+        entry = self.scheduler.entry(request_id)
+        assert entry is not None
+        return entry.held_tokens
+
+    @invariant()
+    def waits_where_it_can_go(self) -> None:
+        """Context limits change as replicas come and go, and those who wait know."""
+        router = PoolRouter(ROUTING, self.context_limit)
+        for entry in self.scheduler.room:
+            assert entry.pools == router.route(entry.request, entry.estimate, above_tokens=entry.above_tokens)
+            assert entry.pools
+
+    def context_limit(self, pool: str) -> int | None:
+        return min(
+            (b.spec.max_model_len for b in self.replicas.values() if b.spec.pool == pool), default=None
+        )
+
+    @invariant()
+    def nobody_waits_past_the_bound(self) -> None:
+        for request_id in self.waiting:
+            assert self.expires_at[request_id] > self.now
+
+    @invariant()
+    def time_never_goes_back(self) -> None:
+        wake_at = self.scheduler.next_wakeup()
+        assert wake_at is None or wake_at >= self.now - 1e-9
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=400, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
