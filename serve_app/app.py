@@ -1,0 +1,129 @@
+"""The composition of an application: the only place where deployments are bound to each other.
+
+    serve run configs/local.yaml        import_path: serve_app.app:build_app, args: see `AppSettings`
+
+For each model one scheduler and one deployment per pool; for all of them the gateways, which are the ingress.
+Nothing random or timed goes into a deployment's arguments: deploying the same settings again changes nothing.
+"""
+
+import re
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from serve_app.engines.vllm import check_vllm_args
+from serve_app.errors import SettingsError
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.gateway_deployment import GatewayDeployment
+from serve_app.serving.pool_deployment import PoolDeployment, PoolDeploymentSettings
+from serve_app.serving.scheduler_actor import SCHEDULER_DEPLOYMENT_OPTIONS, SchedulerActorSettings
+from serve_app.serving.scheduler_deployment import SchedulerDeployment
+from serve_app.settings import AppSettings, ModelSettings, PoolSettings
+
+# After its last answer a replica has to end its server and its engine, before Ray ends the process.
+_STOP_MARGIN_S = 30.0
+# Our own verdict comes first, because its message names the engine.
+_HEALTH_RATIO = 0.8
+
+
+def build_app(settings: AppSettings) -> Application:
+    """The whole application, ready for `serve.run`.
+
+    Raises:
+        SettingsError: two deployments would bear one name, or vLLM is installed here and would refuse the
+            arguments of an engine.
+    """
+    _refuse_shared_names(settings)
+    schedulers = {model.name: _scheduler(model, settings.channel) for model in settings.models}
+    pools = {
+        name: _pool(name, pool, settings.channel, schedulers[model.name])
+        for model in settings.models
+        for name, pool in zip(_pool_names(model), model.pools, strict=True)
+    }
+    names = {name: model.name for model in settings.models for name in (model.name, *model.aliases)}
+    deployment = serve.deployment(
+        name="gateway",
+        num_replicas=settings.gateways.replicas,
+        max_ongoing_requests=settings.gateways.max_ongoing_requests,
+        graceful_shutdown_timeout_s=settings.gateways.drain_timeout_s,
+        ray_actor_options={"num_cpus": settings.gateways.num_cpus},
+    )(serve.ingress()(GatewayDeployment))
+    # The pools are bound to it so that they belong to the application; their requests go over other roads.
+    return deployment.bind(settings.gateway, settings.channel, schedulers, names, list(pools.values()))
+
+
+def _scheduler(model: ModelSettings, channel: ChannelSettings) -> Application:
+    actor = SchedulerActorSettings(
+        scheduler=model.scheduler, channel=channel, scope=model.name, decision_log=model.decision_log
+    )
+    deployment = serve.deployment(
+        name=_deployment_name("scheduler", model.name),
+        # Mostly idle: it decides in some ten microseconds per request.
+        ray_actor_options={"num_cpus": 0.1},
+        **SCHEDULER_DEPLOYMENT_OPTIONS,
+    )(SchedulerDeployment)
+    return deployment.bind(actor)
+
+
+def _pool(name: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Application) -> Application:
+    if pool.engine.vllm is not None:
+        check_vllm_args(pool.engine.vllm)
+    settings = PoolDeploymentSettings(
+        pool=pool.name,
+        engine=pool.engine.chosen,
+        drain_timeout_s=pool.drain_timeout_s,
+        health_timeout_s=pool.health_check_timeout_s * _HEALTH_RATIO,
+        server=pool.server,
+        channel=channel,
+    )
+    deployment = serve.deployment(
+        name=name,
+        health_check_timeout_s=pool.health_check_timeout_s,
+        graceful_shutdown_timeout_s=pool.drain_timeout_s + _STOP_MARGIN_S,
+        # Serve counts no request here, so it has none to wait for before it lets the replica drain.
+        graceful_shutdown_wait_loop_s=0.1,
+        **_scale(pool),
+        **_resources(pool),
+    )(PoolDeployment)
+    return deployment.bind(settings, scheduler)
+
+
+def _scale(pool: PoolSettings) -> dict[str, Any]:
+    if pool.autoscaling is None:
+        return {"num_replicas": pool.replicas or 1}
+    return {"autoscaling_config": pool.autoscaling.serve_config()}
+
+
+def _resources(pool: PoolSettings) -> dict[str, Any]:
+    asked = pool.resources
+    actor: dict[str, Any] = {"num_cpus": asked.num_cpus, "num_gpus": asked.num_gpus}
+    if asked.custom:
+        actor["resources"] = dict(asked.custom)
+    if asked.accelerator_type is not None:
+        actor["accelerator_type"] = asked.accelerator_type
+    if not asked.placement_bundles:
+        return {"ray_actor_options": actor}
+    return {
+        "ray_actor_options": actor,
+        "placement_group_bundles": [dict(bundle) for bundle in asked.placement_bundles],
+        "placement_group_strategy": asked.placement_strategy,
+    }
+
+
+def _pool_names(model: ModelSettings) -> list[str]:
+    return [_deployment_name(pool.name, model.name) for pool in model.pools]
+
+
+def _deployment_name(kind: str, model: str) -> str:
+    """A name that is fit for metrics' labels, URLs and `serve status`."""
+    return f"{kind}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', model)}"
+
+
+def _refuse_shared_names(settings: AppSettings) -> None:
+    names = [_deployment_name("scheduler", model.name) for model in settings.models]
+    names += [name for model in settings.models for name in _pool_names(model)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise SettingsError(
+            f"two deployments would be named {twice[0]}: choose model names that differ in letters or digits"
+        )

@@ -1,0 +1,84 @@
+"""The gateway as a Ray Serve deployment: the application's ingress, behind Serve's own HTTP front end.
+
+Serve hands every HTTP request to the ASGI app unchanged, and ends the app's task when the client goes. When
+the replica is to stop, Serve waits for the open requests before it calls `__del__`.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.engines.engine import ASGIApp, Message, Receive, Scope, Send
+from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.messages import Endpoint
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.gateway.app import Gateway
+from serve_app.serving.gateway.settings import GatewaySettings
+
+_REQUEST_ID = b"x-request-id"
+
+
+class GatewayDeployment:
+    """Runs one `Gateway` in a Serve replica.
+
+    Args:
+        settings: what it serves, to whom.
+        channel: how it keeps in touch with the schedulers.
+        schedulers: the handle of each model's scheduler, by the model's name.
+        names: the model that each name belongs to, aliases included.
+        pools: handles of the pools, which keep these in the same application.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
+        self,
+        settings: GatewaySettings,
+        channel: ChannelSettings,
+        schedulers: Mapping[str, DeploymentHandle[Any]],
+        names: Mapping[str, str],
+        pools: Sequence[DeploymentHandle[Any]],  # noqa: ARG002 - binds the pools to the application
+    ) -> None:
+        gateway_id = serve.get_replica_context().replica_id.unique_id
+        self._clients = {
+            model: GatewayClient(gateway_id, _locator(handle), channel)
+            for model, handle in schedulers.items()
+        }
+        dispatchers = {name: self._clients[model] for name, model in names.items()}
+        self._gateway = Gateway(settings, dispatchers, gateway_id)
+        for client in self._clients.values():
+            client.start()
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """What Serve serves; called once, after the constructor."""
+        return without_request_id(self._gateway)
+
+    async def __del__(self) -> None:
+        for client in getattr(self, "_clients", {}).values():
+            await client.close()
+
+
+def without_request_id(app: ASGIApp) -> ASGIApp:
+    """Leave `x-request-id` out of the app's answers, because Serve adds it to every answer itself.
+
+    Serve's value is the client's own, or one that Serve made and put into the request for the app to read, so
+    both would be the same; sent twice, a client would join them into one that nobody knows.
+    """
+
+    async def serve_request(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_once(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [pair for pair in message["headers"] if pair[0].lower() != _REQUEST_ID]
+            await send(message)
+
+        await app(scope, receive, send_once)
+
+    return serve_request
+
+
+def _locator(scheduler: DeploymentHandle[Any]) -> Callable[[], Awaitable[Endpoint]]:
+    async def locate() -> Endpoint:
+        endpoint: Endpoint = await scheduler.endpoint.remote()
+        return endpoint
+
+    return locate

@@ -1,0 +1,166 @@
+"""A served application in processes of its own, on ports of its own, for tests that need the whole of it."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running application.
+
+    Attributes:
+        url: of its HTTP front end.
+        process: `serve run`, the parent of every Ray process of the application.
+        log: what it has printed.
+    """
+
+    url: str
+    process: psutil.Process
+    log: Path
+    started_in_s: float
+
+    def replicas(self, deployment: str) -> list[psutil.Process]:
+        """The processes of a deployment's replicas, by the beginning of its name."""
+        found = []
+        for process in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if " ".join(process.cmdline()).startswith(f"ray::ServeReplica:ewsjf:{deployment}"):
+                    found.append(process)
+        return found
+
+    def wait_until_ready(self, timeout_s: float = 60.0) -> None:
+        """Until every model has a replica, as the gateway sees it."""
+        wait_for(lambda: httpx.get(f"{self.url}/ready", timeout=5).status_code == 200, timeout_s, "/ready")
+
+
+def wait_for(condition: Any, timeout_s: float, what: str) -> None:
+    """Until the condition holds; an HTTP error counts as not yet."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.HTTPError):
+            if condition():
+                return
+        time.sleep(0.1)
+    raise TimeoutError(f"{what} did not come true within {timeout_s:g} s")
+
+
+@contextlib.contextmanager
+def serve(args: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Iterator[Served]:
+    """Run an application with these settings, and end every process of it afterwards."""
+    # Short, because Ray puts sockets below it and their paths are limited to 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="ewsjf-", dir="/tmp"))
+    ports = _free_ports(6)
+    config = folder / "serve.yaml"
+    config.write_text(yaml.safe_dump(_serve_config(args, ports[0])))
+    log = folder / "serve.log"
+    command = [str(Path(sys.executable).parent / "serve"), "run", str(config)]
+    started_at = time.monotonic()
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=output,
+            stderr=output,
+            env=_environment(folder, ports, environment or {}),
+        )
+    process = psutil.Process(child.pid)
+    url = f"http://127.0.0.1:{ports[0]}"
+    try:
+        served = Served(url, process, log, 0.0)
+        try:
+            served.wait_until_ready(START_TIMEOUT_S)
+        except TimeoutError as exc:
+            raise RuntimeError(f"the application did not start:\n{_tail(folder)}") from exc
+        yield Served(url, process, log, time.monotonic() - started_at)
+    finally:
+        _end(process)
+        child.wait(10)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _serve_config(args: Mapping[str, Any], port: int) -> dict[str, Any]:
+    application = {
+        "name": "ewsjf",
+        "route_prefix": "/",
+        "import_path": "serve_app.app:build_app",
+        "args": dict(args),
+    }
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "logging_config": {"enable_access_log": False},
+        "applications": [application],
+    }
+
+
+def _environment(folder: Path, ports: list[int], changes: Mapping[str, str]) -> dict[str, str]:
+    """What scripts/serve sets, and every port and file that two clusters on one machine would share."""
+    lines = (ROOT / "scripts" / "serve.env").read_text().splitlines()
+    settings = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    haproxy = folder / "haproxy"
+    return {
+        **os.environ,
+        **settings,
+        "PYTHONPATH": str(ROOT),
+        "RAY_TMPDIR": str(folder),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[1]),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[2]),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[3]),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports[4]),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ports[5]),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports[5] + 200),
+        **changes,
+    }
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now, below the range from which the kernel gives out ports by itself."""
+    found: list[int] = []
+    for port in range(18_000 + os.getpid() % 4_000, 30_000, 7):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError("no free ports between 18,000 and 30,000")
+
+
+def _end(process: psutil.Process) -> None:
+    """End `serve run` and its descendants, and nobody else."""
+    family = process.children(recursive=True)
+    with contextlib.suppress(psutil.Error):
+        process.send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs([process, *family], timeout=20)
+    for left in alive:
+        with contextlib.suppress(psutil.Error):
+            left.kill()
+
+
+def _tail(folder: Path) -> str:
+    """The ends of the logs that tell why it did not start."""
+    logs = [folder / "serve.log", *folder.glob("ray/session_latest/logs/serve/*.log")]
+    return "\n".join(
+        f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.exists()
+    )
