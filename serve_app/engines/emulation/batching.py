@@ -113,9 +113,7 @@ class Batcher:
 
     def complete(self, batch: Batch) -> tuple[list[EngineSequence], list[EngineSequence]]:
         """Generate the tokens of a step that has ended; returns who got its first token, and who finished."""
-        finished = self.decoding.pop_ending()
-        for sequence in finished:
-            self.decoding.leave(sequence, step_under_way=False)
+        finished = self.decoding.pop_ended()
         first_tokens: list[EngineSequence] = []
         for sequence in batch.prefilling:
             # A sequence may have been aborted while the step was under way.

@@ -92,15 +92,17 @@ class DecodingSet:
         self.context_tokens -= 1
         self._schedule_end(sequence, sequence.finish_clock + 1)
 
-    def pop_ending(self) -> list[EngineSequence]:
-        """The members whose last token is the one of the step that ends now; they remain members."""
-        ending: list[EngineSequence] = []
+    def pop_ended(self) -> list[EngineSequence]:
+        """Remove and return the members whose last token is the one of the step that ends now."""
+        ended: list[EngineSequence] = []
         heap = self._ending
         while heap and heap[0][0] <= self.clock:
             clock, _, sequence = heapq.heappop(heap)
             if clock == sequence.finish_clock and sequence in self._members:
-                ending.append(sequence)
-        return ending
+                # Removed at once: a sequence that left and came back may have two entries for the same clock.
+                self.leave(sequence, step_under_way=False)
+                ended.append(sequence)
+        return ended
 
     def blocks_for_next_step(self) -> int:
         """New KV blocks that the members need to decode once more."""
