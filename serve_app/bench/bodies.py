@@ -138,8 +138,9 @@ class BodyFactory:
         stated = b',"max_tokens":%d' % limit if limit else b""
         if self._settings.kind is BodyKind.TEXT:
             return stated
-        counts = (request.prompt_tokens, request.output_tokens)
-        return stated + b',"ewsjf_prompt_tokens":%d,"ewsjf_output_tokens":%d' % counts
+        stated += b',"ewsjf_output_tokens":%d' % request.output_tokens
+        # A prompt of a stated length takes no part in the prefix cache, so a shared one goes by its text.
+        return stated if request.prefix else stated + b',"ewsjf_prompt_tokens":%d' % request.prompt_tokens
 
     def _slice(self, number: int, length: int) -> bytes:
         """Words from another place for each number; a stride prime to the text's length spreads them."""

@@ -61,7 +61,7 @@ def _allow_connections(wanted: int) -> None:
     needed = wanted + 64
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
-    if hard not in {resource.RLIM_INFINITY, max(hard, needed)}:
+    if hard != resource.RLIM_INFINITY and hard < needed:
         raise BenchError(f"--max-in-flight {wanted} needs {needed} open files, the limit is {hard}: lower it")
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -110,8 +110,8 @@ def _warnings(load: LoadResult) -> Iterator[str]:
     if client.late > total / 100:
         yield (
             f"the client was late: {client.late:,} of {total:,} requests left more than "
-            f"{LATE_AFTER_S * 1000:.0f} ms after their time, which counts as latency: lower the rate, or give "
-            "the client a core of its own"
+            f"{LATE_AFTER_S * 1000:.0f} ms after their time, which counts as latency: lower the rate, or "
+            "give the client a core of its own"
         )
     if client.held_back:
         yield f"{client.held_back:,} requests were held back at the limit: raise --max-in-flight"

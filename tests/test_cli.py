@@ -1,0 +1,53 @@
+import subprocess
+import sys
+
+import pytest
+
+import serve_app
+from serve_app.cli import COMMANDS, main
+from serve_app.command import Command
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_help_with_an_example(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command.name, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert f"example:\n  python -m serve_app {command.name} " in out
+
+
+def test_the_module_runs_and_tells_its_version() -> None:
+    done = run("-m", "serve_app", "--version")
+    assert (done.returncode, done.stdout.strip()) == (0, serve_app.__version__)
+
+
+def test_the_help_lists_the_commands() -> None:
+    done = run("-m", "serve_app", "--help")
+    assert all(command.name in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [(), ("fly",), ("bench",), ("bench", "--rate", "-1")])
+def test_wrong_usage_ends_with_status_2_and_a_message(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_asking_for_help_loads_no_heavy_library() -> None:
+    script = (
+        "import sys\n"
+        "from serve_app.cli import _parser\n"
+        "_parser().format_help()\n"
+        "print(sorted({'ray', 'vllm', 'torch', 'matplotlib', 'sklearn'} & set(sys.modules)))"
+    )
+    assert run("-c", script).stdout.strip() == "[]"
