@@ -239,9 +239,11 @@ def _limits(config: Any) -> EngineLimits:
     cores = config.parallel_config.data_parallel_size
     max_model_len = config.model_config.max_model_len
     max_num_seqs = config.scheduler_config.max_num_seqs * cores
-    blocks = config.cache_config.num_gpu_blocks or 0  # of all cores
-    kv_tokens = kv_capacity_tokens(blocks, config.cache_config.block_size, cores)
-    if not blocks:
+    cache = config.cache_config
+    kv_tokens = kv_capacity_tokens(
+        cache.kv_cache_size_tokens, cache.num_gpu_blocks or 0, cache.block_size, cores
+    )
+    if not kv_tokens:
         # An embedding model without a KV cache: nothing but the batch limits it.
         kv_tokens = max_num_seqs * max_model_len
     return EngineLimits(max_model_len=max_model_len, kv_tokens=kv_tokens, max_num_seqs=max_num_seqs)

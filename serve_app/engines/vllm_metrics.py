@@ -81,9 +81,18 @@ def read_metrics(text: str) -> VllmMetrics:
     )
 
 
-def kv_capacity_tokens(num_blocks: int, block_size: int, cores: int = 1) -> int:
-    """Tokens that a KV cache holds: each core sets one of its blocks aside as padding and never fills it."""
-    return max(num_blocks - cores, 0) * block_size
+def kv_capacity_tokens(size_tokens: int | None, num_blocks: int, block_size: int, cores: int = 1) -> int:
+    """Tokens that the KV caches of all engine cores hold together; 0 for a model without one.
+
+    Args:
+        size_tokens: one core's cache as vLLM states it; None from releases that do not.
+        num_blocks: blocks of all cores together. Where layers differ in kind, these are not all of one size,
+            so what vLLM states comes first.
+        block_size: tokens in a block.
+        cores: engine cores (data parallel ranks). Each sets one block aside as padding and never fills it.
+    """
+    total = num_blocks * block_size if size_tokens is None else size_tokens * cores
+    return max(total - cores * block_size, 0)
 
 
 class RecentMean:
@@ -224,12 +233,14 @@ def _suffixed(names: Sequence[str], suffix: str) -> list[str]:
 
 
 def _kv_tokens(cache_configs: list[tuple[str, float]]) -> int | None:
-    """Capacity over all cores; None when a core does not tell."""
-    total = 0
-    for labels, _ in cache_configs:
-        pairs = dict(_LABEL.findall(labels))
-        blocks, block_size = pairs.get("num_gpu_blocks", ""), pairs.get("block_size", "")
-        if not (blocks.isdigit() and block_size.isdigit()):
-            return None
-        total += kv_capacity_tokens(int(blocks), int(block_size))
-    return total or None
+    """Capacity over all cores, each with a sample of the same labels; None when it is not told."""
+    if not cache_configs:
+        return None
+    labels = dict(_LABEL.findall(cache_configs[0][0]))
+    blocks, block_size, size = (
+        int(value) if (value := labels.get(name, "")).isdigit() else None
+        for name in ("num_gpu_blocks", "block_size", "kv_cache_size_tokens")
+    )
+    if blocks is None or block_size is None:
+        return None
+    return kv_capacity_tokens(size, blocks, block_size, len(cache_configs)) or None

@@ -1,0 +1,181 @@
+"""How does a request get to a server that runs elsewhere, and its answer back?
+
+Rules:
+- bytes pass as they are, both ways, as soon as they come; nothing is parsed or decompressed;
+- the client's credentials and headers that belong to one connection stay here;
+- a client that leaves closes the connection to the server, which is how the server learns to abort;
+- before the first byte of an answer a failure is a 502 whose header `x-engine-error` says whether the server
+  can have seen the request: `unreachable` (no) or `lost` (perhaps);
+- after the first byte a failure cuts the answer off: it never looks complete.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import aiohttp
+from yarl import URL
+
+from serve_app.engines.engine import Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+ERROR_HEADER = b"x-engine-error"
+UNREACHABLE = "unreachable"
+LOST = "lost"
+
+_HOP_BY_HOP = frozenset(
+    (
+        *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
+        *(b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+    )
+)
+# The server is given its own key, never that of a client or of this replica; host and length are set anew,
+# and an `expect` was answered when the body was read.
+_NOT_FOR_THE_SERVER = _HOP_BY_HOP | {
+    b"authorization",
+    b"x-replica-token",
+    b"host",
+    b"content-length",
+    b"expect",
+}
+# What aiohttp would add by itself.
+_ADD_NOTHING = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upstream:
+    """The server behind the proxy.
+
+    Attributes:
+        session: its connection pool.
+        base_url: scheme, host, port and perhaps a path, without a slash at the end.
+        api_key: sent as a bearer token; None sends no credentials.
+    """
+
+    session: aiohttp.ClientSession
+    base_url: str
+    api_key: str | None
+
+
+class RemoteProxy:
+    """An ASGI app that is whatever the server behind it is."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on, until it is answered or its client leaves."""
+        if scope["type"] == "lifespan":
+            await _answer_lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            raise RuntimeError(f"only HTTP is passed on, got {scope['type']}")
+        body = await _read_body(receive)
+        if body is None:
+            return
+        forwarding = asyncio.ensure_future(self._forward(scope, body, send))
+        leaving = asyncio.ensure_future(_wait_until_client_leaves(receive))
+        try:
+            await asyncio.wait((forwarding, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            forwarding.cancel()
+            leaving.cancel()
+            await asyncio.gather(forwarding, leaving, return_exceptions=True)
+        if not forwarding.cancelled():
+            forwarding.result()
+
+    async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
+        base_url = self._upstream.base_url
+        try:
+            response = await self._request(scope, body)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
+            await _refuse(send, UNREACHABLE, f"{base_url} cannot be reached: {exc}")
+            return
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            await _refuse(send, LOST, f"{base_url} gave no answer: {exc or type(exc).__name__}")
+            return
+        try:
+            headers = _kept(response.raw_headers, _HOP_BY_HOP)
+            await send({"type": "http.response.start", "status": response.status, "headers": headers})
+            async for chunk in response.content.iter_any():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            # Returning now makes the server that runs this app close the connection in mid-answer.
+            logger.warning("event=engine_answer_cut url=%s error=%r", base_url, exc)
+        finally:
+            # Back in the pool already if the answer is complete; otherwise this closes the connection.
+            response.close()
+
+    async def _request(self, scope: Scope, body: bytes) -> aiohttp.ClientResponse:
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in _kept(scope["headers"], _NOT_FOR_THE_SERVER)
+        ]
+        if self._upstream.api_key is not None:
+            headers.append(("authorization", f"Bearer {self._upstream.api_key}"))
+        return await self._upstream.session.request(
+            scope["method"],
+            self._url(scope),
+            data=body if body or scope["method"] in ("POST", "PUT", "PATCH") else None,
+            headers=headers,
+            skip_auto_headers=_ADD_NOTHING,
+            allow_redirects=False,
+        )
+
+    def _url(self, scope: Scope) -> URL:
+        path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
+        query = scope["query_string"].decode("latin-1")
+        # Encoded already: to encode it again would change what the client asked for.
+        return URL(f"{self._upstream.base_url}{path}{'?' + query if query else ''}", encoded=True)
+
+
+def _kept(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
+    """The headers that go on: without `dropped`, and without those that `connection` names."""
+    pairs = [(name.lower(), value) for name, value in headers]
+    named = {
+        token.strip().lower() for name, value in pairs if name == b"connection" for token in value.split(b",")
+    }
+    return [(name, value) for name, value in pairs if name not in dropped and name not in named]
+
+
+async def _read_body(receive: Receive) -> bytes | None:
+    """The whole body, of a size that the gateway has checked; None when the client left before its end."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _wait_until_client_leaves(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refuse(send: Send, kind: str, message: str) -> None:
+    logger.warning("event=engine_%s %s", kind, message)
+    error = {"message": message, "type": "engine_error", "param": None, "code": f"engine_{kind}"}
+    body = json.dumps({"error": error}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (ERROR_HEADER, kind.encode()),
+    ]
+    await send({"type": "http.response.start", "status": 502, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _answer_lifespan(receive: Receive, send: Send) -> None:
+    """Nothing starts or ends with the server that runs this app: the engine sees to that."""
+    while True:
+        kind = (await receive())["type"]
+        await send({"type": f"{kind}.complete"})
+        if kind == "lifespan.shutdown":
+            return
