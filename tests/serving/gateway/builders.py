@@ -1,0 +1,402 @@
+"""What the gateway's tests are made of: a fake scheduler, replicas with scripted answers, real servers."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.dispatching import Grant, Refusal, ReplicaAddress, Submission
+from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, UpstreamSettings
+
+MODEL = "tiny"
+TOKEN = "secret-of-the-replica"
+
+Answer = Callable[[Scope, dict[str, Any], Send], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp) -> AsyncIterator[int]:
+    """Serve an ASGI app with uvicorn on this event loop; yields the port."""
+    config = uvicorn.Config(
+        app, http="httptools", ws="none", lifespan="off", log_level="error", access_log=False, backlog=256
+    )
+    server = _QuietServer(config)
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    while not server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield sock.getsockname()[1]
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+        sock.close()
+
+
+class _QuietServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+class Engine:
+    """An OpenAI-like engine: answers with numbered words, counts what runs, and can be told to misbehave.
+
+    Attributes:
+        answers: taken from the left, one for each request, before the ordinary behaviour.
+        bodies: what came in, as bytes.
+        running: requests under way.
+        aborted: requests whose client went before the end.
+    """
+
+    def __init__(self, *, token_delay_s: float = 0.0) -> None:
+        self.token_delay_s = token_delay_s
+        self.answers: deque[Answer] = deque()
+        self.bodies: list[bytes] = []
+        self.heads: list[dict[bytes, bytes]] = []
+        self.paths: list[str] = []
+        self.running = 0
+        self.aborted = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _read(receive)
+        self.bodies.append(body)
+        self.heads.append(dict(scope["headers"]))
+        self.paths.append(scope["path"])
+        self.running += 1
+        work = asyncio.ensure_future(self._answer(scope, body, send))
+        gone = asyncio.ensure_future(_until_gone(receive))
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        self.running -= 1
+        gone.cancel()
+        if not work.done():
+            self.aborted += 1
+            work.cancel()
+            return
+        work.result()
+
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        parsed = json.loads(body)
+        if self.answers:
+            await self.answers.popleft()(scope, parsed, send)
+        elif scope["path"] == "/tokenize":
+            await reply_json(send, 200, {"tokens": [1, 2, 3], "count": 3, "max_model_len": 128})
+        elif scope["path"] == "/v1/embeddings":
+            await self._embed(parsed, send)
+        elif scope["path"] == "/v1/responses":
+            await self._respond(parsed, send)
+        elif parsed.get("stream"):
+            await self._stream(scope, parsed, send)
+        else:
+            await self._whole(scope, parsed, send)
+
+    async def _whole(self, scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        count = _count(parsed)
+        await asyncio.sleep(self.token_delay_s * count)
+        text = " ".join(f"w{number}" for number in range(count))
+        await reply_json(
+            send,
+            200,
+            {
+                "id": "x",
+                "object": "chat.completion",
+                "created": 1,
+                "model": parsed["model"],
+                "choices": [_choice(scope, text, "stop", delta=False)],
+                "usage": usage_json(7, count),
+            },
+        )
+
+    async def _stream(self, scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        await start_stream(send)
+        count = _count(parsed)
+        for number in range(count):
+            choice = _choice(scope, f"w{number} ", None if number + 1 < count else "stop", delta=True)
+            await send_event(send, {**_chunk(parsed), "choices": [choice]})
+            await asyncio.sleep(self.token_delay_s)
+        if (parsed.get("stream_options") or {}).get("include_usage"):
+            await send_event(send, {**_chunk(parsed), "choices": [], "usage": usage_json(7, count)})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _embed(self, parsed: dict[str, Any], send: Send) -> None:
+        usage = {"prompt_tokens": 5, "total_tokens": 5}
+        data = [{"object": "embedding", "index": 0, "embedding": [0.25, 0.5]}]
+        await reply_json(
+            send, 200, {"object": "list", "data": data, "model": parsed["model"], "usage": usage}
+        )
+
+    async def _respond(self, parsed: dict[str, Any], send: Send) -> None:
+        usage = {
+            "input_tokens": 9,
+            "output_tokens": 3,
+            "total_tokens": 12,
+            "input_tokens_details": {"cached_tokens": 4},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        }
+        text = {"type": "output_text", "text": "w0 w1 w2", "annotations": []}
+        message = {
+            "type": "message",
+            "id": "m",
+            "role": "assistant",
+            "status": "completed",
+            "content": [text],
+        }
+        response = {
+            "id": "r",
+            "object": "response",
+            "created_at": 1,
+            "model": parsed["model"],
+            "status": "completed",
+            "output": [message],
+            "parallel_tool_calls": False,
+            "tool_choice": "auto",
+            "tools": [],
+            "error": None,
+            "usage": usage,
+        }
+        if not parsed.get("stream"):
+            await reply_json(send, 200, response)
+            return
+        await start_stream(send)
+        created = {
+            "type": "response.created",
+            "sequence_number": 0,
+            "response": {**response, "usage": None, "output": [], "status": "in_progress"},
+        }
+        await send_event(send, created, name="response.created")
+        completed = {"type": "response.completed", "sequence_number": 1, "response": response}
+        await send_event(send, completed, name="response.completed")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def usage_json(prompt: int, output: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+async def reply_json(send: Send, status: int, document: object, headers: Any = ()) -> None:
+    body = json.dumps(document).encode()
+    head = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"x-engine", b"yes"),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": [*head, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def replies(status: int, document: object, headers: Any = ()) -> Answer:
+    """An answer of the engine to whatever comes next."""
+
+    async def answer(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        await reply_json(send, status, document, headers)
+
+    return answer
+
+
+def error_json(message: str, code: int = 400, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "BadRequestError", "param": param, "code": code}}
+
+
+async def start_stream(send: Send) -> None:
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def send_event(send: Send, document: object, name: str | None = None) -> None:
+    lines = f"event: {name}\n" if name else ""
+    event = f"{lines}data: {json.dumps(document)}\n\n".encode()
+    await send({"type": "http.response.body", "body": event, "more_body": True})
+
+
+def _count(parsed: dict[str, Any]) -> int:
+    return int(parsed.get("max_tokens") or parsed.get("max_completion_tokens") or 4)
+
+
+def _chunk(parsed: dict[str, Any]) -> dict[str, Any]:
+    return {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": parsed["model"]}
+
+
+def _choice(scope: Scope, text: str, finish: str | None, *, delta: bool) -> dict[str, Any]:
+    if scope["path"] == "/v1/completions":
+        return {"index": 0, "text": text, "finish_reason": finish, "logprobs": None}
+    part = {"role": "assistant", "content": text}
+    return {"index": 0, "delta" if delta else "message": part, "finish_reason": finish}
+
+
+async def _read(receive: Receive) -> bytes:
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return body
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class RawReplica:
+    """A replica below HTTP: reads one request at a time and lets a script do with the socket what it likes.
+    """
+
+    def __init__(self, script: Callable[[asyncio.StreamWriter, bytes, int], Awaitable[None]]) -> None:
+        self.requests: list[bytes] = []
+        self.connections = 0
+        self._script = script
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator[int]:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=2**20)
+        try:
+            yield self._server.sockets[0].getsockname()[1]
+        finally:
+            self._server.close()
+            for task in self._tasks:
+                task.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self.connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
+                body = await reader.readexactly(length)
+                self.requests.append(head + body)
+                await self._script(writer, body, len(self.requests))
+                await writer.drain()
+        writer.close()
+
+
+@dataclass
+class FakeDispatcher:
+    """A scheduler that does as it is told and writes down what it hears.
+
+    Attributes:
+        ports: replicas, by port; grants go to the first.
+        script: answers to `acquire` and `put_back`, from the left; a grant for the first replica when empty.
+        gate: while it is clear requests wait in the queue.
+        events: what the gateway told, in order.
+    """
+
+    ports: list[int]
+    script: deque[Refusal | int] = field(default_factory=deque)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    submissions: list[Submission] = field(default_factory=list)
+    waiting: int = 0
+    held: set[str] = field(default_factory=set)
+    page: str = ""
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def acquire(self, submission: Submission) -> Grant | Refusal:
+        self.submissions.append(submission)
+        self.events.append(("acquire", submission.request_id))
+        return await self._decide(submission.request_id)
+
+    async def put_back(
+        self, request_id: str, replica_id: str, failure: DispatchFailure, message: str = ""
+    ) -> Grant | Refusal:
+        self.held.remove(request_id)
+        self.events.append(("put_back", failure, message))
+        return await self._decide(request_id)
+
+    def first_token(self, request_id: str) -> None:
+        assert request_id in self.held
+        self.events.append(("first_token",))
+
+    def finished(self, request_id: str, outcome: Outcome, usage: Usage | None = None) -> None:
+        self.held.remove(request_id)  # raises when it is told twice
+        self.events.append(("finished", outcome, usage))
+
+    def replicas(self) -> tuple[ReplicaAddress, ...]:
+        return tuple(
+            ReplicaAddress(replica_id=f"r{port}", pool="short", host="127.0.0.1", port=port, token=TOKEN)
+            for port in self.ports
+        )
+
+    async def exposition(self) -> str:
+        return self.page
+
+    async def _decide(self, request_id: str) -> Grant | Refusal:
+        self.waiting += 1
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.events.append(("cancelled_in_queue",))
+            raise
+        finally:
+            self.waiting -= 1
+        step = self.script.popleft() if self.script else self.ports[0]
+        if isinstance(step, Refusal):
+            return step
+        self.held.add(request_id)
+        return Grant(
+            request_id=request_id,
+            replica_id=f"r{step}",
+            host="127.0.0.1",
+            port=step,
+            token=TOKEN,
+            pool="short",
+            length_queue="0-256",
+            estimated_tokens=123,
+            queue_wait_s=0.0125,
+        )
+
+    def names(self) -> list[str]:
+        """The kinds of events, in order."""
+        return [str(event[0]) for event in self.events]
+
+    def outcomes(self) -> list[Outcome]:
+        """How requests were reported finished."""
+        return [event[1] for event in self.events if event[0] == "finished"]
+
+
+def refusal(outcome: Outcome, message: str = "", retry_after_s: float | None = None) -> Refusal:
+    return Refusal(request_id="any", outcome=outcome, message=message, retry_after_s=retry_after_s)
+
+
+_numbers = itertools.count()
+
+
+def gateway(dispatcher: FakeDispatcher, **changes: Any) -> Gateway:
+    """A gateway over one model."""
+    settings = {
+        "models": (ServedModel(name=MODEL, max_model_len=4096),),
+        "upstream": UpstreamSettings(connect_timeout_s=2.0),
+        **changes,
+    }
+    return Gateway(GatewaySettings(**settings), {MODEL: dispatcher}, f"gw{next(_numbers)}")
+
+
+async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> None:
+    """Wait until something is true; fails when it does not come true in time."""
+    deadline = asyncio.get_running_loop().time() + within_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "it did not come true in time"
+        await asyncio.sleep(0.005)
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    """A small chat request."""
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], **changes}

@@ -1,0 +1,46 @@
+"""Noun fixtures of the gateway's tests: an engine, a scheduler, a gateway over both, and its base URL."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import openai
+import pytest
+
+from serve_app.serving.gateway import Gateway
+
+from .builders import Engine, FakeDispatcher, gateway, serving
+
+
+@dataclass
+class Stage:
+    """A gateway in front of one engine, all with real sockets."""
+
+    engine: Engine
+    dispatcher: FakeDispatcher
+    gateway: Gateway
+    port: int
+    http: httpx.AsyncClient
+    sdk: openai.AsyncOpenAI
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    engine = Engine()
+    async with serving(engine) as engine_port:
+        dispatcher = FakeDispatcher([engine_port])
+        async with staged(engine, dispatcher, gateway(dispatcher)) as made:
+            yield made
+
+
+@asynccontextmanager
+async def staged(engine: Engine, dispatcher: FakeDispatcher, app: Gateway) -> AsyncIterator[Stage]:
+    async with serving(app) as port:
+        url = f"http://127.0.0.1:{port}"
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=10) as http,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10) as sdk,
+        ):
+            yield Stage(engine, dispatcher, app, port, http, sdk)
+    app.close()

@@ -1,0 +1,322 @@
+"""The gateway's routes, with the official SDK and plain HTTP, over real sockets."""
+
+import json
+import logging
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serve_app.errors import Outcome, SettingsError
+from serve_app.request import PriorityClass, Usage
+from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+
+from .builders import MODEL, TOKEN, Engine, FakeDispatcher, chat, gateway, serving
+from .conftest import Stage, staged
+
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+CHAT = "/v1/chat/completions"
+
+
+async def test_a_chat_completion_comes_back_with_usage_and_its_scheduling(stage: Stage) -> None:
+    raw = await stage.sdk.chat.completions.with_raw_response.create(
+        model=MODEL, messages=MESSAGES, max_tokens=3, extra_headers={"x-request-id": "mine-1"}
+    )
+    answer = raw.parse()
+    assert answer.choices[0].message.content == "w0 w1 w2"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+    assert {name: raw.headers[name] for name in SCHEDULING} == SCHEDULING
+    assert raw.headers["x-request-id"] == "mine-1"
+    assert raw.headers["x-replica"].startswith("r")
+    assert raw.headers["x-engine"] == "yes"
+    assert raw.headers.get_list("server") == ["uvicorn"]
+    assert stage.dispatcher.events[-1] == (
+        "finished",
+        Outcome.COMPLETED,
+        Usage(prompt_tokens=7, output_tokens=3),
+    )
+    assert not stage.dispatcher.held
+
+
+SCHEDULING = {
+    "x-queue-wait-ms": "12.5",
+    "x-pool": "short",
+    "x-length-queue": "0-256",
+    "x-estimated-tokens": "123",
+}
+
+
+async def test_the_engine_gets_the_clients_bytes_its_token_and_the_request_id(stage: Stage) -> None:
+    body = b'{ "messages": [],\n"model" : "tiny", "unknown": [1.50, "\\u00e9"] }'
+    head = {"x-request-id": "id-1", "authorization": "Bearer k", "traceparent": "00-1"}
+    answer = await stage.http.post(CHAT, content=body, headers=head)
+    assert answer.status_code == 200
+    assert stage.engine.bodies == [body]
+    seen = stage.engine.heads[0]
+    assert seen[b"x-replica-token"] == TOKEN.encode()
+    assert seen[b"x-request-id"] == b"id-1"
+    assert seen[b"traceparent"] == b"00-1"
+    assert b"authorization" not in seen
+    assert b"accept-encoding" not in seen
+
+
+async def test_a_stream_has_its_usage_read_and_hidden(stage: Stage) -> None:
+    stream = await stage.sdk.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=5, stream=True
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "w0 w1 w2 w3 w4 "
+    assert all(chunk.usage is None for chunk in chunks)
+    assert json.loads(stage.engine.bodies[0])["stream_options"] == {"include_usage": True}
+    assert stage.dispatcher.names() == ["acquire", "first_token", "finished"]
+    assert stage.dispatcher.events[-1][2] == Usage(prompt_tokens=7, output_tokens=5)
+
+
+async def test_a_client_that_asks_for_usage_sees_it_and_its_body_is_left_alone(stage: Stage) -> None:
+    request = chat(stream=True, stream_options={"include_usage": True})
+    answer = await stage.http.post(CHAT, json=request)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.text.count('"usage"') == 1
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert json.loads(stage.engine.bodies[0]) == request
+
+
+async def test_completions_embeddings_and_responses_work_with_the_sdk(stage: Stage) -> None:
+    text = await stage.sdk.completions.create(model=MODEL, prompt="say", max_tokens=2)
+    assert text.choices[0].text == "w0 w1"
+    stream = await stage.sdk.completions.create(model=MODEL, prompt="say", max_tokens=2, stream=True)
+    assert [chunk.choices[0].text async for chunk in stream] == ["w0 ", "w1 "]
+    embedding = await stage.sdk.embeddings.create(model=MODEL, input="x", encoding_format="float")
+    assert embedding.data[0].embedding == [0.25, 0.5]
+    response = await stage.sdk.responses.create(model=MODEL, input="hello")
+    assert response.output_text == "w0 w1 w2"
+    events = [
+        event.type async for event in await stage.sdk.responses.create(model=MODEL, input="x", stream=True)
+    ]
+    assert events == ["response.created", "response.completed"]
+    usages = [event[2] for event in stage.dispatcher.events if event[0] == "finished"]
+    responses_usage = Usage(prompt_tokens=9, output_tokens=3, cached_tokens=4)
+    generated = Usage(prompt_tokens=7, output_tokens=2)
+    assert usages == [
+        generated,
+        generated,
+        Usage(prompt_tokens=5, output_tokens=0),
+        responses_usage,
+        responses_usage,
+    ]
+
+
+async def test_what_a_client_says_of_itself_reaches_the_scheduler(stage: Stage) -> None:
+    headers = {
+        "x-priority": "batch",
+        "x-tenant": "acme",
+        "x-queue-timeout-s": "2.5",
+        "x-queue": "no-wait",
+    }
+    await stage.http.post(CHAT, json=chat(n=2, max_tokens=9), headers=headers)
+    submission = stage.dispatcher.submissions[0]
+    assert submission.priority is PriorityClass.BATCH
+    assert submission.tenant == "acme"
+    assert submission.queue_timeout_s == 2.5
+    assert submission.no_wait
+    assert (submission.choices, submission.max_output_tokens) == (2, 9)
+    assert submission.shape.text_bytes == 5
+
+
+async def test_engine_priority_is_written_only_when_it_is_switched_on() -> None:
+    engine = Engine()
+    async with serving(engine) as port:
+        dispatcher = FakeDispatcher([port])
+        async with staged(engine, dispatcher, gateway(dispatcher, splice_priority=True)) as stage:
+            await stage.http.post(CHAT, json=chat(priority=-5), headers={"x-priority": "batch"})
+    assert json.loads(engine.bodies[0])["priority"] == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "headers", "status", "code", "words"),
+    [
+        ("POST", CHAT, b"{", {}, 400, None, "not valid JSON"),
+        ("POST", CHAT, b'{"model":"tiny","messages":1}', {}, 400, None, "messages is invalid"),
+        ("POST", CHAT, b'{"model":"gpt","messages":[]}', {}, 404, "model_not_found", "models: tiny"),
+        ("POST", CHAT, b'{"model":"tiny","messages":[]}', {"x-priority": "max"}, 400, None, "'max'"),
+        ("POST", CHAT, b"x" * 3000, {}, 413, "body_too_large", "2048 bytes"),
+        ("GET", CHAT, b"", {}, 405, "method_not_allowed", "use POST"),
+        ("POST", "/v1/models", b"", {}, 405, "method_not_allowed", "use GET"),
+        ("GET", "/v1/models/gpt", b"", {}, 404, "model_not_found", "models: tiny"),
+        ("POST", "/v1/audio/speech", b"{}", {}, 404, "not_found", "there is no"),
+        ("POST", "/tokenize", b"{}", {}, 400, None, "model is missing"),
+    ],
+)
+async def test_refusals_speak_openais_language(
+    method: str, path: str, content: bytes, headers: dict[str, str], status: int, code: str | None, words: str
+) -> None:
+    dispatcher = FakeDispatcher([1])
+    async with staged(Engine(), dispatcher, gateway(dispatcher, max_body_bytes=2048)) as stage:
+        answer = await stage.http.request(method, path, content=content, headers=headers)
+    error = answer.json()["error"]
+    assert answer.status_code == status
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] == code
+    assert words in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert answer.headers["x-request-id"]
+    assert dispatcher.events == []
+
+
+async def test_a_body_that_grows_past_the_limit_is_cut_off() -> None:
+    dispatcher = FakeDispatcher([1])
+
+    async def endless() -> Any:
+        for _ in range(100):
+            yield b"x" * 1000
+
+    async with staged(Engine(), dispatcher, gateway(dispatcher, max_body_bytes=2048)) as stage:
+        answer = await stage.http.post(CHAT, content=endless())
+    assert answer.status_code == 413
+
+
+async def test_keys_are_asked_for_where_work_is_done_and_not_by_probes() -> None:
+    engine = Engine()
+    async with serving(engine) as port:
+        dispatcher = FakeDispatcher([port])
+        key = ApiKey(tenant="acme", key="k1", default_class=PriorityClass.BATCH)
+        async with staged(engine, dispatcher, gateway(dispatcher, keys=(key,))) as stage:
+            for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("POST", "/tokenize")):
+                answer = await stage.http.request(method, path, json=chat())
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+            for path in ("/health", "/ready", "/metrics"):
+                assert (await stage.http.get(path)).status_code == 200
+            with pytest.raises(openai.AuthenticationError):
+                await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
+            sdk = stage.sdk.with_options(api_key="k1")
+            await sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert dispatcher.submissions[0].tenant == "acme"
+    assert dispatcher.submissions[0].priority is PriorityClass.BATCH
+
+
+async def test_models_are_listed_and_shown(stage: Stage) -> None:
+    listed = await stage.sdk.models.list()
+    assert [model.id for model in listed.data] == [MODEL]
+    shown = (await stage.http.get(f"/v1/models/{MODEL}")).json()
+    assert (shown["id"], shown["object"], shown["max_model_len"]) == (MODEL, "model", 4096)
+
+
+async def test_model_names_may_contain_slashes() -> None:
+    name = "org/model-7b"
+    app = Gateway(GatewaySettings(models=(ServedModel(name=name),)), {name: FakeDispatcher([])}, "gw")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
+        assert (await http.get(f"/v1/models/{name}")).json()["id"] == name
+
+
+async def test_a_gateway_mounted_below_a_prefix_finds_its_routes() -> None:
+    dispatcher = FakeDispatcher([1])
+    transport = httpx.ASGITransport(gateway(dispatcher), root_path="/llm")
+    async with httpx.AsyncClient(transport=transport, base_url="http://gw") as http:
+        assert (await http.get("/llm/health")).status_code == 200
+
+
+async def test_it_is_ready_when_every_model_has_a_replica(stage: Stage) -> None:
+    assert (await stage.http.get("/health")).json() == {"status": "ok"}
+    assert (await stage.http.get("/ready")).json() == {"status": "ready", "models_without_replica": []}
+    stage.dispatcher.ports = []
+    answer = await stage.http.get("/ready")
+    assert answer.status_code == 503
+    assert answer.json()["models_without_replica"] == [MODEL]
+
+
+async def test_tokenize_goes_to_a_replica_without_being_scheduled(stage: Stage) -> None:
+    answer = await stage.http.post("/tokenize", json={"model": MODEL, "prompt": "abc"})
+    assert answer.json()["count"] == 3
+    assert stage.engine.paths == ["/tokenize"]
+    assert stage.dispatcher.events == []
+    stage.dispatcher.ports = [1, *stage.dispatcher.ports]
+    assert (await stage.http.post("/tokenize", json={"model": MODEL, "prompt": "abc"})).status_code == 200
+    stage.dispatcher.ports = []
+    answer = await stage.http.post("/tokenize", json={"model": MODEL, "prompt": "abc"})
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+
+
+async def test_metrics_join_the_gateways_and_the_schedulers(stage: Stage) -> None:
+    stage.dispatcher.page = "# TYPE ewsjf_waiting gauge\newsjf_waiting 3\n"
+    await stage.http.post(CHAT, json=chat(max_tokens=3))
+    await stage.http.post(CHAT, json=chat(max_tokens=3, stream=True))
+    await stage.http.post(CHAT, content=b"{")
+    page = (await stage.http.get("/metrics")).text
+    samples = {
+        (sample.name, sample.labels.get("outcome") or sample.labels.get("kind")): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+    assert samples["ewsjf_gateway_requests_total", "completed"] == 2
+    assert samples["ewsjf_gateway_requests_total", "rejected_invalid"] == 1
+    assert samples["ewsjf_gateway_tokens_total", "output"] == 6
+    assert samples["ewsjf_gateway_time_to_first_token_seconds_count", None] == 1
+    assert samples["ewsjf_gateway_queue_wait_seconds_count", None] == 2
+    assert samples["ewsjf_gateway_e2e_seconds_count", None] == 2
+    assert samples["ewsjf_gateway_in_flight_requests", None] == 0
+    assert samples["ewsjf_gateway_upstream_connects_total", None] == 1
+    assert samples["ewsjf_waiting", None] == 3
+
+
+async def test_each_request_is_concluded_in_one_log_line(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    await stage.http.post(CHAT, json=chat(stream=True), headers={"x-request-id": "mine", "x-tenant": "acme"})
+    await stage.http.post(CHAT, json=chat(temperature=1, max_tokens="x"))
+    first, second = (record.getMessage() for record in caplog.records if record.name == "ray.serve")
+    for part in (
+        "event=concluded outcome=completed",
+        "tenant=acme",
+        "pool=short",
+        "attempts=1",
+        "ttft_s=",
+        "output_tokens=4",
+        "client_request_id=mine",
+    ):
+        assert part in first
+    assert "event=concluded outcome=rejected_invalid" in second
+    assert "max_tokens is invalid" in second
+
+
+async def test_a_lifespan_and_a_websocket_are_answered() -> None:
+    app = gateway(FakeDispatcher([1]))
+    said: list[dict[str, Any]] = []
+    messages = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
+
+    async def receive() -> Any:
+        return next(messages, {"type": "websocket.connect"})
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    await app({"type": "lifespan"}, receive, send)
+    await app({"type": "websocket"}, receive, send)
+    assert [message["type"] for message in said] == [
+        "lifespan.startup.complete",
+        "lifespan.shutdown.complete",
+        "websocket.close",
+    ]
+
+
+def test_a_model_without_a_scheduler_stops_the_start() -> None:
+    with pytest.raises(SettingsError, match="no scheduler for the models b"):
+        Gateway(GatewaySettings(models=(ServedModel(name="b"),)), {}, "gw")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"models": ()}, "name at least one model"),
+        ({"models": (ServedModel(name="a"), ServedModel(name="a"))}, "twice: a, a"),
+        ({"models": (ServedModel(name="a"),), "max_body_bytes": 5}, "max_body_bytes"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        GatewaySettings(**fields)

@@ -1,0 +1,385 @@
+"""The life of a scheduled request: put-backs, refusals, breaks, clients that leave, servers that stop."""
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from serve_app.engines.engine import Scope, Send
+from serve_app.errors import Outcome
+from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.gateway import Gateway, UpstreamSettings
+
+from .builders import (
+    MODEL,
+    Engine,
+    FakeDispatcher,
+    RawReplica,
+    chat,
+    error_json,
+    eventually,
+    gateway,
+    refusal,
+    replies,
+    send_event,
+    serving,
+    start_stream,
+)
+from .conftest import Stage, staged
+
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+CHAT = "/v1/chat/completions"
+TOO_LONG = "This model's maximum context length is 512 tokens. However, your prompt contains 900 input tokens"
+
+
+def put_backs(stage: Stage) -> list[DispatchFailure]:
+    return [event[1] for event in stage.dispatcher.events if event[0] == "put_back"]
+
+
+async def test_a_replica_that_is_gone_is_replaced_unseen(stage: Stage) -> None:
+    stage.dispatcher.script.extend([1, *stage.dispatcher.ports])
+    answer = await stage.http.post(CHAT, json=chat())
+    assert answer.status_code == 200
+    assert answer.headers["x-replica"] == f"r{stage.dispatcher.ports[0]}"
+    assert put_backs(stage) == [DispatchFailure.UNREACHABLE]
+    assert stage.dispatcher.outcomes() == [Outcome.COMPLETED]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("status", "failure"),
+    [(503, DispatchFailure.BUSY), (500, DispatchFailure.LOST), (401, DispatchFailure.UNREACHABLE)],
+)
+async def test_an_engine_that_cannot_is_replaced_unseen(
+    stage: Stage, status: int, failure: DispatchFailure, stream: bool
+) -> None:
+    stage.engine.answers.append(replies(status, error_json("not now", status)))
+    answer = await stage.http.post(CHAT, json=chat(stream=stream))
+    assert answer.status_code == 200
+    assert "w3" in answer.text
+    assert put_backs(stage) == [failure]
+    assert stage.dispatcher.outcomes() == [Outcome.COMPLETED]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n6\r\ndata: \r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{",
+    ],
+)
+async def test_a_replica_that_dies_before_the_first_event_is_replaced_unseen(
+    stage: Stage, said: bytes
+) -> None:
+    async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:
+        writer.write(said)
+        await writer.drain()
+        writer.close()
+
+    async with RawReplica(script).listening() as port:
+        stage.dispatcher.script.extend([port, *stage.dispatcher.ports])
+        answer = await stage.http.post(CHAT, json=chat(stream=True))
+    assert answer.status_code == 200
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert put_backs(stage) == [DispatchFailure.LOST]
+    assert stage.dispatcher.names().count("first_token") == 1
+
+
+async def test_an_engine_error_as_the_first_event_puts_the_request_back(stage: Stage) -> None:
+    async def dies(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        await start_stream(send)
+        await send_event(send, error_json("engine dead", 500))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    stage.engine.answers.append(dies)
+    answer = await stage.http.post(CHAT, json=chat(stream=True))
+    assert '"error"' not in answer.text
+    assert put_backs(stage) == [DispatchFailure.LOST]
+
+
+async def test_a_request_too_long_for_its_engine_goes_on_unseen(stage: Stage) -> None:
+    stage.engine.answers.append(replies(400, error_json(TOO_LONG)))
+    answer = await stage.http.post(CHAT, json=chat())
+    assert answer.status_code == 200
+    assert put_backs(stage) == [DispatchFailure.TOO_LONG]
+
+
+async def test_where_nothing_longer_exists_the_client_hears_the_engines_own_words(stage: Stage) -> None:
+    stage.engine.answers.append(replies(400, error_json(TOO_LONG, param="input_tokens")))
+    stage.dispatcher.script.extend(
+        [stage.dispatcher.ports[0], refusal(Outcome.REJECTED_TOO_LONG, "the scheduler's words")]
+    )
+    with pytest.raises(openai.BadRequestError) as caught:
+        await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == "input_tokens"
+    assert TOO_LONG in caught.value.message
+    assert stage.dispatcher.outcomes() == []
+
+
+async def test_an_engine_that_always_fails_ends_with_the_schedulers_refusal(stage: Stage) -> None:
+    port = stage.dispatcher.ports[0]
+    stage.engine.answers.extend([replies(500, error_json("poison", 500))] * 2)
+    stage.dispatcher.script.extend([port, port, refusal(Outcome.FAILED)])
+    with pytest.raises(openai.InternalServerError) as caught:
+        await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert caught.value.status_code == 502
+    assert "the engine answered 500: poison" in caught.value.message
+
+
+@pytest.mark.parametrize(("status", "stream"), [(400, False), (404, True), (422, False), (501, False)])
+async def test_an_engines_refusal_of_the_request_itself_is_passed_on(
+    stage: Stage, status: int, stream: bool
+) -> None:
+    document = error_json("temperature must be positive", status)
+    stage.engine.answers.append(replies(status, document, [(b"x-why", b"because")]))
+    answer = await stage.http.post(CHAT, json=chat(stream=stream))
+    assert (answer.status_code, answer.json(), answer.headers["x-why"]) == (status, document, "because")
+    assert answer.headers["x-pool"] == "short"
+    assert stage.dispatcher.outcomes() == [Outcome.REJECTED_INVALID]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "kind"),
+    [
+        (Outcome.REJECTED_QUEUE_FULL, 429, openai.RateLimitError),
+        (Outcome.REJECTED_DEADLINE_UNMEETABLE, 429, openai.RateLimitError),
+        (Outcome.REJECTED_NO_REPLICA, 503, openai.InternalServerError),
+        (Outcome.EXPIRED, 504, openai.InternalServerError),
+        (Outcome.REJECTED_TOO_LONG, 400, openai.BadRequestError),
+    ],
+)
+async def test_the_schedulers_refusals_reach_the_client_with_a_time_to_retry(
+    stage: Stage, outcome: Outcome, status: int, kind: type[openai.APIStatusError]
+) -> None:
+    stage.dispatcher.script.append(refusal(outcome, "too much", 2.2))
+    with pytest.raises(kind) as caught:
+        await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
+    response = caught.value.response
+    assert response.status_code == status
+    assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("3", "2200")
+    assert "too much" in caught.value.message
+    assert float(response.headers["x-queue-wait-ms"]) >= 0
+    assert stage.dispatcher.names() == ["acquire"]
+
+
+async def breaks_after_two_events(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+    await start_stream(send)
+    for number in range(2):
+        await send_event(send, {"choices": [{"index": 0, "delta": {"content": f"w{number}"}}]})
+        await asyncio.sleep(0.02)
+    await send({"type": "http.response.body", "body": b'data: {"half', "more_body": True})
+    await asyncio.sleep(0.02)
+    raise ConnectionError("the engine dies here")
+
+
+async def test_a_break_after_the_first_byte_is_told_in_the_stream(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.engine.answers.append(breaks_after_two_events)
+    answer = await stage.http.post(CHAT, json=chat(stream=True))
+    events = answer.text.split("\n\n")
+    assert len(events) == 4
+    assert events[3] == ""
+    error = json.loads(events[2].removeprefix("data: "))["error"]
+    assert error["type"] == "server_error"
+    assert "incomplete" in error["message"]
+    assert stage.dispatcher.outcomes() == [Outcome.FAILED]
+    stage.engine.answers.append(breaks_after_two_events)
+    stream = await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    with pytest.raises(openai.APIError, match="incomplete"):
+        [chunk async for chunk in stream]
+
+
+async def test_an_engines_error_inside_a_stream_fails_the_request(stage: Stage) -> None:
+    async def fails(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        await start_stream(send)
+        await send_event(send, {"choices": [{"index": 0, "delta": {"content": "w0"}}]})
+        await asyncio.sleep(0.02)
+        await send_event(send, error_json("out of memory", 500))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    stage.engine.answers.append(fails)
+    answer = await stage.http.post(CHAT, json=chat(stream=True))
+    assert answer.text.count("out of memory") == 1
+    assert stage.dispatcher.outcomes() == [Outcome.FAILED]
+
+
+async def raw_request(
+    stage: Stage, document: dict[str, Any]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+    body = json.dumps(document).encode()
+    writer.write(
+        b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body
+    )
+    await writer.drain()
+    return reader, writer
+
+
+async def test_a_client_that_leaves_the_queue_gives_up_its_place(stage: Stage) -> None:
+    stage.dispatcher.gate.clear()
+    _, writer = await raw_request(stage, chat())
+    await eventually(lambda: stage.dispatcher.waiting == 1)
+    writer.close()
+    await eventually(lambda: stage.dispatcher.waiting == 0)
+    await eventually(lambda: stage.gateway.in_flight == 0)
+    assert stage.dispatcher.names() == ["acquire", "cancelled_in_queue"]
+    assert stage.engine.bodies == []
+
+
+async def test_a_client_that_leaves_after_a_put_back_gives_up_its_place(stage: Stage) -> None:
+    async def full(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        stage.dispatcher.gate.clear()
+        await replies(503, error_json("full", 503))(scope, parsed, send)
+
+    stage.engine.answers.append(full)
+    _, writer = await raw_request(stage, chat())
+    await eventually(lambda: stage.dispatcher.waiting == 1)
+    writer.close()
+    await eventually(lambda: stage.gateway.in_flight == 0)
+    assert stage.dispatcher.names() == ["acquire", "put_back", "cancelled_in_queue"]
+    assert not stage.dispatcher.held
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_while_its_request_runs_stops_the_engine(
+    stage: Stage, stream: bool
+) -> None:
+    stage.engine.token_delay_s = 0.05
+    reader, writer = await raw_request(stage, chat(stream=stream, max_tokens=2000))
+    await eventually(lambda: stage.engine.running == 1)
+    if stream:
+        await reader.readuntil(b"w1")
+    writer.close()
+    await eventually(lambda: stage.engine.running == 0)
+    await eventually(lambda: stage.gateway.in_flight == 0)
+    assert stage.engine.aborted == 1
+    assert stage.dispatcher.outcomes() == [Outcome.CANCELLED]
+    assert not stage.dispatcher.held
+
+
+async def test_a_client_that_leaves_before_its_body_is_complete_reaches_no_scheduler(stage: Stage) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+    writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{" % CHAT.encode())
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    writer.close()
+    page = ""
+    while "cancelled" not in page:
+        page = (await stage.http.get("/metrics")).text
+    assert stage.dispatcher.events == []
+
+
+async def test_a_client_that_expects_to_be_asked_for_its_body_is(stage: Stage) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+    body = json.dumps(chat()).encode()
+    head = b"POST %s HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n"
+    writer.write(head % (CHAT.encode(), len(body)))
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(body)
+    assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+async def test_a_client_that_never_reads_loses_its_answer_and_frees_the_engine() -> None:
+    async def floods(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        await start_stream(send)
+        while True:
+            await send_event(send, {"choices": [{"index": 0, "delta": {"content": "x" * 100_000}}]})
+
+    engine = Engine()
+    async with serving(engine) as port:
+        dispatcher = FakeDispatcher([port])
+        app = gateway(dispatcher, upstream=UpstreamSettings(stalled_client_timeout_s=0.2))
+        async with staged(engine, dispatcher, app) as stage:
+            engine.answers.append(floods)
+            _, writer = await raw_request(stage, chat(stream=True))
+            await eventually(lambda: dispatcher.outcomes(), within_s=10)
+            await eventually(lambda: engine.running == 0)
+            assert dispatcher.outcomes() == [Outcome.CANCELLED]
+            writer.close()
+
+
+async def test_a_server_that_cancels_the_task_frees_everything(stage: Stage) -> None:
+    stage.engine.token_delay_s = 0.05
+    sent: list[Any] = []
+    task = asyncio.create_task(call(stage.gateway, chat(stream=True, max_tokens=2000), sent))
+    await eventually(lambda: len(sent) > 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert stage.dispatcher.outcomes() == [Outcome.CANCELLED]
+    assert stage.gateway.in_flight == 0
+    await eventually(lambda: stage.engine.running == 0)
+    stage.dispatcher.gate.clear()
+    task = asyncio.create_task(call(stage.gateway, chat(), sent))
+    await eventually(lambda: stage.dispatcher.waiting == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert stage.dispatcher.waiting == 0
+    assert stage.dispatcher.outcomes() == [Outcome.CANCELLED]
+
+
+async def call(app: Gateway, document: dict[str, Any], sent: list[Any], *, send_fails: bool = False) -> None:
+    """Call the app as a server would whose client stays."""
+    messages = [{"type": "http.request", "body": json.dumps(document).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        if send_fails:
+            raise ConnectionResetError("the client is gone")
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+    await app(scope, receive, send)
+
+
+async def test_a_server_whose_send_fails_has_lost_its_client(stage: Stage) -> None:
+    await call(stage.gateway, chat(stream=True, max_tokens=50), [], send_fails=True)
+    assert stage.dispatcher.outcomes() == [Outcome.CANCELLED]
+    await eventually(lambda: stage.engine.running == 0)
+
+
+async def test_a_fault_of_the_gateway_itself_still_concludes_the_request(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("serve_app.serving.gateway.forward.usage_of", explode)
+    answer = await stage.http.post(CHAT, json=chat())
+    assert answer.status_code == 500
+    assert stage.dispatcher.outcomes() == [Outcome.FAILED]
+    assert stage.gateway.in_flight == 0
+
+
+async def test_many_requests_with_every_kind_of_end_each_conclude_once(stage: Stage) -> None:
+    stage.engine.token_delay_s = 0.002
+
+    async def one(number: int) -> None:
+        if number % 4 == 0:
+            _, writer = await raw_request(stage, chat(stream=True, max_tokens=500))
+            await asyncio.sleep(0.01 * (number % 7))
+            writer.close()
+        else:
+            if number % 4 == 1:
+                stage.engine.answers.append(replies(503, error_json("full", 503)))
+            await stage.http.post(CHAT, json=chat(stream=number % 2 == 0))
+
+    await asyncio.gather(*(one(number) for number in range(60)))
+    await eventually(lambda: stage.gateway.in_flight == 0)
+    await eventually(lambda: stage.engine.running == 0)
+    assert not stage.dispatcher.held
+    names = stage.dispatcher.names()
+    assert names.count("finished") + names.count("cancelled_in_queue") == names.count("acquire") == 60

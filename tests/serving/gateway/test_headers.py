@@ -1,0 +1,105 @@
+"""Headers in and out."""
+
+import pytest
+
+from serve_app.request import PriorityClass
+from serve_app.serving.dispatching import ReplicaAddress
+from serve_app.serving.gateway import headers
+from serve_app.serving.gateway.auth import Caller
+from serve_app.serving.gateway.responses import RequestRefused
+
+ANYONE = Caller()
+
+
+def test_a_request_id_is_echoed_cleaned_or_made() -> None:
+    assert headers.request_id(None, "gw-1") == "gw-1"
+    assert headers.request_id(b"", "gw-1") == "gw-1"
+    assert headers.request_id(b"trace:7/a", "gw-1") == "trace:7/a"
+    assert headers.request_id(b'a b"\r\n\xff', "gw-1") == "a_b____"
+    assert len(headers.request_id(b"x" * 5000, "gw-1")) == 128
+
+
+@pytest.mark.parametrize(
+    ("header", "tier", "expected"),
+    [
+        (None, None, PriorityClass.DEFAULT),
+        (b"batch", None, PriorityClass.BATCH),
+        (b" Interactive ", "flex", PriorityClass.INTERACTIVE),
+        (None, "priority", PriorityClass.INTERACTIVE),
+        (None, "flex", PriorityClass.BATCH),
+        (None, "auto", PriorityClass.DEFAULT),
+        (None, "default", PriorityClass.DEFAULT),
+    ],
+)
+def test_the_class_comes_from_the_header_or_the_service_tier(
+    header: bytes | None, tier: str | None, expected: PriorityClass
+) -> None:
+    assert headers.priority_class(header, tier, PriorityClass.DEFAULT, ANYONE.check_class) is expected
+
+
+def test_bad_values_are_refused_by_name_and_value() -> None:
+    with pytest.raises(RequestRefused, match="x-priority: 'urgent' is not valid; accepted: interactive"):
+        headers.priority_class(b"urgent", None, PriorityClass.DEFAULT, ANYONE.check_class)
+    with pytest.raises(RequestRefused, match="service_tier: 'gold'"):
+        headers.priority_class(None, "gold", PriorityClass.DEFAULT, ANYONE.check_class)
+    with pytest.raises(RequestRefused, match="x-queue: 'wait'"):
+        headers.no_wait(b"wait")
+    with pytest.raises(RequestRefused, match="content-encoding: 'gzip'"):
+        headers.refuse_encoded_body(b"gzip")
+
+
+@pytest.mark.parametrize("value", [b"0", b"-1", b"nan", b"inf", b"soon", b"", b"1e9"])
+def test_a_queue_timeout_must_be_a_sensible_number(value: bytes) -> None:
+    with pytest.raises(RequestRefused, match="x-queue-timeout-s"):
+        headers.queue_timeout_s(value)
+
+
+def test_queue_wishes_are_read() -> None:
+    assert headers.queue_timeout_s(None) is None
+    assert headers.queue_timeout_s(b"2.5") == 2.5
+    assert headers.no_wait(b"no-wait")
+    assert not headers.no_wait(None)
+
+
+def test_what_belongs_to_one_connection_or_to_the_gateway_stays_here() -> None:
+    raw = [
+        (b"content-type", b"application/json"),
+        (b"traceparent", b"00-1"),
+        (b"host", b"gw"),
+        (b"authorization", b"Bearer k"),
+        (b"accept-encoding", b"gzip"),
+        (b"x-replica-token", b"forged"),
+        (b"x-request-id", b"1"),
+        (b"expect", b"100-continue"),
+        (b"te", b"trailers"),
+        (b"connection", b"keep-alive, X-Hop"),
+        (b"x-hop", b"1"),
+    ]
+    assert headers.forwarded(raw, dict(raw)) == b"content-type: application/json\r\ntraceparent: 00-1\r\n"
+
+
+@pytest.mark.parametrize("value", [b"a\r\nx-replica-token: forged", b"a\nb", b"a\rb"])
+def test_a_smuggled_line_break_is_refused(value: bytes) -> None:
+    raw = [(b"x-a", value)]
+    with pytest.raises(RequestRefused, match="line break"):
+        headers.forwarded(raw, dict(raw))
+
+
+def test_the_engines_own_connection_headers_do_not_return() -> None:
+    raw = [
+        (b"content-type", b"text/plain"),
+        (b"content-length", b"3"),
+        (b"transfer-encoding", b"chunked"),
+        (b"server", b"uvicorn"),
+        (b"x-engine", b"1"),
+    ]
+    assert headers.returned(raw) == [(b"content-type", b"text/plain"), (b"x-engine", b"1")]
+
+
+def test_a_request_head_names_the_replica_and_carries_its_token() -> None:
+    replica = ReplicaAddress(replica_id="r", pool="short", host="fe80::1", port=7, token="t")
+    head = headers.RequestHead(path="/v1/x", client_request_id="id", forwarded=b"a: b\r\n")
+    assert head.for_replica(replica, 5) == (
+        b"POST /v1/x HTTP/1.1\r\nhost: [fe80::1]:7\r\nx-replica-token: t\r\n"
+        b"x-request-id: id\r\ncontent-length: 5\r\na: b\r\n\r\n"
+    )
