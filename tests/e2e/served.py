@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import psutil  # type: ignore[import-untyped]
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
@@ -29,13 +30,14 @@ class Served:
     Attributes:
         url: of its HTTP front end.
         process: `serve run`, the parent of every Ray process of the application.
-        log: what it has printed.
+        folder: where Ray keeps what belongs to it.
+        started_in_s: from the command to the first request that it would have served.
     """
 
     url: str
     process: psutil.Process
-    log: Path
-    started_in_s: float
+    folder: Path
+    started_in_s: float = 0.0
 
     def replicas(self, deployment: str) -> list[psutil.Process]:
         """The processes of a deployment's replicas, by the beginning of its name."""
@@ -46,12 +48,26 @@ class Served:
                     found.append(process)
         return found
 
+    def log_lines(self, deployment: str) -> list[str]:
+        """What a deployment's replicas have logged, the dead ones included."""
+        logs = self.folder.glob(f"ray/session_latest/logs/serve/replica_ewsjf_{deployment}*.log")
+        return [line for log in logs for line in log.read_text(errors="replace").splitlines()]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that bear the labels; from whichever gateway answers."""
+        total = 0.0
+        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=10).text):
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    total += sample.value
+        return total
+
     def wait_until_ready(self, timeout_s: float = 60.0) -> None:
         """Until every model has a replica, as the gateway sees it."""
         wait_for(lambda: httpx.get(f"{self.url}/ready", timeout=5).status_code == 200, timeout_s, "/ready")
 
 
-def wait_for(condition: Any, timeout_s: float, what: str) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
     """Until the condition holds; an HTTP error counts as not yet."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -70,10 +86,9 @@ def serve(args: Mapping[str, Any], environment: Mapping[str, str] | None = None)
     ports = _free_ports(6)
     config = folder / "serve.yaml"
     config.write_text(yaml.safe_dump(_serve_config(args, ports[0])))
-    log = folder / "serve.log"
     command = [str(Path(sys.executable).parent / "serve"), "run", str(config)]
     started_at = time.monotonic()
-    with log.open("wb") as output:
+    with (folder / "serve.log").open("wb") as output:
         child = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -84,12 +99,12 @@ def serve(args: Mapping[str, Any], environment: Mapping[str, str] | None = None)
     process = psutil.Process(child.pid)
     url = f"http://127.0.0.1:{ports[0]}"
     try:
-        served = Served(url, process, log, 0.0)
+        served = Served(url, process, folder)
         try:
             served.wait_until_ready(START_TIMEOUT_S)
         except TimeoutError as exc:
             raise RuntimeError(f"the application did not start:\n{_tail(folder)}") from exc
-        yield Served(url, process, log, time.monotonic() - started_at)
+        yield Served(url, process, folder, time.monotonic() - started_at)
     finally:
         _end(process)
         child.wait(10)
@@ -119,7 +134,7 @@ def _environment(folder: Path, ports: list[int], changes: Mapping[str, str]) -> 
     return {
         **os.environ,
         **settings,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "RAY_TMPDIR": str(folder),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
