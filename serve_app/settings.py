@@ -73,6 +73,8 @@ class EngineSettings:
         """Context limit in tokens as far as the settings tell; an engine may know better once it runs."""
         if self.emulated is not None:
             return self.emulated.max_model_len or load_profile(self.emulated.profile).max_model_len
+        if self.remote is not None:
+            return self.remote.max_model_len
         stated = self.vllm.args.get("max_model_len") if self.vllm is not None else None
         return stated if isinstance(stated, int) else None
 

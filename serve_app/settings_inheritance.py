@@ -15,8 +15,6 @@ from serve_app.engines.profiles import load_profile
 from serve_app.errors import SettingsError
 from serve_app.routing.pools import RoutingSettings
 
-_NAMED_ENGINES = ("emulated", "vllm")
-
 
 def with_inherited_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of an application, with every component's inherited keys in place.
@@ -67,14 +65,11 @@ def _b_short(pools: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _pool(pool: Mapping[str, Any], model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Engines answer under the names of their model; one that runs elsewhere has its own."""
+    """Engines answer under the names of their model, because bodies reach them as clients wrote them."""
     engine = pool.get("engine")
     if not isinstance(engine, Mapping) or "name" not in model:
         return pool
-    named = {
-        kind: _named(inner, model) if kind in _NAMED_ENGINES else inner for kind, inner in engine.items()
-    }
-    return {**pool, "engine": named}
+    return {**pool, "engine": {kind: _named(inner, model) for kind, inner in engine.items()}}
 
 
 def _named(engine: Any, model: Mapping[str, Any]) -> Any:

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.autoscaler._private.util import validate_config
 
 from serve_app.errors import SettingsError
 from serve_app.request import PriorityClass
@@ -164,13 +165,30 @@ def test_a_file_of_another_shape_is_refused_without_a_crash(args: Any) -> None:
         AppSettings.model_validate(args)
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
-def test_every_configuration_that_is_shipped_parses(path: Path) -> None:
-    content = yaml.safe_load(path.read_text())
-    if "applications" not in content:
-        pytest.skip("not a Serve configuration")
-    settings = load_settings(path)
-    assert list(settings.served_names())
+@pytest.mark.parametrize("name", ["local", "cpu_vllm", "remote", "gpu_1x", "gpu_8x"])
+def test_every_configuration_that_is_shipped_parses(name: str) -> None:
+    assert list(load_settings(CONFIGS / f"{name}.yaml").served_names())
+
+
+def test_the_kubernetes_service_parses_and_runs_with_the_settings_of_serve_env() -> None:
+    spec = yaml.safe_load((CONFIGS / "kuberay.yaml").read_text())["spec"]
+    ours = yaml.safe_load(spec["serveConfigV2"])["applications"][0]
+    assert list(AppSettings.model_validate(ours["args"]).served_names())
+    lines = (CONFIGS.parent / "scripts" / "serve.env").read_text().splitlines()
+    expected = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    cluster = spec["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        container = group["template"]["spec"]["containers"][0]
+        assert {entry["name"]: entry["value"] for entry in container["env"]} == expected
+
+
+def test_the_cluster_launcher_takes_our_cluster() -> None:
+    content = yaml.safe_load((CONFIGS.parent / "cluster.yaml").read_text())
+    validate_config(content)
+    assert set(content["available_node_types"]) == {"head", "gpu_worker"}
+    # Ray's processes read scripts/serve.env when they start, on every node.
+    for kind in ("head", "worker"):
+        assert any("scripts/serve.env" in command for command in content[f"{kind}_start_ray_commands"])
 
 
 def test_the_real_model_on_a_cpu_sends_three_thousand_tokens_to_the_long_pool() -> None:

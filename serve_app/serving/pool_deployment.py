@@ -10,10 +10,10 @@ from typing import Any
 import ray.util
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from serve_app.engines.emulated import EmulatedEngine, EmulatedEngineSettings
-from serve_app.engines.remote import RemoteEngine, RemoteEngineSettings
 
+from serve_app.engines.emulated import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import Engine
+from serve_app.engines.remote import RemoteEngine, RemoteEngineSettings
 from serve_app.engines.vllm import VllmEngine, VllmEngineSettings
 from serve_app.serving.channel.messages import Endpoint
 from serve_app.serving.channel.settings import ChannelSettings

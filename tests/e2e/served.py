@@ -11,16 +11,46 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil  # type: ignore[import-untyped]
+import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
+
+# Two gateways and two short replicas, so that one of each may die. At 4 ms a step, an answer of 1,500 tokens
+# takes six seconds: long enough to be interrupted.
+ARGS = {
+    "models": [
+        {
+            "name": "demo",
+            "aliases": ["demo-alias"],
+            "pools": [
+                {
+                    "name": "short",
+                    "engine": {"emulated": {"profile": "laptop", "max_model_len": 2048}},
+                    "replicas": 2,
+                    "resources": {"num_cpus": 0.1},
+                    "drain_timeout_s": 10.0,
+                },
+                {
+                    "name": "long",
+                    "engine": {"emulated": {"profile": "laptop", "max_model_len": 8192}},
+                    "resources": {"num_cpus": 0.1},
+                    "drain_timeout_s": 10.0,
+                },
+            ],
+            "scheduler": {"routing": {"b_short_tokens": 2000, "spill": True}, "max_waiting": 300},
+        }
+    ],
+    "gateways": {"replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 10.0},
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +95,32 @@ class Served:
     def wait_until_ready(self, timeout_s: float = 60.0) -> None:
         """Until every model has a replica, as the gateway sees it."""
         wait_for(lambda: httpx.get(f"{self.url}/ready", timeout=5).status_code == 200, timeout_s, "/ready")
+
+
+_RUNNING = pytest.StashKey[Served | Exception]()
+
+
+def shared(config: pytest.Config) -> Served:
+    """The one application of a test session, started when first asked for.
+
+    A test that kills a part of it leaves it to the next one to wait until that part is back.
+    """
+    if _RUNNING not in config.stash:
+        manager = serve(ARGS)
+        try:
+            config.stash[_RUNNING] = manager.__enter__()
+            config.add_cleanup(partial(_leave, manager))
+        except RuntimeError as exc:
+            # Once is enough to wait for a start that fails.
+            config.stash[_RUNNING] = exc
+    running = config.stash[_RUNNING]
+    if isinstance(running, Exception):
+        raise running
+    return running
+
+
+def _leave(manager: contextlib.AbstractContextManager[Served]) -> None:
+    manager.__exit__(None, None, None)
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

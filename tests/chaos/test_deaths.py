@@ -1,0 +1,181 @@
+"""What clients notice when a part of a running application is killed: as little as the contracts say."""
+
+import asyncio
+import json
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from tests.e2e.served import Served, wait_for
+
+LIMITS = httpx.Limits(max_connections=None)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back of one streamed request."""
+
+    name: str
+    status: int
+    tokens: int
+    ends: int
+    errors: int
+
+
+def body(name: str, max_tokens: int, *, stream: bool) -> dict[str, object]:
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    content = f"{name}: tell me something."
+    messages = [{"role": "user", "content": content}]
+    return {"model": "demo", "messages": messages, "max_tokens": max_tokens, "ignore_eos": True, **options}
+
+
+async def streamed(http: httpx.AsyncClient, name: str, max_tokens: int) -> Answer:
+    """Ask for exactly so many tokens, and count what came and how often it ended."""
+    tokens = ends = errors = 0
+    request = body(name, max_tokens, stream=True)
+    headers = {"x-request-id": name}
+    async with http.stream("POST", "/v1/chat/completions", json=request, headers=headers) as response:
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                ends += 1
+            elif line.startswith("data: "):
+                event = json.loads(line.removeprefix("data: "))
+                errors += "error" in event
+                tokens += (event.get("usage") or {}).get("completion_tokens", 0)
+        return Answer(name, response.status_code, tokens, ends, errors)
+
+
+async def under_load(
+    app: Served,
+    requests: int,
+    one: Callable[[httpx.AsyncClient, int], Awaitable[Answer]],
+    strike: Callable[[], object],
+) -> list[Answer]:
+    """Start the requests within two seconds, and strike in the middle of it."""
+    async with httpx.AsyncClient(base_url=app.url, timeout=90, limits=LIMITS) as http:
+
+        async def start(number: int) -> Answer:
+            await asyncio.sleep(number * 2.0 / requests)
+            return await one(http, number)
+
+        tasks = [asyncio.create_task(start(number)) for number in range(requests)]
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(strike)
+        return await asyncio.gather(*tasks)
+
+
+def kill_one(app: Served, deployment: str) -> psutil.Process:
+    victim: psutil.Process = app.replicas(deployment)[0]
+    victim.send_signal(signal.SIGKILL)
+    victim.wait(10)
+    return victim
+
+
+def attempts_by_request(app: Served, prefix: str) -> Counter[str]:
+    """How often each request was sent to a replica, summed over its conclusions, by its client's id."""
+    found: Counter[str] = Counter()
+    for line in app.log_lines("gateway"):
+        concluded = re.search(
+            r"event=concluded outcome=completed .*attempts=(\d+).* client_request_id=(\S+)", line
+        )
+        if concluded and concluded[2].startswith(prefix):
+            found[concluded[2]] += int(concluded[1])
+    return found
+
+
+async def test_a_killed_scheduler_costs_no_request_and_answers_none_twice(app: Served) -> None:
+    answers = await under_load(
+        app,
+        200,
+        lambda http, number: streamed(http, f"scheduler-{number}", 150),
+        partial(kill_one, app, "scheduler"),
+    )
+    assert {(answer.status, answer.tokens, answer.ends, answer.errors) for answer in answers} == {
+        (200, 150, 1, 0)
+    }
+    assert attempts_by_request(app, "scheduler-") == {f"scheduler-{number}": 1 for number in range(200)}
+    wait_for(lambda: app.metric("ewsjf_requests_in_flight") == 0, 10, "an empty ledger")
+    assert app.metric("ewsjf_requests_waiting") == 0
+
+
+async def test_a_replica_killed_before_its_first_byte_costs_its_clients_nothing(app: Served) -> None:
+    """Answers that are not streamed have no first byte until they are complete."""
+
+    async def whole(http: httpx.AsyncClient, number: int) -> Answer:
+        response = await http.post(
+            "/v1/chat/completions",
+            json=body(f"replica-{number}", 300, stream=False),
+            headers={"x-request-id": f"replica-{number}"},
+        )
+        tokens = response.json().get("usage", {}).get("completion_tokens", 0)
+        return Answer(f"replica-{number}", response.status_code, tokens, 1, 0)
+
+    answers = await under_load(app, 60, whole, partial(kill_one, app, "short"))
+    assert {(answer.status, answer.tokens) for answer in answers} == {(200, 300)}
+    attempts = attempts_by_request(app, "replica-")
+    assert len(attempts) == 60
+    # The killed replica held some of them, and those went out a second time.
+    assert max(attempts.values()) == 2
+    await asyncio.to_thread(wait_for, lambda: len(app.replicas("short")) == 2, 60, "a new replica")
+
+
+async def test_a_replica_killed_in_mid_answer_ends_its_streams_with_an_error(app: Served) -> None:
+    answers = await under_load(
+        app,
+        40,
+        lambda http, number: streamed(http, f"midway-{number}", 800),
+        partial(kill_one, app, "short"),
+    )
+    whole = [answer for answer in answers if answer.errors == 0]
+    broken = [answer for answer in answers if answer.errors]
+    assert broken
+    # Never a silent truncation: an answer is complete, or it says that it is not.
+    assert {(answer.tokens, answer.ends) for answer in whole} == {(800, 1)}
+    assert {answer.errors for answer in broken} == {1}
+    await asyncio.to_thread(wait_for, lambda: len(app.replicas("short")) == 2, 60, "a new replica")
+
+
+async def test_requests_of_a_killed_gateway_are_released_within_two_seconds(app: Served) -> None:
+    async with httpx.AsyncClient(base_url=app.url, timeout=60, limits=LIMITS) as http:
+        streams = [asyncio.create_task(streamed(http, f"gateway-{n}", 1_900)) for n in range(20)]
+        await asyncio.to_thread(
+            wait_for, lambda: app.metric("ewsjf_requests_in_flight") == 20, 10, "20 streams"
+        )
+        await asyncio.to_thread(kill_one, app, "gateway")
+        killed_at = time.monotonic()
+        # Those of the dead gateway break at once; the others go on.
+        await asyncio.sleep(0.2)
+        left = sum(not stream.done() for stream in streams)
+        assert 0 < left < 20
+        await asyncio.to_thread(
+            wait_for, lambda: app.metric("ewsjf_requests_in_flight") <= left, 10, "released places"
+        )
+        # Two seconds, and what this test's own looking takes on a busy machine.
+        assert time.monotonic() - killed_at < 3.5
+        ended = await asyncio.gather(*streams, return_exceptions=True)
+    survivors = [answer for answer in ended if isinstance(answer, Answer)]
+    assert {(answer.tokens, answer.ends) for answer in survivors} == {(1_900, 1)}
+    assert all(isinstance(answer, Answer | httpx.TransportError) for answer in ended)
+    await asyncio.to_thread(wait_for, lambda: len(app.replicas("gateway")) == 2, 60, "a new gateway")
+
+
+@pytest.mark.parametrize(("deployment", "count"), [("scheduler", 1), ("gateway", 2)])
+async def test_what_was_killed_is_back_and_serves(app: Served, deployment: str, count: int) -> None:
+    old = await asyncio.to_thread(kill_one, app, deployment)
+
+    def is_back() -> bool:
+        pids = {process.pid for process in app.replicas(deployment)}
+        return len(pids) == count and old.pid not in pids
+
+    await asyncio.to_thread(wait_for, is_back, 60, "a new process")
+    async with httpx.AsyncClient(base_url=app.url, timeout=30) as http:
+        answer = await streamed(http, f"back-{deployment}", 10)
+    assert (answer.status, answer.tokens, answer.ends) == (200, 10, 1)
