@@ -12,11 +12,27 @@ from serve_app.bench.connection import BenchError, ConnectionPool
 from serve_app.workloads.trace import TraceRequest
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One answered request.
+
+    Attributes:
+        first_s: from sending to the first token; to the end, when the answer does not stream.
+        whole_s: from sending to the end.
+        reads: in how many pieces the answer came.
+    """
+
+    first_s: float
+    whole_s: float
+    reads: int
+
+
 @dataclass(slots=True)
 class ClosedLoop:
-    """Sends one kind of request from `concurrency` clients.
+    """Sends one kind of request.
 
-    Args:
+    Attributes:
+        stream: whether `bodies` ask for streams.
         answer_timeout_s: longest time that any answer may take.
     """
 
@@ -26,41 +42,41 @@ class ClosedLoop:
     stream: bool
     answer_timeout_s: float = 60.0
     _sent: int = 0
-    _latencies_s: list[tuple[float, float]] = field(default_factory=list)
+    _exchanges: list[Exchange] = field(default_factory=list)
 
-    async def run(self, concurrency: int, requests: int) -> list[tuple[float, float]]:
-        """Send `requests` in all.
-
-        Returns:
-            Seconds to the first token and to the end of each request, in the order of their ends; without a
-            stream both are the time to the end.
+    async def run(self, concurrency: int, requests: int) -> list[Exchange]:
+        """Send `requests` in all from `concurrency` clients; returns them in the order of their ends.
 
         Raises:
-            BenchError: a request did not complete; a cost per request would mean nothing.
+            BenchError: in a group, when a request did not complete: a cost per request would mean nothing.
+            TimeoutError: in a group, when an answer took too long.
         """
-        self._latencies_s = []
-        clients = [
-            self._client(requests // concurrency + (i < requests % concurrency)) for i in range(concurrency)
-        ]
+        self._exchanges = []
         async with asyncio.TaskGroup() as group:
-            for client in clients:
-                group.create_task(client)
-        return self._latencies_s
+            for client in range(concurrency):
+                share = requests // concurrency + (client < requests % concurrency)
+                group.create_task(self._client(share))
+        return self._exchanges
 
     async def _client(self, requests: int) -> None:
         loop = asyncio.get_running_loop()
         connection = await self.pool.open()
-        for _ in range(requests):
-            if not connection.is_open:
-                connection = await self.pool.open()
-            ended: asyncio.Future[Answer] = loop.create_future()
-            answer = Answer(stream=self.stream, on_end=ended.set_result)
-            self._sent += 1
-            started_at = loop.time()
-            connection.start(self.bodies.make(self._sent, self.request), answer)
-            async with asyncio.timeout(self.answer_timeout_s):
-                await ended
-            if answer.outcome != "completed":
-                raise BenchError(f"a request ended as {answer.outcome}: {answer.detail}")
-            first = answer.first_token_at or answer.finished_at
-            self._latencies_s.append((first - started_at, answer.finished_at - started_at))
+        try:
+            for _ in range(requests):
+                if not connection.is_open:
+                    connection = await self.pool.open()
+                ended: asyncio.Future[Answer] = loop.create_future()
+                answer = Answer(stream=self.stream, on_end=ended.set_result)
+                self._sent += 1
+                request = self.bodies.make(self._sent, self.request)
+                started_at, reads = loop.time(), connection.reads
+                connection.start(request, answer)
+                async with asyncio.timeout(self.answer_timeout_s):
+                    await ended
+                if answer.outcome != "completed":
+                    raise BenchError(f"a request ended as {answer.outcome}: {answer.detail}")
+                first_s = (answer.first_token_at or answer.finished_at) - started_at
+                whole_s = answer.finished_at - started_at
+                self._exchanges.append(Exchange(first_s, whole_s, connection.reads - reads))
+        finally:
+            self.pool.discard(connection)

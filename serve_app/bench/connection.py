@@ -66,13 +66,23 @@ class Target:
 
 
 class Connection(asyncio.Protocol):
-    """One connection; carries one request at a time and hands the answer's bytes to its `Answer`."""
+    """One connection; carries one request at a time and hands the answer's bytes to its `Answer`.
 
-    __slots__ = ("_answer", "_loop", "_now", "_on_idle", "_parser", "_transport", "idle_since", "is_open")
+    Attributes:
+        is_open: as far as this side knows.
+        idle_since: when its last answer was complete.
+        reads: how often bytes came; tells whether the tokens of a stream came one by one.
+    """
+
+    __slots__ = (
+        *("_answer", "_loop", "_now", "_on_idle", "_parser", "_transport"),
+        *("idle_since", "is_open", "reads"),
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_idle: Callable[["Connection"], object]) -> None:
         self.is_open = False
         self.idle_since = 0.0
+        self.reads = 0
         self._loop = loop
         self._on_idle = on_idle
         self._answer: Answer | None = None
@@ -105,6 +115,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes of the answer; all they complete happens at this one time."""
         self._now = self._loop.time()
+        self.reads += 1
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as exc:

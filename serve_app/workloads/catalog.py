@@ -1,7 +1,7 @@
 """Which workload does a name or a path stand for? The one door of simulator, benchmark and planner."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from serve_app.workloads.loaders import load_trace
@@ -70,7 +70,7 @@ def resolve(settings: WorkloadSettings) -> Trace:
         TraceError: there is no such name or file, or it cannot be read.
     """
     path = _path_of(settings)
-    trace = _from_file(path, settings) if path is not None else _generated(settings)
+    trace = _generated(settings) if path is None else _from_file(path, settings)
     if settings.tenants is not None:
         trace = assign_tenants(trace, parse_shares(settings.tenants), stream(settings.seed, "tenants"))
     if settings.priorities is not None:
@@ -106,6 +106,8 @@ def _find(filename: str, folder: Path | None) -> Path | None:
 
 def _from_file(path: Path, settings: WorkloadSettings) -> Trace:
     trace = load_trace(path)
+    if settings.trace in _FILES:
+        trace = replace(trace, name=settings.trace)
     count = _count(settings, settings.rate_per_s or trace.rate_per_s, otherwise=len(trace.requests))
     trace = take(trace, count, stream(settings.seed, "window"))
     return trace if settings.rate_per_s is None else scale_to_rate(trace, settings.rate_per_s)

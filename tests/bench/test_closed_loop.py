@@ -1,7 +1,7 @@
 import pytest
 
 from serve_app.bench.bodies import BodyFactory, BodySettings
-from serve_app.bench.closed_loop import ClosedLoop
+from serve_app.bench.closed_loop import ClosedLoop, Exchange
 from serve_app.bench.connection import BenchError, ConnectionPool
 from serve_app.workloads.trace import TraceRequest
 from tests.bench.scripted import Script, document, scripted, stream_of, streaming
@@ -9,7 +9,7 @@ from tests.bench.scripted import Script, document, scripted, stream_of, streamin
 REQUEST = TraceRequest(arrival_s=0, prompt_tokens=20, output_tokens=3)
 
 
-async def run(script: Script, concurrency: int, requests: int) -> tuple[list[tuple[float, float]], int]:
+async def run(script: Script, concurrency: int, requests: int) -> tuple[list[Exchange], int]:
     async with scripted(script) as server:
         pool = ConnectionPool(server.target)
         loop = ClosedLoop(pool, BodyFactory(BodySettings(model="m"), "h"), REQUEST, stream=True)
@@ -20,10 +20,10 @@ async def run(script: Script, concurrency: int, requests: int) -> tuple[list[tup
 
 
 async def test_each_client_sends_its_share_on_one_connection() -> None:
-    latencies, connections = await run(streaming(stream_of()), 3, 10)
-    assert len(latencies) == 10
+    exchanges, connections = await run(streaming(stream_of()), 3, 10)
+    assert len(exchanges) == 10
     assert connections == 3
-    assert all(0 < first <= whole for first, whole in latencies)
+    assert all(0 < one.first_s <= one.whole_s and one.reads >= 1 for one in exchanges)
 
 
 async def test_a_request_that_does_not_complete_ends_the_measurement() -> None:
