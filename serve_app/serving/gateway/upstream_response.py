@@ -84,7 +84,8 @@ class UpstreamResponse:
         while not self.status:
             if self.error is not None:
                 raise self.error
-            await self._wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
 
     async def next(self) -> bytes:
         """All body bytes that have come since the last call; waits for some, empty only at the end.
@@ -97,7 +98,8 @@ class UpstreamResponse:
                 return b""
             if self.error is not None:
                 raise self.error
-            await self._wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         pieces, self._pieces = self._pieces, []
         self._buffered_bytes = 0
         if self._connection is not None:
@@ -122,13 +124,6 @@ class UpstreamResponse:
         """Give the connection up; cuts it when the answer is not complete, so that the engine stops."""
         if self._connection is not None:
             self._connection.abort()
-
-    async def _wait(self) -> None:
-        waiter = self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await waiter
-        finally:
-            self._waiter = None
 
     # Called by the connection.
 

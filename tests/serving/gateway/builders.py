@@ -35,7 +35,7 @@ async def serving(app: ASGIApp) -> AsyncIterator[int]:
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     task = asyncio.create_task(server.serve(sockets=[sock]))
-    while not server.started:
+    while not server.started:  # noqa: ASYNC110 - uvicorn offers a flag, no event
         await asyncio.sleep(0.005)
     try:
         yield sock.getsockname()[1]
@@ -236,12 +236,12 @@ def _choice(scope: Scope, text: str, finish: str | None, *, delta: bool) -> dict
 
 
 async def _read(receive: Receive) -> bytes:
-    body = b""
+    body = bytearray()
     while True:
         message = await receive()
         body += message.get("body", b"")
         if not message.get("more_body"):
-            return body
+            return bytes(body)
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -250,8 +250,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class RawReplica:
-    """A replica below HTTP: reads one request at a time and lets a script do with the socket what it likes.
-    """
+    """A replica below HTTP: reads one request at a time, then a script does with the socket what it likes."""
 
     def __init__(self, script: Callable[[asyncio.StreamWriter, bytes, int], Awaitable[None]]) -> None:
         self.requests: list[bytes] = []

@@ -56,9 +56,7 @@ def test_a_key_may_be_held_to_some_classes() -> None:
     caller = ring.caller(b"Bearer k")
     assert caller.default_class is PriorityClass.BATCH
     caller.check_class(PriorityClass.DEFAULT, "x-priority")
-    with pytest.raises(
-        RequestRefused, match="may not use the class interactive .x-priority.; it may use: default, batch"
-    ):
+    with pytest.raises(RequestRefused, match=r"interactive .*it may use: default, batch"):
         caller.check_class(PriorityClass.INTERACTIVE, "x-priority")
 
 

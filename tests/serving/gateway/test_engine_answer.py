@@ -8,9 +8,9 @@ from serve_app.errors import Outcome
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.gateway.engine_answer import TooLongError, failure_of, outcome_of
 
+# As vLLM 0.32 words it in its renderers, its token limits and its input processor.
 VLLM_TOO_LONG = [
-    "This model's maximum context length is 512 tokens. However, your prompt contains 900 input tokens, which "
-    "exceeds this limit even without any output tokens. Please reduce the length of the input prompt.",
+    "This model's maximum context length is 512 tokens. However, your prompt contains 900 input tokens, ...",
     "Input length (900) exceeds model's maximum context length (512).",
     "The decoder prompt (length 900) is longer than the maximum model length of 512. Make sure ...",
     "max_tokens=900 cannot be greater than max_model_len=512. Please request fewer output tokens.",

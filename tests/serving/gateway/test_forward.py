@@ -33,6 +33,8 @@ MESSAGES: Any = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
 TOO_LONG = "This model's maximum context length is 512 tokens. However, your prompt contains 900 input tokens"
 
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
 
 def put_backs(stage: Stage) -> list[DispatchFailure]:
     return [event[1] for event in stage.dispatcher.events if event[0] == "put_back"]
@@ -67,8 +69,8 @@ async def test_an_engine_that_cannot_is_replaced_unseen(
     "said",
     [
         b"",
-        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n6\r\ndata: \r\n",
+        STREAM_HEAD,
+        STREAM_HEAD + b"6\r\ndata: \r\n",
         b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{",
     ],
 )
@@ -299,7 +301,7 @@ async def test_a_client_that_never_reads_loses_its_answer_and_frees_the_engine()
         async with staged(engine, dispatcher, app) as stage:
             engine.answers.append(floods)
             _, writer = await raw_request(stage, chat(stream=True))
-            await eventually(lambda: dispatcher.outcomes(), within_s=10)
+            await eventually(dispatcher.outcomes, within_s=10)
             await eventually(lambda: engine.running == 0)
             assert dispatcher.outcomes() == [Outcome.CANCELLED]
             writer.close()

@@ -1,5 +1,6 @@
 """The stream scanner: what clients receive must not depend on where TCP cuts."""
 
+import itertools
 import json
 
 import pytest
@@ -20,9 +21,7 @@ def event(document: object, end: str = "\n") -> bytes:
 def scan(stream: bytes, cuts: list[int], *, hide_usage: bool = True) -> tuple[bytes, StreamScanner]:
     scanner = StreamScanner(hide_usage=hide_usage)
     positions = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
-    received = b"".join(
-        scanner.feed(stream[begin:end]) for begin, end in zip(positions, positions[1:], strict=False)
-    )
+    received = b"".join(scanner.feed(stream[begin:end]) for begin, end in itertools.pairwise(positions))
     return received + scanner.flush(), scanner
 
 
