@@ -140,16 +140,17 @@ class SchedulerActor:
                 self._started = self._begin()
                 await self._started
 
-    async def shutdown(self) -> None:
+    def shutdown(self) -> None:
         """Send what was said, close every connection, end the log."""
         if not self._started.done():
             self._started.cancel()
         elif self._shell is not None:
             self._shell.stop("the actor was shut down")
 
-    async def __del__(self) -> None:
-        """Serve awaits this at the end of the replica's life."""
-        await self.shutdown()
+    def __del__(self) -> None:
+        """Serve calls this on the loop at the end of the replica's life."""
+        if self._loop.is_running():
+            self.shutdown()
 
     def _begin(self) -> asyncio.Task[None]:
         return self._loop.create_task(self._start(), context=contextvars.Context())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.events import DispatchFailed, ReplicaReport, ReplicaSpec
@@ -34,6 +35,8 @@ class SchedulerMetrics:
     def __init__(self, model: str, incarnation: int) -> None:
         self._model = model
         self._registry = registry = CollectorRegistry()
+        self._dispatch_children: dict[tuple[str, PriorityClass], tuple[Counter, Histogram]] = {}
+        self._conclusion_children: dict[tuple[PriorityClass, Outcome], Counter] = {}
         own = ("model",)
         self._waiting = Gauge(
             "ewsjf_requests_waiting", "Requests in the queue.", (*own, "class"), registry=registry
@@ -93,10 +96,11 @@ class SchedulerMetrics:
 
     def dispatched(self, command: Dispatch, priority: PriorityClass, *, spilled: bool) -> None:
         """A grant was issued."""
+        dispatches, wait = self._of_dispatch(command.pool, priority)
+        dispatches.inc()
+        wait.observe(command.queue_wait_s)
         if spilled:
             self._spills.labels(self._model, command.pool).inc()
-        self._dispatches.labels(self._model, command.pool).inc()
-        self._wait.labels(self._model, command.pool, priority.value).observe(command.queue_wait_s)
 
     def put_back(self, event: DispatchFailed) -> None:
         """A grant came to nothing."""
@@ -104,7 +108,7 @@ class SchedulerMetrics:
 
     def concluded(self, command: Conclude, priority: PriorityClass) -> None:
         """A request reached its outcome."""
-        self._concluded.labels(self._model, priority.value, command.outcome.value).inc()
+        self._of_conclusion(priority, command.outcome).inc()
 
     def report_went_stale(self) -> None:
         """A replica has not reported for too long."""
@@ -129,3 +133,22 @@ class SchedulerMetrics:
                 self._kv.labels(*labels).set(report.kv_usage_ratio)
                 self._engine_waiting.labels(*labels).set(report.waiting)
         return generate_latest(self._registry).decode()
+
+    # Looking labels up takes as long as counting, so what is counted for each request is kept.
+
+    def _of_dispatch(self, pool: str, priority: PriorityClass) -> tuple[Counter, Histogram]:
+        found = self._dispatch_children.get((pool, priority))
+        if found is None:
+            found = (
+                self._dispatches.labels(self._model, pool),
+                self._wait.labels(self._model, pool, priority.value),
+            )
+            self._dispatch_children[pool, priority] = found
+        return found
+
+    def _of_conclusion(self, priority: PriorityClass, outcome: Outcome) -> Counter:
+        found = self._conclusion_children.get((priority, outcome))
+        if found is None:
+            found = self._concluded.labels(self._model, priority.value, outcome.value)
+            self._conclusion_children[priority, outcome] = found
+        return found

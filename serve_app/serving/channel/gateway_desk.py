@@ -40,6 +40,7 @@ may be replaced by another that knows nothing. How it holds:
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from serve_app.errors import ChannelError, Outcome
@@ -129,22 +130,23 @@ class GatewayDesk:
 
     # What the server calls.
 
-    def joined(self, gateway_id: str, link: Link) -> None:
-        """A gateway has been let in; its snapshot follows."""
+    def joined(self, gateway_id: str, link: Link) -> Callable[[Message], None]:
+        """Expect the snapshot of a gateway that was let in; return who takes what it says."""
         gateway = self._gateways.setdefault(gateway_id, Gateway(gateway_id))
         if gateway.release is not None:
             gateway.release.cancel()
             gateway.release = None
         gateway.link, gateway.mentioned = link, set()
+        return partial(self._said, gateway)
 
-    def said(self, gateway_id: str, message: Message) -> None:
-        """Take one message of a gateway that has joined."""
+    def _said(self, gateway: Gateway, message: Message) -> None:
         handler = self._on.get(type(message))
         if handler is None:
-            raise ChannelError(
-                f"gateway {gateway_id} said {type(message).__name__}, which is not a gateway's to say"
+            text = (
+                f"gateway {gateway.gateway_id} said {type(message).__name__}, which is not a gateway's to say"
             )
-        handler(self._gateways[gateway_id], message)
+            raise ChannelError(text)
+        handler(gateway, message)
 
     def lost(self, gateway_id: str, link: Link, *, for_good: bool) -> None:
         """A gateway's connection is over; `for_good` when it said so itself."""

@@ -2,10 +2,12 @@
 
 - Messages sent within one turn of the event loop leave together, in as few frames as possible.
 - Each side says `Heartbeat` every `heartbeat_s`, with the count of messages that it has dealt with. A peer is
-  dead when nothing was heard from it for `beats_to_death` ticks, or when as many ticks brought no news that
-  it deals with what it was sent: a peer that talks and does not listen is as useless as a silent one.
+  dead when nothing was heard from it for `beats_to_death` ticks, or when as many of its heartbeats brought no
+  news that it deals with what it was sent: who talks and does not listen is as useless as who is silent.
 - Silence is counted in ticks of our own timer, not in seconds: when this event loop itself was away, the
   data that came meanwhile is read before more than one tick has passed, so nobody is blamed for our delay.
+- A peer that says much at once is heard in slices, between which the loop does everything else: other peers
+  are not kept waiting, and our own heartbeats go out. Meanwhile nothing more is read from its connection.
 - Receipts let a sender keep what it cannot afford to lose until the other side has dealt with it: `send`
   returns the number of the message, `acknowledged` the number up to which all are dealt with.
 """
@@ -14,10 +16,11 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
 from serve_app.errors import ChannelError
-from serve_app.serving.channel.framing import FrameReader, encode_frames
+from serve_app.serving.channel.framing import MAX_MESSAGES_PER_FRAME, FrameReader, encode_frames
 from serve_app.serving.channel.messages import Heartbeat, Message
 from serve_app.serving.channel.settings import ChannelSettings
 
@@ -53,12 +56,14 @@ class Link(asyncio.Protocol):
         self._sent = 0
         self._read = 0
         self.acknowledged = 0
-        # What the last tick saw.
+        # Since the last tick.
         self._heard = False
-        self._sent_at_tick = 0
-        self._acknowledged_at_tick = 0
         self._silent_ticks = 0
-        self._deaf_ticks = 0
+        # How much had been sent when the last heartbeat came, and how many have come without progress.
+        self._sent_at_beat = 0
+        self._deaf_beats = 0
+        # What has been received and not been dealt with.
+        self._backlog: Iterator[list[Any]] | None = None
 
     def __repr__(self) -> str:
         state = "open" if self.open else f"closed: {self._reason}"
@@ -100,17 +105,13 @@ class Link(asyncio.Protocol):
         """Say that we live, and give a dead peer up; the owner calls it every `heartbeat_s`."""
         if not self.open:
             return
-        listens = self.acknowledged > self._acknowledged_at_tick or self.acknowledged >= self._sent_at_tick
-        self._silent_ticks = 0 if self._heard else self._silent_ticks + 1
-        self._deaf_ticks = 0 if listens else self._deaf_ticks + 1
-        self._heard, self._acknowledged_at_tick = False, self.acknowledged
         limit = self._settings.beats_to_death
-        if self._silent_ticks >= limit or self._deaf_ticks >= limit:
-            what = "said" if self._silent_ticks >= limit else "read"
-            self.abort(f"the peer {what} nothing for {limit * self._settings.heartbeat_s:g} s")
+        self._silent_ticks = 0 if self._heard or self._backlog is not None else self._silent_ticks + 1
+        self._heard = False
+        if self._silent_ticks >= limit:
+            self.abort(f"the peer said nothing for {limit * self._settings.heartbeat_s:g} s")
             return
         self.send(Heartbeat(self._read))
-        self._sent_at_tick = self._sent
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin; asyncio calls this."""
@@ -125,15 +126,7 @@ class Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Take what the peer said; asyncio calls this."""
         self._heard = True
-        try:
-            for messages in self._reader.feed(data):
-                for message in messages:
-                    if not self.open:
-                        return
-                    self._take(message)
-        except ChannelError as error:
-            logger.warning("control channel: closing a connection: %s", error)
-            self.abort(str(error))
+        self._hear(self._reader.feed(data))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End; asyncio calls this once, whoever ended it."""
@@ -143,15 +136,52 @@ class Link(asyncio.Protocol):
 
     # How it works.
 
+    def _hear(self, frames: Iterator[list[Any]]) -> None:
+        """Deal with a slice of what came; go on with the rest at the loop's next turn."""
+        left = MAX_MESSAGES_PER_FRAME
+        try:
+            for messages in frames:
+                for message in messages:
+                    if not self.open:
+                        return
+                    self._take(message)
+                left -= len(messages)
+                if left <= 0:
+                    self._pause(frames)
+                    return
+        except ChannelError as error:
+            logger.warning("control channel: closing a connection: %s", error)
+            self.abort(str(error))
+
+    def _pause(self, frames: Iterator[list[Any]]) -> None:
+        if self.open:
+            self._backlog = frames
+            self._require_transport().pause_reading()
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        frames, self._backlog = self._backlog, None
+        if self.open and frames is not None:
+            self._hear(frames)
+            if self.open and self._backlog is None:
+                self._require_transport().resume_reading()
+
     def _take(self, message: Any) -> None:
         if isinstance(message, Heartbeat):
-            if not self.acknowledged <= message.read <= self._sent:
-                raise ChannelError(f"a receipt for {message.read} messages, when {self._sent} were sent")
-            self.acknowledged = message.read
+            self._note_receipt(message.read)
         else:
             self._owner.link_said(self, message)
         # Counted after it was dealt with: a receipt promises that much.
         self._read += 1
+
+    def _note_receipt(self, read: int) -> None:
+        if not self.acknowledged <= read <= self._sent:
+            raise ChannelError(f"a receipt for {read} messages, when {self._sent} were sent")
+        stuck = read == self.acknowledged and read < self._sent_at_beat
+        self._deaf_beats = self._deaf_beats + 1 if stuck else 0
+        self.acknowledged, self._sent_at_beat = read, self._sent
+        if self._deaf_beats >= self._settings.beats_to_death:
+            self.abort(f"the peer read nothing in {self._deaf_beats} heartbeats")
 
     def _flush(self) -> None:
         self._flush_due = False

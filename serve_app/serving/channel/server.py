@@ -16,6 +16,7 @@ import hmac
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from serve_app.errors import ChannelError
@@ -46,6 +47,7 @@ class Identity:
 class _Peer:
     role: Role
     peer_id: str
+    said: Callable[[Any], None]
 
 
 class ChannelServer:
@@ -98,10 +100,8 @@ class ChannelServer:
         elif isinstance(message, Bye):
             self._part(link, "it said goodbye", for_good=True)
             link.close("it said goodbye")
-        elif peer.role is Role.GATEWAY:
-            self._gateways.said(peer.peer_id, message)
         else:
-            self._replicas.said(peer.peer_id, link, message)
+            peer.said(message)
 
     def link_lost(self, link: Link, reason: str) -> None:
         """A connection is over."""
@@ -152,12 +152,13 @@ class ChannelServer:
         del self._strangers[link]
         link.limit_frames(self._settings.max_frame_bytes)
         self._replace_older(message)
-        self._peers[link] = _Peer(message.role, message.peer_id)
         logger.info("event=peer_joined role=%s peer=%s", message.role.value, message.peer_id)
         link.send(Welcome(self._identity.incarnation, self._identity.queue_timeouts_s))
+        said: Callable[[Any], None] = partial(self._replicas.said, message.peer_id, link)
         if message.role is Role.GATEWAY:
             link.send(self._replicas.table)
-            self._gateways.joined(message.peer_id, link)
+            said = self._gateways.joined(message.peer_id, link)
+        self._peers[link] = _Peer(message.role, message.peer_id, said)
 
     def _objection(self, message: Any) -> str:
         """Return why this peer is not let in, nothing if it is."""

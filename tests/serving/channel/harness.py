@@ -1,4 +1,4 @@
-"""A small world for the channel's tests: real schedulers, real sockets, and a wire that can be cut or muted."""
+"""A small world for the channel's tests: real schedulers, real sockets, wires that can be cut or muted."""
 
 import asyncio
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def submission(request_id: str, **changes: Any) -> Submission:
 async def until(condition: Callable[[], bool], what: str = "the condition") -> None:
     """Wait until it holds, for a generous while."""
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - any state of several parties may be waited for
             await asyncio.sleep(0.005)
     assert condition(), what
 

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +33,7 @@ def test_messages_come_through_however_the_stream_is_split_or_joined(count: int,
     edges = sorted({0, len(stream), *(cut % len(stream) for cut in cuts)})
     cutter = reader()
     read: list[FromPeer] = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         for frame in cutter.feed(stream[start:end]):
             read += frame
     assert read == messages

@@ -1,4 +1,4 @@
-"""What the channel is for: whatever breaks, no request is lost, none is granted twice, none is answered twice."""
+"""Whatever breaks: no request is lost, none is granted twice, none is answered twice."""
 
 import asyncio
 import random
@@ -6,7 +6,7 @@ import random
 import pytest
 
 from serve_app.errors import Outcome
-from serve_app.request import Usage
+from serve_app.request import PriorityClass, Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Finish
@@ -285,64 +285,73 @@ async def test_a_flood_is_refused_beyond_the_queue_and_leaves_nothing_behind(wor
     assert not gateway._held
 
 
-@pytest.mark.parametrize("seed", range(3))
-async def test_conserves_requests_whatever_breaks_and_whenever(seed: int) -> None:
-    """Handlers run requests while wires break, mute, gateways and replicas glitch and schedulers die."""
-    rng = random.Random(seed)
-    world = World(scheduler_settings(max_attempts=50), FAST)
-    await world.begin()
-    wires = [await world.wire() for _ in range(3)]
-    gateways = [await world.gateway(f"g{n}", wire) for n, wire in enumerate(wires)]
-    replica_wires = [await world.wire() for _ in range(2)]
-    for n, wire in enumerate(replica_wires):
-        await world.replica(f"s{n}", wire=wire, seats=4)
-    answers: dict[str, list[str]] = {}
+class Handlers:
+    """Handlers of requests at several gateways, that do all that handlers do, by chance.
 
-    async def handle(gateway: GatewayClient, request_id: str) -> None:
-        heard = answers.setdefault(request_id, [])
+    Attributes:
+        heard: how each request ended for its client, once for each answer.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.heard: dict[str, list[str]] = {}
+
+    async def handle(self, gateway: GatewayClient, request_id: str) -> None:
+        heard = self.heard.setdefault(request_id, [])
         answer = await gateway.acquire(submission(request_id))
-        while isinstance(answer, Grant) and rng.random() < 0.2:
+        while isinstance(answer, Grant) and self._rng.random() < 0.2:
             answer = await gateway.put_back(request_id, answer.replica_id, DispatchFailure.UNREACHABLE)
         if isinstance(answer, Refusal):
             heard.append(answer.outcome.value)
             return
-        if rng.random() < 0.7:
+        if self._rng.random() < 0.7:
             gateway.first_token(request_id)
         try:
-            await asyncio.sleep(rng.uniform(0, 0.02))
+            await asyncio.sleep(self._rng.uniform(0, 0.02))
         except asyncio.CancelledError:
             gateway.finished(request_id, Outcome.CANCELLED)
             raise
         heard.append("completed")
         gateway.finished(request_id, Outcome.COMPLETED, USAGE)
 
-    async def breakage() -> None:
-        while True:
-            await asyncio.sleep(rng.uniform(0.005, 0.05))
-            await break_something(world, rng, [*wires, *replica_wires])
 
+@pytest.mark.parametrize("seed", range(3))
+async def test_conserves_requests_whatever_breaks_and_whenever(seed: int) -> None:
+    """Wires break or go mute, replicas glitch, schedulers die, clients leave; handlers go on."""
+    rng = random.Random(seed)
+    world = World(scheduler_settings(max_attempts=50), FAST)
+    await world.begin()
+    wires = [await world.wire() for _ in range(5)]
+    gateways = [await world.gateway(f"g{n}", wire) for n, wire in enumerate(wires[:3])]
+    for n, wire in enumerate(wires[3:]):
+        await world.replica(f"s{n}", wire=wire, seats=4)
     loop = asyncio.get_running_loop()
-    breaking = loop.create_task(breakage())
+    handlers = Handlers(rng)
+    breaking = loop.create_task(break_on(world, rng, wires))
     tasks = []
     for n in range(150):
-        task = loop.create_task(handle(gateways[n % 3], f"r{n}"))
+        tasks.append(loop.create_task(handlers.handle(gateways[n % 3], f"r{n}")))
         if rng.random() < 0.1:
-            loop.call_later(rng.uniform(0, 0.05), task.cancel)
-        tasks.append(task)
+            loop.call_later(rng.uniform(0, 0.05), tasks[-1].cancel)
         await asyncio.sleep(rng.uniform(0, 0.006))
     breaking.cancel()
-    for wire in (*wires, *replica_wires):
+    for wire in wires:
         wire.cut()
     await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
     await until(lambda: len(world.shell.core) == 0, "the scheduler ends empty")
+    for n, task in enumerate(tasks):
+        wanted = [] if task.cancelled() else ["completed"]
+        assert handlers.heard.get(f"r{n}", []) == wanted, f"r{n}"
     assert not world.shell._gateways.book
     assert all(not gateway._held for gateway in gateways)
-    for n, task in enumerate(tasks):
-        assert answers[f"r{n}"] == ([] if task.cancelled() else ["completed"]), (
-            f"r{n} heard {answers[f'r{n}']}"
-        )
     assert world.ends == []
     await world.close()
+
+
+async def break_on(world: World, rng: random.Random, wires: list[Wire]) -> None:
+    while True:
+        await asyncio.sleep(rng.uniform(0.005, 0.05))
+        await break_something(world, rng, wires)
 
 
 async def break_something(world: World, rng: random.Random, wires: list[Wire]) -> None:
@@ -370,3 +379,19 @@ async def test_an_end_of_an_unknown_request_changes_nothing(world: World) -> Non
     gateway._link.send(Finish("never seen", Outcome.COMPLETED, None))
     await world.replica("s1")
     assert isinstance(await granted(gateway, "r1"), Grant)
+
+
+async def test_a_gateway_that_says_much_at_once_does_not_keep_others_waiting(world: World) -> None:
+    loud, quiet = await world.gateway("loud"), await world.gateway("quiet")
+    await world.replica("s1")
+    flood = [ask(loud, f"f{n}", priority=PriorityClass.BATCH) for n in range(20_000)]
+    await asyncio.sleep(0)
+    await until(lambda: len(world.shell.core) > 0, "the flood has begun to come")
+    exposed = await asyncio.wait_for(quiet.exposition(), PATIENCE_S)
+    assert "ewsjf_requests_waiting" in exposed, "an answer came within the second that a scrape may take"
+    for n, task in enumerate(flood):
+        if not task.cancel() and isinstance(task.result(), Grant):
+            loud.finished(f"f{n}", Outcome.COMPLETED, USAGE)
+    await until(lambda: len(world.shell.core) == 0)
+    assert loud.is_connected
+    assert quiet.is_connected

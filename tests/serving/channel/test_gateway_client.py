@@ -1,0 +1,170 @@
+import asyncio
+
+import pytest
+
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass
+from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.dispatching import Grant
+from tests.serving.channel.harness import World, granted, refused, submission, until
+
+
+async def test_a_request_that_waits_its_time_out_while_the_scheduler_is_away_expires_at_the_gateway(
+    world: World,
+) -> None:
+    gateway = await world.gateway()
+    task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1", queue_timeout_s=0.5)))
+    await until(lambda: len(world.shell.core) == 1)
+    world.kill()
+    refusal = await asyncio.wait_for(task, 10)
+    assert not isinstance(refusal, Grant)
+    assert refusal.outcome is Outcome.EXPIRED
+    assert "the scheduler is away" in refusal.message
+    assert not gateway._held
+
+
+async def test_a_request_that_comes_while_the_scheduler_is_away_is_served_by_the_next(world: World) -> None:
+    gateway = await world.gateway()
+    world.kill()
+    await until(lambda: not gateway.is_connected)
+    task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
+    await world.begin()
+    await world.replica("s1")
+    assert isinstance(await asyncio.wait_for(task, 10), Grant)
+
+
+async def test_a_request_that_does_not_wait_is_refused_while_the_scheduler_is_away(
+    world: World,
+) -> None:
+    gateway = await world.gateway()
+    world.kill()
+    await until(lambda: not gateway.is_connected)
+    refusal = await refused(gateway, "r1", no_wait=True)
+    assert refusal.outcome is Outcome.REJECTED_NO_REPLICA
+    assert refusal.retry_after_s is not None
+
+
+async def test_requests_beyond_the_limit_are_refused_while_the_scheduler_is_away(world: World) -> None:
+    gateway = await world.gateway()
+    world.kill()
+    await until(lambda: not gateway.is_connected)
+    limit = world.channel.max_waiting_offline
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(gateway.acquire(submission(f"r{n}"))) for n in range(limit)]
+    await asyncio.sleep(0)
+    assert (await refused(gateway, "one more")).outcome is Outcome.REJECTED_QUEUE_FULL
+    for task in tasks:
+        task.cancel()
+
+
+async def test_a_lower_incarnation_is_refused_for_ever(world: World) -> None:
+    gateway = await world.gateway()
+    await world.restart()
+    await until(lambda: gateway.incarnation == 2 and gateway.is_connected)
+    world.kill()
+    world.incarnation = 0
+    await world.begin()
+    await until(lambda: not gateway.is_connected)
+    await asyncio.sleep(0.5)
+    assert not gateway.is_connected
+    assert gateway.incarnation == 2
+
+
+async def test_a_refusal_carries_what_the_scheduler_said(world: World) -> None:
+    gateway = await world.gateway()
+    await world.replica("s1")
+    refusal = await refused(gateway, "r1", model="other")
+    assert refusal.outcome is Outcome.REJECTED_UNKNOWN_MODEL
+    assert "'other' is not served here" in refusal.message
+
+
+async def test_a_put_back_request_goes_to_another_replica(world: World) -> None:
+    gateway = await world.gateway()
+    await world.replica("s1")
+    await world.replica("s2")
+    first = await granted(gateway, "r1")
+    second = await gateway.put_back("r1", first.replica_id, DispatchFailure.UNREACHABLE, "refused")
+    assert isinstance(second, Grant)
+    assert second.replica_id != first.replica_id
+
+
+async def test_a_request_that_fails_on_too_many_replicas_is_refused_after_its_put_back(world: World) -> None:
+    gateway = await world.gateway()
+    await world.replica("s1")
+    await world.replica("s2")
+    await world.replica("s3")
+    answer = await gateway.acquire(submission("r1"))
+    for _ in range(world.settings.max_attempts):
+        assert isinstance(answer, Grant)
+        answer = await asyncio.wait_for(
+            gateway.put_back("r1", answer.replica_id, DispatchFailure.LOST, "it broke"), 10
+        )
+    assert not isinstance(answer, Grant)
+    assert answer.outcome is Outcome.FAILED
+    assert "it broke" in answer.message
+    assert len(world.shell.core) == 0
+
+
+async def test_the_table_shows_who_takes_requests_and_is_empty_without_a_scheduler(
+    world: World,
+) -> None:
+    gateway = await world.gateway()
+    client, double = await world.replica("s1")
+    await until(lambda: [address.replica_id for address in gateway.replicas()] == ["s1"])
+    assert gateway.replicas()[0].token == "token-s1"
+    double.report = type(double.report)(received=0, waiting=0, running=0, kv_usage_ratio=0.0, draining=True)
+    client.report_now()
+    await until(lambda: gateway.replicas() == ())
+    world.kill()
+    await until(lambda: not gateway.is_connected)
+    assert gateway.replicas() == ()
+
+
+async def test_the_exposition_comes_over_the_channel_and_is_empty_when_nobody_answers(world: World) -> None:
+    gateway = await world.gateway()
+    await world.replica("s1")
+    await granted(gateway, "r1", priority=PriorityClass.INTERACTIVE)
+    text = await gateway.exposition()
+    assert 'ewsjf_dispatches_total{model="m",pool="short"} 1.0' in text
+    assert 'ewsjf_requests_in_flight{model="m",pool="short",replica="s1"} 1.0' in text
+    assert 'ewsjf_gateways_connected{model="m"} 1.0' in text
+    assert 'ewsjf_scheduler_incarnation{model="m"} 1.0' in text
+    world.kill()
+    assert await gateway.exposition() == ""
+
+
+async def test_a_request_id_may_be_held_once(world: World) -> None:
+    gateway = await world.gateway()
+    task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="held already"):
+        await gateway.acquire(submission("r1"))
+    task.cancel()
+
+
+async def test_a_request_id_of_another_gateway_is_refused_and_the_other_keeps_it(world: World) -> None:
+    first, second = await world.gateway("g1"), await world.gateway("g2")
+    await world.replica("s1")
+    await granted(first, "r1")
+    refusal = await refused(second, "r1")
+    assert refusal.outcome is Outcome.REJECTED_INVALID
+    assert "in use by gateway g1" in refusal.message
+    assert len(world.shell.core) == 1
+
+
+async def test_a_gateway_that_closes_refuses_what_waits_and_what_comes(world: World) -> None:
+    gateway = await world.gateway()
+    task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
+    await until(lambda: len(world.shell.core) == 1)
+    await gateway.close()
+    refusal = await task
+    assert not isinstance(refusal, Grant)
+    assert refusal.outcome is Outcome.REJECTED_NO_REPLICA
+    assert (await refused(gateway, "r2")).message == "this gateway is shutting down"
+
+
+async def test_a_submission_too_large_for_a_frame_is_refused_here(world: World) -> None:
+    gateway = await world.gateway()
+    assert (await refused(gateway, "r1", prefix=tuple(range(10_000)))).outcome is Outcome.REJECTED_INVALID
+    assert (await refused(gateway, "r2", tenant="t" * 5000)).outcome is Outcome.REJECTED_INVALID
+    assert gateway.is_connected

@@ -1,0 +1,66 @@
+import asyncio
+from dataclasses import replace
+
+from tests.serving.channel.harness import FAST, World, until
+
+
+async def test_a_change_is_reported_and_no_change_is_repeated_only_as_a_sign_of_life(world: World) -> None:
+    _, double = await world.replica("s1")
+    reports = 0
+    feed = world.shell._replicas._feed
+
+    def counted(event: object) -> None:
+        nonlocal reports
+        reports += 1
+        feed(event)  # type: ignore[arg-type]
+
+    world.shell._replicas._feed = counted
+    looks = double.looks
+    await until(lambda: double.looks >= looks + 20)
+    assert 0 < reports < 10
+    double.report = replace(double.report, waiting=7)
+    await until(lambda: world.shell.status()["replicas"]["s1"]["report"]["waiting"] == 7)
+
+
+async def test_a_replica_registers_with_the_next_scheduler(world: World) -> None:
+    _, double = await world.replica("s1")
+    double.report = replace(double.report, running=3)
+    await until(lambda: world.shell.status()["replicas"]["s1"]["report"]["running"] == 3)
+    await world.restart()
+    await until(lambda: world.reported("s1"))
+    assert world.shell.status()["replicas"]["s1"]["report"]["running"] == 3
+    assert world.shell.status()["incarnation"] == 2
+
+
+async def test_a_replica_that_leaves_is_gone_at_once(world: World) -> None:
+    client, _ = await world.replica("s1")
+    await client.close()
+    await until(lambda: world.shell.status()["replicas"] == {})
+
+
+async def test_a_replica_whose_load_is_unknown_stops_reporting_and_becomes_stale(world: World) -> None:
+    client, double = await world.replica("s1")
+    double.broken = True
+    await until(lambda: world.shell.status()["replicas"]["s1"]["stale"])
+    assert client.is_connected
+    assert 'ewsjf_stale_reports_total{model="m"} 1.0' in world.shell.exposition()
+    double.broken = False
+    await until(lambda: not world.shell.status()["replicas"]["s1"]["stale"])
+
+
+async def test_draining_is_told_at_once(world: World) -> None:
+    client, double = await world.replica("s1")
+    double.report = replace(double.report, draining=True)
+    client.report_now()
+    await until(lambda: world.shell._replicas.table.entries[0].draining)
+
+
+async def test_a_half_open_channel_is_noticed_and_the_replica_joins_again(world: World) -> None:
+    wire = await world.wire()
+    client, _ = await world.replica("s1", wire=wire)
+    wire.mute_up = wire.mute_down = True
+    began = asyncio.get_running_loop().time()
+    await until(lambda: not client.is_connected and world.shell.status()["replicas"] == {})
+    assert asyncio.get_running_loop().time() - began > FAST.dead_after_s / 2
+    wire.mute_up = wire.mute_down = False
+    await until(lambda: world.reported("s1"))
