@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from serve_app.engines.emulation import EngineModel, EngineModelSettings, EngineSequence, StepOutcome
 from serve_app.engines.step_time import StepTimeModel
 
-# Round numbers, so that durations can be worked out in one's head: a step with D decoding sequences and P prompt tokens
-# takes 10 ms (or 2 ms without decoding) + D ms + P * 0.1 ms.
+# Round numbers, so that durations can be worked out in one's head: a step with D decoding sequences and P
+# prompt tokens takes 10 ms (or 2 ms without decoding) + D ms + P * 0.1 ms.
 STEP_TIME = StepTimeModel(
     decode_base_s=0.010, decode_per_sequence_s=0.001, prefill_base_s=0.002, prefill_per_token_s=0.0001
 )
@@ -57,7 +57,9 @@ def run_until_idle(
     outcomes: list[StepOutcome] = []
     now = 0.0
     while True:
-        ends_at = engine.ends_at if engine.ends_at is not None else engine.begin_step(now, max_steps=max_steps)
+        ends_at = (
+            engine.ends_at if engine.ends_at is not None else engine.begin_step(now, max_steps=max_steps)
+        )
         if pending and (ends_at is None or pending[-1].arrived_at <= ends_at):
             now = pending[-1].arrived_at
             engine.add(pending.pop(), now)

@@ -1,4 +1,4 @@
-"""The engine model's rules in their plainest form: one loop over every sequence in every step, no prefix cache.
+"""The engine model's rules in their plainest form: a loop over all sequences per step, no prefix cache.
 
 Slow and obvious, it is what the fast model is compared with.
 """
@@ -75,7 +75,9 @@ class PlainEngine:
             self._take(sequence, tokens, blocks, taken)
             budget -= tokens
             index += 1
-        while not step.preempted and budget and self.waiting and len(self.running) < self.settings.max_num_seqs:
+        while (
+            not step.preempted and budget and self.waiting and len(self.running) < self.settings.max_num_seqs
+        ):
             sequence = self.waiting[0]
             known = sequence.prompt + sequence.outputs
             tokens = min(known, limit, budget)

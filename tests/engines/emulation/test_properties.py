@@ -1,4 +1,4 @@
-"""What holds for every engine, load and sequence of events; and that the fast model decides as the plain one does."""
+"""What holds for every engine and load, and that the fast model decides as the plain rules do."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -55,7 +55,8 @@ arrivals = st.lists(
         Arrival,
         prompt=st.integers(1, 64),
         output=st.integers(0, 32),
-        gap_s=st.sampled_from([0.0, 0.0, 0.003, 0.02, 0.1]),
+        # Crooked, so that no arrival falls on the end of a step, where rounding would decide.
+        gap_s=st.sampled_from([0.0, 0.0, 0.0031415927, 0.0207728134, 0.1057192837]),
         priority=st.integers(-1, 1),
         prefix=st.integers(0, 2),
         aborted_after_steps=st.one_of(st.none(), st.none(), st.integers(0, 12)),
@@ -88,7 +89,7 @@ def drive(
     items: list[Arrival],
     after_begin: Callable[[], None],
 ) -> list[EngineSequence]:
-    """Run everything to its end, aborting as told; `after_begin` looks at the engine while steps are under way."""
+    """Run to the end, aborting as told; `after_begin` looks at the engine while steps are under way."""
     pending = sequences_of(items)
     everything = list(pending)
     deadlines = {each: item.aborted_after_steps for each, item in zip(pending, items, strict=True)}
@@ -167,7 +168,9 @@ def test_every_step_is_the_one_that_the_plain_rules_give(
     while pending or engine.has_work:
         for each in pending[:2]:
             engine.add(each, each.arrived_at)
-            plain.add(PlainSequence(each.sequence_id, each.prompt_tokens, each.target_tokens, each.priority, number))
+            plain.add(
+                PlainSequence(each.sequence_id, each.prompt_tokens, each.target_tokens, each.priority, number)
+            )
             number += 1
         pending = pending[2:]
         engine.begin_step(100.0)
