@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ray.autoscaler._private.util import validate_config
+from ray.autoscaler._private.util import prepare_config, validate_config
 
 from serve_app.errors import SettingsError
 from serve_app.request import PriorityClass
@@ -184,7 +184,7 @@ def test_the_kubernetes_service_parses_and_runs_with_the_settings_of_serve_env()
 
 def test_the_cluster_launcher_takes_our_cluster() -> None:
     content = yaml.safe_load((CONFIGS.parent / "cluster.yaml").read_text())
-    validate_config(content)
+    validate_config(prepare_config(content))
     assert set(content["available_node_types"]) == {"head", "gpu_worker"}
     # Ray's processes read scripts/serve.env when they start, on every node.
     for kind in ("head", "worker"):

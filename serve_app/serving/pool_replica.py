@@ -85,7 +85,7 @@ class PoolReplica:
             await self._join(limits)
         except BaseException:
             # An engine that nobody reaches would keep its GPU from the next try.
-            await self._engine.stop()
+            await self._free()
             raise
 
     async def check_health(self) -> None:
@@ -111,13 +111,16 @@ class PoolReplica:
         """Drain, then free everything; takes at most `drain_timeout_s` and a few seconds."""
         if self._guard is not None:
             await self._drain(self._guard)
+        await self._free()
+        logger.info("event=replica_stopped replica=%s", self._settings.replica_id)
+
+    async def _free(self) -> None:
         # The scheduler hears of the end before the port closes, so it sends nobody to a closed door.
         if self._client is not None:
             await self._client.close()
         if self._server is not None:
             await self._server.stop(_LAST_BYTES_S)
         await self._engine.stop()
-        logger.info("event=replica_stopped replica=%s", self._settings.replica_id)
 
     async def _join(self, limits: EngineLimits) -> None:
         settings = self._settings
