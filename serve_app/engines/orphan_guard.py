@@ -23,9 +23,13 @@ class OrphanGuard:
 
     It works as long as no child of this process inherits the pipe, which holds for all that are started with
     `subprocess` or by multiprocessing's `spawn`, not for plain forks.
+
+    Attributes:
+        protected: the ids named to it.
     """
 
     def __init__(self) -> None:
+        self.protected: set[int] = set()
         self._shell: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -43,6 +47,7 @@ class OrphanGuard:
         """Kill `pid` when this process dies; the guard must have been started."""
         assert self._shell is not None, "protect() before start()"
         assert self._shell.stdin is not None
+        self.protected.add(pid)
         self._shell.stdin.write(b"%d\n" % pid)
         self._shell.stdin.flush()
 

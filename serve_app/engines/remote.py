@@ -76,7 +76,8 @@ class RemoteEngineSettings:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.stale_after_s <= self.scrape_interval_s:
             raise ValueError(
-                f"stale_after_s must exceed scrape_interval_s, got {self.stale_after_s} and {self.scrape_interval_s}"
+                f"stale_after_s must exceed scrape_interval_s, got {self.stale_after_s} and "
+                f"{self.scrape_interval_s}"
             )
 
 
@@ -214,8 +215,8 @@ class RemoteEngine:
         if unknown := [name for name, value in found.items() if value is None]:
             names = " and ".join(unknown)
             raise EngineError(
-                f"{self._base_url} does not tell its {names}: give {names} in the settings of this engine, as "
-                "the server was started with"
+                f"{self._base_url} does not tell its {names}: give {names} in the settings of this engine, "
+                "as the server was started with"
             )
         return EngineLimits(**{name: value for name, value in found.items() if value is not None})
 

@@ -59,6 +59,10 @@ _DEFAULT_ENV = {
 }
 
 
+# The kernel needs a moment to free the memory of a process that was killed.
+_REAP_TIMEOUT_S = 5.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmEngineSettings:
     """Which model vLLM serves, and how.
@@ -212,7 +216,11 @@ class VllmEngine:
 
     def _shut_down(self, llm: Any) -> None:
         llm.shutdown(timeout=self._settings.stop_timeout_s)
-        multiprocessing.active_children()  # reaps those that have ended
+        # Its destructor does it again, perhaps at exit, when half of the interpreter is gone.
+        llm.shutdown = _do_nothing
+        for child in multiprocessing.active_children():
+            if child.pid in self._orphans.protected:
+                child.join(_REAP_TIMEOUT_S)
 
     async def _build_app(self, args: argparse.Namespace) -> ASGIApp:
         llm = self._llm
@@ -228,6 +236,10 @@ class VllmEngine:
         app.router.lifespan_context = _nothing_more  # whatever server it gets
         served: ASGIApp = app
         return served
+
+
+def _do_nothing() -> None:
+    pass
 
 
 @contextlib.asynccontextmanager
