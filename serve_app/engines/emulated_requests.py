@@ -20,6 +20,10 @@ from serve_app.engines.emulated_text import Prompt, PseudoTokenizer
 
 # What an image or another attachment adds to a prompt. Vision models take some 85 to 1,600 tokens for one.
 _MEDIA_TOKENS = 256
+# Sequences that one request may ask for, as in vLLM.
+_MAX_CHOICES = 16_384
+# More than any embedding model has.
+_MAX_DIMENSIONS = 16_384
 # The chat template's opening of the answer.
 _GENERATION_PROMPT = "<|assistant|>\n"
 
@@ -171,6 +175,10 @@ def read_embeddings(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[EmbeddingsB
         raise invalid(
             "encoding_format must be 'float' or 'base64'", param="encoding_format", value=body.encoding_format
         )
+    if body.dimensions is not None and not 1 <= body.dimensions <= _MAX_DIMENSIONS:
+        raise invalid(
+            f"dimensions must be between 1 and {_MAX_DIMENSIONS}", param="dimensions", value=body.dimensions
+        )
     inputs = body.input if _is_batch(body.input) else [body.input]
     prompts = [
         replace(prompt, fingerprint=hashlib.md5(msgspec.json.encode(item), usedforsecurity=False).hexdigest())
@@ -202,7 +210,7 @@ _B = TypeVar("_B", bound=Body)
 def _decode(decoder: "msgspec.json.Decoder[_B]", raw: bytes) -> _B:
     try:
         return decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise unreadable(str(error)) from error
 
 
@@ -212,6 +220,8 @@ def _generation(
     choices = 1 if body.n is None else body.n
     if choices < 1:
         raise invalid(f"n must be at least 1, got {choices}.", param="n", value=choices)
+    if choices > _MAX_CHOICES:
+        raise invalid(f"n must be at most {_MAX_CHOICES}, got {choices}.", param="n", value=choices)
     if max_tokens is not None and max_tokens < 1:
         raise invalid(
             f"max_tokens must be at least 1, got {max_tokens}.", param="max_tokens", value=max_tokens

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from serve_app.engines.emulated import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.emulation import SchedulingPolicy
 from serve_app.engines.engine import Engine
+from serve_app.engines.vllm_metrics import read_metrics
 from serve_app.errors import EngineError, SettingsError
 from tests.engines.serving import Served, served
 
@@ -303,6 +304,8 @@ async def test_an_output_beyond_the_context_is_refused_and_one_beyond_what_is_le
         ("chat/completions", b'{"messages":[{"content":"\xff"}]}', "validation error"),
         ("completions", b'{"prompt":"x","max_tokens":0}', "max_tokens must be at least 1, got 0"),
         ("completions", b'{"prompt":"x","n":0}', "n must be at least 1"),
+        ("completions", b'{"prompt":"x","n":1000000000}', "n must be at most 16384"),
+        ("completions", b'{"prompt":"x","tools":' + b"[" * 90_000, "recursion depth"),
         ("completions", b'{"prompt":"x","max_tokens":3,"min_tokens":4}', "min_tokens must be less"),
         ("completions", b'{"prompt":[]}', "prompt must not be empty"),
         ("completions", b'{"prompt":["a",1]}', "either texts or token ids"),
@@ -310,6 +313,7 @@ async def test_an_output_beyond_the_context_is_refused_and_one_beyond_what_is_le
         ("completions", b'{"prompt":"x","priority":1}', "Priority scheduling is not enabled"),
         ("completions", b'{"prompt":"x","ewsjf_prompt_tokens":0}', "ewsjf_prompt_tokens"),
         ("responses", b'{"input":"x","n":2}', "n must be 1"),
+        ("embeddings", b'{"input":"x","dimensions":1000000000}', "dimensions must be between"),
         ("embeddings", b'{"input":"x","encoding_format":"hex"}', "encoding_format"),
     ],
 )
@@ -455,7 +459,16 @@ async def test_metrics_count_what_was_served(engine: Served) -> None:
     assert metrics["vllm:iteration_tokens_total_count"] == 30
     text = (await engine.http.get("/metrics")).text
     assert 'vllm:num_requests_waiting{engine="0",model_name="tiny"} 0.0' in text
-    assert 'num_gpu_blocks="2049"' in text
+
+
+async def test_what_reads_vllms_metrics_reads_ours(engine: Served) -> None:
+    await engine.sdk.completions.create(
+        model="tiny", prompt=[1] * 40, max_tokens=10, extra_body={"ignore_eos": True}
+    )
+    read = read_metrics((await engine.http.get("/metrics")).text)
+    assert (read.waiting, read.running, read.kv_usage_ratio, read.preemptions) == (0, 0, 0.0, 0)
+    assert (read.kv_tokens, read.token_gaps) == (32_768, 9)
+    assert read.token_gaps_s > 0
 
 
 async def test_the_load_shows_waiting_running_and_time_per_token() -> None:

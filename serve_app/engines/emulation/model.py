@@ -22,7 +22,8 @@ import itertools
 from collections.abc import KeysView
 from dataclasses import dataclass, field
 
-from serve_app.engines.emulation.batching import Batch, Batcher
+from serve_app.engines.emulation.batch import Batch
+from serve_app.engines.emulation.batching import Batcher
 from serve_app.engines.emulation.sequences import EngineSequence, SequenceState
 from serve_app.engines.emulation.settings import EngineModelSettings
 from serve_app.engines.step_time import StepTimeModel
