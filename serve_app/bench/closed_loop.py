@@ -4,6 +4,7 @@ Not a model of users: it holds the concurrency still, which is what a cost per r
 """
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 from serve_app.bench.answer import Answer
@@ -69,7 +70,7 @@ class ClosedLoop:
                 answer = Answer(stream=self.stream, on_end=ended.set_result)
                 self._sent += 1
                 request = self.bodies.make(self._sent, self.request)
-                started_at, reads = loop.time(), connection.reads
+                started_at, reads = time.monotonic(), connection.reads
                 connection.start(request, answer)
                 async with asyncio.timeout(self.answer_timeout_s):
                     await ended

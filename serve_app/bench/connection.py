@@ -3,10 +3,13 @@
 A request on a kept connection starts without a task or a future. A kept connection that idled for longer than
 `IDLE_LIMIT_S` is not used again: servers close theirs after a few seconds, and a request that races
 with that would be lost through no fault of the endpoint.
+
+Times are read from `time.monotonic`: the clock of a uvloop loop advances in whole milliseconds.
 """
 
 import asyncio
 import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -114,7 +117,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the answer; all they complete happens at this one time."""
-        self._now = self._loop.time()
+        self._now = time.monotonic()
         self.reads += 1
         try:
             self._parser.feed_data(data)
@@ -123,7 +126,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The endpoint closed, or the network broke."""
-        self._now = self._loop.time()
+        self._now = time.monotonic()
         self._break(f"the connection closed before the answer was complete ({exc or 'end of stream'})")
 
     def _break(self, detail: str) -> None:
@@ -183,7 +186,7 @@ class ConnectionPool:
 
     def take_idle(self) -> Connection | None:
         """A kept connection that is fit for use; None when there is none."""
-        now = self._loop.time()
+        now = time.monotonic()
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open and now - connection.idle_since < IDLE_LIMIT_S:

@@ -8,6 +8,7 @@ exactly one record, and unless the run is interrupted every one is sent.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -121,15 +122,15 @@ class OpenLoop:
             self._figures.interrupted = True
             self._held_back.clear()
             for answer in tuple(self._under_way):
-                answer.fail("the run was interrupted", self._loop.time(), Outcome.CANCELLED)
+                answer.fail("the run was interrupted", time.monotonic(), Outcome.CANCELLED)
         self._figures.connections = self.pool.opened
         return LoadResult(self._records, self._figures)
 
     async def _send_on_schedule(self, trace: Trace) -> None:
-        start = self._loop.time() - trace.requests[0].arrival_s
+        start = time.monotonic() - trace.requests[0].arrival_s
         for number, request in enumerate(trace.requests):
             due = start + request.arrival_s
-            ahead = due - self._loop.time()
+            ahead = due - time.monotonic()
             # Requests due at once leave in one go; every so often the loop must still see to the answers.
             if ahead > 0 or number % 16 == 0:
                 await asyncio.sleep(max(ahead, 0))
@@ -140,7 +141,7 @@ class OpenLoop:
                 self._held_back.append((number, request, due))
 
     def _send(self, number: int, request: TraceRequest, due: float) -> None:
-        now = self._loop.time()
+        now = time.monotonic()
         self._figures.late += now - due > LATE_AFTER_S
         # The timer of the pacer may fire a hair early; nothing is sent before its time.
         sent = _Sent(number, request, due, max(now, due))
@@ -158,7 +159,7 @@ class OpenLoop:
         try:
             connection = await self.pool.open()
         except (OSError, TimeoutError) as exc:
-            answer.fail(f"cannot connect: {exc or type(exc).__name__}", self._loop.time())
+            answer.fail(f"cannot connect: {exc or type(exc).__name__}", time.monotonic())
         else:
             self._start(answer, sent, connection)
 
@@ -168,7 +169,7 @@ class OpenLoop:
 
     def _time_out(self, answer: Answer) -> None:
         detail = f"the client gave up after {self.settings.timeout_s:g} s"
-        answer.fail(detail, self._loop.time(), Outcome.CANCELLED)
+        answer.fail(detail, time.monotonic(), Outcome.CANCELLED)
 
     def _ended(self, answer: Answer) -> None:
         """The one place where a request turns into a record."""
