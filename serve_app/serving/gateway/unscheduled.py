@@ -2,7 +2,9 @@
 
 from serve_app.engines.engine import Send
 from serve_app.errors import Outcome
+from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.dispatching import Dispatcher, ReplicaAddress
+from serve_app.serving.gateway.engine_answer import failure_of
 from serve_app.serving.gateway.headers import RequestHead, returned
 from serve_app.serving.gateway.responses import RequestRefused, send_body
 from serve_app.serving.gateway.upstream_pool import UpstreamPool
@@ -55,6 +57,10 @@ class AnyReplica:
         address = (replica.host, replica.port)
         response = await self._upstream.send(address, head.for_replica(replica, len(body)), body)
         try:
-            return response, await response.read()
+            answer = await response.read()
         finally:
             response.close()
+        failure = failure_of(response.status, response.headers, answer)
+        if failure is not None and failure.failure is not DispatchFailure.TOO_LONG:
+            raise failure
+        return response, answer

@@ -23,6 +23,9 @@ from serve_app.serving.gateway.upstream_response import StaleConnectionError, Up
 # Up to here head and body leave in one write, so that a small request is one segment and one wake-up.
 _ONE_WRITE_BYTES = 64 * 1024
 _SLICE_BYTES = 256 * 1024
+# A kept connection that the replica was just closing breaks within a round trip of our writing to it. One
+# that breaks later was at work on the request, and took it down with it.
+_STALE_WINDOW_S = 0.5
 _NO_BODY_STATUSES = frozenset({204, 304})
 
 
@@ -48,6 +51,7 @@ class UpstreamConnection(asyncio.Protocol):
     """
 
     __slots__ = (
+        "_asked_at",
         "_closed",
         "_first_use",
         "_informational",
@@ -74,6 +78,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._response: UpstreamResponse | None = None
         self._writable: asyncio.Future[None] | None = None
+        self._asked_at = 0.0
         self._first_use = True
         self._saw_byte = False
         self._sent = False
@@ -118,6 +123,7 @@ class UpstreamConnection(asyncio.Protocol):
         assert self._response is None
         response = self._response = UpstreamResponse(self)
         self._saw_byte = self._sent = False
+        self._asked_at = asyncio.get_running_loop().time()
         self.silent_ticks = 0
         try:
             if len(body) <= _ONE_WRITE_BYTES:
@@ -170,8 +176,8 @@ class UpstreamConnection(asyncio.Protocol):
             if self._transport is not None and not self._closed:
                 self._transport.resume_reading()
 
-    def _lose(self, message: str) -> None:
-        """Conclude the answer under way as broken and leave the pool; once."""
+    def _lose(self, message: str, *, stale: bool = False) -> None:
+        """Conclude the answer under way as broken and leave the pool; only the first call counts."""
         if self._closed:
             return
         self._closed = True
@@ -179,7 +185,6 @@ class UpstreamConnection(asyncio.Protocol):
             self._writable.set_result(None)
         response, self._response = self._response, None
         if response is not None:
-            stale = not self._first_use and not self._saw_byte
             kind = StaleConnectionError if stale else UpstreamError
             response.detach(kind(DispatchFailure.LOST, message))
         self._owner.on_lost(self)
@@ -194,7 +199,9 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, by either side."""
         reason = f": {exc}" if exc is not None else ""
-        self._lose(f"the replica closed the connection before its answer was complete{reason}")
+        unanswered_s = asyncio.get_running_loop().time() - self._asked_at
+        stale = not self._first_use and not self._saw_byte and unanswered_s < _STALE_WINDOW_S
+        self._lose(f"the replica closed the connection before its answer was complete{reason}", stale=stale)
 
     def pause_writing(self) -> None:
         """The transport holds enough of the request's body for now."""

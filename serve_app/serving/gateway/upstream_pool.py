@@ -83,10 +83,15 @@ class UpstreamPool:
         if kept is not None:
             try:
                 return await kept.exchange(head, body)
-            except StaleConnectionError:
-                # The usual race with the replica's own keep-alive limit. If the replica has died instead,
-                # the new connection is refused and says so.
+            except StaleConnectionError as stale:
+                # The usual race with the replica's own keep-alive limit.
                 self.stale_retries += 1
+                try:
+                    connection = await self._connect(address)
+                except UpstreamError:
+                    # It died as the request came in, and may have died of it: LOST, not UNREACHABLE.
+                    raise stale from None
+                return await connection.exchange(head, body)
         connection = await self._connect(address)
         return await connection.exchange(head, body)
 

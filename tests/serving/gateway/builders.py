@@ -269,6 +269,10 @@ class RawReplica:
             for task in self._tasks:
                 task.cancel()
 
+    def stop_listening(self) -> None:
+        assert self._server is not None
+        self._server.close()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None

@@ -13,7 +13,7 @@ from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 
-from .builders import MODEL, TOKEN, Engine, FakeDispatcher, chat, gateway, serving
+from .builders import MODEL, TOKEN, Engine, FakeDispatcher, chat, gateway, replies, serving
 from .conftest import Stage, staged
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
@@ -235,6 +235,10 @@ async def test_tokenize_goes_to_a_replica_without_being_scheduled(stage: Stage) 
     assert stage.dispatcher.events == []
     stage.dispatcher.ports = [1, *stage.dispatcher.ports]
     assert (await stage.http.post("/tokenize", json={"model": MODEL, "prompt": "abc"})).status_code == 200
+    stage.dispatcher.ports = stage.dispatcher.ports[1:]
+    stage.engine.answers.append(replies(503, {}, [(b"x-replica-draining", b"1")]))
+    draining = await stage.http.post("/tokenize", json={"model": MODEL, "prompt": "abc"})
+    assert draining.status_code == 503
     stage.dispatcher.ports = []
     answer = await stage.http.post("/tokenize", json={"model": MODEL, "prompt": "abc"})
     assert answer.status_code == 503

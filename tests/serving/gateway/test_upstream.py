@@ -82,6 +82,55 @@ async def test_a_kept_connection_that_the_replica_closed_is_replaced_unseen() ->
         pool.close()
 
 
+async def test_a_replica_that_dies_with_a_request_on_a_kept_connection_is_lost() -> None:
+    async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:
+        if number == 2:
+            replica.stop_listening()
+            writer.transport.abort()
+        else:
+            writer.write(OK)
+
+    replica, pool = RawReplica(script), UpstreamPool(UpstreamSettings())
+    async with replica.listening() as port:
+        assert await ask(pool, port) == (200, b"ok")
+        with pytest.raises(UpstreamError) as caught:
+            await ask(pool, port)
+        assert caught.value.failure is DispatchFailure.LOST
+
+
+async def test_a_kept_connection_that_breaks_at_work_is_lost_and_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:
+        if number == 2:
+            await asyncio.sleep(0.2)
+            writer.transport.abort()
+        else:
+            writer.write(OK)
+
+    monkeypatch.setattr("serve_app.serving.gateway.upstream._STALE_WINDOW_S", 0.05)
+    replica, pool = RawReplica(script), UpstreamPool(UpstreamSettings())
+    async with replica.listening() as port:
+        assert await ask(pool, port) == (200, b"ok")
+        with pytest.raises(UpstreamError) as caught:
+            await ask(pool, port)
+        assert caught.value.failure is DispatchFailure.LOST
+        assert (len(replica.requests), pool.stale_retries) == (2, 0)
+
+
+async def test_a_kept_connection_that_stays_silent_is_not_tried_again() -> None:
+    async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:
+        if number == 1:
+            writer.write(OK)
+
+    replica, pool = RawReplica(script), UpstreamPool(UpstreamSettings(silence_timeout_s=0.1))
+    async with replica.listening() as port:
+        assert await ask(pool, port) == (200, b"ok")
+        with pytest.raises(UpstreamError, match="sent nothing"):
+            await ask(pool, port)
+        assert len(replica.requests) == 2
+
+
 async def test_a_refused_connection_is_unreachable() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
