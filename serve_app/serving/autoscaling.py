@@ -4,13 +4,15 @@ Requests reach a replica past Serve's own counting, so Serve's default policy wo
 Instead each replica records its load (`PoolReplica.record_autoscaling_stats`), Serve carries the figures to
 its controller, and `PoolPolicy` decides there.
 
-Inputs: per replica the requests it holds and its share of the pool's queue, and the use of its KV cache, each
-as a mean over the look-back window; and how old they are.
-Behaviour: scale up as soon as one of the two demands it, to the number that meets both targets; scale down
-only when the load would fit into fewer replicas with room to spare, so that a load on the border does not
-move replicas to and fro. A replica that has not recorded for a while (it may be saturated, cut off, or just
-started) adds nothing to the load and forbids scaling down; with no figures at all the number stays as it is.
-How fast: Serve applies `upscale_delay_s` and `downscale_delay_s`, and the bounds, to what this policy
+Inputs: per replica the requests that it holds, how many of them wait in the engine's own queue, and the use
+of its KV cache, each as a mean over the look-back window; and how old these figures are.
+Behaviour: scale up to the number that meets the targets for requests and for KV cache; and by one more than
+run while the engines do not keep up, whatever the targets say: the scheduler keeps their own queues filled
+just as long as requests wait for the pool, so a queue in the engine stands for a queue in front of the pool.
+Scale down only when the load would fit into fewer replicas with room to spare, so that a load on the border
+does not move replicas to and fro. A replica that has not recorded for a while (it may be saturated, cut off,
+or just started) adds nothing to the load and forbids scaling down; with no figures at all the number stays as
+it is. How fast: Serve applies `upscale_delay_s` and `downscale_delay_s`, and the bounds, to what this policy
 returns.
 """
 
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 ONGOING = "ongoing_requests"
+WAITING = "waiting_requests"
 KV_USAGE = "kv_usage_ratio"
 
 
@@ -29,7 +32,7 @@ class AutoscalingSettings:
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
-    # At zero a pool frees its GPU, and the first request waits for a whole engine start.
+    # At least one: nothing would tell a pool without replicas that requests wait for it.
     min_replicas: int = 1
     max_replicas: int = 1
     # Replicas at deployment; the minimum when not given.
@@ -39,6 +42,8 @@ class AutoscalingSettings:
     target_ongoing_requests: float = 32.0
     # KV use that the pool is sized for. Long prompts fill the cache before they fill the batch.
     target_kv_ratio: float = 0.85
+    # Requests in an engine's own queue, as a mean over the window, from which it does not keep up.
+    saturated_waiting: float = 1.0
     # A pool is shrunk only when what it holds fits into fewer replicas at this share of the targets.
     downscale_margin_ratio: float = 0.8
     # An engine takes a minute to start, so a short burst is over before help comes; a long one is not.
@@ -51,12 +56,12 @@ class AutoscalingSettings:
 
     def __post_init__(self) -> None:
         initial = self.min_replicas if self.initial_replicas is None else self.initial_replicas
-        if not 0 <= self.min_replicas <= initial <= self.max_replicas or self.max_replicas < 1:
+        if not 1 <= self.min_replicas <= initial <= self.max_replicas:
             raise ValueError(
-                "replicas must satisfy 0 <= min <= initial <= max and max >= 1, "
+                "replicas must satisfy 1 <= min <= initial <= max, "
                 f"got min {self.min_replicas}, initial {self.initial_replicas}, max {self.max_replicas}"
             )
-        for name in ("target_ongoing_requests", "look_back_period_s", "stale_after_s"):
+        for name in ("target_ongoing_requests", "saturated_waiting", "look_back_period_s", "stale_after_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("target_kv_ratio", "downscale_margin_ratio"):
@@ -82,6 +87,7 @@ class AutoscalingSettings:
                 "policy_function": "serve_app.serving.autoscaling:PoolPolicy",
                 "policy_kwargs": {
                     "target_kv_ratio": self.target_kv_ratio,
+                    "saturated_waiting": self.saturated_waiting,
                     "downscale_margin_ratio": self.downscale_margin_ratio,
                     "stale_after_s": self.stale_after_s,
                 },
@@ -94,6 +100,7 @@ class ReplicaLoad:
     """What one running replica last recorded, None when that is too old or never came."""
 
     ongoing: float | None = None
+    waiting: float | None = None
     kv_usage_ratio: float | None = None
 
 
@@ -102,6 +109,7 @@ class Targets:
     """What one replica is meant to hold."""
 
     ongoing: float
+    saturated_waiting: float
     kv_usage_ratio: float
     downscale_margin_ratio: float
 
@@ -118,6 +126,8 @@ def desired_replicas(loads: Sequence[ReplicaLoad], current_target: int, targets:
     if not known:
         return current_target
     needed = _replicas_for(loads, targets, 1.0)
+    if sum(load.waiting or 0.0 for load in known) >= targets.saturated_waiting * len(known):
+        needed = max(needed, len(loads) + 1)
     if needed >= current_target:
         return needed
     if len(known) < len(loads):
@@ -163,8 +173,15 @@ class PoolContext(Protocol):
 class PoolPolicy:
     """The autoscaling policy that Serve's controller calls about ten times a second for each pool."""
 
-    def __init__(self, target_kv_ratio: float, downscale_margin_ratio: float, stale_after_s: float) -> None:
+    def __init__(
+        self,
+        target_kv_ratio: float,
+        saturated_waiting: float,
+        downscale_margin_ratio: float,
+        stale_after_s: float,
+    ) -> None:
         self._target_kv_ratio = target_kv_ratio
+        self._saturated_waiting = saturated_waiting
         self._downscale_margin_ratio = downscale_margin_ratio
         self._stale_after_s = stale_after_s
 
@@ -174,6 +191,7 @@ class PoolPolicy:
             return context.target_num_replicas, {}
         targets = Targets(
             ongoing=context.config.get_target_ongoing_requests(),
+            saturated_waiting=self._saturated_waiting,
             kv_usage_ratio=self._target_kv_ratio,
             downscale_margin_ratio=self._downscale_margin_ratio,
         )
@@ -189,5 +207,6 @@ class PoolPolicy:
         means = context.aggregated_metrics or {}
         return ReplicaLoad(
             ongoing=means.get(ONGOING, {}).get(replica),
+            waiting=means.get(WAITING, {}).get(replica),
             kv_usage_ratio=means.get(KV_USAGE, {}).get(replica),
         )

@@ -13,10 +13,10 @@ import logging
 import secrets
 from dataclasses import dataclass
 
-from serve_app.engines.engine import Engine, EngineLimits
+from serve_app.engines.engine import Engine, EngineLimits, EngineLoad
 from serve_app.errors import EngineError
 from serve_app.scheduling.events import ReplicaReport, ReplicaSpec
-from serve_app.serving.autoscaling import KV_USAGE, ONGOING
+from serve_app.serving.autoscaling import KV_USAGE, ONGOING, WAITING
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.settings import ChannelSettings
@@ -68,7 +68,7 @@ class PoolReplica:
         self._guard: ReplicaGuard | None = None
         self._server: ReplicaServer | None = None
         self._client: ReplicaClient | None = None
-        self._kv_usage_ratio = 0.0
+        self._last_load = EngineLoad(waiting=0, running=0, kv_usage_ratio=0.0)
         self._looked_at = 0.0
 
     def __repr__(self) -> str:
@@ -105,7 +105,12 @@ class PoolReplica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What this replica holds, for `PoolPolicy`; Serve carries it to its controller."""
         open_requests = 0 if self._guard is None else self._guard.open_requests
-        return {ONGOING: float(open_requests), KV_USAGE: self._kv_usage_ratio}
+        load = self._last_load
+        return {
+            ONGOING: float(open_requests),
+            WAITING: float(load.waiting),
+            KV_USAGE: float(load.kv_usage_ratio),
+        }
 
     async def stop(self) -> None:
         """Drain, then free everything; takes at most `drain_timeout_s` and a few seconds."""
@@ -167,7 +172,7 @@ class PoolReplica:
         assert self._guard is not None, "the client starts after the guard is made"
         load = await self._engine.load()
         self._looked_at = asyncio.get_running_loop().time()
-        self._kv_usage_ratio = load.kv_usage_ratio
+        self._last_load = load
         return ReplicaReport(
             received=self._guard.received,
             waiting=load.waiting,

@@ -16,6 +16,9 @@ import pytest
 
 from tests.e2e.served import Served, wait_for
 
+# The first test of a session waits until the application has started.
+pytestmark = pytest.mark.timeout(300)
+
 LIMITS = httpx.Limits(max_connections=None)
 
 

@@ -11,6 +11,9 @@ from openai.types.chat import ChatCompletionUserMessageParam
 
 from tests.e2e.served import Served, wait_for
 
+# The first test of a session waits until the application has started.
+pytestmark = pytest.mark.timeout(300)
+
 HELLO: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "Say hello."}]
 # About 3,000 tokens.
 LONG: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "Tell me of the old house. " * 450}]

@@ -19,7 +19,7 @@ from serve_app.serving.autoscaling import (
     desired_replicas,
 )
 
-TARGETS = Targets(ongoing=10.0, kv_usage_ratio=0.8, downscale_margin_ratio=0.8)
+TARGETS = Targets(ongoing=10.0, saturated_waiting=1.0, kv_usage_ratio=0.8, downscale_margin_ratio=0.8)
 NOW = 1_000.0
 
 
@@ -45,6 +45,20 @@ def test_a_pool_gets_the_replicas_that_hold_its_load(
 
 def test_a_full_kv_cache_scales_a_pool_up_though_it_holds_few_requests() -> None:
     assert desired_replicas(loads(2.0, kv=0.95), 1, TARGETS) == 2
+
+
+def test_engines_that_do_not_keep_up_get_one_more_than_run() -> None:
+    """Their own limits keep these from ever holding what the pool is sized for."""
+    saturated = [ReplicaLoad(ongoing=6.0, waiting=1.5, kv_usage_ratio=0.1)] * 2
+    assert desired_replicas(saturated, 2, TARGETS) == 3
+    # While the third starts, no fourth is asked for.
+    assert desired_replicas(saturated, 3, TARGETS) == 3
+
+
+def test_a_queue_in_one_engine_of_many_is_no_reason_to_grow() -> None:
+    busy = ReplicaLoad(ongoing=6.0, waiting=2.0, kv_usage_ratio=0.1)
+    calm = ReplicaLoad(ongoing=6.0, waiting=0.0, kv_usage_ratio=0.1)
+    assert desired_replicas([busy, calm, calm], 3, TARGETS) == 3
 
 
 def test_a_load_on_the_border_does_not_scale_down() -> None:
@@ -119,7 +133,9 @@ def recorded(age_s: float, **ongoing: float) -> dict[str, dict[str, list[Any]]]:
 
 
 def policy() -> PoolPolicy:
-    return PoolPolicy(target_kv_ratio=0.8, downscale_margin_ratio=0.8, stale_after_s=30.0)
+    return PoolPolicy(
+        target_kv_ratio=0.8, saturated_waiting=1.0, downscale_margin_ratio=0.8, stale_after_s=30.0
+    )
 
 
 def test_the_policy_reads_what_replicas_recorded() -> None:
@@ -153,7 +169,8 @@ def test_serve_takes_the_settings_and_finds_the_policy() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("min_replicas", -1),
+        ("min_replicas", 0),
+        ("saturated_waiting", 0),
         ("max_replicas", 0),
         ("initial_replicas", 5),
         ("target_ongoing_requests", 0),
