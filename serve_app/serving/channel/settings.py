@@ -39,8 +39,9 @@ class ChannelSettings:
     # places of a gateway that died come free within two seconds of its last beat.
     gateway_grace_s: float = 1.0
     handshake_s: float = 1.0
-    # A Serve handle waits for a replica by itself while the scheduler is being replaced, so this is long.
-    locate_s: float = 5.0
+    # A Serve handle waits by itself while the scheduler is being replaced, but a call that went to the dead
+    # one may never come back; a new scheduler is up in some four seconds.
+    locate_s: float = 2.0
     backoff_min_s: float = 0.05
     # With some dozens of peers, a start that takes seconds meets at most two tries a second from each.
     backoff_max_s: float = 0.5

@@ -133,6 +133,23 @@ async def test_the_exposition_comes_over_the_channel_and_is_empty_when_nobody_an
     assert await gateway.exposition() == ""
 
 
+async def test_a_grant_told_twice_counts_once_even_after_it_was_put_back(world: World) -> None:
+    gateway = await world.gateway()
+    await world.replica("s1")
+    await granted(gateway, "r1")
+    told = world.shell._gateways.book["r1"].granted
+    assert told is not None
+    world.kill()
+    await until(lambda: not gateway.is_connected)
+    task = asyncio.get_running_loop().create_task(gateway.put_back("r1", "s1", DispatchFailure.LOST))
+    await asyncio.sleep(0)
+    gateway.said(told)
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    assert gateway._held["r1"].waits
+    task.cancel()
+
+
 async def test_a_request_id_may_be_held_once(world: World) -> None:
     gateway = await world.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))

@@ -1,0 +1,146 @@
+import asyncio
+import socket
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from serve_app.serving.channel.framing import decode_from_peer
+from serve_app.serving.channel.link import Link
+from serve_app.serving.channel.messages import Cancel, Heartbeat
+from serve_app.serving.channel.settings import ChannelSettings
+from tests.serving.channel.harness import FAST, until
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+        self.reasons: list[str] = []
+
+    def link_said(self, _link: Link, message: Any) -> None:
+        self.heard.append(message)
+
+    def link_lost(self, _link: Link, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+class Pair:
+    """Two links that face each other."""
+
+    def __init__(self, near: Link, far: Link, owners: tuple[Owner, Owner]) -> None:
+        self.near, self.far = near, far
+        self.near_owner, self.far_owner = owners
+
+    def tick(self) -> None:
+        self.near.tick()
+        self.far.tick()
+
+
+async def pair(settings: ChannelSettings = FAST) -> Pair:
+    loop = asyncio.get_running_loop()
+    owners = Owner(), Owner()
+    far = Link(owners[1], decode_from_peer, settings)
+    server = await loop.create_server(lambda: far, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    near = Link(owners[0], decode_from_peer, settings)
+    await loop.create_connection(lambda: near, "127.0.0.1", port)
+    await until(lambda: far.open)
+    server.close()
+    return Pair(near, far, owners)
+
+
+async def test_messages_go_both_ways_in_order() -> None:
+    both = await pair()
+    for n in range(1000):
+        both.near.send(Cancel(str(n)))
+        both.far.send(Cancel(str(-n)))
+    await until(lambda: len(both.near_owner.heard) == len(both.far_owner.heard) == 1000)
+    assert both.far_owner.heard == [Cancel(str(n)) for n in range(1000)]
+    assert both.near_owner.heard == [Cancel(str(-n)) for n in range(1000)]
+
+
+async def test_small_messages_are_not_held_back_by_the_kernel() -> None:
+    both = await pair()
+    for link in (both.near, both.far):
+        assert link._transport is not None
+        sock = link._transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
+async def test_a_receipt_tells_up_to_which_message_all_were_dealt_with() -> None:
+    both = await pair()
+    number = both.near.send(Cancel("a"))
+    await until(lambda: both.far_owner.heard == [Cancel("a")])
+    assert both.near.acknowledged < number
+    both.far.tick()
+    await until(lambda: both.near.acknowledged == number)
+
+
+async def test_two_that_talk_and_listen_live_through_many_ticks() -> None:
+    both = await pair()
+    for _ in range(30):
+        both.tick()
+        await asyncio.sleep(0.002)
+    assert both.near.open
+    assert both.far.open
+
+
+async def test_a_loop_that_was_away_does_not_blame_its_peer() -> None:
+    both = await pair()
+    for _ in range(FAST.beats_to_death - 1):
+        both.near.tick()
+    both.far.tick()
+    # One tick after a long absence, however long: what came meanwhile is read before the next one.
+    await until(lambda: both.near._heard)
+    both.near.tick()
+    assert both.near.open
+
+
+async def test_a_closed_link_sends_what_it_had_and_says_nothing_after() -> None:
+    both = await pair()
+    both.near.send(Cancel("last words"))
+    both.near.close("enough")
+    assert both.near.send(Cancel("more")) == 0
+    await until(lambda: bool(both.far_owner.reasons))
+    assert both.far_owner.heard == [Cancel("last words")]
+    assert both.near_owner.reasons == ["enough"]
+
+
+async def test_a_peer_that_leaves_too_much_unread_is_cut_off() -> None:
+    both = await pair(replace(FAST, max_write_buffer_bytes=1_000_000))
+    assert both.far._transport is not None
+    both.far._transport.pause_reading()
+    sent = 0
+    while both.near.open and sent < 1_000:
+        both.near.send(Cancel("x" * 100_000))
+        sent += 1
+        await asyncio.sleep(0)
+    assert not both.near.open
+    await until(lambda: bool(both.near_owner.reasons))
+    assert "bytes unread (max 1,000,000)" in both.near_owner.reasons[0]
+
+
+async def test_a_flood_is_heard_in_slices_with_the_loop_running_between() -> None:
+    both = await pair()
+    turns = 0
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        if len(both.far_owner.heard) < 20_000:
+            asyncio.get_running_loop().call_soon(turn)
+
+    for n in range(20_000):
+        both.near.send(Cancel(str(n)))
+    turn()
+    await until(lambda: len(both.far_owner.heard) == 20_000)
+    assert turns > 40
+    assert both.far_owner.heard[-1] == Cancel("19999")
+
+
+@pytest.mark.parametrize("said", [Heartbeat(5), Heartbeat(-1)], ids=["too many", "less than before"])
+async def test_a_receipt_that_cannot_be_true_ends_the_link(said: Heartbeat) -> None:
+    both = await pair()
+    both.far.send(said)
+    await until(lambda: bool(both.near_owner.reasons))
+    assert "a receipt for" in both.near_owner.reasons[0]
