@@ -17,7 +17,9 @@ from serve_app.serving.incarnation import GcsClaimStore, Incarnations
 def claim(times):
     return [Incarnations(GcsClaimStore(), "app/m").claim() for _ in range(times)]
 
-ray.init(address="local", num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[1], logging_level=logging.ERROR)
+ray.init(
+    address="local", num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[1], logging_level=logging.ERROR
+)
 taken = sum(ray.get([claim.remote(10) for _ in range(3)]), [])
 assert sorted(taken) == list(range(1, 31)), sorted(taken)
 assert Incarnations(GcsClaimStore(), "app/m").newest() == 30
