@@ -90,6 +90,10 @@ class PoolRouter:
 
 
 def least_budget_tokens(request: Request, estimate: TokenEstimate) -> int:
-    """The fewest tokens a request can need: its shortest prompt, and the output its client insists on."""
+    """The smallest context limit under which vLLM would take the request.
+
+    vLLM cuts `max_tokens` down to what the prompt leaves of the context, so it refuses only a prompt that leaves
+    no room for one token, and a `max_tokens` that is above the limit by itself.
+    """
     output_tokens = 1 if request.max_output_tokens is None else request.max_output_tokens
-    return estimate.least_prompt_tokens + output_tokens
+    return max(estimate.least_prompt_tokens + min(1, output_tokens), output_tokens)

@@ -85,11 +85,13 @@ class World:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.scheduler_settings)
-        for plan in self.plans:
+        for number, plan in enumerate(self.plans):
             replica = SimulatedReplica(plan, self.timeline, self._step_ended)
             self.replicas[plan.replica_id] = replica
             self._feed(ev.ReplicaJoined(replica.spec))
-            self._report(replica)
+            # Real replicas do not report in step either.
+            first_at = self.settings.report_interval_s * number / len(self.plans)
+            self.timeline.at(first_at, Rank.REPORT, partial(self._report, replica))
 
     def run(self, requests: Sequence[SimulatedRequest]) -> list[RequestRecord]:
         """Play all requests to their end and return their records."""

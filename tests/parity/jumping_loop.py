@@ -1,0 +1,55 @@
+"""An event loop whose clock jumps to the next thing that is planned, so that an hour passes in a blink."""
+
+import asyncio
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from serve_app.simulation.timeline import Action, Rank
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """Never sleeps: when nothing is ready, it is at once the time of the next timer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._virtual_now = 0.0
+
+    def time(self) -> float:
+        return self._virtual_now
+
+    def _run_once(self) -> None:
+        timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
+        if not self._ready and timers:  # type: ignore[attr-defined]
+            self._virtual_now = max(self._virtual_now, timers[0].when())
+        # The loop runs timers up to its clock's resolution early; here only those of this very instant.
+        self._clock_resolution = math.ulp(self._virtual_now)
+        super()._run_once()  # type: ignore[misc]
+
+
+class LoopTimeline:
+    """The simulator's timeline on an event loop: timers of one instant go off in its written order."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._planned: list[tuple[float, int, int, Action]] = []
+        self._sequence = itertools.count()
+
+    @property
+    def now(self) -> float:
+        return self._loop.time()
+
+    def at(self, time: float, rank: Rank, action: Action) -> None:
+        heapq.heappush(self._planned, (time, rank, next(self._sequence), action))
+        self._loop.call_at(time, self._carry_out_first)
+
+    def _carry_out_first(self) -> None:
+        heapq.heappop(self._planned)[3]()
+
+
+def run_jumping(main: Callable[[], Any]) -> Any:
+    """Run a coroutine function on a loop whose clock jumps."""
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        return runner.run(main())

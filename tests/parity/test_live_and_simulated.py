@@ -1,0 +1,197 @@
+"""The live scheduler and the simulated one are the same object, and decide the same.
+
+One trace goes through two worlds: the simulator, and the shell that the scheduler actor runs, with its desks,
+    its messages and its alarm clock, on an event loop whose clock jumps. The engines are the same model in
+    both. What is compared is every decision with its time, to the last bit.
+"""
+
+import asyncio
+from functools import partial
+from typing import Any, cast
+
+import pytest
+
+from serve_app.engines.emulation.model import StepOutcome
+from serve_app.engines.emulation.sequences import EngineSequence
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from serve_app.routing.pools import RoutingSettings
+from serve_app.scheduling import SchedulerSettings
+from serve_app.scheduling.commands import Command, Conclude
+from serve_app.scheduling.settings import QueueTimeouts
+from serve_app.serving.channel.link import Link
+from serve_app.serving.channel.messages import (
+    Finish,
+    First,
+    Granted,
+    Message,
+    Register,
+    Report,
+    SnapshotEnd,
+    Submit,
+)
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.dispatching import ReplicaAddress, Submission
+from serve_app.serving.scheduler_shell import SchedulerShell, ShellParts
+from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
+from serve_app.simulation.timeline import Action, Rank, Timeline
+from serve_app.simulation.world import Decision, SimulatedRequest, World, WorldSettings
+from tests.parity.jumping_loop import LoopTimeline, run_jumping
+from tests.simulation.builders import mixed_requests, plan
+
+TIMEOUT_S = 4.0
+WORLD = WorldSettings(control_latency_s=0.0013, report_interval_s=0.2)
+Decisions = list[tuple[float, tuple[Command, ...]]]
+
+
+def scheduler_settings() -> SchedulerSettings:
+    return SchedulerSettings(
+        model="m",
+        routing=RoutingSettings(b_short_tokens=500),
+        queue_timeout_s=QueueTimeouts(default=TIMEOUT_S),
+        max_waiting=30,
+    )
+
+
+def plans() -> list[ReplicaPlan]:
+    return [
+        plan("s1", "short", max_model_len=1_000, kv_tokens=3_000),
+        plan("s2", "short", max_model_len=1_000, kv_tokens=3_000),
+        plan("l1", "long", max_model_len=4_000, kv_tokens=6_000),
+    ]
+
+
+def trace(rate_per_s: float, seed: int) -> list[SimulatedRequest]:
+    requests = mixed_requests(300, rate_per_s=rate_per_s, seed=seed)
+    for simulated in requests:
+        object.__setattr__(simulated.request, "expires_at", simulated.request.arrived_at + TIMEOUT_S)
+    return requests
+
+
+def simulated_decisions(requests: list[SimulatedRequest]) -> Decisions:
+    log: list[Decision] = []
+    World(scheduler_settings(), plans(), settings=WORLD, on_decision=log.append).run(requests)
+    return [(step.at, step.commands) for step in log if step.commands]
+
+
+class LiveWorld:
+    """Gateway, engines and wires around the real shell."""
+
+    def __init__(self, requests: list[SimulatedRequest]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.timeline = LoopTimeline(self.loop)
+        self.requests = {simulated.request.request_id: simulated for simulated in requests}
+        self.last_arrival = max(simulated.request.arrived_at for simulated in requests)
+        self.over = asyncio.Event()
+        self.decisions: Decisions = []
+        parts = ShellParts(incarnation=1, channel=ChannelSettings())
+        self.shell = SchedulerShell(scheduler_settings(), parts)
+        handle = self.shell.core.handle
+        self.shell.core.handle = partial(self.handle, handle)  # type: ignore[method-assign]
+        self.replicas: dict[str, SimulatedReplica] = {}
+        self.say = self.shell._gateways.joined("g1", cast("Link", self))
+
+    def handle(self, handle: Any, event: Any, now: float) -> list[Command]:
+        commands: list[Command] = handle(event, now)
+        if commands:
+            self.decisions.append((now, tuple(commands)))
+        return commands
+
+    async def run(self) -> Decisions:
+        self.say(SnapshotEnd())
+        all_plans = plans()
+        for number, each in enumerate(all_plans):
+            self.add_replica(each, WORLD.report_interval_s * number / len(all_plans))
+        for simulated in self.requests.values():
+            self.timeline.at(simulated.request.arrived_at, Rank.ARRIVAL, partial(self.submit, simulated))
+        await self.over.wait()
+        return self.decisions
+
+    def add_replica(self, each: ReplicaPlan, first_report_at: float) -> None:
+        replica = SimulatedReplica(each, cast("Timeline", self.timeline), self.step_ended)
+        self.replicas[each.replica_id] = replica
+        address = ReplicaAddress(replica_id=each.replica_id, pool=each.pool, host="h", port=1, token="t")
+        self.shell._replicas.said(each.replica_id, cast("Link", self), Register(replica.spec, address))
+        self.timeline.at(first_report_at, Rank.REPORT, partial(self.report, replica))
+
+    def report(self, replica: SimulatedReplica) -> None:
+        message = Report(replica.report())
+        replica_id = replica.spec.replica_id
+        self.later(Rank.REPORT, partial(self.shell._replicas.said, replica_id, cast("Link", self), message))
+        next_at = self.timeline.now + WORLD.report_interval_s
+        self.timeline.at(next_at, Rank.REPORT, partial(self.report, replica))
+
+    def submit(self, simulated: SimulatedRequest) -> None:
+        request = simulated.request
+        submission = Submission(
+            request_id=request.request_id,
+            model=request.model,
+            shape=request.shape,
+            max_output_tokens=request.max_output_tokens,
+        )
+        self.say(Submit(submission, 0.0, 0.0))
+
+    def send(self, message: Message) -> int:
+        """What the scheduler tells its peers."""
+        if isinstance(message, Granted):
+            simulated = self.requests[message.request_id]
+            self.later(Rank.NEWS, partial(self.reach_engine, simulated, self.replicas[message.replica_id]))
+        return 1
+
+    def reach_engine(self, simulated: SimulatedRequest, replica: SimulatedReplica) -> None:
+        request = simulated.request
+        assert request.shape.prompt_tokens is not None
+        replica.accept(
+            EngineSequence(
+                request.request_id, request.shape.prompt_tokens, simulated.output_tokens, self.loop.time()
+            )
+        )
+
+    def step_ended(self, outcome: StepOutcome) -> None:
+        news: list[Message] = [First(sequence.sequence_id) for sequence in outcome.first_tokens]
+        for sequence in outcome.finished:
+            usage = Usage(
+                prompt_tokens=sequence.prompt_tokens,
+                output_tokens=sequence.target_tokens,
+                cached_tokens=sequence.cached_tokens,
+            )
+            news.append(Finish(sequence.sequence_id, Outcome.COMPLETED, usage))
+        if news:
+            self.later(Rank.NEWS, partial(self.deliver, news))
+
+    def deliver(self, news: list[Message]) -> None:
+        for message in news:
+            self.say(message)
+        self.end_when_done()
+
+    def end_when_done(self) -> None:
+        """The last request arrives before the last one ends, by the length of the last ones."""
+        if not len(self.shell.core) and self.loop.time() >= self.last_arrival:
+            self.over.set()
+
+    def later(self, rank: Rank, action: Action) -> None:
+        self.timeline.at(self.timeline.now + WORLD.control_latency_s, rank, action)
+
+
+@pytest.mark.parametrize(
+    ("rate_per_s", "seed", "ends"),
+    [
+        (6.0, 1, {Outcome.COMPLETED}),
+        (15.0, 2, {Outcome.COMPLETED, Outcome.EXPIRED}),
+        (60.0, 3, {Outcome.COMPLETED, Outcome.EXPIRED, Outcome.REJECTED_QUEUE_FULL}),
+    ],
+)
+def test_the_live_shell_and_the_simulator_decide_the_same(
+    rate_per_s: float, seed: int, ends: set[Outcome]
+) -> None:
+    expected = simulated_decisions(trace(rate_per_s, seed))
+
+    async def live() -> Decisions:
+        return await LiveWorld(trace(rate_per_s, seed)).run()
+
+    decisions: Decisions = run_jumping(live)
+    outcomes = {c.outcome for _, commands in expected for c in commands if isinstance(c, Conclude)}
+    assert outcomes >= ends
+    assert len(expected) > 300
+    assert decisions == expected[: len(decisions)]
+    assert len(decisions) == len(expected)
