@@ -34,65 +34,47 @@ class SchedulerMetrics:
 
     def __init__(self, model: str, incarnation: int) -> None:
         self._model = model
-        self._registry = registry = CollectorRegistry()
+        self._registry = CollectorRegistry()
         self._dispatch_children: dict[tuple[str, PriorityClass], tuple[Counter, Histogram]] = {}
         self._conclusion_children: dict[tuple[PriorityClass, Outcome], Counter] = {}
-        own = ("model",)
-        self._waiting = Gauge(
-            "ewsjf_requests_waiting", "Requests in the queue.", (*own, "class"), registry=registry
-        )
-        replica = (*own, "pool", "replica")
-        self._running = Gauge(
-            "ewsjf_requests_in_flight", "Requests sent to a replica.", replica, registry=registry
-        )
-        self._kv = Gauge(
-            "ewsjf_replica_kv_usage_ratio", "KV cache in use, as last reported.", replica, registry=registry
-        )
-        self._engine_waiting = Gauge(
-            "ewsjf_replica_waiting",
-            "Requests in the engine's own queue, as last reported.",
-            replica,
-            registry=registry,
-        )
-        self._stale = Gauge(
-            "ewsjf_replicas_stale", "Replicas without a fresh report.", own, registry=registry
-        )
-        self._gateways = Gauge("ewsjf_gateways_connected", "Gateways connected.", own, registry=registry)
+        self._make_gauges()
+        self._make_counters()
+        started = self._gauge("ewsjf_scheduler_incarnation", "Rises with every scheduler started.")
+        started.labels(model).set(incarnation)
+
+    def _make_gauges(self) -> None:
+        gauge, replica = self._gauge, ("pool", "replica")
+        self._waiting = gauge("ewsjf_requests_waiting", "Requests in the queue.", "class")
+        self._running = gauge("ewsjf_requests_in_flight", "Requests sent to a replica.", *replica)
+        self._kv = gauge("ewsjf_replica_kv_usage_ratio", "KV cache in use, as last reported.", *replica)
+        text = "Requests in the engine's own queue, as last reported."
+        self._engine_waiting = gauge("ewsjf_replica_waiting", text, *replica)
+        self._stale = gauge("ewsjf_replicas_stale", "Replicas without a fresh report.")
+        self._gateways = gauge("ewsjf_gateways_connected", "Gateways connected.")
+
+    def _make_counters(self) -> None:
+        counter = self._counter
         self._wait = Histogram(
             "ewsjf_queue_wait_seconds",
             "Time in the queue until dispatch.",
-            (*own, "pool", "class"),
+            ("model", "pool", "class"),
             buckets=_WAIT_BUCKETS_S,
-            registry=registry,
+            registry=self._registry,
         )
-        self._dispatches = Counter("ewsjf_dispatches", "Grants issued.", (*own, "pool"), registry=registry)
-        self._spills = Counter(
-            "ewsjf_spills",
-            "Grants in another pool than the request's own.",
-            (*own, "pool"),
-            registry=registry,
-        )
-        self._put_backs = Counter(
-            "ewsjf_put_backs",
-            "Requests that came back before their first byte.",
-            (*own, "failure"),
-            registry=registry,
-        )
-        self._concluded = Counter(
-            "ewsjf_requests_concluded",
-            "Requests that reached their outcome.",
-            (*own, "class", "outcome"),
-            registry=registry,
-        )
-        self._stale_reports = Counter(
-            "ewsjf_stale_reports", "Times a replica's report went stale.", own, registry=registry
-        )
-        self._errors = Counter(
-            "ewsjf_scheduler_errors", "Events that the core could not handle.", own, registry=registry
-        )
-        Gauge(
-            "ewsjf_scheduler_incarnation", "Rises with every scheduler started.", own, registry=registry
-        ).labels(model).set(incarnation)
+        self._dispatches = counter("ewsjf_dispatches", "Grants issued.", "pool")
+        self._spills = counter("ewsjf_spills", "Grants in another pool than the request's own.", "pool")
+        text = "Requests that came back before their first byte."
+        self._put_backs = counter("ewsjf_put_backs", text, "failure")
+        text = "Requests that reached their outcome."
+        self._concluded = counter("ewsjf_requests_concluded", text, "class", "outcome")
+        self._stale_reports = counter("ewsjf_stale_reports", "Times a replica's report went stale.")
+        self._errors = counter("ewsjf_scheduler_errors", "Events that the core could not handle.")
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, ("model", *labels), registry=self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, ("model", *labels), registry=self._registry)
 
     def dispatched(self, command: Dispatch, priority: PriorityClass, *, spilled: bool) -> None:
         """A grant was issued."""
