@@ -1,7 +1,7 @@
 """Which length queue does a prompt belong to? The learned partition, as a value.
 
-Source: EWSJF (arXiv 2601.21758), section 4.2. A partition is what Refine-and-Prune returns; it is learned outside the core
-(`serve_app.tuning.refine_and_prune`) and arrives in it as a whole.
+Source: EWSJF (arXiv 2601.21758), section 4.2. A partition is what Refine-and-Prune returns; it is learned
+    outside the core (`serve_app.tuning.refine_and_prune`) and arrives in it as a whole.
 """
 
 from dataclasses import dataclass

@@ -152,7 +152,11 @@ class Scheduler:
             self._conclude_refused(request, refusal, now)
             return None
         self._sequence += 1
-        return Entry(request, estimate, self._sequence, pools, expires_at=request.expires_at)
+        entry = Entry(request, estimate, self._sequence, pools, expires_at=request.expires_at)
+        # It was dispatched by a scheduler before this one, and came back to its gateway meanwhile.
+        entry.returned = request.attempts > 0
+        entry.attempts = min(request.attempts, self.settings.max_attempts - 1)
+        return entry
 
     def _resumed(self, event: ev.Resumed, now: float) -> None:
         """The gateway that holds the request is right about where it runs."""

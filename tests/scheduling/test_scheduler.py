@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from serve_app.errors import Outcome
@@ -340,6 +342,13 @@ def test_a_new_scheduler_takes_over_running_requests_before_their_replica_joins(
     assert world.scheduler.ledger["s1"].in_flight == 1
     assert concluded(world.feed(Finished("r", Outcome.COMPLETED))) == [("r", "completed")]
     assert world.scheduler.ledger["s1"].held_tokens == 0
+
+
+def test_a_request_that_an_earlier_scheduler_had_dispatched_goes_to_the_front() -> None:
+    world = World(routing=RoutingSettings(pools=("short",)))
+    world.arrive("new")
+    world.feed(Arrived(dataclasses.replace(request("back"), attempts=1, arrived_at=1.0)), after_s=1.0)
+    assert dispatched(world.join("s1", "short")) == [("back", "s1"), ("new", "s1")]
 
 
 def test_a_request_submitted_twice_is_taken_once(world: World) -> None:
