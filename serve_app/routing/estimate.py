@@ -30,8 +30,6 @@ _BULK = 0.5
 # The longest of several prompts in one request, as a multiple of their mean: their sum is all that is
 # known. An engine that refuses a longer one as too long sends the request on to the other pool.
 _LONGEST_OF_SEVERAL = 2.0
-# Mean absolute to standard deviation, for a normal distribution: sqrt(pi / 2).
-_STANDARD_PER_MEAN_ABSOLUTE = 1.2533
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +140,7 @@ class TokenEstimator:
         margin = _OVERHEAD_MARGIN * self._overhead.deviation(shape.messages)
         overhead = self._overhead.tokens(shape.messages) * prompts
         media = shape.media_items * self.settings.overhead.media_item_tokens
-        expected = shape.text_bytes / text.mean + shape.tool_bytes / tools.mean + overhead + media
+        expected = shape.text_bytes / text.unbiased + shape.tool_bytes / tools.unbiased + overhead + media
         high = shape.text_bytes / text.conservative + shape.tool_bytes / tools.conservative
         high += overhead + media + margin
         low = shape.text_bytes / text.optimistic + shape.tool_bytes / tools.optimistic
@@ -160,9 +158,9 @@ class TokenEstimator:
         parts = self._parts(shape)
         text, tools = self._text[shape.category], self._tools
         if shape.prompts == 1:
-            noise = parts.text * text.deviation / text.mean + parts.tools * tools.deviation / tools.mean
+            noise = text.standard_error(shape.text_bytes) + tools.standard_error(shape.tool_bytes)
             beyond = tokens - parts.text - parts.tools
-            self._overhead.observe(shape.messages, beyond, noise * _STANDARD_PER_MEAN_ABSOLUTE)
+            self._overhead.observe(shape.messages, beyond, noise)
         if parts.text >= _BULK * parts.total:
             text.observe(shape.text_bytes, tokens - parts.total + parts.text)
         elif parts.tools >= _BULK * parts.total:

@@ -30,6 +30,8 @@ from typing import ClassVar
 from serve_app.request import TextCategory
 from serve_app.routing.snapshot import Snapshot, number
 
+# Standard deviation in mean absolute deviations of a normal distribution: sqrt(pi / 2).
+_STANDARD_PER_MEAN_ABSOLUTE = 1.2533
 _LEAST_MEAN = 0.01  # bytes per token; no tokenizer comes near
 
 # Means over three tokenizer families (49 k, 32 k and 131 k words), on the low side: until something is
@@ -55,8 +57,12 @@ class RatioSettings:
     # Margin in mean absolute deviations. More sends fewer requests to a pool that is too short for them,
     # and more that would have fitted to the long one.
     gamma: float = 2.0
-    # Optimism of the lower bound in the same unit. It decides who is refused for good, so it is wide.
-    optimistic_gamma: float = 6.0
+    # The deviation is taken for at least this share of the mean: after many requests that are all alike the
+    # next one may still be different.
+    least_deviation_ratio: float = 0.03
+    # The lower bound takes a token for this many times the usual bytes. It decides who is refused for good,
+    # so it is wide: what it lets through wrongly, an engine refuses with its exact count.
+    optimistic_factor: float = 2.5
     cold_bytes_per_token: Mapping[TextCategory, float] = field(default_factory=lambda: dict(_COLD_START))
     # JSON schemas of tools: 3.4 to 4.7 measured.
     cold_tool_bytes_per_token: float = 3.5
@@ -72,7 +78,7 @@ class RatioSettings:
     def __post_init__(self) -> None:
         if not 0 < self.beta < 1:
             raise ValueError(f"beta must lie between 0 and 1, got {self.beta}: 0.95 is usual")
-        for name in ("gamma", "optimistic_gamma", "cold_deviation_ratio"):
+        for name in ("gamma", "least_deviation_ratio", "cold_deviation_ratio"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in (
@@ -83,8 +89,9 @@ class RatioSettings:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not self.outlier_factor > 1:
-            raise ValueError(f"outlier_factor must be greater than 1, got {self.outlier_factor}")
+        for name in ("outlier_factor", "optimistic_factor"):
+            if not getattr(self, name) > 1:
+                raise ValueError(f"{name} must be greater than 1, got {getattr(self, name)}")
         self._check_cold_start()
 
     def _check_cold_start(self) -> None:
@@ -117,15 +124,31 @@ class BytesPerToken:
         return f"<BytesPerToken {self.mean:.3f} +- {self.deviation:.3f}>"
 
     @property
+    def unbiased(self) -> float:
+        """The divisor whose token counts are right on average.
+
+        Dividing by the mean ratio gives too few: the mean of 1 / c is larger than 1 / mean(c), by the squared
+        coefficient of variation to second order. For code that is 4 %.
+        """
+        variation = _STANDARD_PER_MEAN_ABSOLUTE * self.deviation / self.mean
+        return self.mean / (1 + variation * variation)
+
+    @property
     def conservative(self) -> float:
-        """c*, the divisor that rather gives too many tokens; never above the mean."""
-        margin = self.mean - self._settings.gamma * self.deviation
-        return min(self.mean, max(self._settings.floor_bytes_per_token, margin))
+        """c*, the divisor that rather gives too many tokens; never above `unbiased`."""
+        settings = self._settings
+        deviation = max(self.deviation, settings.least_deviation_ratio * self.mean)
+        careful = max(settings.floor_bytes_per_token, self.mean - settings.gamma * deviation)
+        return min(self.unbiased, careful)
 
     @property
     def optimistic(self) -> float:
         """The divisor that gives the fewest tokens this text may plausibly have."""
-        return self.mean + self._settings.optimistic_gamma * self.deviation
+        return self.mean * self._settings.optimistic_factor
+
+    def standard_error(self, size_bytes: float) -> float:
+        """Standard deviation of the estimated tokens of a text."""
+        return _STANDARD_PER_MEAN_ABSOLUTE * self.deviation * size_bytes / (self.mean * self.mean)
 
     def observe(self, size_bytes: float, tokens: float) -> None:
         """Learn from a text of `size_bytes` that the tokenizer cut into `tokens`; ignores what cannot be."""
