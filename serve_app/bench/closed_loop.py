@@ -42,8 +42,8 @@ class ClosedLoop:
     request: TraceRequest
     stream: bool
     answer_timeout_s: float = 60.0
-    _sent: int = 0
-    _exchanges: list[Exchange] = field(default_factory=list)
+    _sent: int = field(init=False, default=0)
+    _exchanges: list[Exchange] = field(init=False, default_factory=list)
 
     async def run(self, concurrency: int, requests: int) -> list[Exchange]:
         """Send `requests` in all from `concurrency` clients; returns them in the order of their ends.

@@ -101,13 +101,13 @@ class OpenLoop:
     bodies: BodyFactory
     settings: LoadSettings
     on_record: Callable[[RequestRecord], object] = lambda _: None
-    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    _records: list[RequestRecord] = field(default_factory=list)
-    _figures: ClientFigures = field(default_factory=ClientFigures)
-    _under_way: dict[Answer, _Sent] = field(default_factory=dict)
-    _held_back: deque[tuple[int, TraceRequest, float]] = field(default_factory=deque)
-    _all_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    _expected: int = 0
+    _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
+    _records: list[RequestRecord] = field(init=False, default_factory=list)
+    _figures: ClientFigures = field(init=False, default_factory=ClientFigures)
+    _under_way: dict[Answer, _Sent] = field(init=False, default_factory=dict)
+    _held_back: deque[tuple[int, TraceRequest, float]] = field(init=False, default_factory=deque)
+    _all_ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _expected: int = field(init=False, default=0)
 
     async def run(self, trace: Trace) -> LoadResult:
         """Send every request of `trace` at its time and wait for all answers.
