@@ -46,7 +46,7 @@ import yaml
 from serve_app.bench.application import started_application
 from serve_app.bench.bodies import BodyFactory, BodySettings
 from serve_app.bench.closed_loop import ClosedLoop, Exchange
-from serve_app.bench.connection import ConnectionPool, Target
+from serve_app.bench.connection import BenchError, ConnectionPool, Target
 from serve_app.bench.processes import CpuMeter, ProcessUse
 from serve_app.bench.provenance import commit, hardware, load_average
 from serve_app.engines.emulated import EmulatedEngine, EmulatedEngineSettings
@@ -110,6 +110,16 @@ def main() -> int:
     if args.serve_engine:
         uvloop.run(serve_engine())
         return 0
+    try:
+        run(args)
+    except BenchError as exc:
+        print(f"bench_overhead: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    """Start both, measure both, print the table."""
     with started_application(CONFIG, args.log) as (serve, app_url), started_engine() as (engine, engine_url):
         meter = CpuMeter(
             (serve, engine), lambda process: "engine alone" if process.pid == engine else role_of(process)
@@ -130,7 +140,6 @@ def main() -> int:
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(as_json(samples, idle), indent=1) + "\n", encoding="utf-8")
-    return 0
 
 
 def parse_arguments() -> argparse.Namespace:

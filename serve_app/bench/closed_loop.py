@@ -49,14 +49,17 @@ class ClosedLoop:
         """Send `requests` in all from `concurrency` clients; returns them in the order of their ends.
 
         Raises:
-            BenchError: in a group, when a request did not complete: a cost per request would mean nothing.
-            TimeoutError: in a group, when an answer took too long.
+            BenchError: a request did not complete in time; a cost per request would mean nothing.
         """
         self._exchanges = []
-        async with asyncio.TaskGroup() as group:
-            for client in range(concurrency):
-                share = requests // concurrency + (client < requests % concurrency)
-                group.create_task(self._client(share))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for client in range(concurrency):
+                    share = requests // concurrency + (client < requests % concurrency)
+                    group.create_task(self._client(share))
+        except ExceptionGroup as failures:
+            # The first ends the rest; one reason is enough.
+            raise BenchError(str(failures.exceptions[0])) from failures
         return self._exchanges
 
     async def _client(self, requests: int) -> None:
@@ -72,8 +75,11 @@ class ClosedLoop:
                 request = self.bodies.make(self._sent, self.request)
                 started_at, reads = time.monotonic(), connection.reads
                 connection.start(request, answer)
-                async with asyncio.timeout(self.answer_timeout_s):
-                    await ended
+                try:
+                    async with asyncio.timeout(self.answer_timeout_s):
+                        await ended
+                except TimeoutError as exc:
+                    raise BenchError(f"a request had no end after {self.answer_timeout_s:g} s") from exc
                 if answer.outcome != "completed":
                     raise BenchError(f"a request ended as {answer.outcome}: {answer.detail}")
                 first_s = (answer.first_token_at or answer.finished_at) - started_at
