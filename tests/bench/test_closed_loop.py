@@ -36,5 +36,5 @@ async def test_a_request_that_does_not_complete_ends_the_measurement() -> None:
 
 
 async def test_an_answer_without_an_end_ends_the_measurement() -> None:
-    with pytest.raises(BenchError, match="no end after 0.2 s"):
+    with pytest.raises(BenchError, match=r"no end after 0\.2 s"):
         await run(silence, 2, 4, timeout_s=0.2)
