@@ -3,6 +3,7 @@
 
     .venv/bin/python scripts/bench_overhead.py
     .venv/bin/python scripts/bench_overhead.py --repeats 5 --json out/overhead.json
+    .venv/bin/python scripts/bench_overhead.py --speed-up 1000        an engine that takes no time
 
 Starts `serve run configs/experiments/overhead.yaml` (HAProxy, gateway, scheduler, one pool replica) and, in a
 process of its own, the same emulated engine behind the same HTTP server. Closed loops of 1, 16 and 64 clients
@@ -20,7 +21,8 @@ Rows: kind of request and number of clients; medians over the repeats. Columns:
     engine      CPU ms per request of the pool replica, and of the engine alone; the difference is the
                 replica's guard, reports and event loop
     reads       pieces in which an answer came through the application. A stream of 32 tokens has 35 events;
-                when they come in far fewer pieces the machine did not keep up, and streams look cheaper
+                one token at a time, as from a real engine, is the dear case. An engine without delay sends them
+                in lumps, as does a machine that cannot keep up: streams then look far cheaper
 
 What it cannot show: the network between machines, and latencies on a machine with cores to spare. Client,
 engine, gateway and HAProxy share its cores, so from 16 clients on the added time is mostly waiting for one.
@@ -34,6 +36,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -107,8 +110,8 @@ def role_of(process: ProcessUse) -> str:
 def main() -> int:
     """Run the experiment and print its table."""
     args = parse_arguments()
-    if args.serve_engine:
-        uvloop.run(serve_engine())
+    if args.serve_engine is not None:
+        uvloop.run(serve_engine(args.serve_engine))
         return 0
     try:
         run(args)
@@ -120,7 +123,11 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> None:
     """Start both, measure both, print the table."""
-    with started_application(CONFIG, args.log) as (serve, app_url), started_engine() as (engine, engine_url):
+    with (
+        configured(args.speed_up) as config,
+        started_application(config, args.log) as (serve, app_url),
+        started_engine(config) as (engine, engine_url),
+    ):
         meter = CpuMeter(
             (serve, engine), lambda process: "engine alone" if process.pid == engine else role_of(process)
         )
@@ -139,7 +146,7 @@ def run(args: argparse.Namespace) -> None:
     print(table(samples))
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(as_json(samples, idle), indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(as_json(samples, idle, args), indent=1) + "\n", encoding="utf-8")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -153,14 +160,39 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--log", type=Path, default=Path(os.devnull), help="where the application's output goes"
     )
-    parser.add_argument("--serve-engine", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--speed-up", type=float, help="of the engine (that of the configuration: 2 ms per token)"
+    )
+    parser.add_argument("--serve-engine", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 @contextlib.contextmanager
-def started_engine() -> Iterator[tuple[int, str]]:
+def configured(speed_up: float | None) -> Iterator[Path]:
+    """The configuration, with the engine at this speed."""
+    if speed_up is None:
+        yield CONFIG
+        return
+    document = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    engine_of(document)["speed_up"] = speed_up
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(document, file)
+        file.flush()
+        yield Path(file.name)
+
+
+def engine_of(document: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the one emulated engine in a configuration."""
+    settings: dict[str, Any] = document["applications"][0]["args"]["models"][0]["pools"][0]["engine"][
+        "emulated"
+    ]
+    return settings
+
+
+@contextlib.contextmanager
+def started_engine(config: Path) -> Iterator[tuple[int, str]]:
     """The engine alone, in a process of its own."""
-    command = [sys.executable, __file__, "--serve-engine"]
+    command = [sys.executable, __file__, "--serve-engine", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -169,10 +201,9 @@ def started_engine() -> Iterator[tuple[int, str]]:
             process.terminate()
 
 
-async def serve_engine() -> None:
+async def serve_engine(config: Path) -> None:
     """Serve the engine of the configuration behind the pool replica's own HTTP server; tell its URL."""
-    args = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["applications"][0]["args"]
-    settings = args["models"][0]["pools"][0]["engine"]["emulated"]
+    settings = engine_of(yaml.safe_load(config.read_text(encoding="utf-8")))
     engine = EmulatedEngine(EmulatedEngineSettings(served_model_names=(MODEL,), **settings))
     await engine.start()
     server = ReplicaServer(engine.app, "127.0.0.1", ReplicaServerSettings())
@@ -273,14 +304,14 @@ def cpu_ms(samples: list[Sample], roles: tuple[str, ...]) -> float:
     )
 
 
-def as_json(samples: list[Sample], idle: dict[str, float]) -> dict[str, Any]:
+def as_json(samples: list[Sample], idle: dict[str, float], args: argparse.Namespace) -> dict[str, Any]:
     """Every sample, and under what circumstances it was taken."""
     return {
         "samples": [asdict(one) for one in samples],
         "idle_cpu_ms_per_s": idle,
         "provenance": {
             "commit": commit(),
-            "settings": yaml.safe_load(CONFIG.read_text(encoding="utf-8")),
+            "settings": {"config": str(CONFIG.relative_to(ROOT)), "speed_up": args.speed_up},
             "hardware": hardware(),
             "load_average": load_average(),
         },
