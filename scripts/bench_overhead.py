@@ -3,7 +3,7 @@
 
     .venv/bin/python scripts/bench_overhead.py
     .venv/bin/python scripts/bench_overhead.py --repeats 5 --json out/overhead.json
-    .venv/bin/python scripts/bench_overhead.py --speed-up 1000        an engine that takes no time
+    .venv/bin/python scripts/bench_overhead.py --speed-up 1000        an engine without delay
 
 Starts `serve run configs/experiments/overhead.yaml` (HAProxy, gateway, scheduler, one pool replica) and, in a
 process of its own, the same emulated engine behind the same HTTP server. Closed loops of 1, 16 and 64 clients
@@ -21,8 +21,8 @@ Rows: kind of request and number of clients; medians over the repeats. Columns:
     engine      CPU ms per request of the pool replica, and of the engine alone; the difference is the
                 replica's guard, reports and event loop
     reads       pieces in which an answer came through the application. A stream of 32 tokens has 35 events;
-                one token at a time, as from a real engine, is the dear case. An engine without delay sends them
-                in lumps, as does a machine that cannot keep up: streams then look far cheaper
+                one token at a time, as from a real engine, is the dear case. An engine without delay sends
+                them in lumps, as does a machine that cannot keep up: streams then look far cheaper
 
 What it cannot show: the network between machines, and latencies on a machine with cores to spare. Client,
 engine, gateway and HAProxy share its cores, so from 16 clients on the added time is mostly waiting for one.
@@ -111,7 +111,8 @@ def main() -> int:
     """Run the experiment and print its table."""
     args = parse_arguments()
     if args.serve_engine is not None:
-        uvloop.run(serve_engine(args.serve_engine))
+        document = yaml.safe_load(args.serve_engine.read_text(encoding="utf-8"))
+        uvloop.run(serve_engine(engine_of(document)))
         return 0
     try:
         run(args)
@@ -201,9 +202,8 @@ def started_engine(config: Path) -> Iterator[tuple[int, str]]:
             process.terminate()
 
 
-async def serve_engine(config: Path) -> None:
+async def serve_engine(settings: dict[str, Any]) -> None:
     """Serve the engine of the configuration behind the pool replica's own HTTP server; tell its URL."""
-    settings = engine_of(yaml.safe_load(config.read_text(encoding="utf-8")))
     engine = EmulatedEngine(EmulatedEngineSettings(served_model_names=(MODEL,), **settings))
     await engine.start()
     server = ReplicaServer(engine.app, "127.0.0.1", ReplicaServerSettings())
