@@ -1,0 +1,124 @@
+"""What `build_app` binds together, looked at without a cluster."""
+
+import pickle
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from ray.serve import Application, Deployment
+from ray.serve._private.build_app import build_app as build_with_serve
+
+from serve_app.app import build_app
+from serve_app.errors import SettingsError
+from serve_app.serving.pool_deployment import PoolDeploymentSettings
+from serve_app.settings import AppSettings, load_settings
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+def emulated(name: str, **changes: Any) -> dict[str, Any]:
+    limits = {"short": 2_048, "long": 8_192}
+    return {"name": name, "engine": {"emulated": {"max_model_len": limits[name]}}, **changes}
+
+
+def settings(*models: dict[str, Any], **changes: Any) -> AppSettings:
+    default = {"name": "demo", "aliases": ["alias"], "pools": [emulated("short"), emulated("long")]}
+    return AppSettings.model_validate({"models": list(models) or [default], **changes})
+
+
+def deployments(application: Application) -> dict[str, Deployment]:
+    """Every deployment of an application, as Serve itself takes it apart."""
+    built = build_with_serve(application, name="ewsjf")
+    return {deployment.name: deployment for deployment in built.deployments}
+
+
+def arguments(deployment: Deployment) -> tuple[Any, ...]:
+    """What its replicas are constructed with."""
+    return cast("tuple[Any, ...]", deployment.init_args)
+
+
+def test_every_model_has_a_scheduler_and_its_pools_and_all_share_the_gateways() -> None:
+    other = {"name": "org/Other-7B", "pools": [emulated("long")]}
+    demo = {"name": "demo", "pools": [emulated("short"), emulated("long")]}
+    found = deployments(build_app(settings(demo, other)))
+    assert set(found) == {
+        "gateway",
+        "scheduler-demo",
+        "short-demo",
+        "long-demo",
+        "scheduler-org-Other-7B",
+        "long-org-Other-7B",
+    }
+
+
+def test_a_scheduler_is_never_scaled() -> None:
+    assert deployments(build_app(settings()))["scheduler-demo"].num_replicas == 1
+
+
+def test_a_pool_gets_what_its_settings_ask_for() -> None:
+    resources = {"num_cpus": 2, "num_gpus": 4, "accelerator_type": "H100", "custom": {"rack": 1}}
+    pool = emulated(
+        "long", replicas=3, resources=resources, drain_timeout_s=100.0, health_check_timeout_s=50.0
+    )
+    found = deployments(build_app(settings({"name": "demo", "pools": [pool]})))["long-demo"]
+    assert found.num_replicas == 3
+    options = found.ray_actor_options or {}
+    assert (options["num_cpus"], options["num_gpus"]) == (2, 4)
+    assert options["resources"]["rack"] == 1
+    assert any("H100" in name for name in options["resources"]) or options["accelerator_type"] == "H100"
+    config = found._deployment_config
+    # The replica drains, then frees its engine; only then may Ray end it.
+    assert config.graceful_shutdown_timeout_s > 100.0
+    assert config.health_check_timeout_s == 50.0
+    given = arguments(found)[0]
+    assert isinstance(given, PoolDeploymentSettings)
+    assert given.health_timeout_s < 50.0
+
+
+def test_an_engine_over_several_nodes_gets_a_placement_group() -> None:
+    resources = {"num_cpus": 1, "placement_bundles": [{"CPU": 1, "GPU": 8}, {"GPU": 8}]}
+    pool = emulated("long", resources=resources)
+    found = deployments(build_app(settings({"name": "demo", "pools": [pool]})))["long-demo"]
+    assert found._replica_config.placement_group_bundles == [{"CPU": 1, "GPU": 8}, {"GPU": 8}]
+
+
+def test_each_pool_is_scaled_by_its_own_settings_and_our_policy() -> None:
+    short = emulated("short", autoscaling={"max_replicas": 4, "target_ongoing_requests": 12.0})
+    found = deployments(build_app(settings({"name": "demo", "pools": [short, emulated("long")]})))
+    config = found["short-demo"]._deployment_config.autoscaling_config
+    assert config is not None
+    assert (config.min_replicas, config.max_replicas) == (1, 4)
+    assert config.policy.policy_function == "serve_app.serving.autoscaling:PoolPolicy"
+    assert found["long-demo"]._deployment_config.autoscaling_config is None
+
+
+def test_the_gateway_knows_every_name_of_every_model() -> None:
+    application = build_app(settings())
+    gateway = deployments(application)["gateway"]
+    served, _channel, schedulers, names, pools = arguments(gateway)
+    assert [model.name for model in served.models] == ["demo", "alias"]
+    assert names == {"demo": "demo", "alias": "demo"}
+    assert set(schedulers) == {"demo"}
+    assert len(pools) == 2
+
+
+def test_the_same_settings_build_the_same_application() -> None:
+    """Serve restarts replicas whose arguments have changed; nothing random may be among them."""
+
+    def pickled() -> dict[str, list[bytes]]:
+        found = deployments(build_app(load_settings(CONFIGS / "local.yaml")))
+        return {
+            name: [pickle.dumps(argument) for argument in arguments(deployment) if is_dataclass(argument)]
+            for name, deployment in found.items()
+        }
+
+    first = pickled()
+    assert all(first.values())
+    assert first == pickled()
+
+
+def test_names_that_become_one_are_refused() -> None:
+    models = [{"name": name, "pools": [emulated("long")]} for name in ("a/b", "a b")]
+    with pytest.raises(SettingsError, match="long-a-b"):
+        build_app(settings(*models))
