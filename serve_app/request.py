@@ -66,6 +66,7 @@ class Request:
             generated (embeddings).
         choices: sequences that the engine generates: `n` for each prompt.
         expires_at: when the client no longer wants to wait in the queue.
+        streamed: its answer is streamed, so its first token is seen.
         no_wait: refuse at once rather than queue (`x-queue: no-wait`).
         prefix: hashes of the prompt's leading blocks, longest last, for prefix affinity.
         attempts: how often it has been dispatched before (a replica was lost or refused it).
@@ -81,6 +82,7 @@ class Request:
     max_output_tokens: int | None = None
     choices: int = 1
     expires_at: float = math.inf
+    streamed: bool = True
     no_wait: bool = False
     prefix: tuple[int, ...] = ()
     attempts: int = 0

@@ -23,6 +23,7 @@ def request(
     tenant: str = "t1",
     priority: PriorityClass = PriorityClass.DEFAULT,
     no_wait: bool = False,
+    streamed: bool = True,
 ) -> Request:
     return Request(
         request_id=request_id,
@@ -35,6 +36,7 @@ def request(
         max_output_tokens=max_output_tokens,
         expires_at=expires_at,
         no_wait=no_wait,
+        streamed=streamed,
     )
 
 

@@ -6,10 +6,12 @@ Rules of the ledger:
   promise.
 - `held_tokens == sum of the holds of its running requests`, exactly, at any time, also for a replica that is
   lost: its requests come back one by one, from the gateways that know how they ended.
-- A replica is *open* when it may take one more request. Open replicas stand in one heap per pool, those with
+- A replica is *open* when it may take one more request. Open replicas stand in a heap, those with
   the most free tokens first, so the best is found in O(1) and kept in O(log replicas). A heap entry is valid
   only while its version is the replica's; everything that changes a replica's room gives it a new version.
-- As the first of the heap has the most free tokens, no other replica fits a request that the first does not.
+- There is such a heap for each number of long prefills in flight, because a replica may be open to short
+  requests and closed to long ones, and because short ones do better where no long prefill is under way.
+- As the first of a heap has the most free tokens, no other replica fits a request that the first does not.
 
 "Free" counts the tokens that requests are *expected* to need, so the ledger balances load by work, not by
 count.
@@ -36,6 +38,8 @@ class ReplicaState:
         joined: it is connected; a lost replica stays until its last request has been released.
         shunned: it refused or broke a request; closed until its next report.
         unstarted: requests whose answer has not begun.
+        long_prefills: those of them whose prefill counts as long.
+        dispatches: requests sent to it so far.
         unseen: requests sent that its last report cannot have counted.
     """
 
@@ -50,6 +54,8 @@ class ReplicaState:
     unstarted: int = 0
     unseen: int = 0
     held_tokens: int = 0
+    long_prefills: int = 0
+    dispatches: int = 0
     report: ReplicaReport | None = None
     reported_at: float = 0.0
     report_gap_s: float = 0.0
@@ -75,6 +81,22 @@ class ReplicaState:
         )
 
 
+_Heap = list[tuple[int, int, int, ReplicaState]]
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What one request is promised of a replica.
+
+    Attributes:
+        tokens: of the KV cache, as expected.
+        long_prefill: its prefill counts as long, and has not ended.
+    """
+
+    tokens: int
+    long_prefill: bool = False
+
+
 class ReplicaLedger:
     """Replicas by pool, their holds, and the best open one of each pool.
 
@@ -91,7 +113,7 @@ class ReplicaLedger:
         self._report_limit_s = report_limit_s
         self._kv_fill_ratio = kv_fill_ratio
         self._replicas: dict[str, ReplicaState] = {}
-        self._open: dict[str, list[tuple[int, int, int, ReplicaState]]] = {}
+        self._open: dict[str, dict[int, _Heap]] = {}
         self._context_limits: dict[str, int] = {}
         # Replicas with a fresh report, the oldest report first; reports come in the order of time.
         self._fresh: OrderedDict[str, float] = OrderedDict()
@@ -170,24 +192,33 @@ class ReplicaLedger:
 
     # Requests
 
-    def best(self, pool: str, tokens: int, now: float) -> ReplicaState | None:
-        """The open replica of `pool` with the most free tokens, if `tokens` fit into it.
+    def best(
+        self, pool: str, tokens: int, now: float, *, long_limit: int | None = None
+    ) -> ReplicaState | None:
+        """The open replica of `pool` that suits best, few long prefills first, if `tokens` fit into any.
 
         Args:
             tokens: what the request will need; at most `context_limit(pool)`, so that an idle replica always
                 fits.
+            long_limit: only replicas with fewer long prefills in flight than this.
         """
-        state = self._freest(pool, now)
-        return state if state is not None and tokens <= state.free_tokens else None
+        for long_prefills in sorted(self._open.get(pool, ())):
+            if long_limit is not None and long_prefills >= long_limit:
+                return None
+            state = self._freest(pool, long_prefills, now)
+            if state is not None and tokens <= state.free_tokens:
+                return state
+        return None
 
     def has_open(self, pool: str, now: float) -> bool:
         """Whether any replica of `pool` may take one more request, however small."""
-        return self._freest(pool, now) is not None
+        heaps = self._open.get(pool, ())
+        return any(self._freest(pool, long_prefills, now) is not None for long_prefills in sorted(heaps))
 
     def hold(
-        self, replica_id: str, tokens: int, now: float, *, seen: bool = False, started: bool = False
+        self, replica_id: str, hold: Hold, now: float, *, seen: bool = False, started: bool = False
     ) -> None:
-        """Promise `tokens` of a replica to one request.
+        """Promise a part of a replica to one request.
 
         Args:
             seen: the replica has counted the request already (it ran before this scheduler came).
@@ -200,20 +231,28 @@ class ReplicaLedger:
             state.joined = False
             self._joined -= 1
         state.in_flight += 1
-        state.held_tokens += tokens
+        state.dispatches += not seen
+        state.held_tokens += hold.tokens
+        state.long_prefills += hold.long_prefill
         state.unstarted += not started
         state.unseen += not seen
         self._refresh(state, now)
 
     def start(self, replica_id: str, now: float) -> None:
-        """The answer of one request of this replica has begun."""
+        """The answer of one request of this replica has begun; a long prefill is ended on its own."""
         state = self._replicas[replica_id]
         state.unstarted -= 1
         state.starts.add(1.0, now)
         self._settle(state)
         self._refresh(state, now)
 
-    def release(self, replica_id: str, tokens: int, now: float, *, started: bool, ran: bool = True) -> None:
+    def end_long_prefill(self, replica_id: str, now: float) -> None:
+        """One long prefill of this replica is over, as far as anybody knows."""
+        state = self._replicas[replica_id]
+        state.long_prefills -= 1
+        self._refresh(state, now)
+
+    def release(self, replica_id: str, hold: Hold, now: float, *, started: bool, ran: bool = True) -> None:
         """Take one request off a replica's books.
 
         Args:
@@ -222,7 +261,8 @@ class ReplicaLedger:
         """
         state = self._replicas[replica_id]
         state.in_flight -= 1
-        state.held_tokens -= tokens
+        state.held_tokens -= hold.tokens
+        state.long_prefills -= hold.long_prefill
         if not started:
             state.unstarted -= 1
             if ran:
@@ -276,8 +316,8 @@ class ReplicaLedger:
         # vLLM itself refuses to start unless one request of full length fits, so one always may be sent.
         return max(int(spec.kv_tokens * self._kv_fill_ratio), spec.max_model_len)
 
-    def _freest(self, pool: str, now: float) -> ReplicaState | None:
-        heap = self._open.get(pool)
+    def _freest(self, pool: str, long_prefills: int, now: float) -> ReplicaState | None:
+        heap = self._open[pool][long_prefills]
         while heap:
             _, _, version, state = heap[0]
             if version == state.version:
@@ -299,7 +339,7 @@ class ReplicaLedger:
         state.version += 1
         if not self._is_open(state, now):
             return
-        heap = self._open.setdefault(state.spec.pool, [])
+        heap = self._open.setdefault(state.spec.pool, {}).setdefault(state.long_prefills, [])
         heapq.heappush(heap, (-state.free_tokens, state.order, state.version, state))
         if len(heap) > 64 and len(heap) > 4 * len(self._replicas):
             heap[:] = [entry for entry in heap if entry[2] == entry[3].version]

@@ -1,9 +1,9 @@
 """Which pools may serve a request, by its token budget. O(1), no state but the settings.
 
 Source: token-budget pool routing (arXiv 2604.09613), section "dispatch": hard limits first, then `B_short`;
-    spill when the home pool has no room. Ours: the request is bound to a pool only when it is dispatched
-    (late binding), and the hard limit at the door uses the *least* length that the prompt can have, because
-    an estimate that errs high must not refuse what the engine would take.
+spill when the home pool has no room. Ours: the request is bound to a pool only when it is dispatched
+(late binding), and the hard limit at the door uses the *least* length that the prompt can have, because
+an estimate that errs high must not refuse what the engine would take.
 """
 
 from collections.abc import Callable, Mapping
@@ -92,8 +92,8 @@ class PoolRouter:
 def least_budget_tokens(request: Request, estimate: TokenEstimate) -> int:
     """The smallest context limit under which vLLM would take the request.
 
-    vLLM cuts `max_tokens` down to what the prompt leaves of the context, so it refuses only a prompt that leaves
-    no room for one token, and a `max_tokens` that is above the limit by itself.
+    vLLM cuts `max_tokens` down to what the prompt leaves of the context, so it refuses only a prompt that
+    leaves no room for one token, and a `max_tokens` that is above the limit by itself.
     """
     output_tokens = 1 if request.max_output_tokens is None else request.max_output_tokens
     return max(estimate.least_prompt_tokens + min(1, output_tokens), output_tokens)

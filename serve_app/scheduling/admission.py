@@ -74,7 +74,6 @@ def too_long(request: Request, estimate: TokenEstimate, limit: int | None) -> Re
     return Refusal(
         Outcome.REJECTED_TOO_LONG,
         f"This model's maximum context length is {limit} tokens, and the request needs at least {least}: "
-        f"about {estimate.expected_prompt_tokens} in the prompt, {request.max_output_tokens or 0} asked for as "
-        "output. "
-        "Shorten the prompt or lower max_tokens.",
+        f"about {estimate.expected_prompt_tokens} in the prompt, {request.max_output_tokens or 0} asked for "
+        "as output. Shorten the prompt or lower max_tokens.",
     )

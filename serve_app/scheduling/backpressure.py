@@ -1,7 +1,7 @@
 """How much may be sent to an engine before it has said what it did with the last.
 
 Question: does this replica's engine have room in its *own* queue? A request that waits in the engine can no
-    longer be reordered, so the engine's queue is kept just long enough that it never runs dry.
+longer be reordered, so the engine's queue is kept just long enough that it never runs dry.
 
 Two upper bounds on the engine's queue are known at any moment, and the smaller one counts:
 
@@ -14,7 +14,7 @@ A fixed target starves an engine that starts many requests between two reports, 
 the target grows to `lag_factor * starts per second * seconds between reports`.
 
 Source: TNG, "Efficient Request Queueing" (target 3; target - waiting may be sent at once); the growth with
-    rate and report lag is ours.
+rate and report lag is ours.
 """
 
 import math
@@ -56,7 +56,8 @@ class BackpressureSettings:
         """Whether one more request may be sent to a replica, as far as its engine's queue and batch go."""
         if replica.in_flight >= replica.spec.max_num_seqs + self.target_waiting:
             return False
-        if replica.unstarted < self.target_waiting:
+        # A long prefill has its own limit, and stands in the engine's batch, not in its queue.
+        if replica.unstarted - replica.long_prefills < self.target_waiting:
             return True
         pace = self.lag_factor * replica.starts.per_s(now) * replica.report_gap_s
         return replica.reported_queue < max(self.target_waiting, math.ceil(pace))

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from serve_app.request import Request
 from serve_app.routing.estimate import TokenEstimate
+from serve_app.routing.ledger import Hold
+
+NOTHING = Hold(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +24,11 @@ class Entry:
         above_tokens: context limit of the longest engine that refused it as too long.
         queued: it stands in the waiting room.
         replica_id: where it runs; None while it waits, and when it is over.
-        held_tokens: what its replica's ledger holds for it.
+        hold: what its replica's ledger holds for it.
+        long: its prefill counts as long, by the boundary of when it was let in.
+        dispatched_at: when it was sent to that replica.
+        dispatch_number: how many requests that replica had been sent then, this one included.
+        prefilled_alone: no other prefill was under way on that replica when it was sent.
         started: its answer has begun.
     """
 
@@ -36,7 +43,11 @@ class Entry:
     above_tokens: int = 0
     queued: bool = False
     replica_id: str | None = None
-    held_tokens: int = 0
+    hold: Hold = NOTHING
+    long: bool = False
+    dispatched_at: float = 0.0
+    dispatch_number: int = 0
+    prefilled_alone: bool = False
     started: bool = False
 
     def __repr__(self) -> str:

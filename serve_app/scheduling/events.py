@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from serve_app.errors import Outcome
 from serve_app.request import Request, Usage
-from serve_app.routing.replica import ReplicaReport as ReplicaReport
-from serve_app.routing.replica import ReplicaSpec as ReplicaSpec
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 
 
 @dataclass(frozen=True, slots=True)

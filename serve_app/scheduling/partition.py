@@ -1,7 +1,7 @@
 """Which length queue does a prompt belong to? The learned partition, as a value.
 
 Source: EWSJF (arXiv 2601.21758), section 4.2. A partition is what Refine-and-Prune returns; it is learned
-    outside the core (`serve_app.tuning.refine_and_prune`) and arrives in it as a whole.
+outside the core (`serve_app.tuning.refine_and_prune`) and arrives in it as a whole.
 """
 
 from dataclasses import dataclass
@@ -59,8 +59,8 @@ class Partition:
         for lower, upper in zip(self.intervals, self.intervals[1:], strict=False):
             if lower.max_tokens >= upper.min_tokens:
                 raise ValueError(
-                    f"intervals must be in order and apart, got one that ends at {lower.max_tokens} before one "
-                    f"that begins at {upper.min_tokens}"
+                    f"intervals must be in order and apart, got one that ends at {lower.max_tokens} before "
+                    f"one that begins at {upper.min_tokens}"
                 )
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ applies the event, then dispatches until no head of any lane fits anywhere. It r
 things with it: feed events, carry out commands, arm the next wake-up.
 
 A request is in exactly one of three places: in the waiting room, on a replica's books in the ledger, or
-    concluded and forgotten.
+concluded and forgotten.
 
 Rules:
 - A decision is its reservation: `Dispatch` is returned with the ledger already holding the request's tokens.
@@ -23,17 +23,23 @@ from typing import Any
 from serve_app.errors import Outcome
 from serve_app.request import Request
 from serve_app.routing.estimate import TokenEstimator
-from serve_app.routing.ledger import ReplicaLedger, ReplicaState
+from serve_app.routing.ledger import Hold, ReplicaLedger, ReplicaState
 from serve_app.routing.pools import PoolRouter
+from serve_app.routing.prefill_cost import PrefillCost
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.admission import Admission, Refusal, too_long
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.scheduling.drain_rate import DrainRate
-from serve_app.scheduling.entry import Entry
+from serve_app.scheduling.entry import NOTHING, Entry
 from serve_app.scheduling.expiry import ExpiryHeap
+from serve_app.scheduling.isolation import PrefillIsolation
 from serve_app.scheduling.policies import make_policy
 from serve_app.scheduling.settings import SchedulerSettings
 from serve_app.scheduling.waiting_room import WaitingRoom
+
+# The end of an unseen prefill is guessed late rather than early: a second long prefill beside a first one
+# costs more than a short pause.
+_PATIENCE = 2.0
 
 
 class Scheduler:
@@ -46,17 +52,25 @@ class Scheduler:
         room: the requests that wait.
         ledger: the replicas and what they have been promised.
         estimator: what has been learned of bytes per token and of output lengths.
+        isolation: what counts as a long prefill.
+        prefill_cost: how long prefills take.
     """
 
     def __init__(self, settings: SchedulerSettings, *, now: float = 0.0) -> None:
         self.settings = settings
-        self.room = WaitingRoom(make_policy(settings.policy))
+        policy = make_policy(settings.policy)
+        self.room = WaitingRoom(policy)
         self.ledger = ReplicaLedger(
             admits=settings.backpressure.admits,
             report_limit_s=settings.backpressure.report_limit_s,
             kv_fill_ratio=settings.backpressure.kv_fill_ratio,
         )
         self.estimator = TokenEstimator(settings.estimator)
+        self.isolation = PrefillIsolation(settings.isolation, wanted=policy.isolates)
+        self.prefill_cost = PrefillCost(settings.prefill_cost)
+        # Ends of prefills that nobody sees, the earliest first: when, whose, and of which dispatch. At most
+        # a handful per replica.
+        self._guesses: list[tuple[float, Entry, int]] = []
         self._router = PoolRouter(settings.routing, self.ledger.context_limit)
         self._admission = Admission(settings, now)
         self._drain_rate = DrainRate(settings.retry_after_cap_s, now)
@@ -104,9 +118,8 @@ class Scheduler:
     def next_wakeup(self) -> float | None:
         """When time alone changes something; None when only an event can."""
         expiry, report = self._expiry.next_at(), self.ledger.next_report_expiry()
-        if expiry is None or report is None:
-            return expiry if report is None else report
-        return min(expiry, report)
+        guess = self._guesses[0][0] if self._guesses else None
+        return min((time for time in (expiry, report, guess) if time is not None), default=None)
 
     def entry(self, request_id: str) -> Entry | None:
         """The request as it stands, None when it is unknown or over."""
@@ -153,6 +166,8 @@ class Scheduler:
             return None
         self._sequence += 1
         entry = Entry(request, estimate, self._sequence, pools, expires_at=request.expires_at)
+        self.isolation.observe(estimate.expected_prompt_tokens)
+        entry.long = self.isolation.is_long(estimate.expected_prompt_tokens)
         # It was dispatched by a scheduler before this one, and came back to its gateway meanwhile.
         entry.returned = request.attempts > 0
         entry.attempts = min(request.attempts, self.settings.max_attempts - 1)
@@ -172,7 +187,7 @@ class Scheduler:
             return
         else:
             self._take_from_its_place(entry, now)
-        self._hold(entry, event.replica_id, entry.estimate.expected_tokens, now, resumed=event)
+        self._hold(entry, event.replica_id, Hold(entry.estimate.expected_tokens), now, resumed=event)
 
     def _first_token(self, event: ev.FirstToken, now: float) -> None:
         entry = self._entries.get(event.request_id)
@@ -266,6 +281,10 @@ class Scheduler:
     def _end_what_time_has_ended(self, now: float) -> None:
         for replica_id, age_s in self.ledger.expire_reports(now):
             self._commands.append(ReportStale(replica_id=replica_id, age_s=age_s))
+        while self._guesses and self._guesses[0][0] <= now:
+            _, guessed, dispatch_number = self._guesses.pop(0)
+            if guessed.dispatch_number == dispatch_number:
+                self._end_long_prefill(guessed, now)
         for entry in self._expiry.pop_expired(now):
             self.room.remove(entry)
             waited_s = now - entry.request.arrived_at
@@ -297,21 +316,25 @@ class Scheduler:
                 filled = True
         return filled
 
-    def _choose(self, pool: str, now: float, *, at_home: bool) -> tuple[Entry, ReplicaState, int] | None:
-        """The most urgent head that fits a replica of `pool`, with that replica and the tokens to hold."""
+    def _choose(self, pool: str, now: float, *, at_home: bool) -> tuple[Entry, ReplicaState, Hold] | None:
+        """The most urgent head that fits a replica of `pool`, with that replica and what to hold of it."""
         limit = self.ledger.context_limit(pool)
         if limit is None or not self.ledger.has_open(pool, now):
             return None
         for head in self.room.heads(pool, now, at_home=at_home):
             tokens = min(head.estimate.expected_tokens, limit)
-            replica = self.ledger.best(pool, tokens, now)
+            long_limit = self.isolation.limit(now - head.request.arrived_at) if head.long else None
+            replica = self.ledger.best(pool, tokens, now, long_limit=long_limit)
             if replica is not None:
-                return head, replica, tokens
+                return head, replica, Hold(tokens, long_prefill=head.long)
         return None
 
-    def _send(self, entry: Entry, replica: ReplicaState, tokens: int, now: float) -> None:
+    def _send(self, entry: Entry, replica: ReplicaState, hold: Hold, now: float) -> None:
         self.room.remove(entry)
-        self._hold(entry, replica.spec.replica_id, tokens, now)
+        entry.prefilled_alone = replica.unstarted == 0
+        self._hold(entry, replica.spec.replica_id, hold, now)
+        if hold.long_prefill and not entry.request.streamed:
+            self._guess_end_of_prefill(entry, now)
         self._commands.append(
             Dispatch(
                 request_id=entry.request.request_id,
@@ -332,21 +355,42 @@ class Scheduler:
         self._by_gateway.setdefault(request.gateway_id, {})[request.request_id] = entry
 
     def _hold(
-        self, entry: Entry, replica_id: str, tokens: int, now: float, *, resumed: ev.Resumed | None = None
+        self, entry: Entry, replica_id: str, hold: Hold, now: float, *, resumed: ev.Resumed | None = None
     ) -> None:
-        entry.replica_id, entry.held_tokens = replica_id, tokens
+        entry.replica_id, entry.hold, entry.dispatched_at = replica_id, hold, now
         entry.started = resumed is not None and resumed.started
-        self.ledger.hold(replica_id, tokens, now, seen=resumed is not None, started=entry.started)
+        self.ledger.hold(replica_id, hold, now, seen=resumed is not None, started=entry.started)
+        entry.dispatch_number = self.ledger[replica_id].dispatches
 
     def _start(self, entry: Entry, now: float) -> None:
-        if not entry.started and entry.replica_id is not None:
-            entry.started = True
-            self.ledger.start(entry.replica_id, now)
+        if entry.started or entry.replica_id is None:
+            return
+        entry.started = True
+        self._learn_prefill_cost(entry, now)
+        self._end_long_prefill(entry, now)
+        self.ledger.start(entry.replica_id, now)
+
+    def _learn_prefill_cost(self, entry: Entry, now: float) -> None:
+        assert entry.replica_id is not None
+        still_alone = entry.dispatch_number == self.ledger[entry.replica_id].dispatches
+        if entry.prefilled_alone and still_alone:
+            self.prefill_cost.observe(entry.estimate.expected_prompt_tokens, now - entry.dispatched_at)
+
+    def _end_long_prefill(self, entry: Entry, now: float) -> None:
+        if entry.hold.long_prefill and entry.replica_id is not None:
+            entry.hold = Hold(entry.hold.tokens)
+            self.ledger.end_long_prefill(entry.replica_id, now)
+
+    def _guess_end_of_prefill(self, entry: Entry, now: float) -> None:
+        """A first token that is not streamed is not seen: the prefill counts as over after its usual time."""
+        cost_s = self.prefill_cost.seconds(entry.estimate.expected_prompt_tokens)
+        self._guesses.append((now + _PATIENCE * cost_s, entry, entry.dispatch_number))
+        self._guesses.sort(key=lambda guess: guess[0])
 
     def _release(self, entry: Entry, now: float, *, ran: bool) -> None:
         assert entry.replica_id is not None
-        self.ledger.release(entry.replica_id, entry.held_tokens, now, started=entry.started, ran=ran)
-        entry.replica_id, entry.held_tokens, entry.started = None, 0, False
+        self.ledger.release(entry.replica_id, entry.hold, now, started=entry.started, ran=ran)
+        entry.replica_id, entry.hold, entry.started = None, NOTHING, False
 
     def _take_from_its_place(self, entry: Entry, now: float) -> None:
         if entry.queued:

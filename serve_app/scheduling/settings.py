@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 from serve_app.request import PriorityClass
 from serve_app.routing.estimate import EstimatorSettings
 from serve_app.routing.pools import RoutingSettings
+from serve_app.routing.prefill_cost import PrefillCostSettings
 from serve_app.scheduling.backpressure import BackpressureSettings
+from serve_app.scheduling.isolation import IsolationSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,8 @@ class SchedulerSettings:
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     estimator: EstimatorSettings = field(default_factory=EstimatorSettings)
     backpressure: BackpressureSettings = field(default_factory=BackpressureSettings)
+    isolation: IsolationSettings = field(default_factory=IsolationSettings)
+    prefill_cost: PrefillCostSettings = field(default_factory=PrefillCostSettings)
 
     def __post_init__(self) -> None:
         if not self.model:

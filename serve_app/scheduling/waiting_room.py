@@ -1,11 +1,11 @@
-"""Where requests wait: one lane for each length queue and set of pools, each in its policy's order.
+"""Where requests wait: lanes by length queue, pools and length of prefill, each in its policy's order.
 
 Why lanes by set of pools: two requests of one queue may differ in where they can go. With a lane for each
-    combination, the head of a lane speaks for all behind it, and asking "who may go to this pool?" never
-    scans the queue. There are at most four combinations (short, long, either with spill).
+combination, the head of a lane speaks for all behind it, and asking "who may go to this pool?" never
+scans the queue. There are at most four combinations (short, long, either with spill).
 
 A lane is a heap with lazy deletion: a request that leaves from the middle (cancelled, expired) is marked and
-    dropped when it comes to the top, and the heap is rebuilt when most of it is marked.
+dropped when it comes to the top, and the heap is rebuilt when most of it is marked.
 """
 
 import heapq
@@ -16,17 +16,17 @@ from serve_app.scheduling.policies.protocol import OrderingPolicy
 
 # Came back or not, the policy's key, order of arrival, and a number that no other stay in a lane has.
 _Key = tuple[int, float, int, int]
-_LaneName = tuple[str, tuple[str, ...]]
+_LaneName = tuple[str, tuple[str, ...], bool]
 
 
 class _Lane:
     """Requests that share a length queue and the pools they may go to."""
 
-    __slots__ = ("_heap", "_live", "pools", "queue")
+    __slots__ = ("_heap", "_live", "name", "pools", "queue")
 
-    def __init__(self, queue: str, pools: tuple[str, ...]) -> None:
-        self.queue = queue
-        self.pools = pools
+    def __init__(self, name: _LaneName) -> None:
+        self.name = name
+        self.queue, self.pools, _ = name
         self._heap: list[tuple[_Key, Entry]] = []
         self._live: dict[str, _Key] = {}
 
@@ -68,10 +68,10 @@ class WaitingRoom:
     def add(self, entry: Entry) -> None:
         """Queue a request; one that came back from a replica goes to the front."""
         entry.length_queue = self._policy.queue_of(entry)
-        name = (entry.length_queue, entry.pools)
+        name = (entry.length_queue, entry.pools, entry.long)
         lane = self._lanes.get(name)
         if lane is None:
-            lane = self._lanes[name] = _Lane(*name)
+            lane = self._lanes[name] = _Lane(name)
         self._stays += 1
         lane.add((0 if entry.returned else 1, self._policy.key(entry), entry.sequence, self._stays), entry)
         self._lane_of[entry.request.request_id] = lane
@@ -83,7 +83,7 @@ class WaitingRoom:
         lane = self._lane_of.pop(entry.request.request_id)
         lane.remove(entry)
         if not lane:
-            del self._lanes[lane.queue, lane.pools]
+            del self._lanes[lane.name]
         entry.queued = False
         self.waiting_tokens -= entry.estimate.expected_tokens
 

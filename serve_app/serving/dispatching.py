@@ -30,6 +30,7 @@ class Submission:
     choices: int = 1
     queue_timeout_s: float | None = None
     no_wait: bool = False
+    streamed: bool = True
     prefix: tuple[int, ...] = field(default=())
 
 
@@ -106,6 +107,5 @@ class Dispatcher(Protocol):
         ...
 
     async def exposition(self) -> str:
-        """The scheduler's metrics in the Prometheus text format; empty when it does not answer in a second.
-        """
+        """The scheduler's metrics in the Prometheus text format; empty when none come within a second."""
         ...

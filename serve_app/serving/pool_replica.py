@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from serve_app.engines.engine import Engine, EngineLimits, EngineLoad
 from serve_app.errors import EngineError
-from serve_app.scheduling.events import ReplicaReport, ReplicaSpec
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.serving.autoscaling import KV_USAGE, ONGOING, WAITING
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.scheduling.commands import Conclude, Dispatch
-from serve_app.scheduling.events import DispatchFailed, ReplicaReport, ReplicaSpec
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.scheduling.events import DispatchFailed
 
 # From "there was room" to the patience of batch work.
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)

@@ -19,6 +19,7 @@ from serve_app.scheduling import events as ev
 from serve_app.scheduling.backpressure import BackpressureSettings
 from serve_app.scheduling.commands import Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.scheduling.entry import Entry
+from serve_app.scheduling.isolation import IsolationSettings
 from tests.builders import report, request, spec
 from tests.builders import settings as scheduler_settings
 
@@ -30,6 +31,7 @@ SPECS = {
     "l1": spec("l1", "long", max_model_len=4_000, kv_tokens=6_000, max_num_seqs=3),
 }
 ROUTING = RoutingSettings(b_short_tokens=1_000)
+ISOLATION = IsolationSettings(max_long_prefills=1, prior_boundary_tokens=350, relief_s=2.0)
 steps_of_time = st.sampled_from([0.0, 0.0, 0.0, 0.1, 0.5, 3.0])
 
 
@@ -44,6 +46,7 @@ class ReplicaBooks:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    policy = "fcfs"
     requests = Bundle("requests")
 
     def __init__(self) -> None:
@@ -51,6 +54,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.scheduler = Scheduler(
             scheduler_settings(
+                policy=self.policy,
+                isolation=ISOLATION,
                 max_waiting=6,
                 max_attempts=2,
                 no_replica_grace_s=1.0,
@@ -71,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.replicas: dict[str, ReplicaBooks] = {}
         self.known_stale: set[str] = set()
         self.returning = ""
+        self.sent: set[str] = set()
         self.next_id = 0
 
     def feed(self, event: ev.Event) -> None:
@@ -80,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.check_dispatch(command)
                     self.waiting.remove(command.request_id)
                     self.running[command.request_id] = command.replica_id
+                    self.sent.add(command.request_id)
                 case Conclude():
                     was_sent = command.request_id in self.running or command.request_id == self.returning
                     assert command.dispatched is was_sent
@@ -125,6 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         timeout_s=st.sampled_from([0.3, 1.0, 5.0, math.inf]),
         gateway_id=st.sampled_from(["g1", "g2"]),
         no_wait=st.booleans(),
+        streamed=st.booleans(),
         seconds=steps_of_time,
     )
     def arrive(
@@ -134,6 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         timeout_s: float,
         gateway_id: str,
         no_wait: bool,
+        streamed: bool,
         seconds: float,
     ) -> str:
         self.pass_time(seconds)
@@ -151,6 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             expires_at=self.now + timeout_s,
             gateway_id=gateway_id,
             no_wait=no_wait,
+            streamed=streamed,
         )
         self.feed(ev.Arrived(arrived))
         self.feed(ev.Arrived(arrived)) if request_id not in self.concluded else None
@@ -276,7 +286,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             entry = self.scheduler.entry(request_id)
             assert entry is not None
             assert entry.replica_id == replica_id
-            held.setdefault(replica_id, []).append(entry.held_tokens)
+            held.setdefault(replica_id, []).append(entry.hold.tokens)
         for state in self.scheduler.ledger:
             here = held.pop(state.spec.replica_id, [])
             running = [r for r, replica in self.running.items() if replica == state.spec.replica_id]
@@ -284,6 +294,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert state.in_flight == len(here)
             assert state.unstarted == len([r for r in running if r not in self.started])
             assert 0 <= state.unseen <= state.unstarted
+            entries = [self.scheduler.entry(request_id) for request_id in running]
+            assert state.long_prefills == len([e for e in entries if e and e.hold.long_prefill])
+            for request_id, entry in zip(running, entries, strict=True):
+                assert entry is not None
+                # A streamed request holds its long prefill exactly until its first token.
+                kept = entry.long and request_id not in self.started and entry.dispatch_number > 0
+                assert entry.hold.long_prefill <= kept
+                if entry.request.streamed and request_id in self.sent:
+                    assert entry.hold.long_prefill is (entry.long and request_id not in self.started)
         assert not held
 
     @invariant()
@@ -291,10 +310,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         """No head of a lane waits while a replica that could take it has room. Those behind it wait by the
         order's rule.
         """
-        lanes: dict[tuple[str, tuple[str, ...]], list[Entry]] = {}
+        lanes: dict[tuple[str, tuple[str, ...], bool], list[Entry]] = {}
         for entry in self.scheduler.room:
-            lanes.setdefault((entry.length_queue, entry.pools), []).append(entry)
-        for (_, pools), entries in lanes.items():
+            lanes.setdefault((entry.length_queue, entry.pools, entry.long), []).append(entry)
+        for (_, pools, _), entries in lanes.items():
             head = min(entries, key=lambda e: (not e.returned, e.request.arrived_at, e.sequence))
             for replica_id, books in self.replicas.items():
                 assert books.spec.pool not in pools or not self.has_room(replica_id, head)
@@ -309,17 +328,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(running) >= books.spec.max_num_seqs + TARGET:
             return False
         unstarted = [request_id for request_id in running if request_id not in self.started]
-        if len(unstarted) >= TARGET and state.reported_queue >= TARGET:
+        if len(unstarted) - state.long_prefills >= TARGET and state.reported_queue >= TARGET:
             return False
         context = self.context_limit(books.spec.pool)
         assert context is not None
         held = sum(self.held(request_id) for request_id in running)
+        if head.long and state.long_prefills >= ISOLATION.max_long_prefills + int(
+            (self.now - head.request.arrived_at) / ISOLATION.relief_s
+        ):
+            return False
         return min(head.estimate.expected_tokens, context) <= books.spec.kv_tokens - held
 
     def held(self, request_id: str) -> int:
         entry = self.scheduler.entry(request_id)
         assert entry is not None
-        return entry.held_tokens
+        return entry.hold.tokens
 
     @invariant()
     def waits_where_it_can_go(self) -> None:
@@ -345,7 +368,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert wake_at is None or wake_at >= self.now - 1e-9
 
 
+class IsolatingMachine(SchedulerMachine):
+    policy = "fcfs-isolated"
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
+machine_settings = settings(
     max_examples=400, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+TestSchedulerMachine.settings = machine_settings
+TestIsolatingMachine = IsolatingMachine.TestCase
+TestIsolatingMachine.settings = machine_settings

@@ -6,6 +6,8 @@ from tests.builders import World, request
 class ShortestFirst:
     """Two queues by length, the shortest first in each."""
 
+    isolates = False
+
     def queue_of(self, entry: Entry) -> str:
         return "small" if entry.estimate.prompt_tokens <= 100 else "large"
 

@@ -7,11 +7,12 @@ A policy answers two questions. Which length queue does a request wait in, and i
 
 from collections.abc import Callable
 
-from serve_app.scheduling.policies.fcfs import Fcfs
+from serve_app.scheduling.policies.fcfs import Fcfs, FcfsIsolated
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 
 POLICIES: dict[str, Callable[[], OrderingPolicy]] = {
     "fcfs": Fcfs,
+    "fcfs-isolated": FcfsIsolated,
 }
 
 

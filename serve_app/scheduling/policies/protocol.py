@@ -13,6 +13,9 @@ class OrderingPolicy(Protocol):
     arrival.
     """
 
+    isolates: bool
+    """Whether long prefills are kept apart under this policy (`scheduling.isolation`)."""
+
     def queue_of(self, entry: Entry) -> str:
         """Name of the length queue that `entry` waits in. Must not change while it waits."""
         ...

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from serve_app.errors import ChannelError
-from serve_app.scheduling.events import ReplicaReport, ReplicaSpec
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.connector import Connector, Locate
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import Register, Report, Role, Welcome

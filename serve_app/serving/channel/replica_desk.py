@@ -10,14 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve_app.errors import ChannelError
-from serve_app.scheduling.events import (
-    Event,
-    ReplicaJoined,
-    ReplicaLost,
-    ReplicaReport,
-    ReplicaReported,
-    ReplicaSpec,
-)
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.scheduling.events import Event, ReplicaJoined, ReplicaLost, ReplicaReported
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import Message, Register, ReplicaEntry, ReplicaTable, Report
 from serve_app.serving.dispatching import ReplicaAddress

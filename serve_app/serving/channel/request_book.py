@@ -116,6 +116,7 @@ def as_request(gateway_id: str, message: Submit | Running, now: float, default_t
         max_output_tokens=submission.max_output_tokens,
         choices=submission.choices,
         expires_at=now - waited_s + timeout_s,
+        streamed=submission.streamed,
         no_wait=submission.no_wait,
         prefix=submission.prefix,
         # The dispatch that it runs by is not one before this.

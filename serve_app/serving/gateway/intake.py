@@ -160,6 +160,7 @@ def _submission(arrival: Arrival, caller: Caller, parsed: Parsed) -> Submission:
         max_output_tokens=parsed.max_output_tokens,
         choices=parsed.choices,
         queue_timeout_s=heads.queue_timeout_s(headers.get(b"x-queue-timeout-s")),
+        streamed=parsed.stream,
         no_wait=heads.no_wait(headers.get(b"x-queue")),
     )
 

@@ -1,0 +1,80 @@
+"""How long does the prefill of a prompt take here? C_prefill of EWSJF, learned from answers.
+
+`C(b) = base_s + per_token_s * b`, fitted by least squares over what was observed, older observations weighing
+less. An observation is the time from dispatch to the first token of a request that had its replica's prefill
+to itself; others waited for each other and would count the same time twice.
+
+Source: EWSJF, section 4.3, which calls it empirical and leaves the form open. The prior keeps the first
+decisions sane: it counts as a few observations and fades as real ones come.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillCostSettings:
+    """Prior and memory of the fit."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    # Between an 8B model on a large GPU and a 70B model on four; only the ratio of the two matters for order.
+    prior_base_s: float = 0.03
+    prior_per_token_s: float = 1e-4
+    # Each observation multiplies the weight of those before it by this: about the last 200 count.
+    keep: float = 0.995
+    prior_weight: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep < 1:
+            raise ValueError(f"prefill_cost.keep must be between 0 and 1, got {self.keep}")
+        for name in ("prior_base_s", "prior_per_token_s", "prior_weight"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"prefill_cost.{name} must be positive, got {getattr(self, name)}")
+
+
+class PrefillCost:
+    """The fit of one model."""
+
+    def __init__(self, settings: PrefillCostSettings) -> None:
+        self._settings = settings
+        self._sums = [0.0] * 5
+        for tokens in (64.0, 4096.0):
+            seconds = settings.prior_base_s + settings.prior_per_token_s * tokens
+            self._add(tokens, seconds, settings.prior_weight)
+        self.base_s, self.per_token_s = settings.prior_base_s, settings.prior_per_token_s
+        self.observations = 0
+
+    def seconds(self, tokens: float) -> float:
+        """C_prefill of a prompt of `tokens`; always positive."""
+        return self.base_s + self.per_token_s * tokens
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learn from one prefill that had its replica to itself."""
+        if tokens < 1 or seconds <= 0:
+            return
+        self.observations += 1
+        keep = self._settings.keep
+        self._sums = [total * keep for total in self._sums]
+        self._add(float(tokens), seconds, 1.0)
+        self._fit()
+
+    def _add(self, x: float, y: float, weight: float) -> None:
+        for place, value in enumerate((1.0, x, y, x * x, x * y)):
+            self._sums[place] += weight * value
+
+    def _fit(self) -> None:
+        weight, x, y, xx, xy = self._sums
+        spread = weight * xx - x * x
+        if spread <= 0:
+            return
+        slope = (weight * xy - x * y) / spread
+        # A prompt never gets cheaper by a token, nor is any free: noise may say otherwise for a while.
+        self.per_token_s = max(slope, 1e-9)
+        self.base_s = max((y - self.per_token_s * x) / weight, 1e-4)
+
+    def __repr__(self) -> str:
+        return (
+            f"<PrefillCost {self.base_s:.4f} s + {self.per_token_s * 1e3:.4f} ms/token n={self.observations}>"
+        )
