@@ -38,13 +38,13 @@ from typing import Any
 
 import uvloop
 
-from serve_app.bench.provenance import commit, hardware, load_average
 from serve_app.errors import Outcome
+from serve_app.provenance import commit, hardware, load_average
 from serve_app.request import PromptShape, Usage
 from serve_app.routing.pools import RoutingSettings
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.backpressure import BackpressureSettings
-from serve_app.scheduling.events import ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Endpoint
 from serve_app.serving.channel.replica_client import ReplicaClient

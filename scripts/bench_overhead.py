@@ -51,8 +51,8 @@ from serve_app.bench.bodies import BodyFactory, BodySettings
 from serve_app.bench.closed_loop import ClosedLoop, Exchange
 from serve_app.bench.connection import BenchError, ConnectionPool, Target
 from serve_app.bench.processes import CpuMeter, ProcessUse
-from serve_app.bench.provenance import commit, hardware, load_average
 from serve_app.engines.emulated import EmulatedEngine, EmulatedEngineSettings
+from serve_app.provenance import commit, hardware, load_average
 from serve_app.serving.replica_server import ReplicaServer, ReplicaServerSettings
 from serve_app.workloads.trace import TraceRequest
 

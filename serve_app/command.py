@@ -1,11 +1,13 @@
 """What a sub-command of `python -m serve_app` is, and what several of them share."""
 
 import argparse
+import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -39,6 +41,12 @@ def say(text: str) -> None:
 def warn(text: str) -> None:
     """Write what a user should know to standard error."""
     sys.stderr.write(text + "\n")
+
+
+def write_json(path: Path, document: Mapping[str, object]) -> None:
+    """Write a result; figures that do not exist are null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def positive_float(text: str) -> float:

@@ -15,11 +15,11 @@ from serve_app.bench.bodies import BodyFactory, BodySettings
 from serve_app.bench.connection import BenchError, ConnectionPool, Target
 from serve_app.bench.endpoint import preemptions_so_far, served_models
 from serve_app.bench.load import LATE_AFTER_S, LoadResult, LoadSettings, OpenLoop
-from serve_app.bench.provenance import provenance
-from serve_app.bench.report import from_zero, run_as_json, table, write_json, write_records
-from serve_app.command import Command, progress_bar, say, warn
+from serve_app.bench.report import from_zero, run_as_json, table, write_records
+from serve_app.command import Command, progress_bar, say, warn, write_json
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.summary import Summary, summarise
+from serve_app.provenance import provenance
 from serve_app.workloads.catalog import resolve
 from serve_app.workloads.loaders import describe_skipped
 from serve_app.workloads.trace import Trace

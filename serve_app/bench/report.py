@@ -1,7 +1,7 @@
 """Records and results on disk, and as a table for people."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -52,12 +52,6 @@ def run_as_json(summary: Summary, load: LoadResult, rules: SummaryRules, cpu_s: 
             "cpu_ms_per_request": 1000 * cpu_s / max(1, len(load.records)),
         },
     }
-
-
-def write_json(path: Path, document: Mapping[str, object]) -> None:
-    """Write a result; figures that do not exist are null."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def write_records(path: Path, records: Iterable[RequestRecord]) -> None:

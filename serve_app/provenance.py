@@ -10,7 +10,7 @@ from pathlib import Path
 import serve_app
 from serve_app.workloads.trace import Trace
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 def provenance(trace: Trace, settings: Mapping[str, object], seeds: Sequence[int]) -> dict[str, object]:

@@ -1,0 +1,60 @@
+"""What is load 1.0? The rate at which replicas finish the requests of a trace when there is always more to do.
+
+All requests wait from the start, the gateway serves them first come first served, and the rate is counted between
+the first tenth and the last tenth of completions, while every replica has work. Nothing of the method under
+test goes into it: neither its policy, nor its scheduler settings, nor its chunk limit for long prefills in the
+engine. So one load is one arrival rate, and policies at the same load see the same requests at the same times.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from serve_app.simulation.fleet import FleetSettings
+from serve_app.simulation.scheduler_settings import scheduler_settings
+from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, fit, requests_of
+from serve_app.simulation.world import World
+from serve_app.workloads.trace import Trace
+from serve_app.workloads.transform import take
+
+# Fewer, and the ends weigh more than the middle.
+_LEAST_REQUESTS = 4_000
+_CUT_RATIO = 0.1
+
+
+def saturated_rate_per_s(fleet: FleetSettings, choice: TraceChoice, seed: int) -> float:
+    """Requests per second at load 1.0, for the very requests of this seed.
+
+    Raises:
+        TraceError: there is no such trace, or nothing in it fits the engines.
+    """
+    engine = replace(fleet.engine, long_prefill_token_threshold=None)
+    return _measured(_Key(replace(fleet, engine=engine)), choice, seed)
+
+
+class _Key:
+    """A fleet as a key of the cache: dictionaries have no hash."""
+
+    def __init__(self, fleet: FleetSettings) -> None:
+        self.fleet = fleet
+
+    def __hash__(self) -> int:
+        return hash(repr(self.fleet))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.fleet == other.fleet
+
+
+@lru_cache(maxsize=256)
+def _measured(key: _Key, choice: TraceChoice, seed: int) -> float:
+    plans = key.fleet.plans()
+    trace = fit(choose_trace(choice, seed), max(plan.engine.max_model_len for plan in plans)).trace
+    requests = list(requests_of(_all_at_once(trace), Disclosure(), plans[0].engine.block_size))
+    records = World(scheduler_settings("fcfs", key.fleet.routing, {}), plans).run(requests)
+    ends = sorted(record.finished_at for record in records if record.completed)
+    first, last = int(_CUT_RATIO * len(ends)), int((1 - _CUT_RATIO) * len(ends)) - 1
+    return (last - first) / (ends[last] - ends[first])
+
+
+def _all_at_once(trace: Trace) -> Trace:
+    enough = take(trace, max(_LEAST_REQUESTS, len(trace.requests)))
+    return replace(enough, requests=tuple(replace(one, arrival_s=0.0) for one in enough.requests))

@@ -1,0 +1,186 @@
+"""One run: a policy, a fleet, a trace at a rate, a seed; raw records and figures out.
+
+The same settings give the same decisions, to the byte. Every policy serves the same requests to their end, and
+the same of them are measured: all but the first tenth by arrival, during which queues fill and estimators learn.
+Those that arrive last are measured as well, and the run goes on until the last one is done: cutting the end off
+would hide exactly what a policy has put off.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from serve_app.errors import SettingsError
+from serve_app.metrics.record import RequestRecord
+from serve_app.metrics.slo import Slo
+from serve_app.metrics.summary import SHORT_AT_TOKENS, Summary, SummaryRules, summarise
+from serve_app.scheduling import SchedulerSettings
+from serve_app.scheduling.policies import POLICIES
+from serve_app.simulation.direct import Balance, DirectWorld
+from serve_app.simulation.fleet import FleetSettings
+from serve_app.simulation.misjudgement import LengthNoise, MisjudgingEstimator
+from serve_app.simulation.scheduler_settings import scheduler_settings
+from serve_app.simulation.workload import (
+    Disclosure,
+    FittedTrace,
+    TraceChoice,
+    at_rate,
+    choose_trace,
+    fit,
+    requests_of,
+)
+from serve_app.simulation.world import Decision, SimulatedRequest, World, WorldSettings
+from serve_app.workloads.streams import plain_stream
+
+DIRECT = "direct"
+"""The policy that is none: no gateway."""
+ORACLE = "oracle"
+"""The policy that is told how long each answer will be; nobody could deploy it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloByLength(Slo):
+    """An SLO whose limit on the time to first token depends on the prompt: nobody expects a book read in a second.
+
+    Attributes:
+        ttft_s: for short prompts.
+        long_ttft_s: for all others.
+    """
+
+    ttft_s: float | None = 1.0
+    tpot_s: float | None = 0.1
+    long_ttft_s: float | None = 10.0
+    short_at_tokens: int = SHORT_AT_TOKENS
+
+    def met_by(self, record: RequestRecord) -> bool:
+        """Whether the request completed within every limit of its class."""
+        is_short = record.prompt_tokens <= self.short_at_tokens
+        limit = self.ttft_s if is_short else self.long_ttft_s
+        return Slo(ttft_s=limit, tpot_s=self.tpot_s, e2e_s=self.e2e_s).met_by(record)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """Everything that a run depends on.
+
+    Attributes:
+        rate_per_s: mean arrival rate; None keeps the trace's own.
+        load: the rate as a share of the saturated one, for the reader of results; None when it is not known.
+        scheduler: settings that are not the defaults, by dotted path (`backpressure.target_waiting`).
+        warm_up_ratio: share of requests, the first by arrival, that is not measured.
+        label: what the policy goes by in results; its name unless given.
+    """
+
+    policy: str
+    fleet: FleetSettings
+    trace: TraceChoice
+    seed: int = 0
+    rate_per_s: float | None = None
+    load: float | None = None
+    disclosure: Disclosure = field(default_factory=Disclosure)
+    noise: LengthNoise = field(default_factory=LengthNoise)
+    world: WorldSettings = field(default_factory=WorldSettings)
+    scheduler: Mapping[str, object] = field(default_factory=dict)
+    balance: Balance = Balance.LEAST_OUTSTANDING
+    slo: Slo = field(default_factory=SloByLength)
+    short_at_tokens: int = SHORT_AT_TOKENS
+    warm_up_ratio: float = 0.1
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        if self.policy not in policy_names():
+            raise SettingsError(f"no policy {self.policy!r}: choose one of {', '.join(policy_names())}")
+        if not 0 <= self.warm_up_ratio < 1:
+            raise ValueError(f"warm_up_ratio must be at least 0 and below 1, got {self.warm_up_ratio}")
+
+    @property
+    def name(self) -> str:
+        """What the policy goes by in results."""
+        return self.label or self.policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What came of a run.
+
+    Attributes:
+        workload: the requests that were played, and how many were left out.
+        records: every request, by arrival.
+        measured: those after the warm-up.
+        summary: the figures of those measured.
+        whole: the figures of all, for work and time without any cut.
+        wall_s: real time that it took.
+    """
+
+    settings: RunSettings
+    workload: FittedTrace
+    records: list[RequestRecord]
+    measured: list[RequestRecord]
+    summary: Summary
+    whole: Summary
+    wall_s: float
+
+
+def policy_names() -> list[str]:
+    """Every policy that can be simulated."""
+    return [DIRECT, *POLICIES]
+
+
+def simulate(settings: RunSettings, on_decision: Callable[[Decision], None] | None = None) -> RunResult:
+    """Play one run to its end.
+
+    Args:
+        on_decision: called with every decision of the scheduler.
+
+    Raises:
+        TraceError: there is no such trace, or nothing in it fits the engines.
+        SettingsError: a setting is unknown or out of range.
+    """
+    began = time.perf_counter()
+    workload = fitted_trace(settings)
+    records = sorted(
+        _play(settings, workload, on_decision), key=lambda record: (record.arrived_at, record.request_id)
+    )
+    measured = records[round(settings.warm_up_ratio * len(records)) :]
+    rules = SummaryRules(slo=settings.slo, short_at_tokens=settings.short_at_tokens)
+    return RunResult(
+        settings=settings,
+        workload=workload,
+        records=records,
+        measured=measured,
+        summary=summarise(measured, rules),
+        whole=summarise(records, rules),
+        wall_s=time.perf_counter() - began,
+    )
+
+
+def fitted_trace(settings: RunSettings) -> FittedTrace:
+    """The requests of a run at their rate, without those that no engine could take."""
+    longest = max(plan.engine.max_model_len for plan in settings.fleet.plans())
+    fitted = fit(choose_trace(settings.trace, settings.seed), longest)
+    return replace(fitted, trace=at_rate(fitted.trace, settings.rate_per_s))
+
+
+def _play(
+    settings: RunSettings, workload: FittedTrace, on_decision: Callable[[Decision], None] | None
+) -> list[RequestRecord]:
+    plans = settings.fleet.plans()
+    disclosure = settings.disclosure
+    if settings.policy == ORACLE:
+        disclosure = replace(disclosure, output_known=True)
+    requests = list(requests_of(workload.trace, disclosure, plans[0].engine.block_size))
+    if settings.policy == DIRECT:
+        return DirectWorld(plans, settings.balance).run(requests)
+    scheduler = scheduler_settings(settings.policy, settings.fleet.routing, settings.scheduler)
+    world = World(scheduler, plans, settings.world, on_decision)
+    if settings.noise.relative_error:
+        world.scheduler.estimator = _misjudging(settings, scheduler, requests)
+    return world.run(requests)
+
+
+def _misjudging(
+    settings: RunSettings, scheduler: SchedulerSettings, requests: list[SimulatedRequest]
+) -> MisjudgingEstimator:
+    ids = (simulated.request.request_id for simulated in requests)
+    factors = settings.noise.factors(ids, plain_stream(settings.seed, "length noise"))
+    return MisjudgingEstimator(scheduler.estimator, factors)

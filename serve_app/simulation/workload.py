@@ -1,0 +1,161 @@
+"""From a trace to the requests of a run: cut to size, fitted to the engines, told to the scheduler or not."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from serve_app.request import PromptShape, Request
+from serve_app.simulation.world import SimulatedRequest
+from serve_app.workloads.catalog import WorkloadSettings, resolve
+from serve_app.workloads.streams import stream
+from serve_app.workloads.tenants import assign_priorities, assign_tenants, parse_shares
+from serve_app.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceError
+from serve_app.workloads.transform import merge, scale_to_rate, take
+
+MODEL = "simulated"
+# What is merged from generators covers the hour that the public traces cover.
+_MERGED_SPAN_S = 3_600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceChoice:
+    """Which requests come.
+
+    Attributes:
+        name: as in `workloads.catalog`; several joined by `+` are merged on one clock.
+        requests: how many; None for all of a file, or the generator's default.
+        tenants, priorities: shares, as in `workloads.catalog`.
+    """
+
+    name: str
+    requests: int | None = None
+    tenants: str | None = None
+    priorities: str | None = None
+    folder: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FittedTrace:
+    """A trace as the engines can take it.
+
+    Attributes:
+        dropped: requests left out, because no engine can hold their prompt and one token.
+        clipped: requests whose answer ends at the engine's context limit, as in vLLM.
+    """
+
+    trace: Trace
+    dropped: int
+    clipped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disclosure:
+    """What the scheduler is told of a request.
+
+    Attributes:
+        output_known: `max_tokens` states the true length of the answer; otherwise it is absent.
+        queue_timeout_s: how long a request waits at most; infinite, so that all policies do the same work.
+    """
+
+    output_known: bool = False
+    queue_timeout_s: float = math.inf
+
+
+@lru_cache(maxsize=8)
+def choose_trace(choice: TraceChoice, seed: int) -> Trace:
+    """The requests of one seed, at the trace's own rate.
+
+    Raises:
+        TraceError: there is no such trace, or it cannot be read.
+    """
+    names = choice.name.split("+")
+    if len(names) == 1:
+        return resolve(_settings(choice, choice.name, seed, requests=choice.requests))
+    merged = merge([_whole(choice, name, seed) for name in names], choice.name)
+    trace = take(merged, choice.requests or len(merged.requests), stream(seed, "window"))
+    if choice.tenants is not None:
+        trace = assign_tenants(trace, parse_shares(choice.tenants), stream(seed, "tenants"))
+    if choice.priorities is not None:
+        trace = assign_priorities(trace, parse_shares(choice.priorities), stream(seed, "priorities"))
+    return trace
+
+
+def _settings(choice: TraceChoice, name: str, seed: int, *, requests: int | None) -> WorkloadSettings:
+    return WorkloadSettings(
+        trace=name,
+        requests=requests,
+        tenants=choice.tenants,
+        priorities=choice.priorities,
+        seed=seed,
+        folder=choice.folder,
+    )
+
+
+def _whole(choice: TraceChoice, name: str, seed: int) -> Trace:
+    """All of a file, so that what came together stays together; a stretch of what is generated."""
+    settings = replace(_settings(choice, name, seed, requests=None), tenants=None, priorities=None)
+    trace = resolve(settings)
+    is_from_file = trace.skipped is not None
+    return trace if is_from_file else resolve(replace(settings, duration_s=_MERGED_SPAN_S))
+
+
+def fit(trace: Trace, max_model_len: int) -> FittedTrace:
+    """Leave out what no engine could take, and end answers where the engine would.
+
+    Raises:
+        TraceError: nothing is left.
+    """
+    kept, clipped = [], 0
+    for one in trace.requests:
+        room = max_model_len - one.prompt_tokens
+        if room < 1:
+            continue
+        clipped += one.output_tokens > room
+        kept.append(one if one.output_tokens <= room else replace(one, output_tokens=room))
+    if not kept:
+        raise TraceError(
+            f"every prompt of {trace.name!r} is longer than the engines' context of {max_model_len:,} tokens"
+        )
+    dropped = len(trace.requests) - len(kept)
+    if dropped or clipped:
+        trace = replace(trace, requests=tuple(kept))
+    return FittedTrace(trace, dropped, clipped)
+
+
+def at_rate(trace: Trace, rate_per_s: float | None) -> Trace:
+    """Scaled in time; None keeps the trace's own rate."""
+    return trace if rate_per_s is None else scale_to_rate(trace, rate_per_s)
+
+
+def requests_of(trace: Trace, disclosure: Disclosure, block_size: int) -> Iterator[SimulatedRequest]:
+    """The requests of a run, in the order of arrival.
+
+    Args:
+        block_size: of the engines' KV blocks, in tokens.
+    """
+    for number, one in enumerate(trace.requests):
+        yield SimulatedRequest(
+            Request(
+                request_id=f"r{number}",
+                gateway_id="g1",
+                model=MODEL,
+                shape=PromptShape(text_bytes=0, prompt_tokens=one.prompt_tokens),
+                arrived_at=one.arrival_s,
+                tenant=one.tenant,
+                priority=one.priority,
+                max_output_tokens=one.output_tokens if disclosure.output_known else None,
+                expires_at=one.arrival_s + disclosure.queue_timeout_s,
+                prefix=one.prefix,
+            ),
+            output_tokens=one.output_tokens,
+            block_hashes=tuple(_engine_blocks(one.prefix, one.prompt_tokens, block_size)),
+        )
+
+
+def _engine_blocks(prefix: tuple[int, ...], prompt_tokens: int, block_size: int) -> Iterator[int]:
+    """Hashes of the engine's full blocks, of which one id of the trace covers many."""
+    per_id = PREFIX_BLOCK_TOKENS // block_size
+    for place in range(min(len(prefix) * per_id, prompt_tokens // block_size)):
+        yield prefix[place // per_id] * per_id + place % per_id
