@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from serve_app.request import PriorityClass, PromptShape
 from serve_app.routing.pools import RoutingSettings
-from serve_app.scheduling import SchedulerSettings
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.scheduling import SchedulerSettings
 from serve_app.serving.channel.framing import FrameReader, decode_from_scheduler, encode_frames
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import VERSION, Endpoint, FromScheduler, Hello, Message, Role
