@@ -52,9 +52,10 @@ _DEFAULT_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     # A forked child of a process with threads and an event loop inherits locks that nobody will release.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # On CPUs. vLLM's `auto` gives every engine of a machine the same cores (all but the last), so a short and
-    # a long pool would share one half of a small machine. Unbound, the kernel spreads them, and an engine has
-    # OMP_NUM_THREADS threads: Ray sets that to the replica's num_cpus.
+    # On CPUs. vLLM's `auto` pins the workers of every engine of a machine to the same cores, all but one:
+    # with two cores, those of a short and a long pool both to core 0. Unbound, they may use all cores, with
+    # OMP_NUM_THREADS threads each, which Ray sets to the replica's num_cpus. An engine that has a machine to
+    # itself may be better off with `auto`.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
