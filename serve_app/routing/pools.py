@@ -28,6 +28,10 @@ class RoutingSettings:
     # Token budget (prompt and output) up to which a request is at home in the first pool. 8,192 is the
     # papers' value; anywhere from 4K to 16K keeps at least four fifths of the saving.
     b_short_tokens: int = 8_192
+    # How much of a shorter pool's context stays free of estimated requests. vLLM does not refuse a request
+    # whose prompt and max_tokens exceed its context together: it silently shortens the answer. So an estimate
+    # must be wrong by more than this before anybody's answer is cut. Exact lengths need no margin.
+    cut_margin_ratio: float = 0.1
     # Whether a request may go to the other pool when its own has no room. Off isolates the pools strictly.
     spill: bool = True
 
@@ -36,6 +40,8 @@ class RoutingSettings:
             raise ValueError(f"a model has one or two pools, got {len(self.pools)}: {', '.join(self.pools)}")
         if len(set(self.pools)) != len(self.pools):
             raise ValueError(f"pool names must differ, got {', '.join(self.pools)}")
+        if not 0 <= self.cut_margin_ratio < 1:
+            raise ValueError(f"cut_margin_ratio must be at least 0 and below 1, got {self.cut_margin_ratio}")
         if self.b_short_tokens < 1:
             raise ValueError(f"b_short_tokens must be at least 1, got {self.b_short_tokens}")
 
@@ -69,11 +75,16 @@ class PoolRouter:
             if limit is None:
                 if not holds and not (above_tokens and pool == settings.pools[0]):
                     holds.append(pool)
-            elif budget <= limit and limit > above_tokens:
+            elif budget <= self._usable(pool, limit, request) and limit > above_tokens:
                 holds.append(pool)
         if holds:
             return tuple(holds) if settings.spill else (holds[0],)
         return self._last_resort(request, estimate, above_tokens)
+
+    def _usable(self, pool: str, limit: int, request: Request) -> int:
+        if pool == self._settings.pools[-1] or request.shape.prompt_tokens is not None:
+            return limit
+        return int(limit * (1 - self._settings.cut_margin_ratio))
 
     def _last_resort(self, request: Request, estimate: TokenEstimate, above_tokens: int) -> tuple[str, ...]:
         """Too long by the careful estimate; by the least it can be, the longest pool may still take it."""
