@@ -91,6 +91,16 @@ class Served:
                     total += sample.value
         return total
 
+    def pools(self) -> set[str]:
+        """The pools of which a replica has joined."""
+        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=10).text)
+        return {
+            sample.labels["pool"]
+            for family in families
+            for sample in family.samples
+            if sample.name == "ewsjf_requests_in_flight"
+        }
+
     def wait_until_ready(self, timeout_s: float = 60.0) -> None:
         """Until every model has a replica, as the gateway sees it."""
         wait_for(self.is_ready, timeout_s, "/ready")
@@ -138,13 +148,17 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None
 
 
 @contextlib.contextmanager
-def serve(args: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Iterator[Served]:
+def serve(
+    args: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[Served]:
     """Run an application with these settings, and end every process of it afterwards."""
     try:
-        served = _started(args, environment or {})
+        served = _started(args, environment or {}, start_timeout_s)
     except RayGaveUpError:
         # Ray allows its own processes half a minute, which a machine that is busy with other tests can take.
-        served = _started(args, environment or {})
+        served = _started(args, environment or {}, start_timeout_s)
     try:
         yield served
     finally:
@@ -155,7 +169,7 @@ class RayGaveUpError(RuntimeError):
     """`serve run` ended by itself."""
 
 
-def _started(args: Mapping[str, Any], environment: Mapping[str, str]) -> Served:
+def _started(args: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float) -> Served:
     # Short, because Ray puts sockets below it and their paths are limited to 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="ewsjf-", dir="/tmp"))
     ports = _free_ports(6)
@@ -172,19 +186,19 @@ def _started(args: Mapping[str, Any], environment: Mapping[str, str]) -> Served:
         )
     served = Served(f"http://127.0.0.1:{ports[0]}", process, folder)
     try:
-        _wait_for_start(served)
+        _wait_for_start(served, timeout_s)
     except BaseException:
         _end(served)
         raise
     return replace(served, started_in_s=time.monotonic() - started_at)
 
 
-def _wait_for_start(served: Served) -> None:
+def _wait_for_start(served: Served, timeout_s: float) -> None:
     def ended_or_ready() -> bool:
         return served.process.poll() is not None or served.is_ready()
 
     try:
-        wait_for(ended_or_ready, START_TIMEOUT_S, "the start")
+        wait_for(ended_or_ready, timeout_s, "the start")
     except TimeoutError as exc:
         raise RuntimeError(f"the application did not start:\n{_tail(served.folder)}") from exc
     if served.process.poll() is not None:

@@ -1,0 +1,118 @@
+"""A real model on real vLLM engines, as configs/cpu_vllm.yaml and configs/remote.yaml have it."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from tests.e2e.served import ROOT, Served, serve, wait_for
+
+MODEL = "SmolLM2-135M-Instruct"
+# Engines start in a minute each on an idle machine, and share two cores.
+ENGINE_START_S = 420.0
+# About 3,000 tokens of English.
+LONG = (ROOT / "LICENSE").read_text()[:11_000] + "\nWhat is the capital of France?"
+
+pytestmark = [
+    pytest.mark.real_vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not (ROOT / "models" / MODEL).is_dir(), reason="scripts/fetch_demo_model has not been run"
+    ),
+]
+
+
+def shipped(name: str) -> dict[str, Any]:
+    """The arguments in one of our configurations."""
+    content = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
+    args: dict[str, Any] = content["applications"][0]["args"]
+    return args
+
+
+def sdk(app: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", timeout=300, max_retries=0)
+
+
+def ask(client: openai.OpenAI, text: str, **options: Any) -> tuple[str, Any]:
+    """The pool that served it, and the completion."""
+    raw = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=[{"role": "user", "content": text}], max_tokens=20, temperature=0, **options
+    )
+    return raw.headers["x-pool"], raw.parse()
+
+
+def check_capital_of_france(client: openai.OpenAI) -> None:
+    _, answer = ask(client, "What is the capital of France?")
+    assert "Paris" in (answer.choices[0].message.content or "")
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=20,
+        temperature=0,
+        stream=True,
+    )
+    assert "Paris" in "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def test_two_real_engines_share_the_requests_by_their_length() -> None:
+    with serve(shipped("cpu_vllm"), start_timeout_s=ENGINE_START_S) as app:
+        wait_for(lambda: app.pools() == {"short", "long"}, ENGINE_START_S, "both pools")
+        with sdk(app) as client:
+            check_capital_of_france(client)
+            assert ask(client, "What is the capital of France?")[0] == "short"
+            pool, answer = ask(client, LONG)
+            assert pool == "long"
+            # More than the short pool's engine holds.
+            assert answer.usage.prompt_tokens > 2_048
+
+
+def test_a_real_server_started_by_hand_serves_behind_a_remote_pool(tmp_path: Path) -> None:
+    with vllm_server(tmp_path / "vllm.log") as url:
+        args = shipped("remote")
+        args["models"][0]["pools"][0]["engine"]["remote"]["base_url"] = url
+        with serve(args) as app, sdk(app) as client:
+            check_capital_of_france(client)
+            assert ask(client, LONG)[1].usage.prompt_tokens > 2_048
+
+
+@contextlib.contextmanager
+def vllm_server(log: Path) -> Iterator[str]:
+    """vLLM's own server with the demo model."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = {
+        "model": f"models/{MODEL}",
+        "served-model-name": MODEL,
+        "max-model-len": "8192",
+        "port": str(port),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+    ]
+    command += [word for name, value in options.items() for word in (f"--{name}", value)]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=output, env={**os.environ, **environment}
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 200, ENGINE_START_S, "vLLM")
+        yield url
+    finally:
+        server.terminate()
+        server.wait(60)
