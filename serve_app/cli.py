@@ -7,8 +7,9 @@ import serve_app
 from serve_app.bench.command import COMMAND as BENCH
 from serve_app.command import Command, warn
 from serve_app.errors import ServeAppError
+from serve_app.simulation.command import COMMAND as SIMULATE
 
-COMMANDS: tuple[Command, ...] = (BENCH,)
+COMMANDS: tuple[Command, ...] = (SIMULATE, BENCH)
 """A new sub-command is one module with a `Command`, and its name here."""
 
 

@@ -16,7 +16,7 @@ ONE_POOL = "all"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChanges:
-    """Engine settings other than the profile's, named as in `EngineModelSettings`; None keeps the profile's."""
+    """What is changed in the profile's engine, named as in `EngineModelSettings`; None changes nothing."""
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

@@ -1,9 +1,10 @@
-"""What is load 1.0? The rate at which replicas finish the requests of a trace when there is always more to do.
+"""What is load 1.0? The rate at which replicas finish requests when there is always more to do.
 
-All requests wait from the start, the gateway serves them first come first served, and the rate is counted between
-the first tenth and the last tenth of completions, while every replica has work. Nothing of the method under
-test goes into it: neither its policy, nor its scheduler settings, nor its chunk limit for long prefills in the
-engine. So one load is one arrival rate, and policies at the same load see the same requests at the same times.
+All requests wait from the start, the gateway serves them first come first served, and the rate is counted
+between the first tenth and the last tenth of completions, while every replica has work. Nothing of the method
+under test goes into it: neither its policy, nor its scheduler settings, nor its chunk limit for long prefills
+in the engine. So one load is one arrival rate, and policies at one load see the same requests at the same
+times.
 """
 
 from dataclasses import replace

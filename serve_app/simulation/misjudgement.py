@@ -1,4 +1,4 @@
-"""An estimator that errs: the scheduler sees prompt lengths that are off by so much, engines see the true ones."""
+"""An estimator that errs: the scheduler sees prompt lengths that are off, engines see the true ones."""
 
 import math
 from collections.abc import Iterable, Mapping

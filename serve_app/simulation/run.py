@@ -1,9 +1,9 @@
 """One run: a policy, a fleet, a trace at a rate, a seed; raw records and figures out.
 
-The same settings give the same decisions, to the byte. Every policy serves the same requests to their end, and
-the same of them are measured: all but the first tenth by arrival, during which queues fill and estimators learn.
-Those that arrive last are measured as well, and the run goes on until the last one is done: cutting the end off
-would hide exactly what a policy has put off.
+The same settings give the same decisions, to the byte. Every policy serves the same requests to their end,
+and the same ones are measured: all but the first tenth by arrival, during which queues fill and estimators
+learn. Those that arrive last are measured as well, and the run goes on until the last one is done: cutting
+the end off would hide exactly what a policy has put off.
 """
 
 import time
@@ -40,7 +40,7 @@ ORACLE = "oracle"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloByLength(Slo):
-    """An SLO whose limit on the time to first token depends on the prompt: nobody expects a book read in a second.
+    """An SLO whose TTFT limit depends on the prompt: nobody expects a book to be read in a second.
 
     Attributes:
         ttft_s: for short prompts.

@@ -1,0 +1,216 @@
+"""The arguments of `python -m serve_app simulate`, and the settings that they make."""
+
+import argparse
+import math
+import os
+from pathlib import Path
+
+import yaml
+
+from serve_app.command import positive_float, positive_int
+from serve_app.engines.emulation.waiting import SchedulingPolicy
+from serve_app.metrics.summary import SHORT_AT_TOKENS
+from serve_app.simulation.direct import Balance
+from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
+from serve_app.simulation.misjudgement import LengthNoise
+from serve_app.simulation.run import RunSettings, SloByLength, policy_names
+from serve_app.simulation.workload import Disclosure, TraceChoice
+from serve_app.simulation.world import WorldSettings
+
+_DEFAULT_POLICY = "ewsjf"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add every argument."""
+    _configure_workload(parser.add_argument_group("workload"))
+    _configure_scheduler(parser.add_argument_group("scheduler"))
+    _configure_fleet(parser.add_argument_group("fleet"))
+    _configure_results(parser.add_argument_group("results"))
+
+
+def _configure_workload(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--trace",
+        required=True,
+        help="azure-code, azure-conv, lmsys, paper-mix, or a trace file; several joined by + are merged",
+    )
+    rate = group.add_mutually_exclusive_group()
+    rate.add_argument("--load", type=positive_float, help="share of the rate that saturates the fleet: 0.9")
+    rate.add_argument("--rate", type=positive_float, help="requests per second (the trace's own)")
+    group.add_argument("--requests", type=positive_int, help="how many (a thousand, or all of a file)")
+    group.add_argument("--seeds", type=positive_int, default=1, help="runs of each policy (%(default)s)")
+    group.add_argument("--first-seed", type=int, default=0, help="the seeds count from here (%(default)s)")
+    group.add_argument("--tenants", help="8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
+    group.add_argument("--priorities", help="shares of priority classes: interactive=1,batch=3")
+    group.add_argument("--traces-folder", type=Path, help="where trace files lie (EWSJF_TRACES)")
+
+
+def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--policy",
+        default=_DEFAULT_POLICY,
+        metavar="NAME[,NAME...]",
+        help=f"of {', '.join(policy_names())} (%(default)s); direct is no gateway at all",
+    )
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="a scheduler setting, such as backpressure.target_waiting=5; may be repeated",
+    )
+    group.add_argument(
+        "--max-output",
+        choices=("default", "known"),
+        default="default",
+        help="whether requests state their true output length in max_tokens; default: they state none",
+    )
+    group.add_argument(
+        "--length-noise",
+        type=_share,
+        default=0.0,
+        metavar="ERROR",
+        help="relative error of the prompt lengths that the scheduler sees: 0.3 (exact)",
+    )
+    group.add_argument("--queue-timeout-s", type=positive_float, default=math.inf, help="(%(default)s)")
+    group.add_argument(
+        "--report-interval", type=positive_float, default=0.2, metavar="S", help="(%(default)s)"
+    )
+    group.add_argument("--control-latency", type=_share, default=0.001, metavar="S", help="(%(default)s)")
+
+
+def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--profile", default="llama2-70b-h100-tp4", help="name or YAML file (%(default)s)")
+    size = group.add_mutually_exclusive_group()
+    size.add_argument("--replicas", type=positive_int, default=4, help="in one pool (%(default)s)")
+    size.add_argument("--pools", type=_pools, metavar="short:N,long:M", help="replicas of two pools")
+    group.add_argument(
+        "--b-short",
+        type=positive_int,
+        default=8_192,
+        help="with two pools: the context of the short one, and the budget that is at home there",
+    )
+    group.add_argument("--balance", type=Balance, choices=list(Balance), default=Balance.LEAST_OUTSTANDING)
+    for name in (
+        "long-prefill-token-threshold",
+        "max-num-seqs",
+        "max-num-batched-tokens",
+        "kv-tokens",
+        "max-model-len",
+    ):
+        group.add_argument(f"--{name}", type=positive_int, help="of each engine (the profile's)")
+    group.add_argument("--scheduling-policy", type=SchedulingPolicy, choices=list(SchedulingPolicy))
+
+
+def _configure_results(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--short-at", type=positive_int, default=SHORT_AT_TOKENS, help="longest short prompt (%(default)s)"
+    )
+    group.add_argument(
+        "--slo-ttft-s", type=positive_float, default=1.0, help="of short prompts (%(default)s)"
+    )
+    group.add_argument("--slo-long-ttft-s", type=positive_float, default=10.0, help="of others (%(default)s)")
+    group.add_argument("--slo-tpot-s", type=positive_float, default=0.1, help="(%(default)s)")
+    group.add_argument(
+        "--warm-up", type=_share, default=0.1, help="share of requests not measured, the first (%(default)s)"
+    )
+    group.add_argument("--json", type=Path, metavar="OUT", help="write metrics and provenance")
+    group.add_argument("--plot", type=Path, metavar="DIR", help="write pictures")
+    group.add_argument("--log", type=Path, metavar="FILE", help="write every decision, a JSON object a line")
+    group.add_argument(
+        "--jobs",
+        type=positive_int,
+        default=os.cpu_count() or 1,
+        help="processes (one for each core); --log needs one",
+    )
+
+
+def runs(args: argparse.Namespace) -> list[RunSettings]:
+    """One run for each policy and seed, all at the rate of the trace or of `--rate`.
+
+    Raises:
+        ServeAppError: no run can be made of these arguments.
+        ValueError: an argument is out of range.
+    """
+    return [
+        RunSettings(
+            policy=policy.strip(),
+            fleet=fleet(args),
+            trace=_trace(args),
+            seed=seed,
+            rate_per_s=args.rate,
+            disclosure=Disclosure(
+                output_known=args.max_output == "known", queue_timeout_s=args.queue_timeout_s
+            ),
+            noise=LengthNoise(relative_error=args.length_noise),
+            world=WorldSettings(
+                control_latency_s=args.control_latency, report_interval_s=args.report_interval
+            ),
+            scheduler=dict(_setting(text) for text in args.set),
+            balance=args.balance,
+            slo=_slo(args),
+            short_at_tokens=args.short_at,
+            warm_up_ratio=args.warm_up,
+        )
+        for policy in args.policy.split(",")
+        for seed in range(args.first_seed, args.first_seed + args.seeds)
+    ]
+
+
+def fleet(args: argparse.Namespace) -> FleetSettings:
+    """The replicas."""
+    return FleetSettings(
+        profile=args.profile,
+        replicas=args.pools or {ONE_POOL: args.replicas},
+        b_short_tokens=args.b_short,
+        engine=EngineChanges(
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            long_prefill_token_threshold=args.long_prefill_token_threshold,
+            kv_tokens=args.kv_tokens,
+            max_model_len=args.max_model_len,
+            scheduling_policy=args.scheduling_policy,
+        ),
+    )
+
+
+def _trace(args: argparse.Namespace) -> TraceChoice:
+    return TraceChoice(
+        name=args.trace,
+        requests=args.requests,
+        tenants=args.tenants,
+        priorities=args.priorities,
+        folder=args.traces_folder,
+    )
+
+
+def _slo(args: argparse.Namespace) -> SloByLength:
+    return SloByLength(
+        ttft_s=args.slo_ttft_s,
+        tpot_s=args.slo_tpot_s,
+        long_ttft_s=args.slo_long_ttft_s,
+        short_at_tokens=args.short_at,
+    )
+
+
+def _setting(text: str) -> tuple[str, object]:
+    path, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set takes PATH=VALUE, got {text!r}")
+    return path.strip(), yaml.safe_load(value)
+
+
+def _share(text: str) -> float:
+    """An argument type: a finite number of at least 0."""
+    return 0.0 if text.strip() in {"0", "0.0"} else positive_float(text)
+
+
+def _pools(text: str) -> dict[str, int]:
+    """Read `short:3,long:1`."""
+    try:
+        pools = {name.strip(): int(count) for name, count in (part.split(":") for part in text.split(","))}
+    except ValueError:
+        pools = {}
+    if sorted(pools) != ["long", "short"] or min(pools.values()) < 1:
+        raise argparse.ArgumentTypeError(f"write short:N,long:M with at least one of each, got {text!r}")
+    return {"short": pools["short"], "long": pools["long"]}

@@ -1,0 +1,286 @@
+"""Pictures of simulated runs: short against long prompts, distributions of TTFT, queues over time."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, PercentFormatter
+from numpy.typing import NDArray
+
+from serve_app.metrics.confidence import interval_95
+from serve_app.metrics.record import RequestRecord
+from serve_app.metrics.statistics import Distribution
+from serve_app.simulation.run import DIRECT, RunResult
+
+_MARKERS = "osD^vP*Xph<>"
+_COLOURS = colormaps["tab10"].colors  # type: ignore[attr-defined] # a listed map has them, its stub does not
+_TIME_BINS = 240
+# More rows than this cannot be told apart; such queues are drawn by length instead.
+_MOST_QUEUES = 32
+_OCTAVE_PARTS = 2
+
+_ByPolicy = Mapping[str, Sequence[RunResult]]
+
+
+def write_plots(folder: Path, results: Sequence[RunResult]) -> list[Path]:
+    """Write `frontier.png`, `ttft_cdf.png` and one `queues-POLICY.png` for each policy that has a queue.
+
+    Args:
+        folder: is made when it is not there.
+        results: with their records, all of one trace and fleet; the queues are those of the first seed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    by_policy: dict[str, list[RunResult]] = {}
+    for result in results:
+        by_policy.setdefault(result.settings.name, []).append(result)
+    figures = {"frontier.png": _frontier(by_policy), "ttft_cdf.png": _cdfs(by_policy)}
+    for policy, runs in by_policy.items():
+        if runs[0].settings.policy != DIRECT:
+            figures[f"queues-{policy}.png"] = _queues(runs[0])
+    paths = []
+    for name, figure in figures.items():
+        figure.savefig(folder / name, dpi=130)
+        paths.append(folder / name)
+    return paths
+
+
+def _title(result: RunResult) -> str:
+    settings, trace = result.settings, result.workload.trace
+    load = "" if settings.load is None else f", load {settings.load:.2f}"
+    replicas = sum(settings.fleet.replicas.values())
+    fleet = f"{replicas} replicas of {settings.fleet.profile}"
+    return f"{trace.name}{load}, {fleet}, {len(trace.requests):,} requests"
+
+
+def _look(by_policy: _ByPolicy) -> dict[str, tuple[tuple[float, ...], str]]:
+    """Colour and marker of each policy, the same in all pictures."""
+    return {
+        policy: (_COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)])
+        for place, policy in enumerate(by_policy)
+    }
+
+
+# Frontier
+
+
+def _frontier(by_policy: _ByPolicy) -> Figure:
+    figure = Figure(figsize=(11.5, 5.2), layout="constrained")
+    panels: tuple[tuple[str, Callable[[Distribution], float | None]], ...] = (
+        ("mean", lambda times: times.mean),
+        ("p99", lambda times: times.p99),
+    )
+    for axes, (name, of) in zip(figure.subplots(1, 2), panels, strict=True):
+        _frontier_panel(axes, by_policy, of)
+        axes.set(
+            xlabel=f"{name} TTFT of short prompts, s", ylabel=f"{name} TTFT of long prompts, s", title=name
+        )
+    runs = next(iter(by_policy.values()))
+    seeds = f"{len(runs)} seeds, bars: 95 % intervals" if len(runs) > 1 else "1 seed"
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False)
+    figure.suptitle(f"{_title(runs[0])} ({seeds})\nnearer to the lower left is better")
+    return figure
+
+
+def _frontier_panel(axes: Axes, by_policy: _ByPolicy, of: Callable[[Distribution], float | None]) -> None:
+    points: dict[str, tuple[float, float]] = {}
+    for policy, (colour, marker) in _look(by_policy).items():
+        short = _over_seeds([of(run.summary.ttft_s.short) for run in by_policy[policy]])
+        long = _over_seeds([of(run.summary.ttft_s.long) for run in by_policy[policy]])
+        if short is None or long is None:
+            continue
+        points[policy] = (short[0], long[0])
+        axes.errorbar(
+            short[0],
+            long[0],
+            xerr=short[1],
+            yerr=long[1],
+            fmt=marker,
+            color=colour,
+            ms=9,
+            mec="white",
+            elinewidth=1,
+            label=policy,
+        )
+    _draw_front(axes, list(points.values()))
+    _logarithmic(axes, "x", "y")
+
+
+def _over_seeds(values: Sequence[float | None]) -> tuple[float, NDArray[np.float64]] | None:
+    """The mean and its bar's lengths below and above; a logarithmic axis must not come near zero."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    interval = interval_95(known)
+    half = 0.0 if interval.high is None else interval.high - interval.mean
+    return interval.mean, np.array([[min(half, 0.9 * interval.mean)], [half]])
+
+
+def _draw_front(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
+    """A line along the policies that no other one beats on both axes."""
+    front = [
+        (x, y)
+        for x, y in points
+        if not any(other != (x, y) and other[0] <= x and other[1] <= y for other in points)
+    ]
+    if len(front) > 1:
+        axes.plot(
+            *zip(*sorted(front), strict=True), color="0.6", lw=1, ls="--", zorder=0, label="not dominated"
+        )
+
+
+def _logarithmic(axes: Axes, *names: str) -> None:
+    """Axes that count 1, 2, 5, 10 and write it as people do, with a grid."""
+    axes.grid(visible=True, alpha=0.4)
+    for name in names:
+        axes.set(**{f"{name}scale": "log"})
+        axis = axes.xaxis if name == "x" else axes.yaxis
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
+
+
+# Distributions
+
+
+def _cdfs(by_policy: _ByPolicy) -> Figure:
+    figure = Figure(figsize=(11.5, 5.2), layout="constrained")
+    runs = next(iter(by_policy.values()))
+    border = runs[0].settings.short_at_tokens
+    panels: tuple[tuple[str, Callable[[RequestRecord], bool]], ...] = (
+        (f"short: at most {border} tokens", lambda record: record.prompt_tokens <= border),
+        ("long: all others", lambda record: record.prompt_tokens > border),
+    )
+    for axes, (name, belongs) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
+        count = _cdf_panel(axes, by_policy, belongs)
+        axes.set(xlabel="TTFT from arrival, s", ylim=(0, 1.005), title=f"{name} (n = {count:,})")
+        _logarithmic(axes, "x")
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    figure.axes[0].set_ylabel("share of requests")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False)
+    pooled = f", {len(runs)} seeds together" if len(runs) > 1 else ""
+    figure.suptitle(f"{_title(runs[0])}{pooled}")
+    return figure
+
+
+def _cdf_panel(axes: Axes, by_policy: _ByPolicy, belongs: Callable[[RequestRecord], bool]) -> int:
+    count = 0
+    for policy, (colour, _) in _look(by_policy).items():
+        times = np.sort(
+            [
+                record.ttft_s
+                for run in by_policy[policy]
+                for record in run.measured
+                if record.completed and record.ttft_s is not None and belongs(record)
+            ]
+        )
+        if len(times):
+            shares = np.arange(1, len(times) + 1) / len(times)
+            axes.step(times, shares, where="post", color=colour, label=policy, lw=1.4)
+        count = max(count, len(times))
+    axes.axhline(0.99, color="0.5", lw=0.8, ls=":")
+    return count
+
+
+# Queues over time
+
+
+def _queues(result: RunResult) -> Figure:
+    records = [record for record in result.records if record.dispatched_at is not None]
+    end_s = max((record.dispatched_at or 0.0 for record in records), default=1.0)
+    edges = np.linspace(0.0, max(end_s, 1e-9), _TIME_BINS + 1)
+    rows = _rows(records)
+    figure = Figure(figsize=(11, 3.4 + 0.16 * len(rows)), layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=(0.5 + 0.08 * len(rows), 1))
+    _queue_map(figure, above, rows, edges)
+    _waiting_lines(below, records, result.settings.short_at_tokens, edges)
+    _mark_arrivals_end(above, below, max((record.arrived_at for record in result.records), default=0.0))
+    below.set(xlabel="time, s", ylabel="waiting requests", xlim=(0, edges[-1]), ylim=(0, None))
+    figure.suptitle(f"{result.settings.name}: {_title(result)}, seed {result.settings.seed}")
+    return figure
+
+
+def _rows(records: Sequence[RequestRecord]) -> dict[str, list[RequestRecord]]:
+    """Records by length queue, the shortest prompts first; by length where there are too many queues."""
+    by_queue: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        by_queue.setdefault(record.length_queue, []).append(record)
+    if len(by_queue) > _MOST_QUEUES:
+        by_queue = _by_length(records)
+
+    def middle(name: str) -> float:
+        return float(np.median([record.prompt_tokens for record in by_queue[name]]))
+
+    return {name: by_queue[name] for name in sorted(by_queue, key=middle)}
+
+
+def _by_length(records: Sequence[RequestRecord]) -> dict[str, list[RequestRecord]]:
+    by_length: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        part = int(_OCTAVE_PARTS * np.log2(max(1, record.prompt_tokens)))
+        low, high = (round(2 ** ((part + step) / _OCTAVE_PARTS)) for step in (0, 1))
+        by_length.setdefault(f"{low:,}-{high:,} tokens", []).append(record)
+    return by_length
+
+
+def _queue_map(
+    figure: Figure, axes: Axes, rows: Mapping[str, Sequence[RequestRecord]], edges: NDArray[np.float64]
+) -> None:
+    waiting = np.array([_waiting(members, edges) for members in rows.values()] or [np.zeros(_TIME_BINS)])
+    # A linear scale would show nothing but the worst moment; nobody waiting must be white all the same.
+    norm = PowerNorm(0.5, vmin=0, vmax=max(1.0, float(waiting.max())))
+    some = np.ma.masked_less(waiting, 0.005)
+    mesh = axes.pcolormesh(edges, np.arange(len(waiting) + 1), some, cmap="YlOrRd", norm=norm)
+    bar = figure.colorbar(mesh, ax=axes, pad=0.01)
+    bar.set_label("waiting")
+    axes.set_yticks(
+        np.arange(len(rows)) + 0.5, [_row_label(name, rows[name]) for name in rows], fontsize="small"
+    )
+    axes.set_ylabel("length queue")
+
+
+def _row_label(name: str, members: Sequence[RequestRecord]) -> str:
+    lengths = [record.prompt_tokens for record in members]
+    seen = f"{min(lengths):,}-{max(lengths):,}"
+    return name if "tokens" in name else f"{name}: {seen}"
+
+
+def _waiting_lines(
+    axes: Axes, records: Sequence[RequestRecord], border: int, edges: NDArray[np.float64]
+) -> None:
+    classes = {
+        "short": [record for record in records if record.prompt_tokens <= border],
+        "long": [record for record in records if record.prompt_tokens > border],
+    }
+    middles = (edges[:-1] + edges[1:]) / 2
+    for (name, members), colour in zip(classes.items(), ("tab:blue", "tab:red"), strict=True):
+        axes.plot(middles, _waiting(members, edges), label=f"{name} prompts", color=colour, lw=1.2)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(loc="upper left", frameon=False)
+
+
+def _waiting(records: Sequence[RequestRecord], edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Mean number that waits in each bin of time: seconds waited in it, by its width."""
+    arrived = np.array([record.arrived_at for record in records])
+    left = np.array([record.dispatched_at for record in records], dtype=np.float64)
+    # The integral of the number waiting, up to each edge.
+    waited_s = [float(np.sum(np.clip(np.minimum(left, edge) - arrived, 0.0, None))) for edge in edges]
+    return np.diff(waited_s) / np.diff(edges)
+
+
+def _mark_arrivals_end(above: Axes, below: Axes, at_s: float) -> None:
+    for axes in (above, below):
+        axes.axvline(at_s, color="0.3", lw=0.8, ls=":")
+    below.annotate(
+        "last arrival ",
+        (at_s, 0.96),
+        xycoords=("data", "axes fraction"),
+        ha="right",
+        va="top",
+        fontsize="small",
+    )

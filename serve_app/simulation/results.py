@@ -1,0 +1,148 @@
+"""Results of simulated runs: as JSON, named as in the command-line contract, and as a table over seeds."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from serve_app.metrics.confidence import Interval, interval_95
+from serve_app.simulation.run import ORACLE, RunResult
+
+Row = Mapping[str, Any]
+"""A run as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A column of the table: its heading, where it stands in a run, and how it is written."""
+
+    heading: str
+    of: Callable[[Row], float | None]
+    decimals: int = 2
+
+
+def _latency(name: str, size: str, figure: str) -> Callable[[Row], float | None]:
+    return lambda row: row["metrics"][name][size][figure]
+
+
+FIGURES = (
+    Figure("short TTFT mean s", _latency("ttft_s", "short", "mean"), 3),
+    Figure("short TTFT p99 s", _latency("ttft_s", "short", "p99"), 3),
+    Figure("long TTFT mean s", _latency("ttft_s", "long", "mean"), 3),
+    Figure("long TTFT p99 s", _latency("ttft_s", "long", "p99")),
+    Figure("longest wait s", _latency("queue_wait_s", "all", "max")),
+    Figure("TPOT mean ms", lambda row: _scaled(row["metrics"]["tpot_s"]["all"]["mean"], 1_000), 1),
+    Figure("goodput /s", lambda row: row["metrics"]["goodput_per_s"]),
+    Figure("tokens/s", lambda row: row["whole_run"]["throughput_tokens_per_s"], 0),
+)
+
+
+def run_as_json(result: RunResult) -> dict[str, Any]:
+    """One element of `runs`: the contract's fields, then what a reader needs to judge them."""
+    settings, trace = result.settings, result.workload.trace
+    whole = result.whole
+    return {
+        "policy": settings.name,
+        "seed": settings.seed,
+        "load": settings.load,
+        "rate_per_s": trace.rate_per_s,
+        "metrics": result.summary.as_json(),
+        "outcomes": dict(result.summary.outcomes),
+        "whole_run": {
+            "requests": sum(whole.outcomes.values()),
+            "completed": whole.completed,
+            "outcomes": dict(whole.outcomes),
+            "makespan_s": whole.makespan_s,
+            "throughput_tokens_per_s": whole.throughput_tokens_per_s,
+            "output_tokens_per_s": whole.output_tokens_per_s,
+            "preemptions": whole.preemptions,
+        },
+        "dropped_too_long": result.workload.dropped,
+        "clipped_answers": result.workload.clipped,
+        "deployable": settings.policy != ORACLE,
+        "simulated_requests_per_s": sum(whole.outcomes.values()) / result.wall_s,
+        "settings": settings_as_json(result),
+    }
+
+
+def settings_as_json(result: RunResult) -> dict[str, Any]:
+    """The settings of a run, all resolved."""
+    settings = result.settings
+    plain = asdict(settings)
+    plain["trace"]["folder"] = None if settings.trace.folder is None else str(settings.trace.folder)
+    # Infinity is no JSON.
+    timeout_s = settings.disclosure.queue_timeout_s
+    plain["disclosure"]["queue_timeout_s"] = None if timeout_s == float("inf") else timeout_s
+    plain["engines"] = [
+        {"replica": plan.replica_id, "pool": plan.pool, **asdict(plan.engine), **asdict(plan.step_time)}
+        for plan in settings.fleet.plans()
+    ]
+    return plain
+
+
+def unequal_work(rows: Iterable[Row]) -> list[str]:
+    """Runs that did not complete what they were given; their figures must not be set beside the others'."""
+    return [
+        f"{row['policy']}, seed {row['seed']}: only {row['whole_run']['completed']:,} of "
+        f"{row['whole_run']['requests']:,} requests completed ({_counts(row['whole_run']['outcomes'])})"
+        for row in rows
+        if row["whole_run"]["completed"] != row["whole_run"]["requests"]
+    ]
+
+
+def markdown_table(rows: Sequence[Row], by: Sequence[str] = ()) -> str:
+    """Means over seeds with half the width of their 95 % interval, one line for each policy.
+
+    Args:
+        by: fields of a row besides `policy` that tell lines apart, such as `load`.
+    """
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((*(row[name] for name in by), _policy(row)), []).append(row)
+    head = [*by, "policy", "n", *(figure.heading for figure in FIGURES)]
+    lines = [
+        [*map(str, key), str(len(group)), *map(_cell_of(group), FIGURES)] for key, group in groups.items()
+    ]
+    return _aligned(head, lines, text_columns=len(by) + 1)
+
+
+def _policy(row: Row) -> str:
+    return str(row["policy"]) if row["deployable"] else f"{row['policy']} (not deployable)"
+
+
+def _cell_of(group: Sequence[Row]) -> Callable[[Figure], str]:
+    def cell(figure: Figure) -> str:
+        values = [value for row in group if (value := figure.of(row)) is not None]
+        return _written(interval_95(values), figure.decimals) if values else "-"
+
+    return cell
+
+
+def _written(interval: Interval, decimals: int) -> str:
+    mean = f"{interval.mean:,.{decimals}f}"
+    return mean if interval.high is None else f"{mean} ± {interval.high - interval.mean:,.{decimals}f}"
+
+
+def _aligned(head: Sequence[str], lines: Sequence[Sequence[str]], text_columns: int) -> str:
+    """Markdown whose columns line up in a terminal as well."""
+    widths = [max(len(line[place]) for line in (head, *lines)) for place in range(len(head))]
+
+    def written(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if place < text_columns else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return f"| {' | '.join(padded)} |"
+
+    rule = "|".join(
+        "-" * (width + 2) if place < text_columns else "-" * (width + 1) + ":"
+        for place, width in enumerate(widths)
+    )
+    return "\n".join((written(head), f"|{rule}|", *map(written, lines)))
+
+
+def _counts(outcomes: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.items())
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else factor * value
