@@ -21,7 +21,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 150.0
 
 # Two gateways and two short replicas, so that one of each may die. At 4 ms a step, an answer of 1,500 tokens
 # takes six seconds: long enough to be interrupted.
