@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from serve_app.errors import Outcome
 from serve_app.request import Request, Usage
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.scheduling.partition import Partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,13 @@ class ReplicaLost:
 
 
 @dataclass(frozen=True, slots=True)
+class PartitionChanged:
+    """Queues have been learned anew; whoever waits is queued anew, and keeps the time of arrival."""
+
+    partition: Partition
+
+
+@dataclass(frozen=True, slots=True)
 class Woke:
     """The time asked for by `next_wakeup` has come."""
 
@@ -120,5 +128,6 @@ Event = (
     | ReplicaJoined
     | ReplicaReported
     | ReplicaLost
+    | PartitionChanged
     | Woke
 )

@@ -34,6 +34,8 @@ from serve_app.scheduling.entry import NOTHING, Entry
 from serve_app.scheduling.expiry import ExpiryHeap
 from serve_app.scheduling.isolation import PrefillIsolation
 from serve_app.scheduling.policies import make_policy
+from serve_app.scheduling.policies.inputs import PolicyInputs
+from serve_app.scheduling.promotion import Promotion
 from serve_app.scheduling.settings import SchedulerSettings
 from serve_app.scheduling.waiting_room import WaitingRoom
 
@@ -58,16 +60,18 @@ class Scheduler:
 
     def __init__(self, settings: SchedulerSettings, *, now: float = 0.0) -> None:
         self.settings = settings
-        policy = make_policy(settings.policy)
-        self.room = WaitingRoom(policy)
+        self.prefill_cost = PrefillCost(settings.prefill_cost)
+        inputs = PolicyInputs(prefill_cost=self.prefill_cost, ewsjf=settings.ewsjf)
+        self._policy = make_policy(settings.policy, inputs)
+        self._promotion = Promotion(settings.promotion) if self._policy.promotes else None
+        self.room = WaitingRoom(self._policy)
         self.ledger = ReplicaLedger(
             admits=settings.backpressure.admits,
             report_limit_s=settings.backpressure.report_limit_s,
             kv_fill_ratio=settings.backpressure.kv_fill_ratio,
         )
         self.estimator = TokenEstimator(settings.estimator)
-        self.isolation = PrefillIsolation(settings.isolation, wanted=policy.isolates)
-        self.prefill_cost = PrefillCost(settings.prefill_cost)
+        self.isolation = PrefillIsolation(settings.isolation, wanted=self._policy.isolates)
         # Ends of prefills that nobody sees, the earliest first: when, whose, and of which dispatch. At most
         # a handful per replica.
         self._guesses: list[tuple[float, Entry, int]] = []
@@ -91,6 +95,7 @@ class Scheduler:
             ev.ReplicaJoined: self._replica_joined,
             ev.ReplicaReported: self._replica_reported,
             ev.ReplicaLost: self._replica_lost,
+            ev.PartitionChanged: self._partition_changed,
             ev.Woke: lambda _event, _now: None,
         }
 
@@ -301,12 +306,20 @@ class Scheduler:
 
     # Dispatch
 
+    def _partition_changed(self, event: ev.PartitionChanged, _now: float) -> None:
+        if self._policy.replace_partition(event.partition):
+            self.room.queue_anew()
+
     def _dispatch(self, now: float) -> None:
+        if not self.room:
+            return
+        self._policy.round_began()
         while self.room:
             self._fill(now, at_home=True)
             # Each spill brings a new head to the top of its lane, and that one may fit at home.
             if not self.room or not self._fill(now, at_home=False):
-                return
+                break
+        self._policy.round_ended(self.room.queue_names())
 
     def _fill(self, now: float, *, at_home: bool) -> bool:
         filled = False
@@ -321,7 +334,10 @@ class Scheduler:
         limit = self.ledger.context_limit(pool)
         if limit is None or not self.ledger.has_open(pool, now):
             return None
-        for head in self.room.heads(pool, now, at_home=at_home):
+        heads = self.room.heads(pool, now, at_home=at_home)
+        if self._promotion is not None and len(heads) > 1:
+            self._promotion.put_first(heads, now)
+        for head in heads:
             tokens = min(head.estimate.expected_tokens, limit)
             long_limit = self.isolation.limit(now - head.request.arrived_at) if head.long else None
             replica = self.ledger.best(pool, tokens, now, long_limit=long_limit)
@@ -331,6 +347,9 @@ class Scheduler:
 
     def _send(self, entry: Entry, replica: ReplicaState, hold: Hold, now: float) -> None:
         self.room.remove(entry)
+        self._policy.took(entry)
+        if self._promotion is not None:
+            self._promotion.took(entry, now)
         entry.prefilled_alone = replica.unstarted == 0
         self._hold(entry, replica.spec.replica_id, hold, now)
         if hold.long_prefill and not entry.request.streamed:

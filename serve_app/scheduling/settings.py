@@ -10,6 +10,8 @@ from serve_app.routing.pools import RoutingSettings
 from serve_app.routing.prefill_cost import PrefillCostSettings
 from serve_app.scheduling.backpressure import BackpressureSettings
 from serve_app.scheduling.isolation import IsolationSettings
+from serve_app.scheduling.policies.settings import EwsjfSettings
+from serve_app.scheduling.promotion import PromotionSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,8 @@ class SchedulerSettings:
     backpressure: BackpressureSettings = field(default_factory=BackpressureSettings)
     isolation: IsolationSettings = field(default_factory=IsolationSettings)
     prefill_cost: PrefillCostSettings = field(default_factory=PrefillCostSettings)
+    promotion: PromotionSettings = field(default_factory=PromotionSettings)
+    ewsjf: EwsjfSettings = field(default_factory=EwsjfSettings)
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -99,9 +99,21 @@ class WaitingRoom:
             if pool in lane.pools and (lane.pools[0] == pool) is at_home and (head := lane.head()) is not None
         ]
         if len(heads) > 1:
-            score = self._policy.score
-            heads.sort(key=lambda head: (not head.returned, -score(head, now), head.sequence))
+            self._policy.rank(heads, now)
+            heads.sort(key=lambda head: not head.returned)
         return heads
+
+    def queue_anew(self) -> None:
+        """Ask the policy again for everybody's queue; arrival and place among equals are kept."""
+        entries = sorted(self, key=lambda entry: entry.sequence)
+        for entry in entries:
+            self.remove(entry)
+        for entry in entries:
+            self.add(entry)
+
+    def queue_names(self) -> set[str]:
+        """The length queues in which anybody waits."""
+        return {lane.queue for lane in self._lanes.values()}
 
     def counts(self) -> dict[tuple[str, str], int]:
         """Number waiting by (home pool, length queue)."""

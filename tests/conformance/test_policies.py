@@ -57,5 +57,5 @@ def test_fcfs_dispatches_in_the_order_of_arrival_within_a_lane() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_names_of_those_there_are() -> None:
-    with pytest.raises(ValueError, match="unknown policy 'lifo': choose one of fcfs"):
+    with pytest.raises(ValueError, match="unknown policy 'lifo': choose one of ewsjf, "):
         make_policy("lifo")

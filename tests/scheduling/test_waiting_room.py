@@ -1,12 +1,11 @@
 from serve_app.scheduling.entry import Entry
+from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.waiting_room import WaitingRoom
 from tests.builders import World, request
 
 
-class ShortestFirst:
+class ShortestFirst(OrderingPolicy):
     """Two queues by length, the shortest first in each."""
-
-    isolates = False
 
     def queue_of(self, entry: Entry) -> str:
         return "small" if entry.estimate.prompt_tokens <= 100 else "large"

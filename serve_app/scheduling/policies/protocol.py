@@ -1,29 +1,48 @@
 """The contract of an ordering policy."""
 
-from typing import Protocol
-
 from serve_app.scheduling.entry import Entry
+from serve_app.scheduling.partition import Partition
 
 
-class OrderingPolicy(Protocol):
-    """Orders requests inside length queues, and the queues' heads among each other.
+class OrderingPolicy:
+    """Orders requests inside length queues, and queues' heads among each other; by default FCFS.
 
     The waiting room keeps the queues; a policy holds no requests. Requests that come back from a replica go
     before all others of their queue, whatever the policy says. Equal keys and equal scores keep the order of
-    arrival.
+    arrival. A *round* is one call of the scheduler, in which it may dispatch several requests.
     """
 
-    isolates: bool
+    isolates: bool = False
     """Whether long prefills are kept apart under this policy (`scheduling.isolation`)."""
 
+    promotes: bool = False
+    """Whether those who have waited too long go first (`scheduling.promotion`)."""
+
     def queue_of(self, entry: Entry) -> str:
-        """Name of the length queue that `entry` waits in. Must not change while it waits."""
-        ...
+        """Name of the length queue that `entry` waits in. Asked once when it is queued."""
+        return "all"
 
     def key(self, entry: Entry) -> float:
         """Place inside its length queue, lowest first. Must not change while it waits."""
-        ...
+        return entry.request.arrived_at
 
     def score(self, head: Entry, now: float) -> float:
         """Urgency of a queue's head at `now` (seconds); the highest goes first."""
-        ...
+        return now - head.request.arrived_at
+
+    def rank(self, heads: list[Entry], now: float) -> None:
+        """Sort the heads that could go now, most urgent first."""
+        heads.sort(key=lambda head: (-self.score(head, now), head.sequence))
+
+    def round_began(self) -> None:
+        """A new round of dispatch begins."""
+
+    def took(self, entry: Entry) -> None:
+        """`entry` is being dispatched."""
+
+    def round_ended(self, waiting_queues: set[str]) -> None:
+        """The round is over; `waiting_queues` are the queues that are not empty."""
+
+    def replace_partition(self, partition: Partition) -> bool:
+        """Take over newly learned queues; True when requests must be queued anew."""
+        return False

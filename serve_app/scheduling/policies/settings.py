@@ -1,0 +1,53 @@
+"""Settings of EWSJF: the score's weights and the life of queues."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreWeights:
+    """Weights of the density-weighted score, Eq 1 and Eq 4; names as in the paper.
+
+    `w_urg(b) = a_u * b + b_u` weighs waiting, `w_fair(b) = a_f * b + b_f` weighs length, b being the mean
+    length of the queue. Both are clamped to `floor`, or long queues could end up with a negative urgency.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    w_base: float = 1.0
+    a_u: float = 1e-4
+    b_u: float = 1.0
+    a_f: float = -5e-5
+    b_f: float = 0.5
+    floor: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if not self.floor > 0:
+            raise ValueError(f"ewsjf.weights.floor must be positive, got {self.floor}")
+        if self.w_base < 0:
+            raise ValueError(f"ewsjf.weights.w_base must not be negative, got {self.w_base}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EwsjfSettings:
+    """How the EWSJF policies queue and score."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    weights: ScoreWeights = field(default_factory=ScoreWeights)
+    # How far beyond a queue's bounds a length still belongs to it (Algorithm 2): 1.10 and 0.90 in the paper.
+    tolerance_ratio: float = 0.10
+    # Width of a bubble queue when the queue below it has none to copy.
+    bubble_width_tokens: int = 512
+    # Rounds that a bubble may stay empty before it is removed; 20, 30 and 50 are in use.
+    bubble_rounds: int = 30
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance_ratio < 1:
+            raise ValueError(
+                f"ewsjf.tolerance_ratio must be at least 0 and below 1, got {self.tolerance_ratio}"
+            )
+        for name in ("bubble_width_tokens", "bubble_rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ewsjf.{name} must be at least 1, got {getattr(self, name)}")
