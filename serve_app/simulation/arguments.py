@@ -42,6 +42,8 @@ def _configure_workload(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--first-seed", type=int, default=0, help="the seeds count from here (%(default)s)")
     group.add_argument("--tenants", help="8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
     group.add_argument("--priorities", help="shares of priority classes: interactive=1,batch=3")
+    group.add_argument("--arrivals", help="poisson, gamma:CV or on-off:ON,OFF in requests (the trace's own)")
+    group.add_argument("--flip-mix", action="store_true", help="exchange short and long shares half-way")
     group.add_argument("--traces-folder", type=Path, help="where trace files lie (EWSJF_TRACES)")
 
 
@@ -181,6 +183,8 @@ def _trace(args: argparse.Namespace) -> TraceChoice:
         tenants=args.tenants,
         priorities=args.priorities,
         folder=args.traces_folder,
+        arrivals=args.arrivals,
+        flip_mix_at=args.short_at if args.flip_mix else None,
     )
 
 

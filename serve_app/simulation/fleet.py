@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
 from serve_app.engines.emulation.settings import EngineModelSettings
 from serve_app.engines.emulation.waiting import SchedulingPolicy
@@ -17,6 +18,8 @@ ONE_POOL = "all"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChanges:
     """What is changed in the profile's engine, named as in `EngineModelSettings`; None changes nothing."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

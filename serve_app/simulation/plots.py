@@ -234,7 +234,7 @@ def _queue_map(
     waiting = np.array([_waiting(members, edges) for members in rows.values()] or [np.zeros(_TIME_BINS)])
     # A linear scale would show nothing but the worst moment; nobody waiting must be white all the same.
     norm = PowerNorm(0.5, vmin=0, vmax=max(1.0, float(waiting.max())))
-    some = np.ma.masked_less(waiting, 0.005)
+    some = np.where(waiting < 0.005, np.nan, waiting)
     mesh = axes.pcolormesh(edges, np.arange(len(waiting) + 1), some, cmap="YlOrRd", norm=norm)
     bar = figure.colorbar(mesh, ax=axes, pad=0.01)
     bar.set_label("waiting")

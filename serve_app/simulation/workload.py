@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from serve_app.request import PromptShape, Request
+from serve_app.simulation.disturbance import with_arrivals, with_flipped_mix
 from serve_app.simulation.world import SimulatedRequest
 from serve_app.workloads.catalog import WorkloadSettings, resolve
 from serve_app.workloads.streams import stream
@@ -27,6 +28,8 @@ class TraceChoice:
         name: as in `workloads.catalog`; several joined by `+` are merged on one clock.
         requests: how many; None for all of a file, or the generator's default.
         tenants, priorities: shares, as in `workloads.catalog`.
+        arrivals: a pattern that replaces the trace's own, see `disturbance`.
+        flip_mix_at: border between short and long prompts, whose shares are exchanged half-way; None: never.
     """
 
     name: str
@@ -34,6 +37,8 @@ class TraceChoice:
     tenants: str | None = None
     priorities: str | None = None
     folder: Path | None = None
+    arrivals: str | None = None
+    flip_mix_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,15 @@ def choose_trace(choice: TraceChoice, seed: int) -> Trace:
     Raises:
         TraceError: there is no such trace, or it cannot be read.
     """
+    trace = _undisturbed(choice, seed)
+    if choice.flip_mix_at is not None:
+        trace = with_flipped_mix(trace, choice.flip_mix_at, stream(seed, "flip"))
+    if choice.arrivals is not None:
+        trace = with_arrivals(trace, choice.arrivals, stream(seed, "arrival pattern"))
+    return trace
+
+
+def _undisturbed(choice: TraceChoice, seed: int) -> Trace:
     names = choice.name.split("+")
     if len(names) == 1:
         return resolve(_settings(choice, choice.name, seed, requests=choice.requests))
