@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
-from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.events import DispatchFailed
 
 # From "there was room" to the patience of batch work.
