@@ -1,0 +1,90 @@
+"""How are queues to be learned from prompt lengths? Every point that the sources leave open is a switch here.
+
+The figures beside the defaults are printed by `scripts/bench_partition.py`.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Lengths = npt.NDArray[np.int64]
+"""Prompt lengths in tokens, in ascending order."""
+
+Mode = Literal["stable", "paper"]
+Prune = Literal["merge-highest", "merge-lowest"]
+Bounds = Literal["data", "midpoint"]
+Smooth = Literal["cut", "keep"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefineAndPruneSettings:
+    """The knobs of Refine-and-Prune.
+
+    Attributes:
+        mode: `paper` refines the raw lengths as published, and follows the size of the sample; `stable`
+            refines what is the same in any sample of the traffic (see `stable_refinement`).
+        alpha: a gap is significant when it is wider than so many mean gaps of its cluster.
+        relative_range: a cluster whose lengths differ by less than this share of their mean is not split.
+        prune: which neighbours become one queue while there are too many: those of the highest utility
+            (Eq 3: dense and close together), as the released code does in effect, or those of the lowest.
+        bounds: a queue ends at its own shortest and longest length, which leaves gaps that bubble queues
+            serve; or half-way to its neighbour, so that no gap is left.
+        min_cluster_size: a cluster of fewer lengths is not split; mode `paper` only.
+        sample_size: how many lengths, evenly spaced in rank, stand for the whole; mode `stable` only.
+        min_share: the least share of the sample that a queue holds; mode `stable` only.
+        smooth: what becomes of a stretch without significant gaps that is wider than `relative_range`: it is
+            cut on fixed lines, or kept whole; mode `stable` only.
+        seed: of k-means.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    mode: Mode = "stable"
+    # Lower splits more in mode `paper` (5.5 in the released code). In mode `stable` 1 to 6 give about the
+    # same queues, since `relative_range` decides how fine they are.
+    alpha: float = 1.5
+    # k of the coarse k-means: short, medium, long.
+    clusters: int = 3
+    # More queues order prompts more finely, and leave fewer to each; past about 30 nothing is gained.
+    max_queues: int = 32
+    relative_range: float = 0.2
+    prune: Prune = "merge-highest"
+    bounds: Bounds = "data"
+    min_cluster_size: int = 50
+    # A quarter of the smallest sample that should give the same queues (500): each gap then averages several.
+    sample_size: int = 128
+    # 0.02 has twice the requests behind each figure, a third fewer queues, and longer ones at the long end.
+    min_share: float = 0.01
+    smooth: Smooth = "cut"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "relative_range"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
+        for name, least in (("clusters", 1), ("max_queues", 1), ("min_cluster_size", 2), ("sample_size", 16)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 <= self.min_share <= 0.5:
+            raise ValueError(
+                f"min_share must lie between 0 and 0.5, got {self.min_share}: 0.01 allows up to 100 queues"
+            )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+
+
+_CHOICES = {
+    "mode": ("stable", "paper"),
+    "prune": ("merge-highest", "merge-lowest"),
+    "bounds": ("data", "midpoint"),
+    "smooth": ("cut", "keep"),
+}
+
+PAPER = RefineAndPruneSettings(mode="paper")
+"""Raw lengths, alpha as the paper is read."""
+
+RELEASED = RefineAndPruneSettings(mode="paper", alpha=5.5)
+"""The same with the alpha of the code that the authors released."""

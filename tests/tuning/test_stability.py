@@ -1,0 +1,105 @@
+"""The same traffic gives the same queues, however much of it was seen.
+
+Stated tolerance, between a sample of 500 to 20,000 requests and one of 50,000 of the same distribution: the
+number of queues differs by at most a quarter or three, whichever is more; and the queues in which the same
+prompts find themselves have mean lengths that differ by at most 12 % on average (`builders.distance`).
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.scheduling.partition import Partition
+from serve_app.tuning.partition_settings import PAPER, RefineAndPruneSettings
+from serve_app.tuning.refine_and_prune import refine_and_prune
+from serve_app.workloads.catalog import WorkloadSettings, resolve
+from tests.tuning.builders import Sample, distance, heavy_tail, paper_mix
+
+STABLE = RefineAndPruneSettings()
+MANY = 50_000
+DISTANCE = 0.12
+
+
+def lmsys(count: int, seed: int) -> Sample:
+    trace = resolve(WorkloadSettings(trace="lmsys", requests=count, seed=seed))
+    return np.array([request.prompt_tokens for request in trace.requests])
+
+
+def allowed_difference(queues: int) -> float:
+    return max(3, queues / 4)
+
+
+def holds_the_least_share(partition: Partition, requests: int) -> bool:
+    return all(queue.count >= STABLE.min_share * requests for queue in partition.intervals)
+
+
+@pytest.mark.parametrize("traffic", [paper_mix, heavy_tail, lmsys])
+def test_queues_stay_nearly_the_same_from_500_to_50000_requests(
+    traffic: Callable[[int, int], Sample],
+) -> None:
+    reference = refine_and_prune(traffic(MANY, 100), STABLE)
+    prompts = traffic(4000, 101)
+
+    for count in (500, 1000, 5000, 20_000):
+        for seed in range(4):
+            found = refine_and_prune(traffic(count, seed), STABLE)
+            assert abs(len(found) - len(reference)) <= allowed_difference(len(reference))
+            assert distance(found, reference, prompts) <= DISTANCE
+            assert holds_the_least_share(found, count)
+
+
+def test_the_published_refinement_does_not_keep_to_the_same_tolerance() -> None:
+    reference = refine_and_prune(lmsys(MANY, 100), PAPER)
+    found = refine_and_prune(lmsys(1000, 1), PAPER)
+
+    assert distance(found, reference, lmsys(4000, 101)) > 5 * DISTANCE
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> Callable[[int, int], Sample]:
+    """One to three kinds of prompts, each log-normal, each with at least a tenth of the requests."""
+    kinds = draw(
+        st.lists(
+            st.tuples(st.floats(20, 30_000), st.floats(0.05, 1.5), st.floats(0.2, 1.0)),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    medians, sigmas, shares = (np.array(column) for column in zip(*kinds, strict=True))
+
+    def traffic(count: int, seed: int) -> Sample:
+        rng = np.random.default_rng(seed)
+        kind = rng.choice(len(kinds), count, p=shares / shares.sum())
+        drawn = np.exp(np.log(medians)[kind] + sigmas[kind] * rng.standard_normal(count))
+        lengths: Sample = np.clip(drawn, 1, 10**6).astype(np.int64)
+        return lengths
+
+    return traffic
+
+
+@settings(max_examples=25, deadline=None)
+@given(traffic=mixtures(), count=st.integers(500, 20_000), seed=st.integers(0, 1000))
+def test_any_traffic_gives_nearly_the_same_queues_at_any_size(
+    traffic: Callable[[int, int], Sample], count: int, seed: int
+) -> None:
+    reference = refine_and_prune(traffic(MANY, 2000), STABLE)
+    found = refine_and_prune(traffic(count, seed), STABLE)
+
+    assert abs(len(found) - len(reference)) <= allowed_difference(len(reference))
+    assert distance(found, reference, traffic(4000, 3000)) <= DISTANCE
+    assert holds_the_least_share(found, count)
+    assert holds_the_least_share(reference, MANY)
+
+
+def test_fifty_thousand_lengths_take_well_under_a_second() -> None:
+    lengths = lmsys(MANY, 0)
+    refine_and_prune(lengths[:100], STABLE)  # imports k-means
+
+    began = time.process_time()
+    refine_and_prune(lengths, STABLE)
+
+    assert time.process_time() - began < 1.0
