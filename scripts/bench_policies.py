@@ -3,7 +3,7 @@
 
     .venv/bin/python scripts/bench_policies.py --out out/policies.jsonl
     .venv/bin/python scripts/bench_policies.py --out out/policies.jsonl --table
-    .venv/bin/python scripts/bench_policies.py --experiment configs/experiments/robustness.yaml --out out/r.jsonl
+    .venv/bin/python scripts/bench_policies.py --out out/r.jsonl --experiment FILE.yaml
 
 Plays every policy of the experiment at every load, on every trace and profile, with every seed, in several
 processes. The file's first line tells commit, experiment and machine; each further line is a run with all of
