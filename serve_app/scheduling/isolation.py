@@ -8,11 +8,12 @@ others wait here, where they can be passed. In the engine, `long_prefill_token_t
 is there from filling whole iterations.
 
 What counts as long is learned, since no constant fits all traffic: the boundary is the length below which the
-shorter prompts make up `short_work_share` of all prefill work. Those below may always pass; they can never
-delay each other by more than that share. Ageing: for every `relief_s` that the first of the long has waited,
-one more may be in flight.
+shorter prompts make up about `short_work_share` of all prefill work, moved into a gap of the lengths where
+there is one near. Those below may always pass; they can never delay each other by more than that share.
+Ageing: for every `relief_s` that the first of the long has waited, one more may be in flight.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from typing import Any, ClassVar
 
 _BUCKETS_PER_OCTAVE = 8
 _RELEARN_EVERY = 64
+# A gap this much below or above the share is as good a boundary as the share itself, and stabler.
+_NEAR = 0.6
+# Buckets with less of the work than this are stragglers in a gap.
+_TRACE = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,16 +100,23 @@ class PrefillIsolation:
         self._work = {bucket: work * keep for bucket, work in self._work.items()}
         if self._observed < settings.min_observations:
             return
-        target = settings.short_work_share * sum(self._work.values())
-        below, previous = 0.0, None
-        for bucket in sorted(self._work):
+        self.boundary_tokens = 2 ** (self._boundary_bucket() / _BUCKETS_PER_OCTAVE)
+
+    def _boundary_bucket(self) -> float:
+        """Where the work below comes to its share; in the middle of the widest gap near by."""
+        share, total = self._settings.short_work_share, sum(self._work.values())
+        below, widest, middle, crossing = 0.0, 1, None, None
+        buckets = sorted(bucket for bucket, work in self._work.items() if work > _TRACE * total)
+        for bucket, following in itertools.pairwise(buckets):
             below += self._work[bucket]
-            if below > target:
-                # In a gap between two kinds of traffic the boundary stands in its middle, away from both.
-                lower = bucket if previous is None else (previous + 1 + bucket) / 2
-                self.boundary_tokens = 2 ** (lower / _BUCKETS_PER_OCTAVE)
-                return
-            previous = bucket
+            gap = following - bucket
+            if gap > widest and share * (1 - _NEAR) <= below / total <= share * (1 + _NEAR):
+                widest, middle = gap, (bucket + 1 + following) / 2
+            if crossing is None and below > share * total:
+                crossing = float(bucket + 1)
+        if middle is not None:
+            return middle
+        return crossing if crossing is not None else float(buckets[-1])
 
     def __repr__(self) -> str:
         return f"<PrefillIsolation {'on' if self.is_on else 'off'} long > {self.boundary_tokens:.0f} tokens>"

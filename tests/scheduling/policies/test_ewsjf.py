@@ -1,0 +1,117 @@
+import math
+
+import pytest
+
+from serve_app.errors import Outcome
+from serve_app.routing.pools import RoutingSettings
+from serve_app.scheduling.events import Finished, FirstToken, PartitionChanged
+from serve_app.scheduling.partition import LengthInterval, Partition
+from serve_app.scheduling.policies.ewsjf import density_weighted_score
+from serve_app.scheduling.policies.settings import EwsjfSettings, ScoreWeights
+from tests.builders import World, dispatched
+
+
+def score(tokens: int, *, waited_s: float, queue_weight: float, prefill_s: float = 1.0) -> float:
+    return density_weighted_score(
+        ScoreWeights(),
+        tokens=tokens,
+        mean_tokens=float(tokens),
+        queue_weight=queue_weight,
+        waited_s=waited_s,
+        prefill_s=prefill_s,
+    )
+
+
+def test_the_score_of_a_hand_worked_example() -> None:
+    # b = 99, q = 4: 4/100 * (1 + (1e-4*99 + 1) * 2/0.5 + (-5e-5*99 + 0.5) * ln 100)
+    expected = 0.04 * (1 + 1.0099 * 4 + 0.49505 * math.log(100))
+    assert score(99, waited_s=2.0, queue_weight=4.0, prefill_s=0.5) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_fairness_weight_is_clamped_for_long_queues() -> None:
+    # a_f * b + b_f is negative from 10,000 tokens on.
+    fresh = score(20_000, waited_s=0.0, queue_weight=1.0)
+    assert fresh == pytest.approx((1 + 1e-3 * math.log(20_001)) / 20_001, rel=1e-9)
+
+
+def test_without_a_bound_a_long_head_starves_for_more_than_an_hour() -> None:
+    # The reason for promotion: 30 queues, a 4,096-token head against an endless supply of fresh 32-token
+    # heads.
+    fresh = score(32, waited_s=0.0, queue_weight=30.0)
+    assert score(4_096, waited_s=3_600.0, queue_weight=1.0) < fresh
+
+
+def partition(*bounds: tuple[int, int]) -> Partition:
+    return Partition(
+        tuple(
+            LengthInterval(min_tokens=low, max_tokens=high, mean_tokens=(low + high) / 2, count=10)
+            for low, high in bounds
+        )
+    )
+
+
+def crowded(policy: str, **changes: object) -> World:
+    """A replica whose engine has no room, so that what comes waits."""
+    world = World(policy=policy, routing=RoutingSettings(pools=("only",)), **changes)
+    world.join("r1", "only", max_model_len=8_000, kv_tokens=50_000)
+    for number in range(3):
+        world.arrive(f"f{number}", prompt_tokens=10)
+    return world
+
+
+def in_order(world: World, count: int) -> list[str]:
+    """Let the engine take one after the other, each alone in its round."""
+    sent: list[str] = []
+    running = ["f0", "f1", "f2"]
+    while len(sent) < count:
+        for request_id, _ in dispatched(world.feed(Finished(running.pop(0), Outcome.COMPLETED))):
+            sent.append(request_id)
+            running.append(request_id)
+    return sent
+
+
+@pytest.mark.parametrize("policy", ["ewsjf-paper", "ewsjf"])
+def test_short_heads_go_first_while_nobody_has_waited(policy: str) -> None:
+    world = crowded(policy)
+    for tokens in (900, 100, 40):
+        world.arrive(f"r{tokens}", prompt_tokens=tokens)
+    assert in_order(world, 3) == ["r40", "r100", "r900"]
+
+
+def test_the_papers_round_fills_from_the_best_queue_and_then_its_neighbours() -> None:
+    world = crowded("ewsjf-paper")
+    world.feed(PartitionChanged(partition((1, 50), (51, 100), (101, 500))))
+    for name, tokens in (("c", 200), ("b", 80), ("a1", 40), ("a2", 45)):
+        world.arrive(name, prompt_tokens=tokens)
+    # All three starts come in one report: room for three in one round.
+    sent = dispatched(world.report("r1", received=3, running=3, after_s=0.2))
+    assert [request_id for request_id, _ in sent] == ["a1", "a2", "b"]
+
+
+def test_a_new_partition_loses_nobody_and_keeps_the_order_of_arrival_inside_a_queue() -> None:
+    world = crowded("ewsjf")
+    for number in range(20):
+        world.arrive(f"r{number}", prompt_tokens=60 + number % 3, arrived_at=world.now)
+        world.now += 0.001
+    before = {entry.request.request_id for entry in world.scheduler.room}
+    world.feed(PartitionChanged(partition((1, 500))))
+    assert {entry.request.request_id for entry in world.scheduler.room} == before
+    assert {entry.length_queue for entry in world.scheduler.room} == {"1-500"}
+    assert in_order(world, 20) == [f"r{number}" for number in range(20)]
+
+
+def test_a_length_in_a_gap_gets_a_bubble_that_bursts_when_it_stays_empty() -> None:
+    world = crowded("ewsjf", ewsjf=EwsjfSettings(bubble_rounds=3))
+    world.feed(PartitionChanged(partition((1, 100), (2_000, 3_000))))
+    world.arrive("gap", prompt_tokens=1_000)
+    (entry,) = world.scheduler.room
+    assert entry.length_queue == "~951-1049"
+    queues = world.scheduler._policy.queues  # type: ignore[attr-defined]
+    assert len(queues) == 3
+    assert dispatched(world.feed(FirstToken("f0"))) == [("gap", "r1")]
+    for number in range(6):
+        world.arrive(f"later{number}", prompt_tokens=50)
+        world.feed(FirstToken(f"later{number}"))
+        if number < 3:
+            world.feed(FirstToken(f"f{number}"))
+    assert len(queues) == 2

@@ -1,0 +1,106 @@
+import random
+
+import pytest
+
+from serve_app.routing.pools import RoutingSettings
+from serve_app.scheduling.commands import Dispatch
+from serve_app.scheduling.events import FirstToken, Woke
+from serve_app.scheduling.isolation import IsolationSettings, PrefillIsolation
+from tests.builders import World, dispatched
+
+
+def world(**changes: object) -> World:
+    isolation = IsolationSettings(**{"prior_boundary_tokens": 300, "relief_s": 10.0, **changes})  # type: ignore[arg-type]
+    made = World(policy="fcfs-isolated", isolation=isolation, routing=RoutingSettings(pools=("only",)))
+    made.join("r1", "only", kv_tokens=20_000)
+    return made
+
+
+def test_one_long_prefill_is_in_flight_and_short_requests_pass() -> None:
+    made = world()
+    assert dispatched(made.arrive("long1", prompt_tokens=500)) == [("long1", "r1")]
+    assert made.arrive("long2", prompt_tokens=500) == []
+    assert dispatched(made.arrive("short", prompt_tokens=50)) == [("short", "r1")]
+    assert dispatched(made.feed(FirstToken("long1"))) == [("long2", "r1")]
+
+
+def test_two_may_be_allowed() -> None:
+    made = world(max_long_prefills=2)
+    sent = [bool(made.arrive(f"long{n}", prompt_tokens=500)) for n in range(3)]
+    assert sent == [True, True, False]
+
+
+def test_zero_switches_it_off() -> None:
+    made = world(max_long_prefills=0)
+    assert all(made.arrive(f"long{n}", prompt_tokens=500) for n in range(3))
+
+
+def test_long_prefills_spread_over_replicas() -> None:
+    made = world()
+    made.join("r2", "only", kv_tokens=10_000)
+    assert dispatched(made.arrive("long1", prompt_tokens=500)) == [("long1", "r1")]
+    assert dispatched(made.arrive("long2", prompt_tokens=500)) == [("long2", "r2")]
+
+
+def test_the_long_are_relieved_when_the_first_has_waited() -> None:
+    made = world()
+    made.arrive("long1", prompt_tokens=500)
+    made.arrive("long2", prompt_tokens=500)
+    for _ in range(9):
+        assert made.report("r1", after_s=1.0, received=1) == []
+    assert dispatched(made.report("r1", after_s=1.0, received=1)) == [("long2", "r1")]
+
+
+def test_an_unstreamed_long_prefill_is_over_after_its_usual_time() -> None:
+    made = world()
+    made.arrive("long1", prompt_tokens=500, streamed=False)
+    made.arrive("long2", prompt_tokens=500)
+    wake_at = made.scheduler.next_wakeup()
+    assert wake_at is not None
+    assert 0 < wake_at < 1.0
+    (command,) = made.feed(Woke(), after_s=wake_at)
+    assert isinstance(command, Dispatch)
+    assert command.request_id == "long2"
+
+
+def learned(lengths: list[int]) -> float:
+    isolation = PrefillIsolation(IsolationSettings(), wanted=True)
+    for length in lengths:
+        isolation.observe(length)
+    return isolation.boundary_tokens
+
+
+def test_the_boundary_stands_in_the_gap_between_two_kinds_of_traffic() -> None:
+    rng = random.Random(1)
+    mix = [rng.randint(32, 256) if rng.random() < 0.8 else rng.randint(1_024, 4_096) for _ in range(4_000)]
+    assert 300 < learned(mix) < 900
+
+
+@pytest.mark.parametrize("scale", [1, 2, 4])
+def test_the_boundary_follows_the_traffic(scale: int) -> None:
+    rng = random.Random(2)
+    lengths = [scale * min(8_000, max(10, round(rng.lognormvariate(6.5, 1.0)))) for _ in range(4_000)]
+    boundary = learned(lengths)
+    below = sum(length for length in lengths if length <= boundary) / sum(lengths)
+    assert 0.1 < below < 0.4
+
+
+def test_before_enough_is_seen_the_prior_holds() -> None:
+    assert learned([50] * 100) == IsolationSettings().prior_boundary_tokens
+
+
+def test_equal_lengths_are_all_short() -> None:
+    isolation = PrefillIsolation(IsolationSettings(), wanted=True)
+    for _ in range(400):
+        isolation.observe(700)
+    assert not isolation.is_long(300)
+    assert repr(isolation).startswith("<PrefillIsolation on")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"max_long_prefills": -1}, {"short_work_share": 1.0}, {"relief_s": 0.0}, {"min_observations": 0}],
+)
+def test_settings_that_make_no_sense_are_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        IsolationSettings(**change)  # type: ignore[arg-type]
