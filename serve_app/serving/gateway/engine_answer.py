@@ -7,6 +7,7 @@
 | 401, 403                           | UNREACHABLE: the replica does not know its token any more         |
 | 429, 503                           | BUSY; UNREACHABLE while it drains: it has not looked at it        |
 | 501                                | the engine cannot do this at all: the client's to know            |
+| 502 of a remote engine's adapter   | UNREACHABLE when it says that nothing was sent                    |
 | other 5xx                          | LOST: the engine may have died of it; the scheduler limits tries  |
 | other 3xx, 4xx                     | the engine refused the request itself: passed on as it is         |
 """
@@ -19,6 +20,8 @@ from serve_app.errors import Outcome
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.gateway.upstream_response import HeaderList, UpstreamError
 
+# Set by `serve_app.engines.remote_proxy`, which this side of the wire does not import.
+ENGINE_ERROR_HEADER = b"x-engine-error"
 DRAINING_HEADER = b"x-replica-draining"
 # vLLM's wordings, from its renderers, its input processor and its token limits.
 _TOO_LONG = re.compile(
@@ -90,6 +93,8 @@ def _failure_of_status(status: int, headers: HeaderList) -> DispatchFailure | No
     if status in (429, 503):
         draining = any(name == DRAINING_HEADER for name, _ in headers)
         return DispatchFailure.UNREACHABLE if draining else DispatchFailure.BUSY
+    if status == 502 and (ENGINE_ERROR_HEADER, b"unreachable") in headers:
+        return DispatchFailure.UNREACHABLE
     if status >= 500 and status != 501:
         return DispatchFailure.LOST
     return None
