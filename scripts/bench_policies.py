@@ -93,14 +93,28 @@ def arguments() -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     """Play every run that the file does not have yet, and append it."""
     experiment = asked_for(args)
-    there = [place_of(row) for row in read_rows(args.out)] if args.resume and args.out.exists() else []
-    runs = [(place, one) for place, one in planned(experiment, jobs=args.jobs) if place not in there]
+    there = kept(args.out) if args.resume and args.out.exists() else []
+    have = {place_of(row) for row in there if "provenance" not in row}
+    runs = [(place, one) for place, one in planned(experiment, jobs=args.jobs) if place not in have]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("a" if there else "w", encoding="utf-8") as file:
-        if not there:
-            write(file, {"provenance": provenance(args, experiment)})
+    with args.out.open("w", encoding="utf-8") as file:
+        # A file that was resumed has the provenance of each part before it.
+        for row in (*there, {"provenance": provenance(args, experiment)}):
+            write(file, row)
         for row in played(runs, args.jobs):
             write(file, row)
+
+
+def kept(path: Path) -> list[Row]:
+    """Whole lines of a file; the last one may have been cut off when it was written."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            print(f"{path}: line {len(rows) + 1} is broken, it is played again", file=sys.stderr)
+            break
+    return rows
 
 
 def asked_for(args: argparse.Namespace) -> Experiment:
@@ -138,7 +152,7 @@ def place_of(row: Row) -> Place:
 
 
 def provenance(args: argparse.Namespace, experiment: Experiment) -> dict[str, object]:
-    """The first line of the file."""
+    """Under what circumstances the runs that follow were made."""
     return {
         "commit": commit(),
         "file": str(args.experiment),

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
@@ -17,7 +16,7 @@ from serve_app.metrics.statistics import Distribution
 from serve_app.simulation.run import DIRECT, RunResult
 
 _MARKERS = "osD^vP*Xph<>"
-_COLOURS = colormaps["tab10"].colors  # type: ignore[attr-defined] # a listed map has them, its stub does not
+_COLOURS = tuple(f"C{place}" for place in range(10))
 _TIME_BINS = 240
 # More rows than this cannot be told apart; such queues are drawn by length instead.
 _MOST_QUEUES = 32
@@ -56,7 +55,7 @@ def _title(result: RunResult) -> str:
     return f"{trace.name}{load}, {fleet}, {len(trace.requests):,} requests"
 
 
-def _look(by_policy: _ByPolicy) -> dict[str, tuple[tuple[float, ...], str]]:
+def _look(by_policy: _ByPolicy) -> dict[str, tuple[str, str]]:
     """Colour and marker of each policy, the same in all pictures."""
     return {
         policy: (_COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)])
@@ -104,6 +103,7 @@ def _frontier_panel(axes: Axes, by_policy: _ByPolicy, of: Callable[[Distribution
             ms=9,
             mec="white",
             elinewidth=1,
+            ecolor=(colour, 0.5),
             label=policy,
         )
     _draw_front(axes, list(points.values()))
@@ -247,7 +247,8 @@ def _queue_map(
 def _row_label(name: str, members: Sequence[RequestRecord]) -> str:
     lengths = [record.prompt_tokens for record in members]
     seen = f"{min(lengths):,}-{max(lengths):,}"
-    return name if "tokens" in name else f"{name}: {seen}"
+    # A learned queue is named by its bounds.
+    return name if any(character.isdigit() for character in name) else f"{name}: {seen}"
 
 
 def _waiting_lines(
@@ -276,11 +277,13 @@ def _waiting(records: Sequence[RequestRecord], edges: NDArray[np.float64]) -> ND
 def _mark_arrivals_end(above: Axes, below: Axes, at_s: float) -> None:
     for axes in (above, below):
         axes.axvline(at_s, color="0.3", lw=0.8, ls=":")
-    below.annotate(
-        "last arrival ",
-        (at_s, 0.96),
+    above.annotate(
+        "last arrival",
+        (at_s, 1.0),
+        (0, 3),
         xycoords=("data", "axes fraction"),
+        textcoords="offset points",
         ha="right",
-        va="top",
+        va="bottom",
         fontsize="small",
     )
