@@ -13,7 +13,8 @@ Lengths = npt.NDArray[np.int64]
 """Prompt lengths in tokens, in ascending order."""
 
 Mode = Literal["stable", "paper"]
-Prune = Literal["merge-highest", "merge-lowest"]
+Prune = Literal["widen", "merge-highest", "merge-lowest"]
+Merge = Literal["merge-highest", "merge-lowest"]
 Bounds = Literal["data", "midpoint"]
 Smooth = Literal["cut", "keep"]
 
@@ -27,8 +28,10 @@ class RefineAndPruneSettings:
             refines what is the same in any sample of the traffic (see `stable_refinement`).
         alpha: a gap is significant when it is wider than so many mean gaps of its cluster.
         relative_range: a cluster whose lengths differ by less than this share of their mean is not split.
-        prune: which neighbours become one queue while there are too many: those of the highest utility
-            (Eq 3: dense and close together), as the released code does in effect, or those of the lowest.
+        prune: what happens while there are too many queues. `merge-highest`: the neighbours of the highest
+            utility (Eq 3: dense and close together) become one, as the released code does in effect;
+            `merge-lowest`: those of the lowest; `widen`: all are learned again, a quarter wider; mode
+            `stable` only.
         bounds: a queue ends at its own shortest and longest length, which leaves gaps that bubble queues
             serve; or half-way to its neighbour, so that no gap is left.
         min_cluster_size: a cluster of fewer lengths is not split; mode `paper` only.
@@ -50,7 +53,8 @@ class RefineAndPruneSettings:
     # More queues order prompts more finely, and leave fewer to each; past about 30 nothing is gained.
     max_queues: int = 32
     relative_range: float = 0.2
-    prune: Prune = "merge-highest"
+    # See step 7 of `stable_refinement`.
+    prune: Prune = "widen"
     bounds: Bounds = "data"
     min_cluster_size: int = 50
     # A quarter of the smallest sample that should give the same queues (500): each gap then averages several.
@@ -71,6 +75,8 @@ class RefineAndPruneSettings:
             raise ValueError(
                 f"min_share must lie between 0 and 0.5, got {self.min_share}: 0.01 allows up to 100 queues"
             )
+        if self.mode == "paper" and self.prune == "widen":
+            raise ValueError("mode paper cannot widen its queues: set prune to merge-highest or merge-lowest")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -78,13 +84,13 @@ class RefineAndPruneSettings:
 
 _CHOICES = {
     "mode": ("stable", "paper"),
-    "prune": ("merge-highest", "merge-lowest"),
+    "prune": ("widen", "merge-highest", "merge-lowest"),
     "bounds": ("data", "midpoint"),
     "smooth": ("cut", "keep"),
 }
 
-PAPER = RefineAndPruneSettings(mode="paper")
+PAPER = RefineAndPruneSettings(mode="paper", prune="merge-highest")
 """Raw lengths, alpha as the paper is read."""
 
-RELEASED = RefineAndPruneSettings(mode="paper", alpha=5.5)
+RELEASED = RefineAndPruneSettings(mode="paper", prune="merge-highest", alpha=5.5)
 """The same with the alpha of the code that the authors released."""

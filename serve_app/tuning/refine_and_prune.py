@@ -17,7 +17,7 @@ import numpy.typing as npt
 from serve_app.errors import ServeAppError
 from serve_app.scheduling.partition import LengthInterval, Partition
 from serve_app.tuning.gaps import Values, coarse_cuts, gap_cuts
-from serve_app.tuning.partition_settings import Lengths, RefineAndPruneSettings
+from serve_app.tuning.partition_settings import Lengths, Merge, RefineAndPruneSettings
 from serve_app.tuning.stable_refinement import stable_cuts
 from serve_app.tuning.utility import prune
 
@@ -37,7 +37,9 @@ def refine_and_prune(
     Raises:
         LengthsError: there is no length, or one that is not a whole number from 1 to 2**53.
     """
-    queues = prune(refine(lengths, settings), settings.max_queues, settings.prune)
+    # Widening may end with a cluster or two too many.
+    merge: Merge = "merge-highest" if settings.prune == "widen" else settings.prune
+    queues = prune(refine(lengths, settings), settings.max_queues, merge)
     if settings.bounds == "midpoint":
         queues = _meeting_half_way(queues)
     return Partition(tuple(queues))

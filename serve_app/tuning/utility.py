@@ -14,7 +14,7 @@ import itertools
 import numpy as np
 
 from serve_app.scheduling.partition import LengthInterval
-from serve_app.tuning.partition_settings import Prune
+from serve_app.tuning.partition_settings import Merge
 
 # Keeps Eq 3 finite; means of neighbours differ by far more, except where lengths are a token apart.
 EPSILON_TOKENS = 1e-6
@@ -26,7 +26,7 @@ def utility(lower: LengthInterval, upper: LengthInterval) -> float:
     return (lower.density + upper.density) / (distance_tokens + EPSILON_TOKENS)
 
 
-def prune(intervals: list[LengthInterval], max_queues: int, by: Prune) -> list[LengthInterval]:
+def prune(intervals: list[LengthInterval], max_queues: int, by: Merge) -> list[LengthInterval]:
     """Merge neighbours, one pair at a time, until at most `max_queues` are left.
 
     Of equal utilities the pair of the shorter lengths is merged.

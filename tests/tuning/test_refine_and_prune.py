@@ -35,7 +35,7 @@ def test_the_published_refinement_leaves_small_clusters_whole() -> None:
 
 
 def test_pruning_ends_at_the_wanted_number_of_queues() -> None:
-    for kind in (STABLE, PAPER):
+    for kind in (replace(STABLE, prune="merge-highest"), replace(STABLE, prune="merge-lowest"), PAPER):
         partition = refine_and_prune(paper_mix(5000, seed=1), replace(kind, max_queues=7))
 
         assert len(partition) == 7
@@ -182,7 +182,8 @@ def test_the_trap_the_published_refinement_follows_the_size_of_the_sample() -> N
         ({"sample_size": 3}, "sample_size must be at least 16, got 3"),
         ({"min_share": 0.7}, "min_share must lie between 0 and 0.5, got 0.7"),
         ({"mode": "fast"}, "mode must be one of stable, paper, got 'fast'"),
-        ({"prune": "no"}, "prune must be one of merge-highest"),
+        ({"prune": "no"}, "prune must be one of widen, merge-highest"),
+        ({"mode": "paper"}, "set prune to merge-highest"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(wrong: dict[str, Any], message: str) -> None:

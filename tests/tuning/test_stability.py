@@ -2,11 +2,14 @@
 
 Stated tolerance, between a sample of 500 to 20,000 requests and one of 50,000 of the same distribution: the
 number of queues differs by at most a quarter or three, whichever is more; and the queues in which the same
-prompts find themselves have mean lengths that differ by at most 12 % on average (`builders.distance`).
+prompts find themselves have mean lengths that differ by at most 6 % on average (`builders.distance`), for any
+mixture of log-normal lengths by at most 20 %: there the number of queues may be at its limit, where one sample
+has them a step wider than another.
 """
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +24,8 @@ from tests.tuning.builders import Sample, distance, heavy_tail, paper_mix
 
 STABLE = RefineAndPruneSettings()
 MANY = 50_000
-DISTANCE = 0.12
+DISTANCE = 0.06
+DISTANCE_OF_ANY = 0.2
 
 
 def lmsys(count: int, seed: int) -> Sample:
@@ -50,6 +54,17 @@ def test_queues_stay_nearly_the_same_from_500_to_50000_requests(
             assert abs(len(found) - len(reference)) <= allowed_difference(len(reference))
             assert distance(found, reference, prompts) <= DISTANCE
             assert holds_the_least_share(found, count)
+
+
+def test_queues_stay_nearly_the_same_where_only_few_are_allowed() -> None:
+    few = replace(STABLE, max_queues=8)
+    reference = refine_and_prune(lmsys(MANY, 100), few)
+    assert len(reference) == 8
+
+    for seed in range(4):
+        found = refine_and_prune(lmsys(1000, seed), few)
+        assert 7 <= len(found) <= 8
+        assert distance(found, reference, lmsys(4000, 101)) <= 0.1
 
 
 def test_the_published_refinement_does_not_keep_to_the_same_tolerance() -> None:
@@ -90,7 +105,7 @@ def test_any_traffic_gives_nearly_the_same_queues_at_any_size(
     found = refine_and_prune(traffic(count, seed), STABLE)
 
     assert abs(len(found) - len(reference)) <= allowed_difference(len(reference))
-    assert distance(found, reference, traffic(4000, 3000)) <= DISTANCE
+    assert distance(found, reference, traffic(4000, 3000)) <= DISTANCE_OF_ANY
     assert holds_the_least_share(found, count)
     assert holds_the_least_share(reference, MANY)
 

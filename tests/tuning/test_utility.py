@@ -1,6 +1,6 @@
 import pytest
 
-from serve_app.tuning.partition_settings import Prune
+from serve_app.tuning.partition_settings import Merge
 from serve_app.tuning.utility import prune, utility
 from tests.tuning.builders import interval
 
@@ -50,7 +50,7 @@ def test_utilities_are_taken_anew_after_each_merge() -> None:
 
 
 @pytest.mark.parametrize("by", ["merge-highest", "merge-lowest"])
-def test_pruning_keeps_every_request_and_the_outer_bounds(by: Prune) -> None:
+def test_pruning_keeps_every_request_and_the_outer_bounds(by: Merge) -> None:
     (only,) = prune(QUEUES, 1, by)
 
     assert (only.min_tokens, only.max_tokens, only.count) == (10, 2000, 270)
