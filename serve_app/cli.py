@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import serve_app
 from serve_app.bench.command import COMMAND as BENCH
+from serve_app.calibration.command import COMMAND as CALIBRATE
 from serve_app.command import Command, warn
 from serve_app.errors import ServeAppError
 from serve_app.simulation.command import COMMAND as SIMULATE
 
-COMMANDS: tuple[Command, ...] = (SIMULATE, BENCH)
+COMMANDS: tuple[Command, ...] = (SIMULATE, BENCH, CALIBRATE)
 """A new sub-command is one module with a `Command`, and its name here."""
 
 

@@ -38,8 +38,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "settings": CORE | {"engines", "serving", "tuning", "settings_errors", "settings_inheritance"},
     "app": CORE | {"engines", "serving", "tuning", "settings"},
     "provenance": {"workloads"},
+    "calibration": WORDS | {"engines", "command"},
     "command": set(),
-    "cli": WORDS | {"command", "bench", "simulation", "planning", "tuning", "serving"},
+    "cli": WORDS | {"command", "bench", "calibration", "simulation", "planning", "tuning", "serving"},
     "__main__": {"cli"},
 }
 
@@ -63,6 +64,7 @@ HOMES = {
     "ray": ("serving", "app.py"),
     "vllm": ("engines/vllm.py",),
     "sklearn": ("tuning",),
+    "scipy": ("calibration",),
     "hyperopt": ("tuning",),
     "matplotlib": ("bench", "simulation", "planning", "tuning"),
 }

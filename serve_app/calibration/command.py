@@ -1,0 +1,163 @@
+"""`python -m serve_app calibrate`: request timestamps of a real engine in, an engine profile out."""
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from serve_app.calibration.accuracy import Accuracy, compare
+from serve_app.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time
+from serve_app.calibration.measurements import CalibrationError, Measurements, read_measurements
+from serve_app.calibration.replay import measured, replay
+from serve_app.calibration.start import starting_point
+from serve_app.command import Command, positive_int, progress_bar, say, warn
+from serve_app.engines.profiles import EngineProfile, load_profile, save_profile
+from serve_app.errors import SettingsError
+
+_EXAMPLE = """example:
+  python -m serve_app calibrate --measurements requests.jsonl --kv-tokens 41408 --max-model-len 16384 \\
+      --out my-model-my-gpu-tp1.yaml
+
+The error is that on the requests which were not fitted: their arrivals and lengths are replayed, their
+timings are compared. It is that of the distributions' statistics (mean against mean, p90 against p90).
+"""
+# Without --fit-first: two thirds show the engine filling up and at its limits, and a third is enough to judge
+# a p90 by.
+_DEFAULT_FIT_RATIO = 2 / 3
+# What is not fitted has to have a p90.
+_MIN_UNSEEN = 10
+_LIMITS = ("kv_tokens", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpus")
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--measurements", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument("--out", type=Path, required=True, metavar="PROFILE.yaml")
+    parser.add_argument(
+        "--fit-first", type=positive_int, metavar="N", help="requests to fit, by arrival (two thirds)"
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write profile and errors as JSON")
+    limits = parser.add_argument_group(
+        "limits of the engine", "taken from --profile, and from these flags, which go first"
+    )
+    limits.add_argument("--profile", metavar="NAME", help="of its profile only the limits are used")
+    limits.add_argument("--kv-tokens", type=positive_int, metavar="TOKENS")
+    limits.add_argument("--max-model-len", type=positive_int, metavar="TOKENS")
+    limits.add_argument("--max-num-seqs", type=positive_int, metavar="N")
+    limits.add_argument("--max-num-batched-tokens", type=positive_int, metavar="TOKENS")
+    limits.add_argument("--gpus", type=positive_int, metavar="N", help="that one engine occupies")
+
+
+def _run(args: argparse.Namespace) -> int:
+    _check_outputs(args)
+    measurements = read_measurements(args.measurements)
+    _report_skipped(measurements)
+    requests = measurements.requests
+    fit_first = _fit_first(args.fit_first, len(requests))
+    profile = _limits(args, measurements, fit_first)
+    settings = profile.model_settings()
+    with progress_bar("replays", EXPECTED_REPLAYS) as on_replay:
+        fit = fit_step_time(requests, fit_first, settings, on_replay)
+    profile = replace(profile, step_time=fit.step_time)
+    unseen = slice(fit_first, None)
+    played = replay(requests, settings, fit.step_time, part=unseen)
+    accuracy = compare(played, measured(requests[unseen]))
+    say(_table(accuracy, fit_first, len(requests)))
+    save_profile(profile, args.out, source=_source(args.measurements, accuracy, fit_first, len(requests)))
+    if args.json:
+        document = {
+            "profile": asdict(profile),
+            "errors": {metric: asdict(found.errors) for metric, found in accuracy.items()},
+            "measured": {metric: asdict(found.measured) for metric, found in accuracy.items()},
+            "played": {metric: asdict(found.played) for metric, found in accuracy.items()},
+            "requests": {
+                "fitted": fit_first,
+                "unseen": len(requests) - fit_first,
+                "skipped": dict(measurements.skipped),
+            },
+            "replays": fit.replays,
+        }
+        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Refuse before the work what would be refused after it."""
+    if args.out.suffix not in {".yaml", ".yml"}:
+        raise SettingsError(f"--out {args.out}: a profile is found by its ending, let it end in .yaml")
+    for path in (args.out, args.json):
+        if path and not path.parent.is_dir():
+            raise SettingsError(f"{path}: there is no directory {path.parent}")
+
+
+def _report_skipped(measurements: Measurements) -> None:
+    for reason, rows in measurements.skipped.most_common():
+        warn(f"{rows} row{'s' if rows > 1 else ''} left out: {reason}")
+
+
+def _fit_first(wanted: int | None, available: int) -> int:
+    most = available - _MIN_UNSEEN
+    if wanted is None:
+        wanted = round(available * _DEFAULT_FIT_RATIO)
+    if not MIN_FITTED <= wanted <= most:
+        raise CalibrationError(
+            f"cannot fit {wanted} of {available} readable requests: at least {MIN_FITTED} are needed to fit "
+            f"and {_MIN_UNSEEN} to judge by; measure more, or change --fit-first"
+        )
+    return wanted
+
+
+def _limits(args: argparse.Namespace, measurements: Measurements, fit_first: int) -> EngineProfile:
+    """The engine's limits, with a step-time model that is yet to be fitted.
+
+    Raises:
+        SettingsError: a limit is missing.
+        CalibrationError: the measured engine cannot have had such limits.
+    """
+    given: dict[str, Any] = {name: getattr(args, name) for name in _LIMITS if getattr(args, name) is not None}
+    step_time = starting_point(measurements.requests[:fit_first])
+    if args.profile:
+        profile = replace(load_profile(args.profile), step_time=step_time, **given)
+    else:
+        for name in ("kv_tokens", "max_model_len"):
+            if name not in given:
+                flag = f"--{name.replace('_', '-')}"
+                raise SettingsError(f"the engine's {name} is not known: give {flag}, or --profile NAME")
+        profile = EngineProfile(step_time=step_time, **given)
+    longest = max(request.prompt_tokens + request.output_tokens for request in measurements.requests)
+    if longest > profile.max_model_len:
+        raise CalibrationError(
+            f"a measured request has {longest:,} tokens, more than max_model_len {profile.max_model_len:,}: "
+            "raise --max-model-len to that of the measured engine"
+        )
+    return profile
+
+
+def _source(path: Path, accuracy: dict[str, Accuracy], fit_first: int, total: int) -> str:
+    lines = [f"Fitted by `calibrate` to the first {fit_first} of {total} requests in {path.name}."]
+    lines += ["Errors of the statistics on the others:"]
+    for metric, found in accuracy.items():
+        figures = ", ".join(f"{name} {error:+.1%}" for name, error in asdict(found.errors).items())
+        lines.append(f"  {metric}: {figures}")
+    return "\n".join(lines)
+
+
+def _table(accuracy: dict[str, Accuracy], fit_first: int, total: int) -> str:
+    lines = [
+        f"{total - fit_first} requests that were not fitted (of {total})",
+        f"{'':10}{'':6}{'measured s':>12}{'played s':>12}{'error':>9}",
+    ]
+    for metric, found in accuracy.items():
+        ours, errors = asdict(found.played), asdict(found.errors)
+        for name, value in asdict(found.measured).items():
+            lines.append(f"{metric:10}{name:6}{value:12.4f}{ours[name]:12.4f}{errors[name]:+9.2%}")
+    return "\n".join(lines)
+
+
+COMMAND = Command(
+    name="calibrate",
+    summary="fit an engine profile to the request timestamps of a real engine",
+    example=_EXAMPLE,
+    configure=_configure,
+    run=_run,
+)

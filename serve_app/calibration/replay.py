@@ -1,0 +1,106 @@
+"""What would the engine model have done with the same arrivals?
+
+TTFT and E2E count from `queued_at`, so the time before the engine (network, tokenizer) is in neither.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.calibration.measurements import MeasuredRequest
+from serve_app.engines.emulation.model import EngineModel
+from serve_app.engines.emulation.sequences import EngineSequence
+from serve_app.engines.emulation.settings import EngineModelSettings
+from serve_app.engines.step_time import StepTimeModel
+
+# Iterations that may pass in one leap while nothing but decoding happens.
+_LEAP = 1_000_000
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Of the same requests, in the same order, all in seconds.
+
+    Attributes:
+        ttft_s: first token - queued.
+        tpot_s: (last token - first token) / (output tokens - 1); only of requests with two tokens or more.
+        e2e_s: last token - queued.
+        preemptions: in the replay; 0 in a measurement, which does not tell.
+    """
+
+    ttft_s: Floats
+    tpot_s: Floats
+    e2e_s: Floats
+    preemptions: int = 0
+
+
+def measured(requests: Sequence[MeasuredRequest]) -> Timings:
+    """The timings of real requests."""
+    first = np.array([request.first_token_at for request in requests])
+    last = np.array([request.last_token_at for request in requests])
+    return _timings(requests, first, last)
+
+
+def replay(
+    requests: Sequence[MeasuredRequest],
+    settings: EngineModelSettings,
+    step_time: StepTimeModel,
+    *,
+    part: slice = slice(None),
+) -> Timings:
+    """Play all requests through the engine model, and return the timings of a part of them.
+
+    Args:
+        requests: in the order of their arrival; of their instants only `queued_at` is used.
+        settings: limits of the engine.
+        step_time: duration of its iterations.
+        part: the requests to return timings of.
+    """
+    # A clock that starts near 0 keeps the rounding of small steps out of large timestamps.
+    origin = requests[0].queued_at
+    sequences = [_sequence(number, request, origin) for number, request in enumerate(requests)]
+    model = EngineModel(settings, step_time)
+    for arrived_at, together in itertools.groupby(sequences, key=lambda sequence: sequence.arrived_at):
+        _advance(model, arrived_at)
+        for sequence in together:
+            model.add(sequence, arrived_at)
+        if model.ends_at is None:
+            model.begin_step(arrived_at, max_steps=_LEAP)
+    _advance(model, float("inf"))
+    first = np.array([_instant(sequence.first_token_at) for sequence in sequences]) + origin
+    last = np.array([_instant(sequence.finished_at) for sequence in sequences]) + origin
+    preemptions = sum(sequence.preemptions for sequence in sequences)
+    return _timings(requests[part], first[part], last[part], preemptions)
+
+
+def _sequence(number: int, request: MeasuredRequest, origin: float) -> EngineSequence:
+    return EngineSequence(
+        str(number), request.prompt_tokens, request.output_tokens, request.queued_at - origin
+    )
+
+
+def _advance(model: EngineModel, until: float) -> None:
+    """Let the engine work until `until`; a step that ends at that instant is left to see who arrives."""
+    while model.ends_at is not None and model.ends_at < until:
+        ended_at = model.end_step().ended_at
+        model.begin_step(ended_at, max_steps=_LEAP)
+
+
+def _instant(instant: float | None) -> float:
+    assert instant is not None, "every request ends in a replay"
+    return instant
+
+
+def _timings(
+    requests: Sequence[MeasuredRequest], first: Floats, last: Floats, preemptions: int = 0
+) -> Timings:
+    queued = np.array([request.queued_at for request in requests])
+    output_tokens = np.array([request.output_tokens for request in requests])
+    several = output_tokens > 1
+    tpot = (last - first)[several] / (output_tokens[several] - 1)
+    return Timings(first - queued, tpot, last - queued, preemptions)
