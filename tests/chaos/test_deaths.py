@@ -104,8 +104,11 @@ async def test_a_killed_scheduler_costs_no_request_and_answers_none_twice(app: S
     assert {(answer.status, answer.tokens, answer.ends, answer.errors) for answer in answers} == {
         (200, 150, 1, 0)
     }
-    assert attempts_by_request(app, "scheduler-") == {f"scheduler-{number}": 1 for number in range(200)}
+    await asyncio.to_thread(
+        wait_for, lambda: len(attempts_by_request(app, "scheduler-")) >= 200, 10, "all log lines"
+    )
     wait_for(lambda: app.metric("ewsjf_requests_in_flight") == 0, 10, "an empty ledger")
+    assert attempts_by_request(app, "scheduler-") == {f"scheduler-{number}": 1 for number in range(200)}
     assert app.metric("ewsjf_requests_waiting") == 0
 
 
@@ -123,6 +126,10 @@ async def test_a_replica_killed_before_its_first_byte_costs_its_clients_nothing(
 
     answers = await under_load(app, 60, whole, partial(kill_one, app, "short"))
     assert {(answer.status, answer.tokens) for answer in answers} == {(200, 300)}
+    # The line of an answer is written after its last byte.
+    await asyncio.to_thread(
+        wait_for, lambda: len(attempts_by_request(app, "replica-")) >= 60, 10, "all log lines"
+    )
     attempts = attempts_by_request(app, "replica-")
     assert len(attempts) == 60
     # The killed replica held some of them, and those went out a second time.
