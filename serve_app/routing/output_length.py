@@ -144,11 +144,10 @@ class LengthCurve:
         survival, area, lower = 1.0, 0.0, 0.0
         quantile = 0.0
         for index, upper in enumerate(_EDGES):
-            ended = self._ended[index]
-            before = survival
+            ended, before = self._ended[index], survival
             if ended:
-                survival *= max(0.0, 1 - ended / at_risk)
-            at_risk = max(at_risk - ended - self._cut[index], ended)  # rounding must not reach zero too early
+                survival *= 1 - ended / max(at_risk, ended)  # rounding may leave less at risk than ends
+            at_risk -= ended + self._cut[index]
             # Inside a bucket the answers end at its middle, on average.
             self._survival[index] = (before + survival) / 2
             area += self._survival[index] * (upper - lower)

@@ -1,0 +1,1 @@
+"""Tests of token estimates, pools and the ledger."""
