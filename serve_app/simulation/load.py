@@ -1,12 +1,15 @@
 """What is load 1.0? The rate at which replicas finish requests when there is always more to do.
 
-All requests wait from the start, the gateway serves them first come first served, and the rate is counted
-between the first tenth and the last tenth of completions, while every replica has work. Nothing of the method
-under test goes into it: neither its policy, nor its scheduler settings, nor its chunk limit for long prefills
-in the engine. So one load is one arrival rate, and policies at one load see the same requests at the same
-times.
+All requests wait from the start, and the gateway serves them first come first served. The rate is counted
+from when every engine's batch has turned over twice until the last request is dispatched: at both ends the
+batches are full and as much work is begun and not finished, so neither filling nor emptying them counts.
+
+Nothing of the method under test goes into it: neither its policy, nor its scheduler settings, nor its chunk
+limit for long prefills in the engine. So one load is one arrival rate, and policies at one load see the same
+requests at the same times.
 """
 
+import bisect
 from dataclasses import replace
 from functools import lru_cache
 
@@ -17,9 +20,10 @@ from serve_app.simulation.world import World
 from serve_app.workloads.trace import Trace
 from serve_app.workloads.transform import take
 
-# Fewer, and the ends weigh more than the middle.
+# A short trace is repeated to so many times what the batches hold.
+_LEAST_TURNOVERS = 10
 _LEAST_REQUESTS = 4_000
-_CUT_RATIO = 0.1
+_TURNOVERS_TO_FILL = 2
 
 
 def saturated_rate_per_s(fleet: FleetSettings, choice: TraceChoice, seed: int) -> float:
@@ -48,14 +52,19 @@ class _Key:
 @lru_cache(maxsize=256)
 def _measured(key: _Key, choice: TraceChoice, seed: int) -> float:
     plans = key.fleet.plans()
+    in_batches = sum(plan.engine.max_num_seqs for plan in plans)
     trace = fit(choose_trace(choice, seed), max(plan.engine.max_model_len for plan in plans)).trace
-    requests = list(requests_of(_all_at_once(trace), Disclosure(), plans[0].engine.block_size))
+    backlog = _backlog(trace, max(_LEAST_REQUESTS, _LEAST_TURNOVERS * in_batches))
+    requests = list(requests_of(backlog, Disclosure(), plans[0].engine.block_size))
     records = World(scheduler_settings("fcfs", key.fleet.routing, {}), plans).run(requests)
     ends = sorted(record.finished_at for record in records if record.completed)
-    first, last = int(_CUT_RATIO * len(ends)), int((1 - _CUT_RATIO) * len(ends)) - 1
+    first = _TURNOVERS_TO_FILL * in_batches
+    last_dispatch = max(record.dispatched_at for record in records if record.dispatched_at is not None)
+    last = bisect.bisect_right(ends, last_dispatch) - 1
     return (last - first) / (ends[last] - ends[first])
 
 
-def _all_at_once(trace: Trace) -> Trace:
-    enough = take(trace, max(_LEAST_REQUESTS, len(trace.requests)))
+def _backlog(trace: Trace, least: int) -> Trace:
+    """All requests at once, and enough of them."""
+    enough = take(trace, max(least, len(trace.requests)))
     return replace(enough, requests=tuple(replace(one, arrival_s=0.0) for one in enough.requests))

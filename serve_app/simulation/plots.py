@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from serve_app.metrics.confidence import interval_95
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.statistics import Distribution
-from serve_app.simulation.run import DIRECT, RunResult
+from serve_app.simulation.run import DIRECT, ORACLE, RunResult
 
 _MARKERS = "osD^vP*Xph<>"
 _COLOURS = tuple(f"C{place}" for place in range(10))
@@ -53,6 +53,11 @@ def _title(result: RunResult) -> str:
     replicas = sum(settings.fleet.replicas.values())
     fleet = f"{replicas} replicas of {settings.fleet.profile}"
     return f"{trace.name}{load}, {fleet}, {len(trace.requests):,} requests"
+
+
+def _legend(result: RunResult) -> str:
+    settings = result.settings
+    return f"{settings.name} (not deployable)" if settings.policy == ORACLE else settings.name
 
 
 def _look(by_policy: _ByPolicy) -> dict[str, tuple[str, str]]:
@@ -104,7 +109,7 @@ def _frontier_panel(axes: Axes, by_policy: _ByPolicy, of: Callable[[Distribution
             mec="white",
             elinewidth=1,
             ecolor=(colour, 0.5),
-            label=policy,
+            label=_legend(by_policy[policy][0]),
         )
     _draw_front(axes, list(points.values()))
     _logarithmic(axes, "x", "y")
@@ -181,7 +186,7 @@ def _cdf_panel(axes: Axes, by_policy: _ByPolicy, belongs: Callable[[RequestRecor
         )
         if len(times):
             shares = np.arange(1, len(times) + 1) / len(times)
-            axes.step(times, shares, where="post", color=colour, label=policy, lw=1.4)
+            axes.step(times, shares, where="post", color=colour, label=_legend(by_policy[policy][0]), lw=1.4)
         count = max(count, len(times))
     axes.axhline(0.99, color="0.5", lw=0.8, ls=":")
     return count

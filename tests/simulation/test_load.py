@@ -23,6 +23,16 @@ def test_the_saturated_rate_is_the_same_whenever_it_is_measured() -> None:
     assert saturated_rate_per_s(ONE, fresh, 3) != saturated_rate_per_s(ONE, fresh, 4)
 
 
+@pytest.mark.parametrize("profile", ["laptop", "llama2-70b-h100-tp4"])
+def test_short_and_long_runs_find_the_same_rate(profile: str) -> None:
+    fleet = FleetSettings(profile=profile, replicas={"all": 1})
+    short, long = (
+        saturated_rate_per_s(fleet, TraceChoice(name="paper-mix", requests=count), 0)
+        for count in (1_500, 9_000)
+    )
+    assert short == pytest.approx(long, rel=0.05)
+
+
 def test_replicas_carry_in_proportion_to_their_number() -> None:
     three = FleetSettings(profile="laptop", replicas={"all": 3})
     ratio = saturated_rate_per_s(three, PAPER_MIX, 0) / saturated_rate_per_s(ONE, PAPER_MIX, 0)
