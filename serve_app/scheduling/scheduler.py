@@ -203,10 +203,11 @@ class Scheduler:
         entry = self._entries.get(event.request_id)
         if entry is None:
             return
-        if event.usage is not None:
-            self.estimator.observe(entry.request, event.usage)
         if event.outcome is Outcome.COMPLETED:
             self._drain_rate.add(entry.estimate.expected_tokens, now)
+            # The count of an answer that broke off would teach that answers are short.
+            if event.usage is not None:
+                self.estimator.observe(entry.request, event.usage)
         dispatched = entry.replica_id is not None
         self._take_from_its_place(entry, now)
         self._conclude(entry, event.outcome, dispatched=dispatched)

@@ -293,7 +293,7 @@ async def test_a_client_that_never_reads_loses_its_answer_and_frees_the_engine()
         await start_stream(send)
         while True:
             await send_event(send, {"choices": [{"index": 0, "delta": {"content": "x" * 100_000}}]})
-            # The server drops what is sent to nobody without a pause, and this loop must not hold up the others.
+            # The server drops what is sent to nobody without a pause: this loop must not hold up the others.
             await asyncio.sleep(0)
 
     engine = Engine()
