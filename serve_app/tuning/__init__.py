@@ -2,12 +2,14 @@
 
 To learn queues, read `partition_settings` (every open point of the sources as a switch), `refine_and_prune`
 (the steps), `gaps` (coarse, refine), `stable_refinement` (why ours does not follow the sample's size) and
-`utility` (prune). `length_sample` keeps what is learned from, `drift` says when to learn again. Nothing here
+`utility` (prune). `length_sample` keeps what is learned from, `drift` says when to learn again,
+`partition_distance` whether the result differs. Nothing here
 reads a clock: whoever runs a loop decides when.
 """
 
 from serve_app.tuning.drift import Drift, DriftSettings, has_drifted
 from serve_app.tuning.length_sample import LengthSample
+from serve_app.tuning.partition_distance import distance
 from serve_app.tuning.partition_settings import RefineAndPruneSettings
 from serve_app.tuning.refine_and_prune import LengthsError, refine_and_prune
 
@@ -17,6 +19,7 @@ __all__ = [
     "LengthSample",
     "LengthsError",
     "RefineAndPruneSettings",
+    "distance",
     "has_drifted",
     "refine_and_prune",
 ]

@@ -1,4 +1,4 @@
-"""Lengths to learn from, and how far two partitions are apart."""
+"""Queues, and lengths to learn them from."""
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +27,3 @@ def heavy_tail(count: int, seed: int) -> Sample:
     """Log-normal lengths with a median of 400 tokens: one in a hundred is longer than 6,500."""
     drawn = np.random.default_rng(seed).lognormal(np.log(400), 1.2, count)
     return np.clip(drawn, 1, 131_072).astype(np.int64)
-
-
-def queue_means(partition: Partition, lengths: Sample) -> npt.NDArray[np.float64]:
-    """The mean length of the queue that each prompt goes to: what the score sees of it."""
-    starts = [queue.min_tokens for queue in partition.intervals]
-    means = np.array([queue.mean_tokens for queue in partition.intervals])
-    return means[np.clip(np.searchsorted(starts, lengths, side="right") - 1, 0, None)]
-
-
-def distance(first: Partition, second: Partition, lengths: Sample) -> float:
-    """How differently two partitions see the same prompts: mean |ln| of the ratio of their queues' means."""
-    ratios = queue_means(first, lengths) / queue_means(second, lengths)
-    return float(np.abs(np.log(ratios)).mean())

@@ -2,9 +2,9 @@
 
 Stated tolerance, between a sample of 500 to 20,000 requests and one of 50,000 of the same distribution: the
 number of queues differs by at most a quarter or three, whichever is more; and the queues in which the same
-prompts find themselves have mean lengths that differ by at most 6 % on average (`builders.distance`), for any
-mixture of log-normal lengths by at most 20 %: there the number of queues may be at its limit, where one sample
-has them a step wider than another.
+prompts find themselves have mean lengths that differ by at most 6 % on average (`partition_distance`). For
+any mixture of log-normal lengths that is 20 %: the number of queues may be at its limit there, and one sample
+may have them a step wider than another.
 """
 
 import time
@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.scheduling.partition import Partition
+from serve_app.tuning.partition_distance import distance
 from serve_app.tuning.partition_settings import PAPER, RefineAndPruneSettings
 from serve_app.tuning.refine_and_prune import refine_and_prune
 from serve_app.workloads.catalog import WorkloadSettings, resolve
-from tests.tuning.builders import Sample, distance, heavy_tail, paper_mix
+from tests.tuning.builders import Sample, heavy_tail, paper_mix
 
 STABLE = RefineAndPruneSettings()
 MANY = 50_000
