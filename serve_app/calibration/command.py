@@ -65,18 +65,7 @@ def _run(args: argparse.Namespace) -> int:
     say(_table(accuracy, fit_first, len(requests)))
     save_profile(profile, args.out, source=_source(args.measurements, accuracy, fit_first, len(requests)))
     if args.json:
-        document = {
-            "profile": asdict(profile),
-            "errors": {metric: asdict(found.errors) for metric, found in accuracy.items()},
-            "measured": {metric: asdict(found.measured) for metric, found in accuracy.items()},
-            "played": {metric: asdict(found.played) for metric, found in accuracy.items()},
-            "requests": {
-                "fitted": fit_first,
-                "unseen": len(requests) - fit_first,
-                "skipped": dict(measurements.skipped),
-            },
-            "replays": fit.replays,
-        }
+        document = _document(profile, accuracy, measurements, fit_first)
         args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return 0
 
@@ -131,6 +120,22 @@ def _limits(args: argparse.Namespace, measurements: Measurements, fit_first: int
             "raise --max-model-len to that of the measured engine"
         )
     return profile
+
+
+def _document(
+    profile: EngineProfile, accuracy: dict[str, Accuracy], measurements: Measurements, fit_first: int
+) -> dict[str, Any]:
+    return {
+        "profile": asdict(profile),
+        "errors": {metric: asdict(found.errors) for metric, found in accuracy.items()},
+        "measured": {metric: asdict(found.measured) for metric, found in accuracy.items()},
+        "played": {metric: asdict(found.played) for metric, found in accuracy.items()},
+        "requests": {
+            "fitted": fit_first,
+            "unseen": len(measurements.requests) - fit_first,
+            "skipped": dict(measurements.skipped),
+        },
+    }
 
 
 def _source(path: Path, accuracy: dict[str, Accuracy], fit_first: int, total: int) -> str:

@@ -107,15 +107,28 @@ def test_measurements_that_show_no_prefill_are_refused() -> None:
         fit_step_time(no_prefills, 30, LIMITS)
 
 
-@pytest.mark.skipif(not REAL.exists(), reason="the measured run lies beside the project, not in it")
-def test_a_real_engine_is_predicted_from_its_timestamps_alone() -> None:
-    requests = read_measurements(REAL).requests
+@pytest.fixture
+def real_requests() -> list[MeasuredRequest]:
+    if not REAL.exists():
+        pytest.skip("the measured run lies beside the project, not in it")
+    return read_measurements(REAL).requests
+
+
+def assert_predicted(requests: list[MeasuredRequest], step_time: StepTimeModel, unseen: slice) -> None:
     settings = load_profile("llama31-8b-rtx4090-tp1").model_settings()
-    step_time = fit_step_time(requests, 200, settings).step_time
-    unseen = slice(200, None)
-    for accuracy in compare(
-        replay(requests, settings, step_time, part=unseen), measured(requests[unseen])
-    ).values():
+    played = replay(requests, settings, step_time, part=unseen)
+    for accuracy in compare(played, measured(requests[unseen])).values():
         assert abs(accuracy.errors.mean) < 0.03
         assert abs(accuracy.errors.p50) < 0.03
         assert abs(accuracy.errors.p90) < 0.05
+
+
+def test_a_real_engine_is_predicted_from_its_timestamps_alone(real_requests: list[MeasuredRequest]) -> None:
+    settings = load_profile("llama31-8b-rtx4090-tp1").model_settings()
+    step_time = fit_step_time(real_requests, 200, settings).step_time
+    assert_predicted(real_requests, step_time, slice(200, None))
+
+
+def test_the_profile_of_that_engine_is_as_accurate_as_it_says(real_requests: list[MeasuredRequest]) -> None:
+    step_time = load_profile("llama31-8b-rtx4090-tp1").step_time
+    assert_predicted(real_requests, step_time, slice(200, None))
