@@ -84,6 +84,29 @@ async def test_the_token_budget_picks_the_pool(
     assert int(raw.headers["x-estimated-tokens"]) > 20
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_short_engine_finds_too_long_is_answered_by_the_long_pool(
+    client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    """Two bytes of text that the emulated engine is told to count as 3,000 tokens: no estimate can know."""
+    raw = await client.chat.completions.with_raw_response.create(
+        model="demo", messages=HELLO, max_tokens=5, stream=stream, extra_body={"ewsjf_prompt_tokens": 3_000}
+    )
+    assert (raw.status_code, raw.headers["x-pool"]) == (200, "long")
+    assert int(raw.headers["x-estimated-tokens"]) < 100
+
+
+async def test_a_prompt_too_long_for_every_engine_is_refused_in_its_engines_words(
+    client: openai.AsyncOpenAI,
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(
+            model="demo", messages=HELLO, max_tokens=5, extra_body={"ewsjf_prompt_tokens": 100_000}
+        )
+    assert refused.value.code == "context_length_exceeded"
+    assert "maximum context length" in refused.value.message
+
+
 async def test_an_answer_has_one_request_id_even_when_the_client_gave_none(app: Served) -> None:
     async with httpx.AsyncClient() as http:
         answer = await http.get(f"{app.url}/v1/models")

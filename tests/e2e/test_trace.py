@@ -1,0 +1,37 @@
+"""A trace of real traffic through the whole application: everything concludes once, and nothing is left
+behind.
+"""
+
+import asyncio
+
+from serve_app.bench.bodies import BodyFactory, BodySettings
+from serve_app.bench.connection import ConnectionPool, Target
+from serve_app.bench.load import LoadSettings, OpenLoop
+from serve_app.errors import Outcome
+from serve_app.workloads.catalog import WorkloadSettings, resolve
+from tests.e2e.served import Served, wait_for
+
+REQUESTS = 400
+
+
+async def test_every_request_of_a_conversation_trace_concludes_exactly_once(app: Served) -> None:
+    trace = resolve(WorkloadSettings(trace="azure-conv", requests=REQUESTS, rate_per_s=40.0))
+    before = app.metric("ewsjf_requests_concluded_total")
+    target = Target.parse(app.url)
+    pool = ConnectionPool(target)
+    factory = BodyFactory(BodySettings(model="demo"), target.authority, target.path_prefix)
+    try:
+        result = await OpenLoop(pool, factory, LoadSettings(timeout_s=100.0), lambda _: None).run(trace)
+    finally:
+        pool.close()
+    # Longer than every context: refused, by the engine's own words, and concluded like all others.
+    fits = [request for request in trace.requests if request.prompt_tokens + request.output_tokens <= 8_192]
+    assert len({record.request_id for record in result.records}) == len(result.records) == REQUESTS
+    completed = [record for record in result.records if record.outcome is Outcome.COMPLETED]
+    assert len(completed) >= len(fits)
+    assert {record.outcome for record in result.records} <= {Outcome.COMPLETED, Outcome.REJECTED_INVALID}
+    await asyncio.to_thread(
+        wait_for, lambda: app.metric("ewsjf_requests_in_flight") == 0, 10, "an empty ledger"
+    )
+    assert app.metric("ewsjf_requests_concluded_total") - before == REQUESTS
+    assert app.metric("ewsjf_requests_waiting") == 0
