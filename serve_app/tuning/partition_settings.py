@@ -61,9 +61,9 @@ class RefineAndPruneSettings:
     min_cluster_size: int = 50
     # A quarter of the smallest sample that should give the same queues (500): each gap then averages several.
     sample_size: int = 128
-    # 0.02 has twice the requests behind each figure, a third fewer queues, and longer ones at the long end.
+    # 0.02 has twice the requests behind each figure, a seventh fewer queues, and wider ones at the long end.
     min_share: float = 0.01
-    # `keep` leaves 3 to 9 wide queues: in the simulator short prompts gain about a tenth of their mean TTFT,
+    # `keep` leaves 3 to 9 wide queues: in the simulator short prompts gain up to a tenth of their mean TTFT,
     # long ones lose a fifth of theirs; and the bounds move with the sample.
     smooth: Smooth = "cut"
     seed: int = 0
