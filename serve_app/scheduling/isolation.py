@@ -43,8 +43,13 @@ class IsolationSettings:
     prior_boundary_tokens: int = 1_024
     # Requests after which the boundary is learned rather than prior.
     min_observations: int = 200
-    # One more long prefill may be in flight per this many seconds that the first of them has waited.
-    relief_s: float = 30.0
+    # One more long prefill may be in flight per this many seconds that the first of them has waited. At load
+    # 0.98 of the paper's mix (70B on H100), 30 s costs 1.1 % of throughput and a long mean of 4.0 s, 2 s
+    # costs 0.6 % and 1.8 s.
+    relief_s: float = 2.0
+    # As many as relief may let in. In lasting overload every long request has waited, and without an end to
+    # relief they would all flood back in: at load 1.1, four give short requests a p99 of 2.2 s, two 1.4 s.
+    max_relieved: int = 2
     # Share of a length's weight that is left after 1,000 requests; forgets old traffic.
     keep_per_thousand: float = 0.5
 
@@ -54,7 +59,7 @@ class IsolationSettings:
         for name in ("short_work_share", "keep_per_thousand"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"isolation.{name} must be between 0 and 1, got {getattr(self, name)}")
-        for name in ("prior_boundary_tokens", "min_observations", "relief_s"):
+        for name in ("prior_boundary_tokens", "min_observations", "relief_s", "max_relieved"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"isolation.{name} must be positive, got {getattr(self, name)}")
 
@@ -92,7 +97,9 @@ class PrefillIsolation:
 
     def limit(self, waited_s: float) -> int:
         """Long prefills that may be in flight on one replica when the first that waits has waited so long."""
-        return self._settings.max_long_prefills + int(waited_s / self._settings.relief_s)
+        settings = self._settings
+        relieved = settings.max_long_prefills + int(waited_s / settings.relief_s)
+        return min(relieved, max(settings.max_long_prefills, settings.max_relieved))
 
     def _learn(self) -> None:
         settings = self._settings

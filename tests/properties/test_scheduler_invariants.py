@@ -31,7 +31,7 @@ SPECS = {
     "l1": spec("l1", "long", max_model_len=4_000, kv_tokens=6_000, max_num_seqs=3),
 }
 ROUTING = RoutingSettings(b_short_tokens=1_000)
-ISOLATION = IsolationSettings(max_long_prefills=1, prior_boundary_tokens=350, relief_s=2.0)
+ISOLATION = IsolationSettings(max_long_prefills=1, prior_boundary_tokens=350, relief_s=2.0, max_relieved=2)
 steps_of_time = st.sampled_from([0.0, 0.0, 0.0, 0.1, 0.5, 3.0])
 
 
@@ -333,9 +333,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         context = self.context_limit(books.spec.pool)
         assert context is not None
         held = sum(self.held(request_id) for request_id in running)
-        if head.long and state.long_prefills >= ISOLATION.max_long_prefills + int(
+        relieved = ISOLATION.max_long_prefills + int(
             (self.now - head.request.arrived_at) / ISOLATION.relief_s
-        ):
+        )
+        if head.long and state.long_prefills >= min(relieved, ISOLATION.max_relieved):
             return False
         return min(head.estimate.expected_tokens, context) <= books.spec.kv_tokens - held
 

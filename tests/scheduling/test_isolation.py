@@ -51,6 +51,13 @@ def test_the_long_are_relieved_when_the_first_has_waited() -> None:
     assert dispatched(made.report("r1", after_s=1.0, received=1)) == [("long2", "r1")]
 
 
+def test_relief_has_an_end() -> None:
+    isolation = PrefillIsolation(IsolationSettings(relief_s=1.0, max_relieved=3), wanted=True)
+    assert [isolation.limit(waited_s) for waited_s in (0.0, 0.9, 1.0, 2.5, 100.0)] == [1, 1, 2, 3, 3]
+    wide = PrefillIsolation(IsolationSettings(max_long_prefills=5, max_relieved=2), wanted=True)
+    assert wide.limit(0.0) == 5
+
+
 def test_an_unstreamed_long_prefill_is_over_after_its_usual_time() -> None:
     made = world()
     made.arrive("long1", prompt_tokens=500, streamed=False)
