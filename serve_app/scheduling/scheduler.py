@@ -35,13 +35,10 @@ from serve_app.scheduling.expiry import ExpiryHeap
 from serve_app.scheduling.isolation import PrefillIsolation
 from serve_app.scheduling.policies import make_policy
 from serve_app.scheduling.policies.inputs import PolicyInputs
+from serve_app.scheduling.prefill_watch import PrefillWatch
 from serve_app.scheduling.promotion import Promotion
 from serve_app.scheduling.settings import SchedulerSettings
 from serve_app.scheduling.waiting_room import WaitingRoom
-
-# The end of an unseen prefill is guessed late rather than early: a second long prefill beside a first one
-# costs more than a short pause.
-_PATIENCE = 2.0
 
 
 class Scheduler:
@@ -72,9 +69,7 @@ class Scheduler:
         )
         self.estimator = TokenEstimator(settings.estimator)
         self.isolation = PrefillIsolation(settings.isolation, wanted=self._policy.isolates)
-        # Ends of prefills that nobody sees, the earliest first: when, whose, and of which dispatch. At most
-        # a handful per replica.
-        self._guesses: list[tuple[float, Entry, int]] = []
+        self._prefills = PrefillWatch(self.ledger, self.prefill_cost)
         self._router = PoolRouter(settings.routing, self.ledger.context_limit)
         self._admission = Admission(settings, now)
         self._drain_rate = DrainRate(settings.retry_after_cap_s, now)
@@ -123,8 +118,8 @@ class Scheduler:
     def next_wakeup(self) -> float | None:
         """When time alone changes something; None when only an event can."""
         expiry, report = self._expiry.next_at(), self.ledger.next_report_expiry()
-        guess = self._guesses[0][0] if self._guesses else None
-        return min((time for time in (expiry, report, guess) if time is not None), default=None)
+        times = (expiry, report, self._prefills.next_at())
+        return min((time for time in times if time is not None), default=None)
 
     def entry(self, request_id: str) -> Entry | None:
         """The request as it stands, None when it is unknown or over."""
@@ -287,10 +282,7 @@ class Scheduler:
     def _end_what_time_has_ended(self, now: float) -> None:
         for replica_id, age_s in self.ledger.expire_reports(now):
             self._commands.append(ReportStale(replica_id=replica_id, age_s=age_s))
-        while self._guesses and self._guesses[0][0] <= now:
-            _, guessed, dispatch_number = self._guesses.pop(0)
-            if guessed.dispatch_number == dispatch_number:
-                self._end_long_prefill(guessed, now)
+        self._prefills.end_overdue(now)
         for entry in self._expiry.pop_expired(now):
             self.room.remove(entry)
             waited_s = now - entry.request.arrived_at
@@ -353,8 +345,7 @@ class Scheduler:
             self._promotion.took(entry, now)
         entry.prefilled_alone = replica.unstarted == 0
         self._hold(entry, replica.spec.replica_id, hold, now)
-        if hold.long_prefill and not entry.request.streamed:
-            self._guess_end_of_prefill(entry, now)
+        self._prefills.sent(entry, now)
         self._commands.append(
             Dispatch(
                 request_id=entry.request.request_id,
@@ -386,26 +377,8 @@ class Scheduler:
         if entry.started or entry.replica_id is None:
             return
         entry.started = True
-        self._learn_prefill_cost(entry, now)
-        self._end_long_prefill(entry, now)
+        self._prefills.first_token(entry, now)
         self.ledger.start(entry.replica_id, now)
-
-    def _learn_prefill_cost(self, entry: Entry, now: float) -> None:
-        assert entry.replica_id is not None
-        still_alone = entry.dispatch_number == self.ledger[entry.replica_id].dispatches
-        if entry.prefilled_alone and still_alone:
-            self.prefill_cost.observe(entry.estimate.expected_prompt_tokens, now - entry.dispatched_at)
-
-    def _end_long_prefill(self, entry: Entry, now: float) -> None:
-        if entry.hold.long_prefill and entry.replica_id is not None:
-            entry.hold = Hold(entry.hold.tokens)
-            self.ledger.end_long_prefill(entry.replica_id, now)
-
-    def _guess_end_of_prefill(self, entry: Entry, now: float) -> None:
-        """A first token that is not streamed is not seen: the prefill counts as over after its usual time."""
-        cost_s = self.prefill_cost.seconds(entry.estimate.expected_prompt_tokens)
-        self._guesses.append((now + _PATIENCE * cost_s, entry, entry.dispatch_number))
-        self._guesses.sort(key=lambda guess: guess[0])
 
     def _release(self, entry: Entry, now: float, *, ran: bool) -> None:
         assert entry.replica_id is not None
