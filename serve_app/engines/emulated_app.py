@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.engines import emulated_errors as errors
+from serve_app.engines.asgi import read_body
 from serve_app.engines.emulated_admission import Admission
 from serve_app.engines.emulated_answers import (
     DONE,
@@ -19,7 +20,7 @@ from serve_app.engines.emulated_answers import (
 )
 from serve_app.engines.emulated_driver import EngineDriver, Ticket
 from serve_app.engines.emulated_embeddings import embedding, embeddings_answer
-from serve_app.engines.emulated_http import Call, read_body, serve_lifespan
+from serve_app.engines.emulated_http import Call, serve_lifespan
 from serve_app.engines.emulated_metrics import CONTENT_TYPE, EngineMetrics
 from serve_app.engines.emulated_requests import (
     Generation,

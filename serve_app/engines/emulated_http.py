@@ -46,18 +46,6 @@ class Call:
             pass
 
 
-async def read_body(receive: Receive) -> bytes | None:
-    """The whole body of a request; None when the client went away while sending it."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
 async def serve_lifespan(receive: Receive, send: Send) -> None:
     """Agree to start and to stop: the engine's life is managed by its owner."""
     while True:

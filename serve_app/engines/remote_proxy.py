@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import aiohttp
 from yarl import URL
 
+from serve_app.engines.asgi import read_body
 from serve_app.engines.engine import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class RemoteProxy:
             return
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is passed on, got {scope['type']}")
-        body = await _read_body(receive)
+        body = await read_body(receive)
         if body is None:
             return
         forwarding = asyncio.ensure_future(self._forward(scope, body, send))
@@ -140,18 +141,6 @@ def _kept(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> 
         token.strip().lower() for name, value in pairs if name == b"connection" for token in value.split(b",")
     }
     return [(name, value) for name, value in pairs if name not in dropped and name not in named]
-
-
-async def _read_body(receive: Receive) -> bytes | None:
-    """The whole body, of a size that the gateway has checked; None when the client left before its end."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
 
 
 async def _wait_until_client_leaves(receive: Receive) -> None:
