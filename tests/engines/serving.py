@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import httpx
 import openai
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.engines.emulated import EmulatedEngine, EmulatedEngineSettings
 
@@ -44,3 +45,30 @@ async def served(settings: EmulatedEngineSettings) -> AsyncIterator[Served]:
         await task
         await engine.stop()
         listener.close()
+
+
+async def until(condition: Callable[[], Awaitable[bool]], limit_s: float = 5.0) -> None:
+    async with asyncio.timeout(limit_s):
+        # The engine offers no event to wait for: outsiders can only look.
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def metrics_of(it: Served) -> dict[str, float]:
+    text = (await it.http.get("/metrics")).text
+    return {
+        sample.name
+        + "".join(
+            f"|{sample.labels[key]}" for key in ("finished_reason", "le") if key in sample.labels
+        ): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def is_running(it: Served, running: int) -> bool:
+    return (await it.engine.load()).running == running
+
+
+async def is_waiting(it: Served, waiting: int) -> bool:
+    return (await it.engine.load()).waiting == waiting
