@@ -1,13 +1,18 @@
-"""How long does one engine iteration take? A linear model of what is in it.
+"""How long does one engine iteration take? A roofline of what is in it.
 
 An iteration reads the weights once, computes the prompt tokens that it prefills, and computes one token for
 each decoding sequence, which reads that sequence's KV cache. With P prefilled tokens that attend to A token
 pairs, and S decoding sequences whose contexts add up to C tokens:
 
-    step = max(base of the phases in it) + P * prefill_per_token + A * prefill_per_pair
+    step = max(base of the phases in it, P * prefill_per_token) + A * prefill_per_pair
                                          + S * decode_per_sequence + C * decode_per_context_token
 
-Phases share one reading of the weights, hence the maximum of the bases and not their sum.
+Why the maximum: the bases are the time to read the weights from memory, and prompt tokens are computed while
+they are read. Up to the number of tokens where the two times meet, prompt tokens cost nothing beside decoding
+(Sarathi, arXiv 2308.16369, calls that piggybacking). Measured: the prefill of a 70B model on four H100
+(Splitwise) takes the same 50 to 60 ms from 128 to 512 tokens and grows in proportion after that; and of the
+timestamps of an 8B model on an RTX 4090, half a run predicts the p90 of TPOT of the other half within 0.2 %
+this way, within 2.6 % with the sum of both times.
 """
 
 from dataclasses import dataclass, fields
@@ -23,7 +28,7 @@ class StepTimeModel:
         decode_per_sequence_s: added by each decoding sequence.
         decode_per_context_token_s: added by each token of context that a decoding sequence reads.
         prefill_base_s: an iteration with at least one prompt token.
-        prefill_per_token_s: added by each prompt token computed.
+        prefill_per_token_s: of computing one prompt token, while weights are read.
         prefill_per_pair_s: added by each pair of a prompt token and a token that it attends to.
     """
 
@@ -63,8 +68,8 @@ class StepTimeModel:
         if sequences:
             seconds = self.decode_base_s
         if prefill_tokens:
-            seconds = max(seconds, self.prefill_base_s)
-            seconds += prefill_tokens * self.prefill_per_token_s + attended_pairs * self.prefill_per_pair_s
+            seconds = max(seconds, self.prefill_base_s, prefill_tokens * self.prefill_per_token_s)
+            seconds += attended_pairs * self.prefill_per_pair_s
         return (
             seconds
             + sequences * self.decode_per_sequence_s

@@ -33,7 +33,8 @@ def fitted(load: str) -> StepTimeModel:
 @pytest.mark.parametrize("load", RUNS)
 def test_the_coefficients_that_dominate_are_recovered(load: str) -> None:
     found = fitted(load)
-    assert found.decode_base_s == pytest.approx(TRUTH.decode_base_s, rel=0.03)
+    # Under heavy load hardly a step is without prompt tokens, which hide the base.
+    assert found.decode_base_s == pytest.approx(TRUTH.decode_base_s, rel=0.05)
     assert found.prefill_per_token_s == pytest.approx(TRUTH.prefill_per_token_s, rel=0.05)
 
 
