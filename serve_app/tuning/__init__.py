@@ -3,8 +3,8 @@
 To learn queues, read `partition_settings` (every open point of the sources as a switch), `refine_and_prune`
 (the steps), `gaps` (coarse, refine), `stable_refinement` (why ours does not follow the sample's size) and
 `utility` (prune). `length_sample` keeps what is learned from, `drift` says when to learn again,
-`partition_distance` whether the result differs. Nothing here
-reads a clock: whoever runs a loop decides when.
+`partition_distance` whether the result differs, `online_adjustment` what moves in between; `strategic` puts
+them together. Nothing here reads a clock: whoever runs a loop tells the time.
 """
 
 from serve_app.tuning.drift import Drift, DriftSettings, has_drifted
@@ -12,13 +12,17 @@ from serve_app.tuning.length_sample import LengthSample
 from serve_app.tuning.partition_distance import distance
 from serve_app.tuning.partition_settings import RefineAndPruneSettings
 from serve_app.tuning.refine_and_prune import LengthsError, refine_and_prune
+from serve_app.tuning.strategic import LearnedPartitions, StrategicLoop, StrategicSettings
 
 __all__ = [
     "Drift",
     "DriftSettings",
+    "LearnedPartitions",
     "LengthSample",
     "LengthsError",
     "RefineAndPruneSettings",
+    "StrategicLoop",
+    "StrategicSettings",
     "distance",
     "has_drifted",
     "refine_and_prune",

@@ -5,7 +5,8 @@ import pytest
 from serve_app.errors import Outcome
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.policies import POLICIES, make_policy
+from serve_app.scheduling.partition import LengthInterval, Partition
+from serve_app.scheduling.policies import POLICIES, learns_queues, make_policy
 from serve_app.simulation.world import Decision, World
 from tests.simulation.builders import mixed_requests, plan
 
@@ -45,6 +46,12 @@ def test_the_same_events_give_the_same_decisions(policy: str) -> None:
 def test_an_idle_fleet_dispatches_at_once(policy: str) -> None:
     world, _ = run(policy, rate_per_s=0.5)
     assert max(record.queue_wait_s or 0.0 for record in world.records) == 0.0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_whoever_learns_queues_takes_a_partition_over_and_nobody_else(policy: str) -> None:
+    whole = Partition((LengthInterval(min_tokens=1, max_tokens=9_000, mean_tokens=300.0, count=1),))
+    assert make_policy(policy).replace_partition(whole) is learns_queues(policy)
 
 
 def test_fcfs_dispatches_in_the_order_of_arrival_within_a_lane() -> None:

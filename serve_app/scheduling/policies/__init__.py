@@ -41,3 +41,8 @@ def make_policy(name: str, inputs: PolicyInputs | None = None) -> OrderingPolicy
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}: choose one of {', '.join(sorted(POLICIES))}")
     return POLICIES[name](inputs or PolicyInputs())
+
+
+def learns_queues(name: str) -> bool:
+    """Whether the policy of that name queues by a learned partition."""
+    return make_policy(name).learns_queues

@@ -45,6 +45,8 @@ def density_weighted_score(
 class EwsjfPaper(OrderingPolicy):
     """The paper's: Algorithm 1 fills from the best queue, then from its neighbours, nearest first."""
 
+    learns_queues = True
+
     def __init__(self, inputs: PolicyInputs) -> None:
         settings = inputs.ewsjf
         self._weights = settings.weights

@@ -18,6 +18,9 @@ class OrderingPolicy:
     promotes: bool = False
     """Whether those who have waited too long go first (`scheduling.promotion`)."""
 
+    learns_queues: bool = False
+    """Whether its length queues are those of the learned partition (`replace_partition`)."""
+
     def queue_of(self, entry: Entry) -> str:
         """Name of the length queue that `entry` waits in. Asked once when it is queued."""
         return "all"
