@@ -46,8 +46,10 @@ from serve_app.simulation.experiment import (
     planned,
     without_unknown_policies,
 )
+from serve_app.simulation.partitions import LEARNED, PartitionSource, partition_source
 from serve_app.simulation.results import markdown_table, run_as_json, unequal_work
 from serve_app.simulation.run import RunSettings
+from serve_app.tuning import LearnedPartitions
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_EXPERIMENT = ROOT / "configs" / "experiments" / "policies.yaml"
@@ -85,6 +87,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=positive_int, help="instead of the experiment's")
     parser.add_argument("--requests", type=positive_int, help="in each run, instead of the experiment's")
     parser.add_argument(
+        "--partition",
+        default=LEARNED,
+        help="length queues where a variant names none: learned, prior or a YAML file (%(default)s)",
+    )
+    parser.add_argument(
         "--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (%(default)s)"
     )
     return parser.parse_args()
@@ -95,7 +102,12 @@ def run(args: argparse.Namespace) -> None:
     experiment = asked_for(args)
     there = kept(args.out) if args.resume and args.out.exists() else []
     have = {place_of(row) for row in there if "provenance" not in row}
-    runs = [(place, one) for place, one in planned(experiment, jobs=args.jobs) if place not in have]
+
+    def partition_of(wanted: str) -> PartitionSource | None:
+        return partition_source(wanted or args.partition, LearnedPartitions())
+
+    plan = planned(experiment, jobs=args.jobs, partition_of=partition_of)
+    runs = [(place, one) for place, one in plan if place not in have]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w", encoding="utf-8") as file:
         # A file that was resumed has the provenance of each part before it.

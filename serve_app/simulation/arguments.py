@@ -13,6 +13,7 @@ from serve_app.metrics.summary import SHORT_AT_TOKENS
 from serve_app.simulation.direct import Balance
 from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
 from serve_app.simulation.misjudgement import LengthNoise
+from serve_app.simulation.partitions import LEARNED, PRIOR, PartitionSource, partition_source
 from serve_app.simulation.run import RunSettings, SloByLength, policy_names
 from serve_app.simulation.workload import Disclosure, TraceChoice
 from serve_app.simulation.world import WorldSettings
@@ -60,6 +61,13 @@ def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
         default=[],
         metavar="PATH=VALUE",
         help="a scheduler setting, such as backpressure.target_waiting=5; may be repeated",
+    )
+    group.add_argument(
+        "--partition",
+        default=LEARNED,
+        metavar=f"{LEARNED}|{PRIOR}|FILE",
+        help=f"length queues of the policies that learn them: {LEARNED} in the run, {PRIOR} (an octave "
+        "each), or a YAML list of {min, max, mean, count} (%(default)s)",
     )
     group.add_argument(
         "--max-output",
@@ -117,6 +125,12 @@ def _configure_results(group: "argparse._ArgumentGroup") -> None:
         "--warm-up", type=_share, default=0.1, help="share of requests not measured, the first (%(default)s)"
     )
     group.add_argument("--json", type=Path, metavar="OUT", help="write metrics and provenance")
+    group.add_argument(
+        "--save-partition",
+        type=Path,
+        metavar="FILE",
+        help="write the queues in force at the end of the first run that learned any, for --partition",
+    )
     group.add_argument("--plot", type=Path, metavar="DIR", help="write pictures")
     group.add_argument("--log", type=Path, metavar="FILE", help="write every decision, a JSON object a line")
     group.add_argument(
@@ -127,13 +141,17 @@ def _configure_results(group: "argparse._ArgumentGroup") -> None:
     )
 
 
-def runs(args: argparse.Namespace) -> list[RunSettings]:
+def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings]:
     """One run for each policy and seed, all at the rate of the trace or of `--rate`.
+
+    Args:
+        learned: what makes the learner of `--partition learned`.
 
     Raises:
         ServeAppError: no run can be made of these arguments.
         ValueError: an argument is out of range.
     """
+    partition = partition_source(args.partition, learned)
     return [
         RunSettings(
             policy=policy.strip(),
@@ -149,6 +167,7 @@ def runs(args: argparse.Namespace) -> list[RunSettings]:
                 control_latency_s=args.control_latency, report_interval_s=args.report_interval
             ),
             scheduler=dict(_setting(text) for text in args.set),
+            partition=partition,
             balance=args.balance,
             slo=_slo(args),
             short_at_tokens=args.short_at,

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from serve_app.command import Command, progress_bar, say, warn, write_json
@@ -11,6 +12,7 @@ from serve_app.provenance import provenance
 from serve_app.simulation import arguments
 from serve_app.simulation.batch import run_all, saturated_rates
 from serve_app.simulation.decision_log import DecisionLog
+from serve_app.simulation.partitions import PartitionSource, write_partition
 from serve_app.simulation.results import Row, markdown_table, run_as_json, unequal_work
 from serve_app.simulation.run import RunResult, RunSettings, simulate
 from serve_app.simulation.workload import choose_trace
@@ -22,8 +24,8 @@ _EXAMPLE = """example:
 """
 
 
-def _run(args: argparse.Namespace) -> int:
-    runs = _placed(arguments.runs(args), args)
+def _run(args: argparse.Namespace, learned: PartitionSource) -> int:
+    runs = _placed(arguments.runs(args, learned), args)
     if skipped := describe_skipped(choose_trace(runs[0].trace, runs[0].seed)):
         warn(f"{runs[0].trace.name}: {skipped}")
     results = list(_played(runs, args))
@@ -33,6 +35,8 @@ def _run(args: argparse.Namespace) -> int:
         warn(warning)
     if args.json is not None:
         write_json(args.json, {"runs": rows, "provenance": _provenance(args, results)})
+    if args.save_partition is not None:
+        _save_partition(args.save_partition, results)
     if args.plot is not None:
         # Loading the plotting library takes half a second, which a run without plots need not wait for.
         from serve_app.simulation.plots import write_plots  # noqa: PLC0415 - see above
@@ -96,6 +100,17 @@ def _warnings(results: list[RunResult], rows: Sequence[Row]) -> Iterator[str]:
         yield f"not the same work: {line}"
 
 
+def _save_partition(path: Path, results: Sequence[RunResult]) -> None:
+    for result in results:
+        if result.partitions:
+            write_partition(path, result.partitions[-1][1])
+            say(f"\n{path}: the queues of {result.settings.name}, seed {result.settings.seed}")
+            return
+    warn(
+        "no run learned queues, so --save-partition writes none: choose a policy that does, and more requests"
+    )
+
+
 def _provenance(args: argparse.Namespace, results: list[RunResult]) -> dict[str, object]:
     own = {"command", "jobs"}
     given = {name: _plain(value) for name, value in vars(args).items() if name not in own}
@@ -108,16 +123,18 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) or value == float("inf") else value
 
 
-def _checked(args: argparse.Namespace) -> int:
+def _checked(learned: PartitionSource, args: argparse.Namespace) -> int:
     if args.first_seed < 0:
         raise SettingsError(f"--first-seed must not be negative, got {args.first_seed}")
-    return _run(args)
+    return _run(args, learned)
 
 
-COMMAND = Command(
-    name="simulate",
-    summary="play a trace on simulated replicas, with any policies side by side",
-    example=_EXAMPLE,
-    configure=arguments.configure,
-    run=_checked,
-)
+def simulate_command(learned: PartitionSource) -> Command:
+    """The command; `learned` makes the learner of `--partition learned`, which this package does not know."""
+    return Command(
+        name="simulate",
+        summary="play a trace on simulated replicas, with any policies side by side",
+        example=_EXAMPLE,
+        configure=arguments.configure,
+        run=partial(_checked, learned),
+    )

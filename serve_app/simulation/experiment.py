@@ -1,6 +1,6 @@
 """A table of runs: policies by traces, loads, profiles and seeds, written down in one YAML file."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +12,7 @@ from serve_app.errors import SettingsError
 from serve_app.simulation.batch import saturated_rates
 from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
 from serve_app.simulation.misjudgement import LengthNoise
+from serve_app.simulation.partitions import PartitionSource
 from serve_app.simulation.run import RunSettings, SloByLength, policy_names
 from serve_app.simulation.workload import Disclosure, TraceChoice
 from serve_app.simulation.world import WorldSettings
@@ -27,6 +28,7 @@ class Variant:
         policy: its name; the variant's own name unless given.
         engine: what it changes in every engine.
         scheduler: settings by dotted path.
+        partition: as `--partition` of `simulate`; empty leaves it to whoever plays the experiment.
     """
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
@@ -34,6 +36,7 @@ class Variant:
     policy: str = ""
     engine: EngineChanges = field(default_factory=EngineChanges)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
+    partition: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +128,20 @@ def without_unknown_policies(experiment: Experiment) -> tuple[Experiment, list[s
     return replace(experiment, variants=variants), missing
 
 
-def planned(experiment: Experiment, *, jobs: int) -> Iterator[tuple[Place, RunSettings]]:
+def _prior(_partition: str) -> PartitionSource | None:
+    return None
+
+
+def planned(
+    experiment: Experiment, *, jobs: int, partition_of: Callable[[str], PartitionSource | None] = _prior
+) -> Iterator[tuple[Place, RunSettings]]:
     """Every run at its rate, in the order of the table; measures first what load 1.0 is.
 
     All variants of a case meet the same requests at the same times: what a variant changes in the engine has
     no part in the rate.
+
+    Args:
+        partition_of: where queues come from, by a variant's `partition`.
     """
     bare = Variant(policy="fcfs")
     blocks = [
@@ -144,11 +156,13 @@ def planned(experiment: Experiment, *, jobs: int) -> Iterator[tuple[Place, RunSe
         for profile in experiment.profiles:
             for load in case.loads:
                 for name, variant in experiment.variants.items():
+                    source = partition_of(variant.partition)
                     for seed in range(experiment.seeds):
                         block = (case, profile, seed)
                         run = _run(experiment, block, name, variant)
                         place = Place(case.name or case.trace, profile, load, name, seed)
-                        yield place, replace(run, load=load, rate_per_s=load * rates[_key(block)])
+                        rate = load * rates[_key(block)]
+                        yield place, replace(run, load=load, rate_per_s=rate, partition=source)
 
 
 _Block = tuple[Case, str, int]

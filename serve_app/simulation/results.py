@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from serve_app.metrics.confidence import Interval, interval_95
+from serve_app.simulation.partitions import partition_as_json
 from serve_app.simulation.run import ORACLE, RunResult
 
 Row = Mapping[str, Any]
@@ -58,6 +59,9 @@ def run_as_json(result: RunResult) -> dict[str, Any]:
         },
         "dropped_too_long": result.workload.dropped,
         "clipped_answers": result.workload.clipped,
+        "partitions": [
+            {"at_s": at_s, "queues": partition_as_json(partition)} for at_s, partition in result.partitions
+        ],
         "deployable": settings.policy != ORACLE,
         "simulated_requests_per_s": sum(whole.outcomes.values()) / result.wall_s,
         "settings": settings_as_json(result),

@@ -15,10 +15,12 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.slo import Slo
 from serve_app.metrics.summary import SHORT_AT_TOKENS, Summary, SummaryRules, summarise
 from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.policies import POLICIES
+from serve_app.scheduling.partition import Partition
+from serve_app.scheduling.policies import POLICIES, learns_queues
 from serve_app.simulation.direct import Balance, DirectWorld
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.misjudgement import LengthNoise, MisjudgingEstimator
+from serve_app.simulation.partitions import PartitionSource
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.simulation.workload import (
     Disclosure,
@@ -67,6 +69,7 @@ class RunSettings:
         rate_per_s: mean arrival rate; None keeps the trace's own.
         load: the rate as a share of the saturated one, for the reader of results; None when it is not known.
         scheduler: settings that are not the defaults, by dotted path (`backpressure.target_waiting`).
+        partition: where a policy that learns queues has them from; None keeps the prior.
         warm_up_ratio: share of requests, the first by arrival, that is not measured.
         label: what the policy goes by in results; its name unless given.
     """
@@ -81,6 +84,7 @@ class RunSettings:
     noise: LengthNoise = field(default_factory=LengthNoise)
     world: WorldSettings = field(default_factory=WorldSettings)
     scheduler: Mapping[str, object] = field(default_factory=dict)
+    partition: PartitionSource | None = None
     balance: Balance = Balance.LEAST_OUTSTANDING
     slo: Slo = field(default_factory=SloByLength)
     short_at_tokens: int = SHORT_AT_TOKENS
@@ -109,6 +113,7 @@ class RunResult:
         measured: those after the warm-up.
         summary: the figures of those measured.
         whole: the figures of all, for work and time without any cut.
+        partitions: the learned queues that were put in force, each with its time.
         wall_s: real time that it took.
     """
 
@@ -119,6 +124,7 @@ class RunResult:
     summary: Summary
     whole: Summary
     wall_s: float
+    partitions: tuple[tuple[float, Partition], ...] = ()
 
 
 def policy_names() -> list[str]:
@@ -138,9 +144,8 @@ def simulate(settings: RunSettings, on_decision: Callable[[Decision], None] | No
     """
     began = time.perf_counter()
     workload = fitted_trace(settings)
-    records = sorted(
-        _play(settings, workload, on_decision), key=lambda record: (record.arrived_at, record.request_id)
-    )
+    played, partitions = _play(settings, workload, on_decision)
+    records = sorted(played, key=lambda record: (record.arrived_at, record.request_id))
     measured = records[round(settings.warm_up_ratio * len(records)) :]
     rules = SummaryRules(slo=settings.slo, short_at_tokens=settings.short_at_tokens)
     return RunResult(
@@ -151,6 +156,7 @@ def simulate(settings: RunSettings, on_decision: Callable[[Decision], None] | No
         summary=summarise(measured, rules),
         whole=summarise(records, rules),
         wall_s=time.perf_counter() - began,
+        partitions=partitions,
     )
 
 
@@ -163,19 +169,22 @@ def fitted_trace(settings: RunSettings) -> FittedTrace:
 
 def _play(
     settings: RunSettings, workload: FittedTrace, on_decision: Callable[[Decision], None] | None
-) -> list[RequestRecord]:
+) -> tuple[list[RequestRecord], tuple[tuple[float, Partition], ...]]:
     plans = settings.fleet.plans()
     disclosure = settings.disclosure
     if settings.policy == ORACLE:
         disclosure = replace(disclosure, output_known=True)
     requests = list(requests_of(workload.trace, disclosure, plans[0].engine.block_size))
     if settings.policy == DIRECT:
-        return DirectWorld(plans, settings.balance).run(requests)
+        return DirectWorld(plans, settings.balance).run(requests), ()
     scheduler = scheduler_settings(settings.policy, settings.fleet.routing, settings.scheduler)
-    world = World(scheduler, plans, settings.world, on_decision)
+    learner = None
+    if settings.partition is not None and learns_queues(settings.policy):
+        learner = settings.partition.learner()
+    world = World(scheduler, plans, settings.world, on_decision, learner)
     if settings.noise.relative_error:
         world.scheduler.estimator = _misjudging(settings, scheduler, requests)
-    return world.run(requests)
+    return world.run(requests), tuple(world.partitions)
 
 
 def _misjudging(

@@ -2,7 +2,7 @@
 
 What travels takes `control_latency_s`: a grant to its engine, and an engine's news to the scheduler. Reports
 are made every `report_interval_s` and travel as well. Requests themselves reach the scheduler when they
-arrive.
+arrive; a learner, if there is one, sees each that was admitted and answers at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,9 @@ from serve_app.request import Request, Usage
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.commands import Command, Conclude, Dispatch
+from serve_app.scheduling.partition import Partition
+from serve_app.scheduling.policies.inputs import prompt_tokens
+from serve_app.simulation.partitions import PartitionLearner
 from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
 from serve_app.simulation.timeline import Rank, Timeline
 
@@ -69,22 +72,27 @@ class World:
     Attributes:
         records: one per concluded request, in the order of conclusion.
         on_decision: called with every decision; None keeps no log, which is faster.
+        learner: of length queues; None leaves the policy those that it begins with.
+        partitions: every partition that was put in force, with its time.
     """
 
     scheduler_settings: SchedulerSettings
     plans: Sequence[ReplicaPlan]
     settings: WorldSettings = field(default_factory=WorldSettings)
     on_decision: Callable[[Decision], None] | None = None
+    learner: PartitionLearner | None = None
     timeline: Timeline = field(init=False, default_factory=Timeline)
     scheduler: Scheduler = field(init=False)
     replicas: dict[str, SimulatedReplica] = field(init=False, default_factory=dict)
     records: list[RequestRecord] = field(init=False, default_factory=list)
+    partitions: list[tuple[float, Partition]] = field(init=False, default_factory=list)
     _live: dict[str, SimulatedRequest] = field(init=False, default_factory=dict)
     _to_come: int = field(init=False, default=0)
     _wake_at: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.scheduler_settings)
+        self._partition_due()
         for number, plan in enumerate(self.plans):
             replica = SimulatedReplica(plan, self.timeline, self._step_ended)
             self.replicas[plan.replica_id] = replica
@@ -141,6 +149,17 @@ class World:
         self._to_come -= 1
         self._live[simulated.request.request_id] = simulated
         self._feed(ev.Arrived(simulated.request))
+        if self.learner is not None:
+            entry = self.scheduler.entry(simulated.request.request_id)
+            if entry is not None:
+                self.learner.observe(prompt_tokens(entry))
+            self._partition_due()
+
+    def _partition_due(self) -> None:
+        partition = self.learner.due(self.timeline.now) if self.learner is not None else None
+        if partition is not None:
+            self.partitions.append((self.timeline.now, partition))
+            self._feed(ev.PartitionChanged(partition))
 
     def _dispatch(self, command: Dispatch) -> None:
         simulated = self._live[command.request_id]

@@ -1,0 +1,129 @@
+"""Where do the length queues of a run come from? Learned while it goes on, read from a file, or the prior.
+
+The learner itself is made elsewhere (`serve_app.tuning.strategic`); here is what the simulated world asks
+of one.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from serve_app.errors import SettingsError
+from serve_app.scheduling.partition import LengthInterval, Partition
+
+LEARNED = "learned"
+PRIOR = "prior"
+
+
+class PartitionLearner(Protocol):
+    """Sees the prompts that arrive, and now and then asks for other queues."""
+
+    def observe(self, prompt_tokens: int) -> None:
+        """A prompt has arrived, of this length as the scheduler estimates it."""
+        ...
+
+    def due(self, now: float) -> Partition | None:
+        """The partition to put in force now; None when the present one stays."""
+        ...
+
+
+class PartitionSource(Protocol):
+    """A value that makes a learner for each run; it travels to other processes and into results."""
+
+    def learner(self) -> PartitionLearner:
+        """A new one, that has seen nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPartition:
+    """One partition from the beginning to the end."""
+
+    partition: Partition
+
+    def learner(self) -> PartitionLearner:
+        """One that has nothing to learn."""
+        return _Given(self.partition)
+
+
+@dataclass(slots=True)
+class _Given:
+    partition: Partition | None
+
+    def observe(self, prompt_tokens: int) -> None:
+        """Is not interested."""
+
+    def due(self, now: float) -> Partition | None:  # noqa: ARG002 - at once, whenever that is
+        """The partition, once."""
+        given, self.partition = self.partition, None
+        return given
+
+
+def partition_source(text: str, learned: PartitionSource) -> PartitionSource | None:
+    """What `--partition` means: `learned`, `prior` (None) or a file.
+
+    Raises:
+        SettingsError: it is a file and holds no partition.
+    """
+    if text == LEARNED:
+        return learned
+    return None if text == PRIOR else FixedPartition(read_partition(Path(text)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """An interval as a file has it."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    min: int
+    max: int
+    mean: float
+    count: int = field(default=1)
+
+
+_ROWS = TypeAdapter(list[_Row])
+
+
+def read_partition(path: Path) -> Partition:
+    """Read a YAML list of `{min, max, mean, count}`, in tokens, the shortest lengths first.
+
+    Raises:
+        SettingsError: the file cannot be read, or its intervals are none.
+    """
+    try:
+        rows = _ROWS.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return Partition(
+            tuple(
+                LengthInterval(min_tokens=row.min, max_tokens=row.max, mean_tokens=row.mean, count=row.count)
+                for row in rows
+            )
+        )
+    except (OSError, yaml.YAMLError, ValidationError, ValueError) as error:
+        raise SettingsError(
+            f"{path} is no partition: {error}; write {LEARNED}, {PRIOR} or a file with a list of "
+            "{min, max, mean, count}"
+        ) from error
+
+
+def write_partition(path: Path, partition: Partition) -> None:
+    """Write what `read_partition` reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = partition_as_json(partition)
+    path.write_text(yaml.safe_dump(rows, sort_keys=False, default_flow_style=None), encoding="utf-8")
+
+
+def partition_as_json(partition: Partition) -> list[dict[str, Any]]:
+    """The intervals in plain values, named as in a file."""
+    return [
+        {
+            "min": queue.min_tokens,
+            "max": queue.max_tokens,
+            "mean": queue.mean_tokens,
+            "count": queue.count,
+        }
+        for queue in partition.intervals
+    ]
