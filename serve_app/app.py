@@ -2,7 +2,8 @@
 
     serve run configs/local.yaml        import_path: serve_app.app:build_app, args: see `AppSettings`
 
-For each model one scheduler and one deployment per pool; for all of them the gateways, which are the ingress.
+For each model one scheduler, one deployment per pool, and a tuner where there is something to learn; for all
+of them the gateways, which are the ingress.
 Nothing random or timed goes into a deployment's arguments: deploying the same settings again changes nothing.
 """
 
@@ -19,6 +20,7 @@ from serve_app.serving.gateway_deployment import GatewayDeployment
 from serve_app.serving.pool_deployment import PoolDeployment, PoolDeploymentSettings
 from serve_app.serving.scheduler_actor import SCHEDULER_DEPLOYMENT_OPTIONS, SchedulerActorSettings
 from serve_app.serving.scheduler_deployment import SchedulerDeployment
+from serve_app.serving.tuner_deployment import TUNER_DEPLOYMENT_OPTIONS, TunerDeployment
 from serve_app.settings import AppSettings, ModelSettings, PoolSettings
 
 # After its last answer a replica has to end its server and its engine, before Ray ends the process.
@@ -41,6 +43,7 @@ def build_app(settings: AppSettings) -> Application:
         for model in settings.models
         for name, pool in zip(_pool_names(model), model.pools, strict=True)
     }
+    tuners = [_tuner(model, schedulers[model.name]) for model in settings.models if model.is_tuned]
     names = {name: model.name for model in settings.models for name in (model.name, *model.aliases)}
     deployment = serve.deployment(
         name="gateway",
@@ -49,8 +52,9 @@ def build_app(settings: AppSettings) -> Application:
         graceful_shutdown_timeout_s=settings.gateways.drain_timeout_s,
         ray_actor_options={"num_cpus": settings.gateways.num_cpus},
     )(serve.ingress()(GatewayDeployment))
-    # The pools are bound to it so that they belong to the application; their requests go over other roads.
-    return deployment.bind(settings.gateway, settings.channel, schedulers, names, list(pools.values()))
+    # Bound to it so that they belong to the application; what they have to say goes over other roads.
+    others = [*pools.values(), *tuners]
+    return deployment.bind(settings.gateway, settings.channel, schedulers, names, others)
 
 
 def _scheduler(model: ModelSettings, channel: ChannelSettings) -> Application:
@@ -64,6 +68,16 @@ def _scheduler(model: ModelSettings, channel: ChannelSettings) -> Application:
         **SCHEDULER_DEPLOYMENT_OPTIONS,
     )(SchedulerDeployment)
     return deployment.bind(actor)
+
+
+def _tuner(model: ModelSettings, scheduler: Application) -> Application:
+    deployment = serve.deployment(
+        name=_deployment_name("tuner", model.name),
+        # A tenth of a second of work now and then.
+        ray_actor_options={"num_cpus": 0.1},
+        **TUNER_DEPLOYMENT_OPTIONS,
+    )(TunerDeployment)
+    return deployment.bind(model.name, model.tuner, scheduler)
 
 
 def _pool(name: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Application) -> Application:
@@ -121,7 +135,9 @@ def _deployment_name(kind: str, model: str) -> str:
 
 
 def _refuse_shared_names(settings: AppSettings) -> None:
-    names = [_deployment_name("scheduler", model.name) for model in settings.models]
+    names = [
+        _deployment_name(kind, model.name) for model in settings.models for kind in ("scheduler", "tuner")
+    ]
     names += [name for model in settings.models for name in _pool_names(model)]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise SettingsError(

@@ -19,12 +19,14 @@ from serve_app.engines.profiles import load_profile
 from serve_app.engines.remote import RemoteEngineSettings
 from serve_app.engines.vllm import VllmEngineSettings
 from serve_app.errors import SettingsError
+from serve_app.scheduling.policies import learns_queues
 from serve_app.scheduling.settings import SchedulerSettings
 from serve_app.serving.autoscaling import AutoscalingSettings
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.decision_log import DecisionLogSettings
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.replica_server import ReplicaServerSettings
+from serve_app.serving.tuner_actor import TunerSettings
 from serve_app.settings_errors import settings_error
 from serve_app.settings_inheritance import with_inherited_keys
 
@@ -152,6 +154,7 @@ class ModelSettings:
     Attributes:
         pools: one or two, the one with the shorter context first.
         scheduler: everything but the names, which come from here.
+        tuner: what is learned for the scheduler while it runs.
         decision_log: record what the scheduler decides, for replays; costs a tenth of its speed.
     """
 
@@ -161,7 +164,14 @@ class ModelSettings:
     aliases: tuple[str, ...] = ()
     pools: tuple[PoolSettings, ...]
     scheduler: Annotated[SchedulerSettings, Located]
+    tuner: Annotated[TunerSettings, Located] = field(default_factory=TunerSettings)
     decision_log: Annotated[DecisionLogSettings, Located] | None = None
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether a tuner runs beside the scheduler."""
+        mode = self.tuner.mode
+        return learns_queues(self.scheduler.policy) if mode == "auto" else mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,18 @@ def test_every_model_has_a_scheduler_and_its_pools_and_all_share_the_gateways() 
     }
 
 
+def test_a_model_whose_policy_learns_queues_has_a_tuner() -> None:
+    def names(**changes: Any) -> set[str]:
+        return set(deployments(build_app(settings({"name": "demo", "pools": [emulated("long")], **changes}))))
+
+    plain = {"gateway", "scheduler-demo", "long-demo"}
+    tuned = plain | {"tuner-demo"}
+    assert names(scheduler={"policy": "ewsjf"}) == tuned
+    assert names(scheduler={"policy": "ewsjf"}, tuner={"mode": False}) == plain
+    assert names(tuner={"mode": "on"}) == tuned
+    assert names(scheduler={"policy": "sjf"}) == plain
+
+
 def test_a_scheduler_is_never_scaled() -> None:
     assert deployments(build_app(settings()))["scheduler-demo"].num_replicas == 1
 

@@ -49,6 +49,17 @@ def test_a_component_is_told_what_the_model_says_once() -> None:
     assert engine.served_model_names == ("demo", "gpt")
 
 
+def test_the_tuner_is_set_in_the_words_of_yaml() -> None:
+    block = yaml.safe_load(
+        "{mode: off, pull_interval_s: 2, strategic: {interval_s: 60, drift: {min_shift: 0.2}}}"
+    )
+    tuner = parse(model(tuner=block)).models[0].tuner
+    assert tuner.mode is False
+    assert (tuner.strategic.interval_s, tuner.strategic.drift.min_shift) == (60.0, 0.2)
+    assert "did you mean interval_s?" in refusal(model(tuner={"strategic": {"intervall_s": 60}}))
+    assert "interval_s must be a positive number" in refusal(model(tuner={"strategic": {"interval_s": 0}}))
+
+
 def test_a_token_budget_that_nobody_chose_fits_the_first_pool() -> None:
     assert parse().models[0].scheduler.routing.b_short_tokens == 2_048
     chosen = parse(model(scheduler={"routing": {"b_short_tokens": 1_000}}))

@@ -28,7 +28,7 @@ class GatewayDeployment:
         channel: how it keeps in touch with the schedulers.
         schedulers: the handle of each model's scheduler, by the model's name.
         names: the model that each name belongs to, aliases included.
-        pools: handles of the pools, which keep these in the same application.
+        others: handles of pools and tuners, which keep these in the same application.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
@@ -37,7 +37,7 @@ class GatewayDeployment:
         channel: ChannelSettings,
         schedulers: Mapping[str, DeploymentHandle[Any]],
         names: Mapping[str, str],
-        pools: Sequence[DeploymentHandle[Any]],  # noqa: ARG002 - binds the pools to the application
+        others: Sequence[DeploymentHandle[Any]],  # noqa: ARG002 - binds them to the application
     ) -> None:
         gateway_id = serve.get_replica_context().replica_id.unique_id
         self._clients = {

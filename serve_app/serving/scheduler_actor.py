@@ -22,6 +22,7 @@ from serve_app.serving.channel.messages import Endpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.decision_log import DecisionLogSettings
 from serve_app.serving.incarnation import ClaimStore, GcsClaimStore, Incarnations
+from serve_app.serving.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.scheduler_shell import SchedulerShell, ShellParts
 
 logger = logging.getLogger("ray.serve")
@@ -118,6 +119,20 @@ class SchedulerActor:
     async def exposition(self) -> str:
         """Return the metrics in the Prometheus text format."""
         return (await self._current()).exposition()
+
+    async def observed(self) -> Observed:
+        """The lengths of the prompts that arrived since the last call, for the tuner."""
+        return (await self._current()).observed()
+
+    async def put_in_force(self, update: PartitionUpdate) -> None:
+        """Go on with these learned queues.
+
+        Raises:
+            ChannelError: this one does not schedule any more.
+        """
+        shell = await self._current()
+        # What the grants of this moment start must outlive this call.
+        contextvars.Context().run(shell.put_in_force, update)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Go on with other settings, as a new incarnation; the gateways bring their requests along.

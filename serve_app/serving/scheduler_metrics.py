@@ -28,6 +28,8 @@ class Standing:
     replicas: Mapping[str, tuple[ReplicaSpec, ReplicaReport | None]]
     stale: int
     gateways: int
+    learned_queues: int = 0
+    partition_age_s: float | None = None
 
 
 class SchedulerMetrics:
@@ -52,6 +54,10 @@ class SchedulerMetrics:
         self._engine_waiting = gauge("ewsjf_replica_waiting", text, *replica)
         self._stale = gauge("ewsjf_replicas_stale", "Replicas without a fresh report.")
         self._gateways = gauge("ewsjf_gateways_connected", "Gateways connected.")
+        text = "Learned length queues in force; 0 while the policy has those that it began with."
+        self._learned_queues = gauge("ewsjf_length_queues", text)
+        text = "Time since the length queues in force were learned."
+        self._partition_age = gauge("ewsjf_partition_age_seconds", text)
 
     def _make_counters(self) -> None:
         counter = self._counter
@@ -69,6 +75,8 @@ class SchedulerMetrics:
         text = "Requests that reached their outcome."
         self._concluded = counter("ewsjf_requests_concluded", text, "class", "outcome")
         self._stale_reports = counter("ewsjf_stale_reports", "Times a replica's report went stale.")
+        text = "Times that learned length queues were put in force."
+        self._partition_changes = counter("ewsjf_partition_changes", text, "reason")
         self._errors = counter("ewsjf_scheduler_errors", "Events that the core could not handle.")
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
@@ -97,6 +105,10 @@ class SchedulerMetrics:
         """A replica has not reported for too long."""
         self._stale_reports.labels(self._model).inc()
 
+    def partition_changed(self, reason: str) -> None:
+        """Learned queues were put in force."""
+        self._partition_changes.labels(self._model, reason).inc()
+
     def core_failed(self) -> None:
         """The core raised."""
         self._errors.labels(self._model).inc()
@@ -107,6 +119,9 @@ class SchedulerMetrics:
             self._waiting.labels(self._model, priority.value).set(standing.waiting.get(priority, 0))
         self._stale.labels(self._model).set(standing.stale)
         self._gateways.labels(self._model).set(standing.gateways)
+        self._learned_queues.labels(self._model).set(standing.learned_queues)
+        if standing.partition_age_s is not None:
+            self._partition_age.labels(self._model).set(standing.partition_age_s)
         for gauge in (self._running, self._kv, self._engine_waiting):
             gauge.clear()  # replicas that left leave the metrics, too
         for replica_id, (spec, report) in standing.replicas.items():

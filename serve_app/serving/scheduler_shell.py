@@ -21,13 +21,15 @@ from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
-from serve_app.scheduling.events import DispatchFailed, Event, ReplicaLost, Woke
+from serve_app.scheduling.events import Arrived, DispatchFailed, Event, PartitionChanged, ReplicaLost, Woke
+from serve_app.scheduling.policies.inputs import prompt_tokens
 from serve_app.serving.channel.gateway_desk import GatewayDesk
 from serve_app.serving.channel.messages import Endpoint
 from serve_app.serving.channel.replica_desk import ReplicaDesk
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.decision_log import DecisionLog, DecisionLogSettings
+from serve_app.serving.learned_queues import LearnedQueues, Observed, PartitionUpdate
 from serve_app.serving.scheduler_metrics import SchedulerMetrics, Standing
 
 logger = logging.getLogger("ray.serve")
@@ -80,6 +82,7 @@ class SchedulerShell:
         self._alarm_at = math.inf
         self._watch: asyncio.Task[None] | None = None
         self._stale: set[str] = set()
+        self._queues = LearnedQueues()
         self._log = self._open_log()
 
     def __repr__(self) -> str:
@@ -128,6 +131,35 @@ class SchedulerShell:
             raise ChannelError(f"this scheduler does not schedule: {self.ended or 'it has not been started'}")
         return self._endpoint
 
+    def observed(self) -> Observed:
+        """The lengths of the prompts admitted since the last call, for the tuner."""
+        return Observed(incarnation=self._parts.incarnation, lengths=self._queues.take())
+
+    def put_in_force(self, update: PartitionUpdate) -> None:
+        """Go on with these learned queues; whoever waits is queued anew.
+
+        Raises:
+            ChannelError: this scheduler schedules no more.
+        """
+        self.feed(PartitionChanged(update.partition))
+        if self.ended:
+            raise ChannelError(f"this scheduler does not schedule: {self.ended}")
+        self._queues.changed(update, self.now())
+        self._metrics.partition_changed(update.reason)
+        logger.info(
+            "event=partition_changed model=%s incarnation=%d reason=%s queues=%d shortest=%d longest=%d "
+            "lengths=%d distance=%.3f age_s=%.0f",
+            self._settings.model,
+            self._parts.incarnation,
+            update.reason,
+            len(update.partition),
+            update.partition.intervals[0].min_tokens,
+            update.partition.intervals[-1].max_tokens,
+            update.lengths,
+            update.distance,
+            update.age_s,
+        )
+
     def status(self) -> dict[str, Any]:
         """How things stand, for people."""
         in_flight = self._gateways.book.in_flight()
@@ -136,6 +168,7 @@ class SchedulerShell:
             "incarnation": self._parts.incarnation,
             "ended": self.ended,
             "gateways": self._gateways.connected,
+            "queues": {"learned": len(self._queues), "age_s": self._queues.age_s(self.now())},
             "waiting": {priority.value: n for priority, n in self._gateways.book.waiting().items()},
             "replicas": {
                 replica_id: {
@@ -186,6 +219,8 @@ class SchedulerShell:
                 replicas=self._replicas.reports(),
                 stale=len(self._stale),
                 gateways=self._gateways.connected,
+                learned_queues=len(self._queues),
+                partition_age_s=self._queues.age_s(self.now()),
             )
         )
 
@@ -194,7 +229,11 @@ class SchedulerShell:
     def _note(self, now: float, event: Event, commands: list[Command]) -> None:
         if self._log is not None:
             self._log.add(now, event, commands)
-        if isinstance(event, DispatchFailed):
+        if isinstance(event, Arrived):
+            entry = self.core.entry(event.request.request_id)
+            if entry is not None:
+                self._queues.arrived(prompt_tokens(entry))
+        elif isinstance(event, DispatchFailed):
             self._metrics.put_back(event)
         elif isinstance(event, ReplicaLost):
             self._stale.discard(event.replica_id)
