@@ -128,7 +128,7 @@ def _mark_changes(axes: Axes, times_s: Sequence[float]) -> None:
     for number, at_s in enumerate(times_s):
         axes.axvline(at_s, color="tab:green", lw=1, ls="--", label=None if number else "queues learned")
     if times_s:
-        axes.legend(loc="upper right", frameon=False, fontsize="small")
+        axes.legend(loc="lower right", frameon=False, fontsize="small")
 
 
 def _mark_arrivals_end(above: Axes, below: Axes, at_s: float) -> None:
