@@ -18,6 +18,9 @@ this way, within 2.6 % with the sum of both times.
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+# Chunks are whole 64s, as tiles of matrix products are.
+_CHUNK_STEP = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeModel:
@@ -88,6 +91,20 @@ class StepTimeModel:
         first_s = self.step_s(sequences=sequences, context_tokens=context_tokens)
         growth_s = sequences * self.decode_per_context_token_s
         return steps * first_s + growth_s * (steps * (steps - 1) // 2)
+
+    def chunk_tokens(self) -> int:
+        """The chunk of a long prefill that other sequences hardly feel: `long_prefill_token_threshold`.
+
+        As many prompt tokens as are computed while a decode step reads the weights, rounded down to whole
+        64s. Smaller chunks slow the prefill down and help nobody; larger ones lengthen everybody's step.
+
+        Returns:
+            Tokens, at least 64. 0, no limit, when a prefill costs nothing per token.
+        """
+        if not self.prefill_per_token_s:
+            return 0
+        free = self.decode_base_s / self.prefill_per_token_s
+        return max(_CHUNK_STEP, int(free) // _CHUNK_STEP * _CHUNK_STEP)
 
     def prefill_s(self, prompt_tokens: int, *, max_num_batched_tokens: int) -> float:
         """Seconds to prefill one prompt on an otherwise idle engine, in chunks of the token budget."""

@@ -9,8 +9,9 @@ Rules of the ledger:
 - A replica is *open* when it may take one more request. Open replicas stand in a heap, those with
   the most free tokens first, so the best is found in O(1) and kept in O(log replicas). A heap entry is valid
   only while its version is the replica's; everything that changes a replica's room gives it a new version.
-- There is such a heap for each number of long prefills in flight, because a replica may be open to short
-  requests and closed to long ones, and because short ones do better where no long prefill is under way.
+- There is such a heap for each pair of numbers of long and of longest prefills in flight (at most a handful),
+  because a replica may be open to short requests and closed to longer ones, and because short ones do better
+  where no long prefill is under way.
 - As the first of a heap has the most free tokens, no other replica fits a request that the first does not.
 
 "Free" counts the tokens that requests are *expected* to need, so the ledger balances load by work, not by
@@ -38,7 +39,7 @@ class ReplicaState:
         joined: it is connected; a lost replica stays until its last request has been released.
         shunned: it refused or broke a request; closed until its next report.
         unstarted: requests whose answer has not begun.
-        long_prefills: those of them whose prefill counts as long.
+        long_prefills: prefills of grade 1 or more that have not ended, and those of grade 2.
         dispatches: requests sent to it so far.
         unseen: requests sent that its last report cannot have counted.
     """
@@ -54,7 +55,7 @@ class ReplicaState:
     unstarted: int = 0
     unseen: int = 0
     held_tokens: int = 0
-    long_prefills: int = 0
+    long_prefills: tuple[int, int] = (0, 0)
     dispatches: int = 0
     report: ReplicaReport | None = None
     reported_at: float = 0.0
@@ -90,11 +91,11 @@ class Hold:
 
     Attributes:
         tokens: of the KV cache, as expected.
-        long_prefill: its prefill counts as long, and has not ended.
+        grade: of its prefill while that has not ended: 0 short, 1 long, 2 among the longest.
     """
 
     tokens: int
-    long_prefill: bool = False
+    grade: int = 0
 
 
 class ReplicaLedger:
@@ -113,7 +114,7 @@ class ReplicaLedger:
         self._report_limit_s = report_limit_s
         self._kv_fill_ratio = kv_fill_ratio
         self._replicas: dict[str, ReplicaState] = {}
-        self._open: dict[str, dict[int, _Heap]] = {}
+        self._open: dict[str, dict[tuple[int, int], _Heap]] = {}
         self._context_limits: dict[str, int] = {}
         # Replicas with a fresh report, the oldest report first; reports come in the order of time.
         self._fresh: OrderedDict[str, float] = OrderedDict()
@@ -193,18 +194,19 @@ class ReplicaLedger:
     # Requests
 
     def best(
-        self, pool: str, tokens: int, now: float, *, long_limit: int | None = None
+        self, pool: str, tokens: int, now: float, *, long_limits: tuple[int, ...] = ()
     ) -> ReplicaState | None:
         """The open replica of `pool` that suits best, few long prefills first, if `tokens` fit into any.
 
         Args:
             tokens: what the request will need; at most `context_limit(pool)`, so that an idle replica always
                 fits.
-            long_limit: only replicas with fewer long prefills in flight than this.
+            long_limits: only replicas with fewer prefills in flight than these, of grade 1 or more, of grade
+            2.
         """
         for long_prefills in sorted(self._open.get(pool, ())):
-            if long_limit is not None and long_prefills >= long_limit:
-                return None
+            if any(count >= limit for count, limit in zip(long_prefills, long_limits, strict=False)):
+                continue
             state = self._freest(pool, long_prefills, now)
             if state is not None and tokens <= state.free_tokens:
                 return state
@@ -233,7 +235,7 @@ class ReplicaLedger:
         state.in_flight += 1
         state.dispatches += not seen
         state.held_tokens += hold.tokens
-        state.long_prefills += hold.long_prefill
+        state.long_prefills = _moved(state.long_prefills, hold.grade, 1)
         state.unstarted += not started
         state.unseen += not seen
         self._refresh(state, now)
@@ -246,10 +248,10 @@ class ReplicaLedger:
         self._settle(state)
         self._refresh(state, now)
 
-    def end_long_prefill(self, replica_id: str, now: float) -> None:
+    def end_long_prefill(self, replica_id: str, grade: int, now: float) -> None:
         """One long prefill of this replica is over, as far as anybody knows."""
         state = self._replicas[replica_id]
-        state.long_prefills -= 1
+        state.long_prefills = _moved(state.long_prefills, grade, -1)
         self._refresh(state, now)
 
     def release(self, replica_id: str, hold: Hold, now: float, *, started: bool, ran: bool = True) -> None:
@@ -262,7 +264,7 @@ class ReplicaLedger:
         state = self._replicas[replica_id]
         state.in_flight -= 1
         state.held_tokens -= hold.tokens
-        state.long_prefills -= hold.long_prefill
+        state.long_prefills = _moved(state.long_prefills, hold.grade, -1)
         if not started:
             state.unstarted -= 1
             if ran:
@@ -316,7 +318,7 @@ class ReplicaLedger:
         # vLLM itself refuses to start unless one request of full length fits, so one always may be sent.
         return max(int(spec.kv_tokens * self._kv_fill_ratio), spec.max_model_len)
 
-    def _freest(self, pool: str, long_prefills: int, now: float) -> ReplicaState | None:
+    def _freest(self, pool: str, long_prefills: tuple[int, int], now: float) -> ReplicaState | None:
         heap = self._open[pool][long_prefills]
         while heap:
             _, _, version, state = heap[0]
@@ -372,3 +374,9 @@ class ReplicaLedger:
 
 def _unknown_spec(replica_id: str) -> ReplicaSpec:
     return ReplicaSpec(replica_id=replica_id, pool="", max_model_len=1, kv_tokens=1, max_num_seqs=1)
+
+
+def _moved(counts: tuple[int, int], grade: int, by: int) -> tuple[int, int]:
+    """The counts when one prefill of that grade begins or ends."""
+    long, longest = counts
+    return long + by * (grade >= 1), longest + by * (grade >= 2)

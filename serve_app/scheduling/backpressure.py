@@ -57,7 +57,7 @@ class BackpressureSettings:
         if replica.in_flight >= replica.spec.max_num_seqs + self.target_waiting:
             return False
         # A long prefill has its own limit, and stands in the engine's batch, not in its queue.
-        if replica.unstarted - replica.long_prefills < self.target_waiting:
+        if replica.unstarted - replica.long_prefills[0] < self.target_waiting:
             return True
         pace = self.lag_factor * replica.starts.per_s(now) * replica.report_gap_s
         return replica.reported_queue < max(self.target_waiting, math.ceil(pace))

@@ -25,7 +25,7 @@ class Entry:
         queued: it stands in the waiting room.
         replica_id: where it runs; None while it waits, and when it is over.
         hold: what its replica's ledger holds for it.
-        long: its prefill counts as long, by the boundary of when it was let in.
+        grade: of its prefill by the boundaries of when it was let in, see `isolation`.
         dispatched_at: when it was sent to that replica.
         dispatch_number: how many requests that replica had been sent then, this one included.
         prefilled_alone: no other prefill was under way on that replica when it was sent.
@@ -44,7 +44,7 @@ class Entry:
     queued: bool = False
     replica_id: str | None = None
     hold: Hold = NOTHING
-    long: bool = False
+    grade: int = 0
     dispatched_at: float = 0.0
     dispatch_number: int = 0
     prefilled_alone: bool = False

@@ -1,16 +1,21 @@
 """Prefill isolation: long prefills must not stack up inside one engine. Ours, not in the three sources.
 
 Question: may one more *long* prefill go to this replica now? While an engine mixes prefills, the order in
-which requests reach
-it moves little: every short prompt shares its iterations with whatever long ones are being computed. So at
-most `max_long_prefills` long prefills are in flight on a replica, from dispatch to first token, and the
-others wait here, where they can be passed. In the engine, `long_prefill_token_threshold` keeps the one that
-is there from filling whole iterations.
+which requests reach it moves little: every short prompt shares its iterations with whatever long ones are
+being computed. So at most `max_long_prefills` long prefills are in flight on a replica, from dispatch to
+first token, and the others wait here, where they can be passed. In the engine,
+`long_prefill_token_threshold` keeps those that are there from filling whole iterations; it belongs to the
+method (`StepTimeModel.chunk_tokens`).
 
-What counts as long is learned, since no constant fits all traffic: the boundary is the length below which the
-shorter prompts make up about `short_work_share` of all prefill work, moved into a gap of the lengths where
-there is one near. Those below may always pass; they can never delay each other by more than that share.
-Ageing: for every `relief_s` that the first of the long has waited, one more may be in flight.
+Prefills have grades. Grade 0, short, may always pass. Grade 1 is long. Grade 2 is the longest, of which only
+`max_longest_prefills` may be in flight, so that a prompt of medium length never waits until two huge ones are
+done: on a merge of Azure's two traces at load 0.9 (70B on H100) that takes the p99 of prompts up to 2,048
+tokens from 1.6 s to 1.2 s, for a mean of the longer ones of 14.0 s instead of 12.3 s.
+
+What counts as long is learned, since no constant fits all traffic: the first boundary is the length below
+which the shorter prompts make up about `short_work_share` of all prefill work, moved into a gap of the
+lengths where there is one near; above the second lies `longest_work_share` of it. Short prompts can never
+delay each other by more than their share.
 """
 
 import itertools
@@ -33,35 +38,45 @@ class IsolationSettings:
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
-    # Long prefills in flight per replica; 0 switches isolation off. One gives short requests the best time to
-    # first token when the scheduler hears of first tokens at once; with slower news, two keep the engine
-    # busy.
-    max_long_prefills: int = 1
+    # Long prefills in flight per replica, the longest among them; 0 switches isolation off. Two keep the
+    # engine busy when the scheduler hears of first tokens late, and let a medium prompt in beside a huge
+    # one. One gives short requests a tenth less time to first token, and long ones half as much again.
+    max_long_prefills: int = 2
+    # Of the longest alone. As many as `max_long_prefills` makes one grade of both.
+    max_longest_prefills: int = 1
     # Share of prefill work that counts as short. More isolates less.
     short_work_share: float = 0.25
-    # Where "long" begins until enough requests have been seen, in tokens.
+    # Share of prefill work that counts as longest. More reserves more for medium prompts.
+    longest_work_share: float = 0.5
+    # Where "long" and "longest" begin until enough requests have been seen, in tokens.
     prior_boundary_tokens: int = 1_024
-    # Requests after which the boundary is learned rather than prior.
+    prior_longest_tokens: int = 4_096
+    # Requests after which the boundaries are learned rather than prior.
     min_observations: int = 200
-    # One more long prefill may be in flight per this many seconds that the first of them has waited. At load
-    # 0.98 of the paper's mix (70B on H100), 30 s costs 1.1 % of throughput and a long mean of 4.0 s, 2 s
-    # costs 0.6 % and 1.8 s.
+    # As many more as ageing may let in, one per `relief_s` seconds that the first of its kind has waited. It
+    # shortens the longest waits below saturation (Azure at load 0.7: long p99 6.0 s with none, 4.3 s with
+    # one), but in overload everybody has waited, and it undoes the isolation for all: at load 1.1 of the
+    # paper's mix one costs nine tenths of the goodput. Off, therefore.
+    max_relief: int = 0
     relief_s: float = 2.0
-    # As many as relief may let in. In lasting overload every long request has waited, and without an end to
-    # relief they would all flood back in: at load 1.1, four give short requests a p99 of 2.2 s, two 1.4 s.
-    max_relieved: int = 2
     # Share of a length's weight that is left after 1,000 requests; forgets old traffic.
     keep_per_thousand: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.max_long_prefills < 0:
-            raise ValueError(f"max_long_prefills must be 0 (off) or more, got {self.max_long_prefills}")
-        for name in ("short_work_share", "keep_per_thousand"):
+        for name in ("max_long_prefills", "max_relief"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"isolation.{name} must be 0 (off) or more, got {getattr(self, name)}")
+        for name in ("short_work_share", "longest_work_share", "keep_per_thousand"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"isolation.{name} must be between 0 and 1, got {getattr(self, name)}")
-        for name in ("prior_boundary_tokens", "min_observations", "relief_s", "max_relieved"):
+        for name in ("max_longest_prefills", "min_observations", "relief_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"isolation.{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.prior_boundary_tokens <= self.prior_longest_tokens:
+            raise ValueError(
+                "isolation.prior_boundary_tokens must be positive and at most prior_longest_tokens, got "
+                f"{self.prior_boundary_tokens} and {self.prior_longest_tokens}"
+            )
 
 
 class PrefillIsolation:
@@ -77,6 +92,7 @@ class PrefillIsolation:
         self._work: dict[int, float] = {}
         self._observed = 0
         self.boundary_tokens = float(settings.prior_boundary_tokens)
+        self.longest_boundary_tokens = float(settings.prior_longest_tokens)
 
     @property
     def is_on(self) -> bool:
@@ -91,15 +107,23 @@ class PrefillIsolation:
         if self._observed % _RELEARN_EVERY == 0:
             self._learn()
 
-    def is_long(self, prompt_tokens: int) -> bool:
-        """Whether a prefill of this length is limited."""
-        return self.is_on and prompt_tokens > self.boundary_tokens
+    def grade(self, prompt_tokens: int) -> int:
+        """How far a prefill of this length is limited: 0 not at all, 1 as long, 2 as one of the longest."""
+        if not self.is_on or prompt_tokens <= self.boundary_tokens:
+            return 0
+        return 1 if prompt_tokens <= self.longest_boundary_tokens else 2
 
-    def limit(self, waited_s: float) -> int:
-        """Long prefills that may be in flight on one replica when the first that waits has waited so long."""
+    def limits(self, grade: int, waited_s: float) -> tuple[int, ...]:
+        """How many prefills may be in flight on a replica that gets one more, by grade from 1 up.
+
+        Args:
+            waited_s: how long this one, the first of its kind, has waited.
+        """
+        if grade == 0:
+            return ()
         settings = self._settings
-        relieved = settings.max_long_prefills + int(waited_s / settings.relief_s)
-        return min(relieved, max(settings.max_long_prefills, settings.max_relieved))
+        relief = min(settings.max_relief, int(waited_s / settings.relief_s))
+        return (settings.max_long_prefills + relief, settings.max_longest_prefills + relief)[:grade]
 
     def _learn(self) -> None:
         settings = self._settings
@@ -108,6 +132,7 @@ class PrefillIsolation:
         if self._observed < settings.min_observations:
             return
         self.boundary_tokens = 2 ** (self._boundary_bucket() / _BUCKETS_PER_OCTAVE)
+        self.longest_boundary_tokens = 2 ** (self._longest_bucket() / _BUCKETS_PER_OCTAVE)
 
     def _boundary_bucket(self) -> float:
         """Where the work below comes to its share; in the middle of the widest gap near by."""
@@ -125,5 +150,17 @@ class PrefillIsolation:
             return middle
         return crossing if crossing is not None else float(buckets[-1])
 
+    def _longest_bucket(self) -> float:
+        """Above it lies at most the share of the longest; nothing, where nearly all have one length."""
+        wanted = self._settings.longest_work_share * sum(self._work.values())
+        above = 0.0
+        for bucket in sorted(self._work, reverse=True):
+            above += self._work[bucket]
+            if above > wanted:
+                return float(bucket + 1)
+        return 0.0
+
     def __repr__(self) -> str:
-        return f"<PrefillIsolation {'on' if self.is_on else 'off'} long > {self.boundary_tokens:.0f} tokens>"
+        longest = self.longest_boundary_tokens
+        boundaries = f"long > {self.boundary_tokens:.0f}, longest > {longest:.0f} tokens"
+        return f"<PrefillIsolation {'on' if self.is_on else 'off'} {boundaries}>"

@@ -24,7 +24,7 @@ class PrefillWatch:
 
     def sent(self, entry: Entry, now: float) -> None:
         """A request has just been dispatched."""
-        if entry.hold.long_prefill and not entry.request.streamed:
+        if entry.hold.grade and not entry.request.streamed:
             cost_s = self._cost.seconds(entry.estimate.expected_prompt_tokens)
             self._guesses.append((now + _PATIENCE * cost_s, entry, entry.dispatch_number))
             self._guesses.sort(key=lambda guess: guess[0])
@@ -49,6 +49,6 @@ class PrefillWatch:
         return self._guesses[0][0] if self._guesses else None
 
     def _end(self, entry: Entry, now: float) -> None:
-        if entry.hold.long_prefill and entry.replica_id is not None:
-            entry.hold = Hold(entry.hold.tokens)
-            self._ledger.end_long_prefill(entry.replica_id, now)
+        if entry.hold.grade and entry.replica_id is not None:
+            grade, entry.hold = entry.hold.grade, Hold(entry.hold.tokens)
+            self._ledger.end_long_prefill(entry.replica_id, grade, now)

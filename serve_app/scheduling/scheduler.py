@@ -167,7 +167,7 @@ class Scheduler:
         self._sequence += 1
         entry = Entry(request, estimate, self._sequence, pools, expires_at=request.expires_at)
         self.isolation.observe(estimate.expected_prompt_tokens)
-        entry.long = self.isolation.is_long(estimate.expected_prompt_tokens)
+        entry.grade = self.isolation.grade(estimate.expected_prompt_tokens)
         # It was dispatched by a scheduler before this one, and came back to its gateway meanwhile.
         entry.returned = request.attempts > 0
         entry.attempts = min(request.attempts, self.settings.max_attempts - 1)
@@ -332,10 +332,10 @@ class Scheduler:
             self._promotion.put_first(heads, now)
         for head in heads:
             tokens = min(head.estimate.expected_tokens, limit)
-            long_limit = self.isolation.limit(now - head.request.arrived_at) if head.long else None
-            replica = self.ledger.best(pool, tokens, now, long_limit=long_limit)
+            long_limits = self.isolation.limits(head.grade, now - head.request.arrived_at)
+            replica = self.ledger.best(pool, tokens, now, long_limits=long_limits)
             if replica is not None:
-                return head, replica, Hold(tokens, long_prefill=head.long)
+                return head, replica, Hold(tokens, head.grade)
         return None
 
     def _send(self, entry: Entry, replica: ReplicaState, hold: Hold, now: float) -> None:

@@ -16,7 +16,7 @@ from serve_app.scheduling.policies.protocol import OrderingPolicy
 
 # Came back or not, the policy's key, order of arrival, and a number that no other stay in a lane has.
 _Key = tuple[int, float, int, int]
-_LaneName = tuple[str, tuple[str, ...], bool]
+_LaneName = tuple[str, tuple[str, ...], int]
 
 
 class _Lane:
@@ -68,7 +68,7 @@ class WaitingRoom:
     def add(self, entry: Entry) -> None:
         """Queue a request; one that came back from a replica goes to the front."""
         entry.length_queue = self._policy.queue_of(entry)
-        name = (entry.length_queue, entry.pools, entry.long)
+        name = (entry.length_queue, entry.pools, entry.grade)
         lane = self._lanes.get(name)
         if lane is None:
             lane = self._lanes[name] = _Lane(name)

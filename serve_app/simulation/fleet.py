@@ -1,7 +1,7 @@
 """Which replicas are simulated? A profile, how many of it in each pool, and what is changed in its engine."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from serve_app.engines.emulation.settings import EngineModelSettings
@@ -17,7 +17,11 @@ ONE_POOL = "all"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChanges:
-    """What is changed in the profile's engine, named as in `EngineModelSettings`; None changes nothing."""
+    """What is changed in the profile's engine, named as in `EngineModelSettings`; None changes nothing.
+
+    But for the chunk limit of long prefills: under a policy that isolates them, None is the profile's own
+    (`StepTimeModel.chunk_tokens`), which belongs to the method; 0 is no limit.
+    """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
@@ -66,14 +70,20 @@ class FleetSettings:
         """GPUs under the whole fleet."""
         return sum(self.replicas.values()) * load_profile(self.profile).gpus
 
-    def plans(self) -> list[ReplicaPlan]:
+    def plans(self, *, isolated: bool = False) -> list[ReplicaPlan]:
         """One plan for each replica, pool by pool.
+
+        Args:
+            isolated: long prefills are kept apart, so the engine's chunk limit is set unless it is given.
 
         Raises:
             SettingsError: there is no such profile.
             ValueError: the changed engine contradicts itself.
         """
         step_time = load_profile(self.profile).step_time
+        if isolated and self.engine.long_prefill_token_threshold is None:
+            chunked = replace(self.engine, long_prefill_token_threshold=step_time.chunk_tokens())
+            return replace(self, engine=chunked).plans()
         return [
             ReplicaPlan(replica_id=f"{pool}-{number}", pool=pool, engine=engine, step_time=step_time)
             for pool, count in self.replicas.items()

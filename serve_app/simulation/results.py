@@ -78,7 +78,7 @@ def settings_as_json(result: RunResult) -> dict[str, Any]:
     plain["disclosure"]["queue_timeout_s"] = None if timeout_s == float("inf") else timeout_s
     plain["engines"] = [
         {"replica": plan.replica_id, "pool": plan.pool, **asdict(plan.engine), **asdict(plan.step_time)}
-        for plan in settings.fleet.plans()
+        for plan in settings.fleet.plans(isolated=settings.isolates)
     ]
     return plain
 

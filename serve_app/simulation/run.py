@@ -16,7 +16,7 @@ from serve_app.metrics.slo import Slo
 from serve_app.metrics.summary import SHORT_AT_TOKENS, Summary, SummaryRules, summarise
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.partition import Partition
-from serve_app.scheduling.policies import POLICIES, learns_queues
+from serve_app.scheduling.policies import POLICIES, learns_queues, make_policy
 from serve_app.simulation.direct import Balance, DirectWorld
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.misjudgement import LengthNoise, MisjudgingEstimator
@@ -98,6 +98,11 @@ class RunSettings:
             raise ValueError(f"warm_up_ratio must be at least 0 and below 1, got {self.warm_up_ratio}")
 
     @property
+    def isolates(self) -> bool:
+        """Whether the policy keeps long prefills apart, so that engines get a chunk limit for them."""
+        return self.policy != DIRECT and make_policy(self.policy).isolates
+
+    @property
     def name(self) -> str:
         """What the policy goes by in results."""
         return self.label or self.policy
@@ -170,7 +175,7 @@ def fitted_trace(settings: RunSettings) -> FittedTrace:
 def _play(
     settings: RunSettings, workload: FittedTrace, on_decision: Callable[[Decision], None] | None
 ) -> tuple[list[RequestRecord], tuple[tuple[float, Partition], ...]]:
-    plans = settings.fleet.plans()
+    plans = settings.fleet.plans(isolated=settings.isolates)
     disclosure = settings.disclosure
     if settings.policy == ORACLE:
         disclosure = replace(disclosure, output_known=True)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +54,14 @@ def test_a_run_of_decode_steps_takes_as_long_as_its_steps(steps: int, sequences:
         MODEL.step_s(sequences=sequences, context_tokens=context + step * sequences) for step in range(steps)
     )
     assert MODEL.decode_run_s(steps, sequences=sequences, context_tokens=context) == pytest.approx(one_by_one)
+
+
+def test_a_chunk_is_what_is_computed_while_a_decode_step_reads_the_weights() -> None:
+    # 10 ms at 0.1 ms per token: 100, of which one whole 64.
+    assert MODEL.chunk_tokens() == 64
+    assert replace(MODEL, prefill_per_token_s=2e-5).chunk_tokens() == 448
+    assert replace(MODEL, prefill_per_token_s=1e-2).chunk_tokens() == 64
+    assert replace(MODEL, prefill_per_token_s=0.0).chunk_tokens() == 0
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_of_the_budget() -> None:

@@ -31,7 +31,14 @@ SPECS = {
     "l1": spec("l1", "long", max_model_len=4_000, kv_tokens=6_000, max_num_seqs=3),
 }
 ROUTING = RoutingSettings(b_short_tokens=1_000)
-ISOLATION = IsolationSettings(max_long_prefills=1, prior_boundary_tokens=350, relief_s=2.0, max_relieved=2)
+ISOLATION = IsolationSettings(
+    max_long_prefills=2,
+    max_longest_prefills=1,
+    prior_boundary_tokens=350,
+    prior_longest_tokens=600,
+    relief_s=2.0,
+    max_relief=1,
+)
 steps_of_time = st.sampled_from([0.0, 0.0, 0.0, 0.1, 0.5, 3.0])
 
 
@@ -295,14 +302,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert state.unstarted == len([r for r in running if r not in self.started])
             assert 0 <= state.unseen <= state.unstarted
             entries = [self.scheduler.entry(request_id) for request_id in running]
-            assert state.long_prefills == len([e for e in entries if e and e.hold.long_prefill])
+            grades = [entry.hold.grade for entry in entries if entry]
+            assert state.long_prefills == (sum(grade >= 1 for grade in grades), grades.count(2))
             for request_id, entry in zip(running, entries, strict=True):
                 assert entry is not None
                 # A streamed request holds its long prefill exactly until its first token.
-                kept = entry.long and request_id not in self.started and entry.dispatch_number > 0
-                assert entry.hold.long_prefill <= kept
+                kept = entry.grade if request_id not in self.started else 0
+                assert entry.hold.grade in {0, kept}
                 if entry.request.streamed and request_id in self.sent:
-                    assert entry.hold.long_prefill is (entry.long and request_id not in self.started)
+                    assert entry.hold.grade == kept
         assert not held
 
     @invariant()
@@ -310,9 +318,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """No head of a lane waits while a replica that could take it has room. Those behind it wait by the
         order's rule.
         """
-        lanes: dict[tuple[str, tuple[str, ...], bool], list[Entry]] = {}
+        lanes: dict[tuple[str, tuple[str, ...], int], list[Entry]] = {}
         for entry in self.scheduler.room:
-            lanes.setdefault((entry.length_queue, entry.pools, entry.long), []).append(entry)
+            lanes.setdefault((entry.length_queue, entry.pools, entry.grade), []).append(entry)
         for (_, pools, _), entries in lanes.items():
             head = min(entries, key=lambda e: (not e.returned, e.request.arrived_at, e.sequence))
             for replica_id, books in self.replicas.items():
@@ -328,16 +336,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(running) >= books.spec.max_num_seqs + TARGET:
             return False
         unstarted = [request_id for request_id in running if request_id not in self.started]
-        if len(unstarted) - state.long_prefills >= TARGET and state.reported_queue >= TARGET:
+        if len(unstarted) - state.long_prefills[0] >= TARGET and state.reported_queue >= TARGET:
             return False
         context = self.context_limit(books.spec.pool)
         assert context is not None
         held = sum(self.held(request_id) for request_id in running)
-        relieved = ISOLATION.max_long_prefills + int(
-            (self.now - head.request.arrived_at) / ISOLATION.relief_s
-        )
-        if head.long and state.long_prefills >= min(relieved, ISOLATION.max_relieved):
-            return False
+        relief = min(ISOLATION.max_relief, int((self.now - head.request.arrived_at) / ISOLATION.relief_s))
+        limits = (ISOLATION.max_long_prefills, ISOLATION.max_longest_prefills)
+        for count, limit in zip(state.long_prefills, limits[: head.grade], strict=False):
+            if count >= limit + relief:
+                return False
         return min(head.estimate.expected_tokens, context) <= books.spec.kv_tokens - held
 
     def held(self, request_id: str) -> int:

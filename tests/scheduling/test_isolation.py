@@ -10,7 +10,7 @@ from tests.builders import World, dispatched
 
 
 def world(**changes: object) -> World:
-    isolation = IsolationSettings(**{"prior_boundary_tokens": 300, "relief_s": 10.0, **changes})  # type: ignore[arg-type]
+    isolation = IsolationSettings(**{"prior_boundary_tokens": 300, "max_long_prefills": 1, **changes})  # type: ignore[arg-type]
     made = World(policy="fcfs-isolated", isolation=isolation, routing=RoutingSettings(pools=("only",)))
     made.join("r1", "only", kv_tokens=20_000)
     return made
@@ -43,7 +43,7 @@ def test_long_prefills_spread_over_replicas() -> None:
 
 
 def test_the_long_are_relieved_when_the_first_has_waited() -> None:
-    made = world()
+    made = world(relief_s=10.0, max_relief=1)
     made.arrive("long1", prompt_tokens=500)
     made.arrive("long2", prompt_tokens=500)
     for _ in range(9):
@@ -52,10 +52,11 @@ def test_the_long_are_relieved_when_the_first_has_waited() -> None:
 
 
 def test_relief_has_an_end() -> None:
-    isolation = PrefillIsolation(IsolationSettings(relief_s=1.0, max_relieved=3), wanted=True)
-    assert [isolation.limit(waited_s) for waited_s in (0.0, 0.9, 1.0, 2.5, 100.0)] == [1, 1, 2, 3, 3]
-    wide = PrefillIsolation(IsolationSettings(max_long_prefills=5, max_relieved=2), wanted=True)
-    assert wide.limit(0.0) == 5
+    isolation = PrefillIsolation(IsolationSettings(relief_s=1.0, max_relief=2), wanted=True)
+    waits_s = (0.0, 0.9, 1.0, 2.5, 100.0)
+    assert [isolation.limits(1, waited_s) for waited_s in waits_s] == [(2,), (2,), (3,), (4,), (4,)]
+    assert [isolation.limits(2, waited_s) for waited_s in waits_s] == [(2, 1), (2, 1), (3, 2), (4, 3), (4, 3)]
+    assert isolation.limits(0, 100.0) == ()
 
 
 def test_an_unstreamed_long_prefill_is_over_after_its_usual_time() -> None:
@@ -92,6 +93,33 @@ def test_the_boundary_follows_the_traffic(scale: int) -> None:
     assert 0.1 < below < 0.4
 
 
+def graded(lengths: list[int]) -> PrefillIsolation:
+    isolation = PrefillIsolation(IsolationSettings(), wanted=True)
+    for length in lengths:
+        isolation.observe(length)
+    return isolation
+
+
+def test_the_longest_make_up_at_most_their_share_of_the_work() -> None:
+    rng = random.Random(3)
+    lengths = [min(8_000, max(10, round(rng.lognormvariate(6.5, 1.0)))) for _ in range(4_000)]
+    isolation = graded(lengths)
+    longest = sum(length for length in lengths if isolation.grade(length) == 2) / sum(lengths)
+    assert 0.3 < longest < 0.55
+    assert isolation.boundary_tokens < isolation.longest_boundary_tokens
+
+
+def test_a_medium_prompt_passes_the_longest() -> None:
+    made = world(max_long_prefills=2, prior_longest_tokens=600)
+    assert dispatched(made.arrive("longest1", prompt_tokens=700)) == [("longest1", "r1")]
+    assert made.arrive("longest2", prompt_tokens=700) == []
+    assert dispatched(made.arrive("medium1", prompt_tokens=450)) == [("medium1", "r1")]
+    assert made.arrive("medium2", prompt_tokens=450) == []
+    # The place that a medium prompt leaves is not for the longest.
+    assert dispatched(made.feed(FirstToken("medium1"))) == [("medium2", "r1")]
+    assert dispatched(made.feed(FirstToken("longest1"))) == [("longest2", "r1")]
+
+
 def test_before_enough_is_seen_the_prior_holds() -> None:
     assert learned([50] * 100) == IsolationSettings().prior_boundary_tokens
 
@@ -100,13 +128,21 @@ def test_equal_lengths_are_all_short() -> None:
     isolation = PrefillIsolation(IsolationSettings(), wanted=True)
     for _ in range(400):
         isolation.observe(700)
-    assert not isolation.is_long(300)
+    assert isolation.grade(300) == 0
+    assert isolation.grade(700) <= 1
     assert repr(isolation).startswith("<PrefillIsolation on")
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"max_long_prefills": -1}, {"short_work_share": 1.0}, {"relief_s": 0.0}, {"min_observations": 0}],
+    [
+        {"max_long_prefills": -1},
+        {"max_relief": -1},
+        {"max_longest_prefills": 0},
+        {"short_work_share": 1.0},
+        {"relief_s": 0.0},
+        {"min_observations": 0},
+    ],
 )
 def test_settings_that_make_no_sense_are_refused(change: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):

@@ -14,7 +14,7 @@ from serve_app.scheduling.entry import Entry
 from serve_app.scheduling.partition import Partition
 from serve_app.scheduling.policies.inputs import PolicyInputs, prompt_tokens
 from serve_app.scheduling.policies.protocol import OrderingPolicy
-from serve_app.scheduling.policies.settings import ScoreWeights
+from serve_app.scheduling.policies.settings import OWN_WEIGHTS, PAPER_WEIGHTS, ScoreWeights
 from serve_app.scheduling.queue_map import QueueMap, prior_partition
 
 
@@ -47,9 +47,11 @@ class EwsjfPaper(OrderingPolicy):
 
     learns_queues = True
 
+    default_weights = PAPER_WEIGHTS
+
     def __init__(self, inputs: PolicyInputs) -> None:
         settings = inputs.ewsjf
-        self._weights = settings.weights
+        self._weights = settings.weights or self.default_weights
         self._prefill_cost = inputs.prefill_cost
         self.queues = QueueMap(
             prior_partition(),
@@ -105,6 +107,7 @@ class EwsjfPaper(OrderingPolicy):
 class Ewsjf(EwsjfPaper):
     """Ours: scored anew before each dispatch instead of once a round, with long prefills kept apart."""
 
+    default_weights = OWN_WEIGHTS
     isolates = True
     promotes = True
 
