@@ -45,7 +45,21 @@ ARGS = {
                     "drain_timeout_s": 10.0,
                 },
             ],
-            "scheduler": {"routing": {"b_short_tokens": 2000, "spill": True}, "max_waiting": 300},
+            "scheduler": {
+                "policy": "ewsjf",
+                "routing": {"b_short_tokens": 2000, "spill": True},
+                "max_waiting": 300,
+            },
+            # Learns from dozens of requests, where production waits for hundreds.
+            "tuner": {
+                "pull_interval_s": 0.5,
+                "strategic": {
+                    "first_after": 40,
+                    "drift_every": 40,
+                    "drift_window": 60,
+                    "drift": {"min_sample": 40},
+                },
+            },
         }
     ],
     "gateways": {"replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 10.0},

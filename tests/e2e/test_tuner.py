@@ -1,0 +1,64 @@
+"""The strategic loop through the whole application: what arrives decides in which queues it waits."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from tests.e2e.served import Served, wait_for
+
+# The first test of a session waits until the application has started.
+pytestmark = pytest.mark.timeout(300)
+
+SHORT, LONG = "Say hello. ", "Tell me of the old house. " * 100
+
+
+async def test_two_lengths_of_prompts_get_a_learned_queue_each(app: Served) -> None:
+    await teach(app)
+    lines = [one for one in app.log_lines("scheduler") if "event=partition_changed model=demo" in one]
+    assert [one for one in lines if "reason=first" in one]
+
+
+async def test_a_new_scheduler_gets_the_queues_in_force_from_the_tuner(app: Served) -> None:
+    await teach(app)
+    before = app.metric("ewsjf_scheduler_incarnation")
+    app.replicas("scheduler")[0].kill()
+
+    def knows_queues() -> bool:
+        is_new = app.metric("ewsjf_scheduler_incarnation") > before
+        return is_new and app.metric("ewsjf_length_queues", model="demo") >= 2
+
+    # Nobody asks for anything meanwhile, so there is nothing that it could have learned them from.
+    await asyncio.to_thread(wait_for, knows_queues, 30, "the queues at the new scheduler")
+    # The new scheduler takes the same texts for other lengths at first, and their queues are learned again.
+    await teach(app)
+
+
+async def teach(app: Served) -> None:
+    """Send prompts of two lengths until both have a queue that is made for them."""
+    async with httpx.AsyncClient(base_url=app.url, timeout=30) as http, asyncio.timeout(60):
+        while not (
+            is_narrow(short := await queue_of(http, SHORT)) and is_narrow(long := await queue_of(http, LONG))
+        ):
+            await asyncio.gather(*(queue_of(http, text) for text in [SHORT] * 6 + [LONG] * 2))
+    assert bounds(short)[1] < bounds(long)[0]
+    assert app.metric("ewsjf_length_queues", model="demo") >= 2
+    assert app.metric("ewsjf_partition_changes_total", model="demo") >= 1
+    assert app.metric("ewsjf_partition_age_seconds", model="demo") >= 0
+
+
+async def queue_of(http: httpx.AsyncClient, text: str) -> str:
+    body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-length-queue"]
+
+
+def is_narrow(name: str) -> bool:
+    """Whether it is a learned queue: bubbles bear a mark, and the prior's queues are an octave wide."""
+    return not name.startswith("~") and bounds(name)[1] < 1.5 * bounds(name)[0]
+
+
+def bounds(name: str) -> tuple[int, int]:
+    low, high = name.split("-")
+    return int(low), int(high)
