@@ -32,10 +32,13 @@ from serve_app.serving.channel.messages import (
 )
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.dispatching import ReplicaAddress, Submission
+from serve_app.serving.learned_queues import PartitionUpdate
 from serve_app.serving.scheduler_shell import SchedulerShell, ShellParts
+from serve_app.simulation.partitions import PartitionLearner
 from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
 from serve_app.simulation.timeline import Action, Rank, Timeline
 from serve_app.simulation.world import Decision, SimulatedRequest, World, WorldSettings
+from serve_app.tuning import LearnedPartitions, StrategicSettings
 from tests.parity.jumping_loop import LoopTimeline, run_jumping
 from tests.simulation.builders import mixed_requests, plan
 
@@ -44,9 +47,13 @@ WORLD = WorldSettings(control_latency_s=0.0013, report_interval_s=0.2)
 Decisions = list[tuple[float, tuple[Command, ...]]]
 
 
-def scheduler_settings() -> SchedulerSettings:
+LEARNED = LearnedPartitions(StrategicSettings(first_after=50, drift_every=50, min_distance=0.01))
+
+
+def scheduler_settings(policy: str = "fcfs") -> SchedulerSettings:
     return SchedulerSettings(
         model="m",
+        policy=policy,
         routing=RoutingSettings(b_short_tokens=500),
         queue_timeout_s=QueueTimeouts(default=TIMEOUT_S),
         max_waiting=30,
@@ -68,16 +75,24 @@ def trace(rate_per_s: float, seed: int) -> list[SimulatedRequest]:
     return requests
 
 
-def simulated_decisions(requests: list[SimulatedRequest]) -> Decisions:
+def simulated_decisions(
+    requests: list[SimulatedRequest], policy: str = "fcfs", learner: PartitionLearner | None = None
+) -> Decisions:
     log: list[Decision] = []
-    World(scheduler_settings(), plans(), settings=WORLD, on_decision=log.append).run(requests)
+    World(scheduler_settings(policy), plans(), WORLD, log.append, learner).run(requests)
     return [(step.at, step.commands) for step in log if step.commands]
 
 
 class LiveWorld:
-    """Gateway, engines and wires around the real shell."""
+    """Gateway, engines and wires around the real shell; and a tuner without a pull interval."""
 
-    def __init__(self, requests: list[SimulatedRequest]) -> None:
+    def __init__(
+        self,
+        requests: list[SimulatedRequest],
+        policy: str = "fcfs",
+        learner: PartitionLearner | None = None,
+    ) -> None:
+        self.learner = learner
         self.loop = asyncio.get_running_loop()
         self.timeline = LoopTimeline(self.loop)
         self.requests = {simulated.request.request_id: simulated for simulated in requests}
@@ -85,7 +100,7 @@ class LiveWorld:
         self.over = asyncio.Event()
         self.decisions: Decisions = []
         parts = ShellParts(incarnation=1, channel=ChannelSettings())
-        self.shell = SchedulerShell(scheduler_settings(), parts)
+        self.shell = SchedulerShell(scheduler_settings(policy), parts)
         handle = self.shell.core.handle
         self.shell.core.handle = partial(self.handle, handle)  # type: ignore[method-assign]
         self.replicas: dict[str, SimulatedReplica] = {}
@@ -130,6 +145,17 @@ class LiveWorld:
             max_output_tokens=request.max_output_tokens,
         )
         self.say(Submit(submission, 0.0, 0.0))
+        if self.learner is not None:
+            self.tune(self.learner)
+
+    def tune(self, learner: PartitionLearner) -> None:
+        for length in self.shell.observed().lengths:
+            learner.observe(length)
+        partition = learner.due(self.loop.time())
+        if partition is not None:
+            self.shell.put_in_force(
+                PartitionUpdate(partition=partition, reason="test", lengths=0, distance=0.0, age_s=0.0)
+            )
 
     def send(self, message: Message) -> int:
         """What the scheduler tells its peers."""
@@ -195,3 +221,14 @@ def test_the_live_shell_and_the_simulator_decide_the_same(
     assert len(expected) > 300
     assert decisions == expected[: len(decisions)]
     assert len(decisions) == len(expected)
+
+
+def test_they_decide_the_same_with_queues_that_are_learned_on_the_way() -> None:
+    expected = simulated_decisions(trace(15.0, 4), "ewsjf", LEARNED.learner())
+
+    async def live() -> Decisions:
+        return await LiveWorld(trace(15.0, 4), "ewsjf", LEARNED.learner()).run()
+
+    assert run_jumping(live) == expected
+    # Without what was learned they decide otherwise.
+    assert simulated_decisions(trace(15.0, 4), "ewsjf") != expected
