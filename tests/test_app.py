@@ -39,12 +39,14 @@ def arguments(deployment: Deployment) -> tuple[Any, ...]:
 
 
 def test_every_model_has_a_scheduler_and_its_pools_and_all_share_the_gateways() -> None:
-    other = {"name": "org/Other-7B", "pools": [emulated("long")]}
-    demo = {"name": "demo", "pools": [emulated("short"), emulated("long")]}
+    other = {"name": "org/Other-7B", "pools": [emulated("long")], "scheduler": {"policy": "fcfs"}}
+    pools = [emulated("short"), emulated("long")]
+    demo = {"name": "demo", "pools": pools, "scheduler": {"policy": "ewsjf"}}
     found = deployments(build_app(settings(demo, other)))
     assert set(found) == {
         "gateway",
         "scheduler-demo",
+        "tuner-demo",
         "short-demo",
         "long-demo",
         "scheduler-org-Other-7B",
@@ -108,11 +110,11 @@ def test_each_pool_is_scaled_by_its_own_settings_and_our_policy() -> None:
 def test_the_gateway_knows_every_name_of_every_model() -> None:
     application = build_app(settings())
     gateway = deployments(application)["gateway"]
-    served, _channel, schedulers, names, pools = arguments(gateway)
+    served, _channel, schedulers, names, others = arguments(gateway)
     assert [model.name for model in served.models] == ["demo", "alias"]
     assert names == {"demo": "demo", "alias": "demo"}
     assert set(schedulers) == {"demo"}
-    assert len(pools) == 2
+    assert {handle.deployment_name for handle in others} >= {"short-demo", "long-demo"}
 
 
 def test_the_same_settings_build_the_same_application() -> None:
