@@ -93,18 +93,19 @@ def unequal_work(rows: Iterable[Row]) -> list[str]:
     ]
 
 
-def markdown_table(rows: Sequence[Row], by: Sequence[str] = ()) -> str:
+def markdown_table(rows: Sequence[Row], by: Sequence[str] = (), figures: Sequence[Figure] = FIGURES) -> str:
     """Means over seeds with half the width of their 95 % interval, one line for each policy.
 
     Args:
         by: fields of a row besides `policy` that tell lines apart, such as `load`.
+        figures: the columns.
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((*(row[name] for name in by), _policy(row)), []).append(row)
-    head = [*by, "policy", "n", *(figure.heading for figure in FIGURES)]
+    head = [*by, "policy", "n", *(figure.heading for figure in figures)]
     lines = [
-        [*map(str, key), str(len(group)), *map(_cell_of(group), FIGURES)] for key, group in groups.items()
+        [*map(str, key), str(len(group)), *map(_cell_of(group), figures)] for key, group in groups.items()
     ]
     return _aligned(head, lines, text_columns=len(by) + 1)
 
