@@ -71,7 +71,9 @@ def report(
 
 
 def settings(**changes: Any) -> SchedulerSettings:
-    return SchedulerSettings(**{"model": "m", "routing": RoutingSettings(b_short_tokens=500), **changes})
+    """In the order of arrival, unless a test is about another one."""
+    usual = {"model": "m", "policy": "fcfs", "routing": RoutingSettings(b_short_tokens=500)}
+    return SchedulerSettings(**{**usual, **changes})
 
 
 class World:

@@ -63,6 +63,7 @@ def _run(args: argparse.Namespace) -> int:
     played = replay(requests, settings, fit.step_time, part=unseen)
     accuracy = compare(played, measured(requests[unseen]))
     say(_table(accuracy, fit_first, len(requests)))
+    say(f"for prefill isolation, give the engine long_prefill_token_threshold {fit.step_time.chunk_tokens()}")
     save_profile(profile, args.out, source=_source(args.measurements, accuracy, fit_first, len(requests)))
     if args.json:
         document = _document(profile, accuracy, measurements, fit_first)

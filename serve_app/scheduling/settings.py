@@ -52,7 +52,7 @@ class SchedulerSettings:
 
     model: str
     aliases: tuple[str, ...] = ()
-    policy: str = "fcfs"
+    policy: str = "ewsjf"
     # A bound on memory and on the wait of the last in the queue. At 20 requests/s it is nearly two minutes
     # of work: past that, a refusal with Retry-After serves the client better than a place in the queue.
     max_waiting: int = 2_000
