@@ -14,6 +14,8 @@ class Dispatch:
         length_queue: name of the queue it was taken from.
         estimated_tokens: its token budget (prompt and output), as estimated.
         queue_wait_s: time since it arrived.
+        engine_priority: its place in the engine's own queue, lower is served first; None where engines are
+            not told one.
     """
 
     request_id: str
@@ -23,6 +25,7 @@ class Dispatch:
     length_queue: str
     estimated_tokens: int
     queue_wait_s: float
+    engine_priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ class Grant:
         host: address of the replica's own HTTP port.
         token: secret that the replica asks for in the header `x-replica-token`.
         queue_wait_s: time in the queue, as the scheduler counts it.
+        engine_priority: what to write into the body's `priority`; None leaves the body as it is.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Grant:
     length_queue: str
     estimated_tokens: int
     queue_wait_s: float
+    engine_priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

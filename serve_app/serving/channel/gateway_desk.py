@@ -174,6 +174,7 @@ class GatewayDesk:
             command.length_queue,
             command.estimated_tokens,
             command.queue_wait_s,
+            command.engine_priority,
         )
         record.gateway.tell(record.granted)
         return record.priority

@@ -86,6 +86,7 @@ def grant_to(message: Granted, address: ReplicaAddress) -> Grant:
         length_queue=message.length_queue,
         estimated_tokens=message.estimated_tokens,
         queue_wait_s=message.queue_wait_s,
+        engine_priority=message.engine_priority,
     )
 
 

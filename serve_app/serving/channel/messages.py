@@ -17,7 +17,7 @@ from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.dispatching import ReplicaAddress, Submission
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +191,7 @@ class Granted(Message, frozen=True):
     length_queue: str
     estimated_tokens: int
     queue_wait_s: float
+    engine_priority: int | None
 
 
 class Refused(Message, frozen=True):

@@ -11,7 +11,8 @@ import msgspec
 # Wider numbers are nonsense, and would not fit the control channel's frames.
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 TokenLimit = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-EnginePriority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+# As wide as vLLM's: some clients write a time in nanoseconds.
+EnginePriority = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 ABSENT = msgspec.Raw()
 # OpenAI's and vLLM's own default for completions, and for them alone.

@@ -29,6 +29,7 @@ from serve_app.serving.gateway.responses import (
     send_body,
     send_refusal,
 )
+from serve_app.serving.gateway.splice import with_priority
 from serve_app.serving.gateway.sse import StreamScanner
 from serve_app.serving.gateway.telemetry import Conclusion, Telemetry
 from serve_app.serving.gateway.upstream_pool import UpstreamPool
@@ -46,7 +47,7 @@ class Order:
 
     Attributes:
         head: path, request id and headers for the engine.
-        body: as the engine gets it.
+        body: as the engine gets it, but for the priority that a grant may bring.
         hide_usage: the client did not ask for the usage event that ends the stream.
         arrived_at: when the first line of the request was here, on the event loop's clock.
     """
@@ -163,11 +164,9 @@ class ScheduledCall:
         Raises:
             UpstreamError: the replica gave no answer that the client may see, and it has seen none.
         """
-        order = self._order
-        address = (grant.host, grant.port)
-        response = await self._services.upstream.send(
-            address, order.head.for_replica(grant, len(order.body)), order.body
-        )
+        body = with_priority(self._order.body, grant.engine_priority)
+        head = self._order.head.for_replica(grant, len(body))
+        response = await self._services.upstream.send((grant.host, grant.port), head, body)
         try:
             if response.status == 200 and response.header(b"content-type").startswith(_EVENT_STREAM):
                 await self._pass_stream(response)

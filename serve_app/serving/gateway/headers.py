@@ -55,40 +55,69 @@ def request_id(given: bytes | None, fallback: str) -> str:
     return _UNFIT_FOR_ID.sub(b"_", given[:MAX_REQUEST_ID_CHARACTERS]).decode("ascii")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassWish:
+    """Where a request may say how urgent it is, each None when it does not: the first that does counts.
+
+    Attributes:
+        header: value of `x-priority`.
+        service_tier: OpenAI's field of the body; `auto` says nothing.
+        priority: vLLM's field of the body; 0, which is its default, says nothing.
+    """
+
+    header: bytes | None = None
+    service_tier: str | None = None
+    priority: int | None = None
+
+    def named(self) -> tuple[PriorityClass, str] | None:
+        """The class that is asked for and the place where it is; None when none is.
+
+        Raises:
+            RequestRefused: a value is no class.
+        """
+        if self.header is not None:
+            return _class_of_header(self.header), "x-priority"
+        tier_class = None if self.service_tier is None else _class_of_tier(self.service_tier)
+        if tier_class is not None:
+            return tier_class, "service_tier"
+        if self.priority:
+            # Lower is sooner, on a scale that each client makes up: a number tells only its side of 0.
+            urgent = self.priority < 0
+            return PriorityClass.INTERACTIVE if urgent else PriorityClass.BATCH, "priority"
+        return None
+
+
 def priority_class(
-    header: bytes | None,
-    service_tier: str | None,
-    default: PriorityClass,
-    check: Callable[[PriorityClass, str], None],
+    wish: ClassWish, default: PriorityClass, check: Callable[[PriorityClass, str], None]
 ) -> PriorityClass:
-    """The class of a request: `x-priority`, or else the body's `service_tier`, or else the caller's default.
+    """The class of a request.
 
     Args:
-        header: value of `x-priority`.
-        service_tier: the body's field of that name.
         default: class of a request that asks for none.
         check: refuses a class that the caller may not use, by class and place.
 
     Raises:
-        RequestRefused: the value is not a class, or the caller may not use it.
+        RequestRefused: a value is no class, or the caller may not use it.
     """
-    if header is not None:
-        asked = header.decode("latin-1")
-        try:
-            priority = PriorityClass(asked.strip().lower())
-        except ValueError:
-            raise _bad_value("x-priority", asked, "interactive, default or batch") from None
-        check(priority, "x-priority")
-        return priority
-    if service_tier is None:
+    named = wish.named()
+    if named is None:
         return default
+    check(*named)
+    return named[0]
+
+
+def _class_of_header(value: bytes) -> PriorityClass:
+    asked = value.decode("latin-1")
+    try:
+        return PriorityClass(asked.strip().lower())
+    except ValueError:
+        raise _bad_value("x-priority", asked, "interactive, default or batch") from None
+
+
+def _class_of_tier(service_tier: str) -> PriorityClass | None:
     if service_tier not in _TIER_CLASS:
         raise _bad_value("service_tier", service_tier, ", ".join(_TIER_CLASS))
-    tier_class = _TIER_CLASS[service_tier]
-    if tier_class is None:
-        return default
-    check(tier_class, "service_tier")
-    return tier_class
+    return _TIER_CLASS[service_tier]
 
 
 def queue_timeout_s(header: bytes | None) -> float | None:

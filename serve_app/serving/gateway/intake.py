@@ -14,7 +14,7 @@ from serve_app.serving.gateway.forward import Order
 from serve_app.serving.gateway.parse import PARSERS, Parsed
 from serve_app.serving.gateway.responses import RequestRefused
 from serve_app.serving.gateway.settings import GatewaySettings
-from serve_app.serving.gateway.splice import append_fields, priority_field, usage_field
+from serve_app.serving.gateway.splice import NO_PRIORITY, append_fields, priority_field, usage_field
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Intake:
         return Order(
             submission=submission,
             head=self.head(arrival),
-            body=append_fields(body, self._fields(parsed, body, submission)),
+            body=append_fields(body, _fields(parsed, body)),
             hide_usage=parsed.asks_usage and not parsed.shows_usage,
             arrived_at=arrival.arrived_at,
         )
@@ -137,26 +137,30 @@ class Intake:
                 param="model",
             )
 
-    def _fields(self, parsed: Parsed, body: bytes, submission: Submission) -> list[bytes]:
-        """Fields that the engine must get and the client did not write."""
-        fields: list[bytes] = []
-        if parsed.stream and parsed.asks_usage and not parsed.shows_usage:
-            fields.append(usage_field(body, has_stream_options=parsed.has_stream_options))
-        if self._settings.splice_priority:
-            fields.append(priority_field(submission.priority.rank))
-        return fields
+
+def _fields(parsed: Parsed, body: bytes) -> list[bytes]:
+    """Fields that the engine must get and the client did not write."""
+    fields: list[bytes] = []
+    if parsed.stream and parsed.asks_usage and not parsed.shows_usage:
+        fields.append(usage_field(body, has_stream_options=parsed.has_stream_options))
+    if parsed.priority:
+        # It has been read as the request's class. An engine refuses it unless it schedules by priority, and
+        # there it would pass the requests of others, so no client's own number reaches one.
+        fields.append(priority_field(NO_PRIORITY))
+    return fields
 
 
 def _submission(arrival: Arrival, caller: Caller, parsed: Parsed) -> Submission:
     headers = arrival.headers
+    wish = heads.ClassWish(
+        header=headers.get(b"x-priority"), service_tier=parsed.service_tier, priority=parsed.priority
+    )
     return Submission(
         request_id=arrival.request_id,
         model=parsed.model,
         shape=parsed.shape,
         tenant=caller.tenant(headers.get(b"x-tenant"), parsed.user),
-        priority=heads.priority_class(
-            headers.get(b"x-priority"), parsed.service_tier, caller.default_class, caller.check_class
-        ),
+        priority=heads.priority_class(wish, caller.default_class, caller.check_class),
         max_output_tokens=parsed.max_output_tokens,
         choices=parsed.choices,
         queue_timeout_s=heads.queue_timeout_s(headers.get(b"x-queue-timeout-s")),

@@ -36,6 +36,7 @@ class Parsed:
         asks_usage: this endpoint's streams give usage only on demand.
         shows_usage: the client asked for that usage itself, so it is not hidden from it.
         has_stream_options: the body carries `stream_options`, which must be kept.
+        priority: vLLM's field, lower is sooner; None when the body has none.
         user: the end user that the body names.
     """
 
@@ -48,6 +49,7 @@ class Parsed:
     shows_usage: bool = False
     has_stream_options: bool = False
     service_tier: str | None = None
+    priority: int | None = None
     user: str | None = None
 
 
@@ -129,6 +131,7 @@ def _chat(body: ChatBody) -> Parsed:
         shows_usage=options is not None and bool(options.include_usage),
         has_stream_options=options is not None,
         service_tier=body.service_tier,
+        priority=body.priority,
         user=body.safety_identifier or body.user,
     )
 
@@ -150,6 +153,7 @@ def _completion(body: CompletionBody) -> Parsed:
         shows_usage=options is not None and bool(options.include_usage),
         has_stream_options=options is not None,
         service_tier=body.service_tier,
+        priority=body.priority,
         user=body.safety_identifier or body.user,
     )
 
@@ -167,6 +171,7 @@ def _responses(body: ResponsesBody) -> Parsed:
         max_output_tokens=body.max_output_tokens,
         stream=bool(body.stream),
         service_tier=body.service_tier,
+        priority=body.priority,
         user=body.safety_identifier or body.user,
     )
 
@@ -183,6 +188,7 @@ def _embedding(body: EmbeddingBody) -> Parsed:
         max_output_tokens=0,
         choices=shape.prompts,
         service_tier=body.service_tier,
+        priority=body.priority,
         user=body.safety_identifier or body.user,
     )
 

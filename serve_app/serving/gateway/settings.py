@@ -48,9 +48,6 @@ class GatewaySettings:
     max_body_bytes: int = 64 * MEBIBYTE
     # One line per concluded request on the logger `ray.serve`; costs about as much as a scheduling decision.
     log_requests: bool = True
-    # Write the priority class into the body's `priority` (0 is served first) for engines that run with
-    # `--scheduling-policy priority`; other engines refuse a request that carries it.
-    splice_priority: bool = False
     upstream: UpstreamSettings = field(default_factory=UpstreamSettings)
 
     def __post_init__(self) -> None:

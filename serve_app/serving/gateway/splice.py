@@ -12,6 +12,9 @@ import msgspec
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.responses import RequestRefused
 
+# What vLLM takes a body without the field for, and the only value that every engine accepts.
+NO_PRIORITY = 0
+
 _WITH_USAGE = b'"stream_options":{"include_usage":true}'
 
 
@@ -30,9 +33,14 @@ def usage_field(body: bytes, *, has_stream_options: bool) -> bytes:
     return b'"stream_options":' + msgspec.json.encode({**options, "include_usage": True})
 
 
-def priority_field(rank: int) -> bytes:
+def priority_field(value: int) -> bytes:
     """The field that an engine with priority scheduling orders by; lower is served first."""
-    return b'"priority":%d' % rank
+    return b'"priority":%d' % value
+
+
+def with_priority(body: bytes, value: int | None) -> bytes:
+    """A body with a priority in place of its own; the very same bytes for None."""
+    return body if value is None else append_fields(body, [priority_field(value)])
 
 
 def append_fields(body: bytes, fields: list[bytes]) -> bytes:

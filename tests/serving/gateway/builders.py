@@ -298,6 +298,7 @@ class FakeDispatcher:
         script: answers to `acquire` and `put_back`, from the left; a grant for the first replica when empty.
         gate: while it is clear requests wait in the queue.
         events: what the gateway told, in order.
+        engine_priority: what grants bring for the engine.
     """
 
     ports: list[int]
@@ -308,6 +309,7 @@ class FakeDispatcher:
     waiting: int = 0
     held: set[str] = field(default_factory=set)
     page: str = ""
+    engine_priority: int | None = None
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -364,6 +366,7 @@ class FakeDispatcher:
             length_queue="0-256",
             estimated_tokens=123,
             queue_wait_s=0.0125,
+            engine_priority=self.engine_priority,
         )
 
     def names(self) -> list[str]:

@@ -126,13 +126,46 @@ async def test_what_a_client_says_of_itself_reaches_the_scheduler(stage: Stage) 
     assert submission.shape.text_bytes == 5
 
 
-async def test_engine_priority_is_written_only_when_it_is_switched_on() -> None:
-    engine = Engine()
-    async with serving(engine) as port:
-        dispatcher = FakeDispatcher([port])
-        async with staged(engine, dispatcher, gateway(dispatcher, splice_priority=True)) as stage:
-            await stage.http.post(CHAT, json=chat(priority=-5), headers={"x-priority": "batch"})
-    assert json.loads(engine.bodies[0])["priority"] == 2
+async def test_a_clients_own_priority_names_its_class_and_never_reaches_the_engine(stage: Stage) -> None:
+    for own in (-5, 5, 0):
+        await stage.http.post(CHAT, json=chat(priority=own))
+    await stage.http.post(CHAT, json=chat(priority=5), headers={"x-priority": "interactive"})
+    assert [submission.priority for submission in stage.dispatcher.submissions] == [
+        PriorityClass.INTERACTIVE,
+        PriorityClass.BATCH,
+        PriorityClass.DEFAULT,
+        PriorityClass.INTERACTIVE,
+    ]
+    assert [json.loads(body)["priority"] for body in stage.engine.bodies] == [0, 0, 0, 0]
+
+
+async def test_the_engine_gets_the_priority_of_the_grant_whatever_the_client_wrote(stage: Stage) -> None:
+    stage.dispatcher.engine_priority = 1_000_003
+    bodies = [chat(), chat(priority=-5), chat(priority=0, stream=True)]
+    for body in bodies:
+        await stage.http.post(CHAT, json=body)
+    assert [json.loads(body)["priority"] for body in stage.engine.bodies] == 3 * [1_000_003]
+    # Nothing else has changed.
+    received = [{**json.loads(body), "priority": None} for body in stage.engine.bodies]
+    received[2].pop("stream_options")
+    assert received == [{**body, "priority": None} for body in bodies]
+
+
+async def test_each_try_brings_the_engine_the_priority_of_its_own_grant(stage: Stage) -> None:
+    stage.dispatcher.engine_priority = 7
+    stage.engine.answers.append(replies(503, {"error": {"message": "not now"}}))
+    await stage.http.post(CHAT, json=chat())
+    assert [json.loads(body)["priority"] for body in stage.engine.bodies] == [7, 7]
+
+
+async def test_a_key_holds_for_the_class_of_the_priority_field_too() -> None:
+    key = ApiKey(tenant="a", key="k", allowed_classes=(PriorityClass.DEFAULT, PriorityClass.BATCH))
+    dispatcher = FakeDispatcher([1])
+    async with staged(Engine(), dispatcher, gateway(dispatcher, keys=(key,))) as stage:
+        bearer = {"authorization": "Bearer k"}
+        answer = await stage.http.post(CHAT, json=chat(priority=-1), headers=bearer)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (401, "priority")
+    assert not dispatcher.submissions
 
 
 @pytest.mark.parametrize(

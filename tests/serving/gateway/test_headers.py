@@ -5,7 +5,7 @@ import pytest
 from serve_app.request import PriorityClass
 from serve_app.serving.dispatching import ReplicaAddress
 from serve_app.serving.gateway import headers
-from serve_app.serving.gateway.auth import Caller
+from serve_app.serving.gateway.auth import ApiKey, Caller
 from serve_app.serving.gateway.responses import RequestRefused
 
 ANYONE = Caller()
@@ -19,29 +19,48 @@ def test_a_request_id_is_echoed_cleaned_or_made() -> None:
     assert len(headers.request_id(b"x" * 5000, "gw-1")) == 128
 
 
+def class_of(
+    header: bytes | None = None, tier: str | None = None, priority: int | None = None, caller: Caller = ANYONE
+) -> PriorityClass:
+    wish = headers.ClassWish(header=header, service_tier=tier, priority=priority)
+    return headers.priority_class(wish, caller.default_class, caller.check_class)
+
+
 @pytest.mark.parametrize(
-    ("header", "tier", "expected"),
+    ("header", "tier", "priority", "expected"),
     [
-        (None, None, PriorityClass.DEFAULT),
-        (b"batch", None, PriorityClass.BATCH),
-        (b" Interactive ", "flex", PriorityClass.INTERACTIVE),
-        (None, "priority", PriorityClass.INTERACTIVE),
-        (None, "flex", PriorityClass.BATCH),
-        (None, "auto", PriorityClass.DEFAULT),
-        (None, "default", PriorityClass.DEFAULT),
+        (None, None, None, PriorityClass.DEFAULT),
+        (b"batch", None, None, PriorityClass.BATCH),
+        (b" Interactive ", "flex", 7, PriorityClass.INTERACTIVE),
+        (None, "priority", 7, PriorityClass.INTERACTIVE),
+        (None, "flex", -7, PriorityClass.BATCH),
+        (None, "auto", None, PriorityClass.DEFAULT),
+        (None, "default", -7, PriorityClass.DEFAULT),
+        (None, None, -1, PriorityClass.INTERACTIVE),
+        (None, None, 0, PriorityClass.DEFAULT),
+        (None, None, 1, PriorityClass.BATCH),
+        (None, "auto", 1, PriorityClass.BATCH),
     ],
 )
-def test_the_class_comes_from_the_header_or_the_service_tier(
-    header: bytes | None, tier: str | None, expected: PriorityClass
+def test_the_class_comes_from_the_header_or_the_service_tier_or_vllms_priority(
+    header: bytes | None, tier: str | None, priority: int | None, expected: PriorityClass
 ) -> None:
-    assert headers.priority_class(header, tier, PriorityClass.DEFAULT, ANYONE.check_class) is expected
+    assert class_of(header, tier, priority) is expected
+
+
+def test_a_request_that_names_no_class_has_that_of_its_key() -> None:
+    batch = (PriorityClass.BATCH,)
+    caller = Caller(ApiKey(tenant="a", key="k", default_class=batch[0], allowed_classes=batch))
+    assert {class_of(None, "auto", 0, caller), class_of(None, None, 3, caller)} == set(batch)
+    with pytest.raises(RequestRefused, match=r"class interactive \(priority\); it may use: batch"):
+        class_of(None, None, -1, caller)
 
 
 def test_bad_values_are_refused_by_name_and_value() -> None:
     with pytest.raises(RequestRefused, match="x-priority: 'urgent' is not valid; accepted: interactive"):
-        headers.priority_class(b"urgent", None, PriorityClass.DEFAULT, ANYONE.check_class)
+        class_of(b"urgent")
     with pytest.raises(RequestRefused, match="service_tier: 'gold'"):
-        headers.priority_class(None, "gold", PriorityClass.DEFAULT, ANYONE.check_class)
+        class_of(None, "gold", 1)
     with pytest.raises(RequestRefused, match="x-queue: 'wait'"):
         headers.no_wait(b"wait")
     with pytest.raises(RequestRefused, match="content-encoding: 'gzip'"):

@@ -134,6 +134,22 @@ def test_stream_options_decide_whether_the_client_sees_the_usage() -> None:
     assert not parse(CHAT, messages=[], stream_options=None).has_stream_options
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        (CHAT, {"messages": []}),
+        (COMPLETIONS, {"prompt": "x"}),
+        (RESPONSES, {"input": "x"}),
+        (EMBEDDINGS, {"input": "x"}),
+    ],
+)
+def test_vllms_priority_is_read_at_every_endpoint(path: str, prompt: dict[str, Any]) -> None:
+    assert parse(path, **prompt).priority is None
+    assert parse(path, **prompt, priority=-(2**63)).priority == -(2**63)
+    with pytest.raises(RequestRefused, match="priority is invalid"):
+        parse(path, **prompt, priority="high")
+
+
 def test_the_end_user_is_found_under_either_name() -> None:
     assert parse(CHAT, messages=[], user="u").user == "u"
     assert parse(CHAT, messages=[], user="u", safety_identifier="s").user == "s"
