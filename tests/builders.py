@@ -63,10 +63,16 @@ def report(
     waiting: int = 0,
     running: int = 0,
     kv_usage_ratio: float = 0.0,
+    tpot_s: float | None = None,
     draining: bool = False,
 ) -> ReplicaReport:
     return ReplicaReport(
-        received=received, waiting=waiting, running=running, kv_usage_ratio=kv_usage_ratio, draining=draining
+        received=received,
+        waiting=waiting,
+        running=running,
+        kv_usage_ratio=kv_usage_ratio,
+        tpot_s=tpot_s,
+        draining=draining,
     )
 
 

@@ -11,7 +11,8 @@ Rules of the ledger:
   only while its version is the replica's; everything that changes a replica's room gives it a new version.
 - There is such a heap for each pair of numbers of long and of longest prefills in flight (at most a handful),
   because a replica may be open to short requests and closed to longer ones, and because short ones do better
-  where no long prefill is under way.
+  where no long prefill is under way. Each pair has two heaps, of replicas whose engine's queue is empty and
+  of the others, since some classes may go to the former only.
 - As the first of a heap has the most free tokens, no other replica fits a request that the first does not.
 
 "Free" counts the tokens that requests are *expected* to need, so the ledger balances load by work, not by
@@ -20,8 +21,9 @@ count.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
@@ -42,6 +44,8 @@ class ReplicaState:
         long_prefills: prefills of grade 1 or more that have not ended, and those of grade 2.
         dispatches: requests sent to it so far.
         unseen: requests sent that its last report cannot have counted.
+        pending_prefill_tokens: prompt tokens of those whose answer has not begun.
+        gated: its last reports said that it is too busy, whatever its queue.
     """
 
     spec: ReplicaSpec
@@ -57,6 +61,8 @@ class ReplicaState:
     held_tokens: int = 0
     long_prefills: tuple[int, int] = (0, 0)
     dispatches: int = 0
+    pending_prefill_tokens: int = 0
+    gated: bool = False
     report: ReplicaReport | None = None
     reported_at: float = 0.0
     report_gap_s: float = 0.0
@@ -83,6 +89,20 @@ class ReplicaState:
 
 
 _Heap = list[tuple[int, int, int, ReplicaState]]
+_BUSY, _QUIET = 0, 1
+
+
+class Backpressure(Protocol):
+    """When a replica may be sent more."""
+
+    def admits(self, replica: ReplicaState, now: float) -> bool:
+        """Whether one more request may be sent, as far as the engine's queue and batch go."""
+
+    def is_quiet(self, replica: ReplicaState) -> bool:
+        """Whether hardly anything can be waiting in the engine's own queue."""
+
+    def gates(self, replica: ReplicaState) -> bool:
+        """Whether the replica's last report, and whether it was gated before, say that it is too busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,29 +112,29 @@ class Hold:
     Attributes:
         tokens: of the KV cache, as expected.
         grade: of its prefill while that has not ended: 0 short, 1 long, 2 among the longest.
+        prefill_tokens: prompt tokens to compute, until the answer begins.
     """
 
     tokens: int
     grade: int = 0
+    prefill_tokens: int = 0
 
 
 class ReplicaLedger:
     """Replicas by pool, their holds, and the best open one of each pool.
 
     Args:
-        admits: whether one more request may be sent to a replica, as far as its engine's queue goes.
+        backpressure: when a replica may be sent more.
         report_limit_s: age at which a report no longer counts.
         kv_fill_ratio: share of the KV cache that may be promised.
     """
 
-    def __init__(
-        self, *, admits: Callable[[ReplicaState, float], bool], report_limit_s: float, kv_fill_ratio: float
-    ) -> None:
-        self._admits = admits
+    def __init__(self, *, backpressure: Backpressure, report_limit_s: float, kv_fill_ratio: float) -> None:
+        self._backpressure = backpressure
         self._report_limit_s = report_limit_s
         self._kv_fill_ratio = kv_fill_ratio
         self._replicas: dict[str, ReplicaState] = {}
-        self._open: dict[str, dict[tuple[int, int], _Heap]] = {}
+        self._open: dict[str, dict[tuple[int, int], tuple[_Heap, _Heap]]] = {}
         self._context_limits: dict[str, int] = {}
         # Replicas with a fresh report, the oldest report first; reports come in the order of time.
         self._fresh: OrderedDict[str, float] = OrderedDict()
@@ -147,6 +167,7 @@ class ReplicaLedger:
             state.report_gap_s += _REPORT_GAP_WEIGHT * (gap_s - state.report_gap_s)
         was_stale = state.stale
         state.report, state.reported_at, state.stale, state.shunned = report, now, False, False
+        state.gated = self._backpressure.gates(state)
         self._fresh[replica_id] = now
         self._fresh.move_to_end(replica_id)
         self._refresh(state, now)
@@ -194,20 +215,20 @@ class ReplicaLedger:
     # Requests
 
     def best(
-        self, pool: str, tokens: int, now: float, *, long_limits: tuple[int, ...] = ()
+        self, pool: str, tokens: int, now: float, *, long_limits: tuple[int, ...] = (), quiet: bool = False
     ) -> ReplicaState | None:
         """The open replica of `pool` that suits best, few long prefills first, if `tokens` fit into any.
 
         Args:
             tokens: what the request will need; at most `context_limit(pool)`, so that an idle replica always
                 fits.
-            long_limits: only replicas with fewer prefills in flight than these, of grade 1 or more, of grade
-            2.
+            long_limits: only replicas with fewer prefills in flight than these, by grade from 1 up.
+            quiet: only replicas whose engine's queue is empty.
         """
         for long_prefills in sorted(self._open.get(pool, ())):
             if any(count >= limit for count, limit in zip(long_prefills, long_limits, strict=False)):
                 continue
-            state = self._freest(pool, long_prefills, now)
+            state = self._freest(pool, long_prefills, now, quiet=quiet)
             if state is not None and tokens <= state.free_tokens:
                 return state
         return None
@@ -215,7 +236,7 @@ class ReplicaLedger:
     def has_open(self, pool: str, now: float) -> bool:
         """Whether any replica of `pool` may take one more request, however small."""
         heaps = self._open.get(pool, ())
-        return any(self._freest(pool, long_prefills, now) is not None for long_prefills in sorted(heaps))
+        return any(self._freest(pool, long_prefills, now) is not None for long_prefills in heaps)
 
     def hold(
         self, replica_id: str, hold: Hold, now: float, *, seen: bool = False, started: bool = False
@@ -236,14 +257,16 @@ class ReplicaLedger:
         state.dispatches += not seen
         state.held_tokens += hold.tokens
         state.long_prefills = _moved(state.long_prefills, hold.grade, 1)
+        state.pending_prefill_tokens += hold.prefill_tokens
         state.unstarted += not started
         state.unseen += not seen
         self._refresh(state, now)
 
-    def start(self, replica_id: str, now: float) -> None:
+    def start(self, replica_id: str, prefill_tokens: int, now: float) -> None:
         """The answer of one request of this replica has begun; a long prefill is ended on its own."""
         state = self._replicas[replica_id]
         state.unstarted -= 1
+        state.pending_prefill_tokens -= prefill_tokens
         state.starts.add(1.0, now)
         self._settle(state)
         self._refresh(state, now)
@@ -265,6 +288,7 @@ class ReplicaLedger:
         state.in_flight -= 1
         state.held_tokens -= hold.tokens
         state.long_prefills = _moved(state.long_prefills, hold.grade, -1)
+        state.pending_prefill_tokens -= hold.prefill_tokens
         if not started:
             state.unstarted -= 1
             if ran:
@@ -318,8 +342,19 @@ class ReplicaLedger:
         # vLLM itself refuses to start unless one request of full length fits, so one always may be sent.
         return max(int(spec.kv_tokens * self._kv_fill_ratio), spec.max_model_len)
 
-    def _freest(self, pool: str, long_prefills: tuple[int, int], now: float) -> ReplicaState | None:
-        heap = self._open[pool][long_prefills]
+    def _freest(
+        self, pool: str, long_prefills: tuple[int, int], now: float, *, quiet: bool = False
+    ) -> ReplicaState | None:
+        heaps = self._open[pool][long_prefills]
+        best = self._top(heaps[_QUIET], now)
+        if quiet:
+            return best
+        other = self._top(heaps[_BUSY], now)
+        if best is None or other is None:
+            return best or other
+        return min(best, other, key=lambda state: (-state.free_tokens, state.order))
+
+    def _top(self, heap: _Heap, now: float) -> ReplicaState | None:
         while heap:
             _, _, version, state = heap[0]
             if version == state.version:
@@ -334,14 +369,15 @@ class ReplicaLedger:
         report = state.report
         if not state.joined or report is None or report.draining or state.stale or state.shunned:
             return False
-        return self._admits(state, now)
+        return not state.gated and self._backpressure.admits(state, now)
 
     def _refresh(self, state: ReplicaState, now: float) -> None:
         """File the replica anew after its room has changed."""
         state.version += 1
         if not self._is_open(state, now):
             return
-        heap = self._open.setdefault(state.spec.pool, {}).setdefault(state.long_prefills, [])
+        heaps = self._open.setdefault(state.spec.pool, {}).setdefault(state.long_prefills, ([], []))
+        heap = heaps[_QUIET if self._backpressure.is_quiet(state) else _BUSY]
         heapq.heappush(heap, (-state.free_tokens, state.order, state.version, state))
         if len(heap) > 64 and len(heap) > 4 * len(self._replicas):
             heap[:] = [entry for entry in heap if entry[2] == entry[3].version]

@@ -13,6 +13,11 @@ Two upper bounds on the engine's queue are known at any moment, and the smaller 
 A fixed target starves an engine that starts many requests between two reports, so against the second bound
 the target grows to `lag_factor * starts per second * seconds between reports`.
 
+Beyond its queue, a replica is *gated* while it is too busy for more: while its time per output token is above
+a limit, until that has clearly fallen again; while its KV cache is nearly full; and while the prompt tokens
+under way are more seconds of prefill than a limit. KV use alone says little: it stands near 0.3 while prefill
+is saturated.
+
 Source: TNG, "Efficient Request Queueing" (target 3; target - waiting may be sent at once); the growth with
 rate and report lag is ours.
 """
@@ -23,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from serve_app.routing.ledger import ReplicaState
+from serve_app.routing.prefill_cost import PrefillCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,19 @@ class BackpressureSettings:
     # How far the target grows with the replica's own pace: requests started per second times the time
     # between reports, times this. An independent study found 3 to lose nothing with metrics 0.25 s old.
     lag_factor: float = 3.0
+    # The same for the batch class: 0 sends batch work only to an engine whose queue is empty.
+    batch_target_waiting: int = 0
+    # Time per output token, in seconds, above which nothing more is sent: seven tokens per second are about
+    # as many as people read. None never holds anything back.
+    tpot_gate_s: float | None = 0.15
+    # It opens again below this share of the limit, so that it does not flap.
+    tpot_reopen_ratio: float = 0.9
+    # Share of the KV cache in use above which nothing more is sent, since the next blocks would be taken by
+    # preempting somebody.
+    kv_gate_ratio: float = 0.98
+    # Seconds of prefill that may be under way on a replica before it gets more, as learned from first tokens.
+    # One request may always go, however long.
+    max_prefill_backlog_s: float = 4.0
     # A report older than this counts as saturated. Replicas give a sign of life twice a second.
     report_limit_s: float = 2.5
     # Share of the KV cache that may be promised, at the *expected* length of each request. Charging
@@ -46,18 +65,52 @@ class BackpressureSettings:
     def __post_init__(self) -> None:
         if self.target_waiting < 1:
             raise ValueError(f"target_waiting must be at least 1, got {self.target_waiting}")
-        for name in ("report_limit_s", "kv_fill_ratio"):
+        if self.batch_target_waiting < 0:
+            raise ValueError(f"batch_target_waiting must not be negative, got {self.batch_target_waiting}")
+        if self.tpot_gate_s is not None and not self.tpot_gate_s > 0:
+            raise ValueError(f"tpot_gate_s must be positive, or null for no gate, got {self.tpot_gate_s}")
+        if not 0 < self.tpot_reopen_ratio <= 1:
+            raise ValueError(f"tpot_reopen_ratio must be above 0 and at most 1, got {self.tpot_reopen_ratio}")
+        for name in ("report_limit_s", "kv_fill_ratio", "kv_gate_ratio", "max_prefill_backlog_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.lag_factor < 0:
             raise ValueError(f"lag_factor must not be negative, got {self.lag_factor}")
 
+
+class EngineBackpressure:
+    """The rules, with what has been learned of the cost of prefills."""
+
+    def __init__(self, settings: BackpressureSettings, cost: PrefillCost) -> None:
+        self._settings = settings
+        self._cost = cost
+
     def admits(self, replica: ReplicaState, now: float) -> bool:
         """Whether one more request may be sent to a replica, as far as its engine's queue and batch go."""
-        if replica.in_flight >= replica.spec.max_num_seqs + self.target_waiting:
+        settings = self._settings
+        if replica.in_flight >= replica.spec.max_num_seqs + settings.target_waiting:
+            return False
+        if replica.pending_prefill_tokens * self._cost.per_token_s > settings.max_prefill_backlog_s:
             return False
         # A long prefill has its own limit, and stands in the engine's batch, not in its queue.
-        if replica.unstarted - replica.long_prefills[0] < self.target_waiting:
+        if replica.unstarted - replica.long_prefills[0] < settings.target_waiting:
             return True
-        pace = self.lag_factor * replica.starts.per_s(now) * replica.report_gap_s
-        return replica.reported_queue < max(self.target_waiting, math.ceil(pace))
+        pace = settings.lag_factor * replica.starts.per_s(now) * replica.report_gap_s
+        return replica.reported_queue < max(settings.target_waiting, math.ceil(pace))
+
+    def is_quiet(self, replica: ReplicaState) -> bool:
+        """Whether the batch class may go there: hardly anything can be waiting in the engine."""
+        queued = min(replica.unstarted, replica.reported_queue)
+        return queued <= self._settings.batch_target_waiting
+
+    def gates(self, replica: ReplicaState) -> bool:
+        """Whether a replica that has just reported is too busy for more."""
+        report, settings = replica.report, self._settings
+        if report is None or not report.running:
+            return False
+        if report.kv_usage_ratio > settings.kv_gate_ratio:
+            return True
+        if settings.tpot_gate_s is None or report.tpot_s is None:
+            return False
+        share = settings.tpot_reopen_ratio if replica.gated else 1.0
+        return report.tpot_s > share * settings.tpot_gate_s

@@ -30,6 +30,7 @@ class Entry:
         dispatch_number: how many requests that replica had been sent then, this one included.
         prefilled_alone: no other prefill was under way on that replica when it was sent.
         started: its answer has begun.
+        charged: what its tenant has been charged for it.
     """
 
     request: Request
@@ -49,6 +50,7 @@ class Entry:
     dispatch_number: int = 0
     prefilled_alone: bool = False
     started: bool = False
+    charged: float = 0.0
 
     def __repr__(self) -> str:
         place = f"waiting in {self.length_queue}" if self.queued else f"running on {self.replica_id}"

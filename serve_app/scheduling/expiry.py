@@ -1,40 +1,50 @@
-"""When the next request's time in the queue is over."""
+"""When does time end something for a waiting request?"""
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from serve_app.scheduling.entry import Entry
 
 
-class ExpiryHeap:
-    """Waiting requests by the end of their time; who has left is dropped when it comes to the top."""
+def _expires_at(entry: Entry) -> float:
+    return entry.expires_at
 
-    def __init__(self) -> None:
+
+class ExpiryHeap:
+    """Waiting requests by a time of theirs; who has left is dropped when it comes to the top.
+
+    Args:
+        when: the time, in seconds; by default the end of its time in the queue. Infinite: never.
+    """
+
+    def __init__(self, when: Callable[[Entry], float] = _expires_at) -> None:
+        self._when = when
         self._heap: list[tuple[float, int, Entry]] = []
 
     def add(self, entry: Entry) -> None:
         """Watch a waiting request."""
-        if entry.expires_at < math.inf:
-            heapq.heappush(self._heap, (entry.expires_at, entry.sequence, entry))
+        at = self._when(entry)
+        if at < math.inf:
+            heapq.heappush(self._heap, (at, entry.sequence, entry))
 
     def next_at(self) -> float | None:
-        """The earliest end; None when nothing waits with an end."""
+        """The earliest time; None when nothing waits that has one."""
         heap = self._heap
         while heap:
-            expires_at, _, entry = heap[0]
-            if entry.queued and entry.expires_at == expires_at:
-                return expires_at
+            at, _, entry = heap[0]
+            if entry.queued and self._when(entry) == at:
+                return at
             heapq.heappop(heap)
         return None
 
     def pop_expired(self, now: float) -> Iterator[Entry]:
-        """Requests whose time is over at `now`, the earliest first."""
-        while (expires_at := self.next_at()) is not None and expires_at <= now:
+        """Requests whose time has come at `now`, the earliest first."""
+        while (at := self.next_at()) is not None and at <= now:
             yield heapq.heappop(self._heap)[2]
 
     def prune(self, live: int) -> None:
         """Drop what has left the queue once it is most of the heap; `live` requests are waiting."""
         if len(self._heap) > 64 and len(self._heap) > 2 * live:
-            self._heap = [item for item in self._heap if item[2].queued and item[2].expires_at == item[0]]
+            self._heap = [item for item in self._heap if item[2].queued and self._when(item[2]) == item[0]]
             heapq.heapify(self._heap)

@@ -4,7 +4,9 @@ The first token of a streamed answer says so. An answer that is not streamed sho
 as over after its usual time, as learned from the others.
 """
 
-from serve_app.routing.ledger import Hold, ReplicaLedger
+from dataclasses import replace
+
+from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.prefill_cost import PrefillCost
 from serve_app.scheduling.entry import Entry
 
@@ -50,5 +52,5 @@ class PrefillWatch:
 
     def _end(self, entry: Entry, now: float) -> None:
         if entry.hold.grade and entry.replica_id is not None:
-            grade, entry.hold = entry.hold.grade, Hold(entry.hold.tokens)
+            grade, entry.hold = entry.hold.grade, replace(entry.hold, grade=0)
             self._ledger.end_long_prefill(entry.replica_id, grade, now)

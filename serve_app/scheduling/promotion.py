@@ -8,7 +8,7 @@ promoted before it + 1) / promoted_share` dispatches.
 Ours; EWSJF's own proof that nobody starves (Theorem A.1) gives no usable bound.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -54,15 +54,15 @@ class Promotion:
         self._settings = settings
         self._allowed = 1.0
 
-    def put_first(self, heads: list[Entry], now: float) -> None:
-        """Move the head that is longest past its time to the front, if a promotion is due."""
-        if self._allowed < 1.0:
-            return
+    @property
+    def is_due(self) -> bool:
+        """Whether somebody may be promoted now."""
+        return self._allowed >= 1.0
+
+    def first(self, heads: Iterable[Entry], now: float) -> Entry | None:
+        """The head that is longest past its time; None when none is."""
         overdue = [head for head in heads if self.is_overdue(head, now)]
-        if overdue:
-            oldest = min(overdue, key=lambda head: (head.request.arrived_at, head.sequence))
-            heads.remove(oldest)
-            heads.insert(0, oldest)
+        return min(overdue, key=lambda head: (head.request.arrived_at, head.sequence), default=None)
 
     def took(self, entry: Entry, now: float) -> None:
         """Count a dispatch."""
@@ -70,7 +70,11 @@ class Promotion:
             self._allowed -= 1.0
         self._allowed = min(_SAVED, self._allowed + self._settings.promoted_share)
 
+    def overdue_at(self, entry: Entry) -> float:
+        """When the request will have waited as long as its class may."""
+        request = entry.request
+        return request.arrived_at + self._settings.max_wait_s(request.priority)
+
     def is_overdue(self, entry: Entry, now: float) -> bool:
         """Whether the request has waited longer than its class may."""
-        request = entry.request
-        return now - request.arrived_at > self._settings.max_wait_s(request.priority)
+        return now > self.overdue_at(entry)

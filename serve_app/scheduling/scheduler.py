@@ -18,6 +18,7 @@ Rules:
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from serve_app.errors import Outcome
@@ -28,7 +29,9 @@ from serve_app.routing.pools import PoolRouter
 from serve_app.routing.prefill_cost import PrefillCost
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.admission import Admission, Refusal, too_long
+from serve_app.scheduling.backpressure import EngineBackpressure
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
+from serve_app.scheduling.dispatcher import Dispatcher
 from serve_app.scheduling.drain_rate import DrainRate
 from serve_app.scheduling.entry import NOTHING, Entry
 from serve_app.scheduling.expiry import ExpiryHeap
@@ -36,7 +39,6 @@ from serve_app.scheduling.isolation import PrefillIsolation
 from serve_app.scheduling.policies import make_policy
 from serve_app.scheduling.policies.inputs import PolicyInputs
 from serve_app.scheduling.prefill_watch import PrefillWatch
-from serve_app.scheduling.promotion import Promotion
 from serve_app.scheduling.settings import SchedulerSettings
 from serve_app.scheduling.waiting_room import WaitingRoom
 
@@ -52,6 +54,7 @@ class Scheduler:
         ledger: the replicas and what they have been promised.
         estimator: what has been learned of bytes per token and of output lengths.
         isolation: what counts as a long prefill.
+        dispatcher: the order of service.
         prefill_cost: how long prefills take.
     """
 
@@ -60,15 +63,15 @@ class Scheduler:
         self.prefill_cost = PrefillCost(settings.prefill_cost)
         inputs = PolicyInputs(prefill_cost=self.prefill_cost, ewsjf=settings.ewsjf)
         self._policy = make_policy(settings.policy, inputs)
-        self._promotion = Promotion(settings.promotion) if self._policy.promotes else None
-        self.room = WaitingRoom(self._policy)
+        self.room = WaitingRoom(self._policy, settings.fairness)
         self.ledger = ReplicaLedger(
-            admits=settings.backpressure.admits,
+            backpressure=EngineBackpressure(settings.backpressure, self.prefill_cost),
             report_limit_s=settings.backpressure.report_limit_s,
             kv_fill_ratio=settings.backpressure.kv_fill_ratio,
         )
         self.estimator = TokenEstimator(settings.estimator)
         self.isolation = PrefillIsolation(settings.isolation, wanted=self._policy.isolates)
+        self.dispatcher = Dispatcher(settings, self.room, self.ledger, self.isolation, self._policy)
         self._prefills = PrefillWatch(self.ledger, self.prefill_cost)
         self._router = PoolRouter(settings.routing, self.ledger.context_limit)
         self._admission = Admission(settings, now)
@@ -147,8 +150,7 @@ class Scheduler:
         if entry is None:
             return
         self._remember(entry)
-        self.room.add(entry)
-        self._expiry.add(entry)
+        self._queue(entry)
         if request.no_wait:
             self._dispatch(now)
             if entry.queued:
@@ -203,6 +205,7 @@ class Scheduler:
             # The count of an answer that broke off would teach that answers are short.
             if event.usage is not None:
                 self.estimator.observe(entry.request, event.usage)
+                self.room.settle(entry, event.usage)
         dispatched = entry.replica_id is not None
         self._take_from_its_place(entry, now)
         self._conclude(entry, event.outcome, dispatched=dispatched)
@@ -224,6 +227,7 @@ class Scheduler:
             return
         limit = self.ledger[event.replica_id].spec.max_model_len
         self._release(entry, now, ran=False)
+        self.room.refund(entry)
         if event.failure is ev.DispatchFailure.TOO_LONG:
             entry.above_tokens = max(entry.above_tokens, limit)
         else:
@@ -247,8 +251,7 @@ class Scheduler:
             return
         entry.returned = True
         entry.expires_at = now + (request.expires_at - request.arrived_at)
-        self.room.add(entry)
-        self._expiry.add(entry)
+        self._queue(entry)
 
     # Events about replicas
 
@@ -273,9 +276,7 @@ class Scheduler:
                 refusal = too_long(entry.request, entry.estimate, self._router.longest_context())
                 self._refuse_waiting(entry, refusal, now)
             elif pools != entry.pools:
-                self.room.remove(entry)
-                entry.pools = pools
-                self.room.add(entry)
+                self.room.reroute(entry, pools)
 
     # Time
 
@@ -304,45 +305,10 @@ class Scheduler:
             self.room.queue_anew()
 
     def _dispatch(self, now: float) -> None:
-        if not self.room:
-            return
-        self._policy.round_began()
-        while self.room:
-            self._fill(now, at_home=True)
-            # Each spill brings a new head to the top of its lane, and that one may fit at home.
-            if not self.room or not self._fill(now, at_home=False):
-                break
-        self._policy.round_ended(self.room.queue_names())
-
-    def _fill(self, now: float, *, at_home: bool) -> bool:
-        filled = False
-        for pool in self.settings.routing.pools:
-            while self.room and (choice := self._choose(pool, now, at_home=at_home)):
-                self._send(*choice, now)
-                filled = True
-        return filled
-
-    def _choose(self, pool: str, now: float, *, at_home: bool) -> tuple[Entry, ReplicaState, Hold] | None:
-        """The most urgent head that fits a replica of `pool`, with that replica and what to hold of it."""
-        limit = self.ledger.context_limit(pool)
-        if limit is None or not self.ledger.has_open(pool, now):
-            return None
-        heads = self.room.heads(pool, now, at_home=at_home)
-        if self._promotion is not None and len(heads) > 1:
-            self._promotion.put_first(heads, now)
-        for head in heads:
-            tokens = min(head.estimate.expected_tokens, limit)
-            long_limits = self.isolation.limits(head.grade, now - head.request.arrived_at)
-            replica = self.ledger.best(pool, tokens, now, long_limits=long_limits)
-            if replica is not None:
-                return head, replica, Hold(tokens, head.grade)
-        return None
+        self.dispatcher.run(now, lambda entry, replica, hold: self._send(entry, replica, hold, now))
 
     def _send(self, entry: Entry, replica: ReplicaState, hold: Hold, now: float) -> None:
         self.room.remove(entry)
-        self._policy.took(entry)
-        if self._promotion is not None:
-            self._promotion.took(entry, now)
         entry.prefilled_alone = replica.unstarted == 0
         self._hold(entry, replica.spec.replica_id, hold, now)
         self._prefills.sent(entry, now)
@@ -365,12 +331,18 @@ class Scheduler:
         self._entries[request.request_id] = entry
         self._by_gateway.setdefault(request.gateway_id, {})[request.request_id] = entry
 
+    def _queue(self, entry: Entry) -> None:
+        self.room.add(entry)
+        self._expiry.add(entry)
+        self.dispatcher.queued(entry)
+
     def _hold(
         self, entry: Entry, replica_id: str, hold: Hold, now: float, *, resumed: ev.Resumed | None = None
     ) -> None:
         entry.replica_id, entry.hold, entry.dispatched_at = replica_id, hold, now
         entry.started = resumed is not None and resumed.started
         self.ledger.hold(replica_id, hold, now, seen=resumed is not None, started=entry.started)
+        self.room.charge(entry)
         entry.dispatch_number = self.ledger[replica_id].dispatches
 
     def _start(self, entry: Entry, now: float) -> None:
@@ -378,7 +350,8 @@ class Scheduler:
             return
         entry.started = True
         self._prefills.first_token(entry, now)
-        self.ledger.start(entry.replica_id, now)
+        pending_tokens, entry.hold = entry.hold.prefill_tokens, replace(entry.hold, prefill_tokens=0)
+        self.ledger.start(entry.replica_id, pending_tokens, now)
 
     def _release(self, entry: Entry, now: float, *, ran: bool) -> None:
         assert entry.replica_id is not None

@@ -9,6 +9,8 @@ from serve_app.routing.estimate import EstimatorSettings
 from serve_app.routing.pools import RoutingSettings
 from serve_app.routing.prefill_cost import PrefillCostSettings
 from serve_app.scheduling.backpressure import BackpressureSettings
+from serve_app.scheduling.class_floors import ClassFloorSettings
+from serve_app.scheduling.fairness import FairnessSettings
 from serve_app.scheduling.isolation import IsolationSettings
 from serve_app.scheduling.policies.settings import EwsjfSettings
 from serve_app.scheduling.promotion import PromotionSettings
@@ -68,6 +70,8 @@ class SchedulerSettings:
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     estimator: EstimatorSettings = field(default_factory=EstimatorSettings)
     backpressure: BackpressureSettings = field(default_factory=BackpressureSettings)
+    fairness: FairnessSettings = field(default_factory=FairnessSettings)
+    class_floors: ClassFloorSettings = field(default_factory=ClassFloorSettings)
     isolation: IsolationSettings = field(default_factory=IsolationSettings)
     prefill_cost: PrefillCostSettings = field(default_factory=PrefillCostSettings)
     promotion: PromotionSettings = field(default_factory=PromotionSettings)

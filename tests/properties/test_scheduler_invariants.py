@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from serve_app.errors import Outcome
-from serve_app.request import Usage
+from serve_app.request import PriorityClass, Usage
 from serve_app.routing.pools import PoolRouter, RoutingSettings
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.scheduling import Scheduler
@@ -23,6 +23,7 @@ from serve_app.scheduling.isolation import IsolationSettings
 from tests.builders import report, request, spec
 from tests.builders import settings as scheduler_settings
 
+INTERACTIVE, DEFAULT, BATCH = PriorityClass
 REPORT_LIMIT_S = 2.0
 TARGET = 2
 SPECS = {
@@ -140,6 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         gateway_id=st.sampled_from(["g1", "g2"]),
         no_wait=st.booleans(),
         streamed=st.booleans(),
+        whose=st.sampled_from([("a", DEFAULT), ("b", DEFAULT), ("b", INTERACTIVE), ("c", BATCH)]),
         seconds=steps_of_time,
     )
     def arrive(
@@ -150,10 +152,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         gateway_id: str,
         no_wait: bool,
         streamed: bool,
+        whose: tuple[str, PriorityClass],
         seconds: float,
     ) -> str:
         self.pass_time(seconds)
         self.next_id += 1
+        tenant, priority = whose
         request_id = f"r{self.next_id}"
         self.submitted.add(request_id)
         self.waiting.add(request_id)
@@ -168,6 +172,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             gateway_id=gateway_id,
             no_wait=no_wait,
             streamed=streamed,
+            tenant=tenant,
+            priority=priority,
         )
         self.feed(ev.Arrived(arrived))
         self.feed(ev.Arrived(arrived)) if request_id not in self.concluded else None
@@ -318,10 +324,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """No head of a lane waits while a replica that could take it has room. Those behind it wait by the
         order's rule.
         """
-        lanes: dict[tuple[str, tuple[str, ...], int], list[Entry]] = {}
+        lanes: dict[tuple[object, ...], list[Entry]] = {}
         for entry in self.scheduler.room:
-            lanes.setdefault((entry.length_queue, entry.pools, entry.grade), []).append(entry)
-        for (_, pools, _), entries in lanes.items():
+            whose = entry.request.priority, entry.request.tenant
+            lanes.setdefault((*whose, entry.length_queue, entry.pools, entry.grade), []).append(entry)
+        for entries in lanes.values():
+            pools = entries[0].pools
             head = min(entries, key=lambda e: (not e.returned, e.request.arrived_at, e.sequence))
             for replica_id, books in self.replicas.items():
                 assert books.spec.pool not in pools or not self.has_room(replica_id, head)
@@ -337,6 +345,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return False
         unstarted = [request_id for request_id in running if request_id not in self.started]
         if len(unstarted) - state.long_prefills[0] >= TARGET and state.reported_queue >= TARGET:
+            return False
+        if head.request.priority is BATCH and min(len(unstarted), state.reported_queue) > 0:
             return False
         context = self.context_limit(books.spec.pool)
         assert context is not None
