@@ -25,18 +25,22 @@ the 95 % interval of Student's t; of three repeats that is 4.3 standard errors. 
     tokens/s        prompt and output tokens over the whole run, from the first arrival to the last answer
 
 The second table is of the whole runs: where requests waited, in the gateway or in the engine; what one step
-of the engine computed. The third is each variant less the first one, paired by repeat: where the interval
-spans zero, the sign cannot be believed.
+of the engine computed, how many cores the engine got, and how many processes wanted one. A load average far
+above the number of cores means that others were at work, and then the figures are theirs as well. The third
+is each variant less the first one, paired by repeat: where the interval spans zero, the sign cannot be
+believed.
 
 What it cannot show: a GPU, whose prefill and decode costs stand in another proportion; more than one engine;
 tails. A run has dozens of long prompts, so their p99 is the longest but one. Client, gateway and engine share
-the machine: read the load average in the file before you trust a figure.
+the machine, and the saturated rate is as good as the minute in which it was measured: `--rate` states the
+arrival rate instead.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -55,7 +59,7 @@ from serve_app.bench.live import LiveExperiment, free_port, load_experiment, sat
 from serve_app.bench.load import LoadResult, LoadSettings, OpenLoop
 from serve_app.bench.report import from_zero
 from serve_app.bench.vllm_server import VllmServer, VllmServerSettings, started_vllm
-from serve_app.command import positive_int
+from serve_app.command import positive_float, positive_int
 from serve_app.errors import Outcome, ServeAppError
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.statistics import Distribution
@@ -96,6 +100,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="print the tables of an existing file")
     parser.add_argument("--requests", type=positive_int, help="in each run, instead of the experiment's")
     parser.add_argument("--repeats", type=positive_int, help="instead of the experiment's")
+    parser.add_argument(
+        "--rate", type=positive_float, help="requests per second, instead of `load` times the saturated rate"
+    )
     parser.add_argument("--logs", type=Path, help="folder for what engines and application say")
     return parser.parse_args()
 
@@ -115,7 +122,8 @@ def run(args: argparse.Namespace) -> None:
         config.write_text(yaml.safe_dump(serve_config(experiment, urls)), encoding="utf-8")
         _, url = stack.enter_context(started_application(config, logs / "serve.log"))
         player = Player(experiment, Target.parse(url), servers, file)
-        rate = experiment.load * player.saturate()
+        saturated = player.saturate()
+        rate = args.rate or experiment.load * saturated
         for repeat in range(experiment.repeats):
             for name in experiment.variants:
                 player.play(name, repeat, rate)
@@ -168,6 +176,7 @@ class Player:
         """One variant under the load of one repeat."""
         server = self.servers[self.experiment.variants[name].chunk_tokens]
         trace, before = self.experiment.trace_of(repeat, rate_per_s), server.counters()
+        started_at, cpu_s = time.monotonic(), server.cpu_s()
         load = uvloop.run(self._drive(name, trace))
         place = {"variant": name, "repeat": repeat}
         about = {
@@ -177,6 +186,7 @@ class Player:
             "trace": trace.provenance(),
             "client": asdict(load.client),
             "engine": asdict(server.counters().since(before)),
+            "engine_cores": (server.cpu_s() - cpu_s) / (time.monotonic() - started_at),
             "load_average": load_average(),
         }
         write(self.file, {"run": about})
@@ -303,6 +313,8 @@ SECOND = (
     Figure("engine steps", lambda row: row["engine"]["steps"], 0),
     Figure("tokens per step", per("step_tokens", "steps"), 1),
     Figure("preemptions", lambda row: row["engine"]["preemptions"], 0),
+    Figure("engine cores", lambda row: row["engine_cores"]),
+    Figure("load average", lambda row: (row["load_average"] or [None])[0], 1),
 )
 
 

@@ -121,6 +121,10 @@ class VllmServer:
             time.sleep(0.5)
         raise BenchError(f"vLLM did not answer within {_START_TIMEOUT_S:.0f} s: read {self.log}")
 
+    def cpu_s(self) -> float:
+        """CPU time that its processes have used until now, in seconds."""
+        return sum(one.cpu_s for one in process_tree(self.process.pid))
+
     def counters(self) -> EngineCounters:
         """What its engine has counted until now."""
         return read_counters(_get(f"{self.url}/metrics"))

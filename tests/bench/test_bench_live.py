@@ -39,6 +39,8 @@ def lines() -> Iterator[dict[str, Any]]:
                 "repeat": repeat,
                 "short_at_tokens": 512,
                 "trace": {"requests": REQUESTS},
+                "engine_cores": 0.5,
+                "load_average": [1.5, 1.0, 1.0],
                 "engine": {
                     "steps": 50,
                     "step_tokens": 1_000,
@@ -91,6 +93,8 @@ def test_the_engine_tells_what_its_steps_computed(path: Path) -> None:
     row = dict(zip(cells(engine[0]), cells(engine[2]), strict=True))
     assert row["tokens per step"] == "20.0 ± 0.0"
     assert row["engine wait mean s"] == "0.50 ± 0.00"
+    assert row["engine cores"] == "0.50 ± 0.00"
+    assert row["load average"] == "1.5 ± 0.0"
 
 
 def test_a_run_that_lost_a_request_is_named(path: Path) -> None:
