@@ -34,6 +34,7 @@ Content = str | list[str | Part] | None
 class ChatMessage(msgspec.Struct):
     """One message of a chat."""
 
+    role: str | None = None
     content: Content = None
     tool_calls: msgspec.Raw = ABSENT
     function_call: msgspec.Raw = ABSENT
@@ -42,6 +43,7 @@ class ChatMessage(msgspec.Struct):
 class InputItem(msgspec.Struct):
     """One item of a Responses input: a message, a tool call or a tool's output."""
 
+    role: str | None = None
     content: Content = None
     arguments: str | None = None
     output: str | list[str | Part] | Part | None = None
@@ -68,6 +70,7 @@ class GenerationBody(Body):
     """What every endpoint that generates text shares."""
 
     stream: bool | None = None
+    cache_salt: str | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):

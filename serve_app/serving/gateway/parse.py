@@ -16,6 +16,13 @@ from serve_app.serving.gateway.bodies import (
     ModelOnly,
     ResponsesBody,
 )
+from serve_app.serving.gateway.prefix import (
+    NO_OPENING,
+    Opening,
+    chat_opening,
+    completion_opening,
+    responses_opening,
+)
 from serve_app.serving.gateway.responses import RequestRefused
 from serve_app.serving.gateway.shape import (
     chat_shape,
@@ -38,6 +45,7 @@ class Parsed:
         has_stream_options: the body carries `stream_options`, which must be kept.
         priority: vLLM's field, lower is sooner; None when the body has none.
         user: the end user that the body names.
+        opening: how the prompt begins; empty for embeddings.
     """
 
     model: str
@@ -51,6 +59,7 @@ class Parsed:
     service_tier: str | None = None
     priority: int | None = None
     user: str | None = None
+    opening: Opening = NO_OPENING
 
 
 T = TypeVar("T")
@@ -133,6 +142,7 @@ def _chat(body: ChatBody) -> Parsed:
         service_tier=body.service_tier,
         priority=body.priority,
         user=body.safety_identifier or body.user,
+        opening=chat_opening(body),
     )
 
 
@@ -155,6 +165,7 @@ def _completion(body: CompletionBody) -> Parsed:
         service_tier=body.service_tier,
         priority=body.priority,
         user=body.safety_identifier or body.user,
+        opening=completion_opening(body),
     )
 
 
@@ -173,6 +184,7 @@ def _responses(body: ResponsesBody) -> Parsed:
         service_tier=body.service_tier,
         priority=body.priority,
         user=body.safety_identifier or body.user,
+        opening=responses_opening(body),
     )
 
 

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from serve_app.errors import SettingsError
 from serve_app.serving.gateway.auth import ApiKey
+from serve_app.serving.gateway.prefix import PrefixSettings
 from serve_app.serving.gateway.upstream_pool import UpstreamSettings
 
 MEBIBYTE = 1024 * 1024
@@ -48,6 +49,7 @@ class GatewaySettings:
     max_body_bytes: int = 64 * MEBIBYTE
     # One line per concluded request on the logger `ray.serve`; costs about as much as a scheduling decision.
     log_requests: bool = True
+    prefix: PrefixSettings = field(default_factory=PrefixSettings)
     upstream: UpstreamSettings = field(default_factory=UpstreamSettings)
 
     def __post_init__(self) -> None:
