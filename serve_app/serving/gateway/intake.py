@@ -12,9 +12,16 @@ from serve_app.serving.gateway.auth import Caller, Keyring
 from serve_app.serving.gateway.disconnect import ClientGone
 from serve_app.serving.gateway.forward import Order
 from serve_app.serving.gateway.parse import PARSERS, Parsed
+from serve_app.serving.gateway.prefix import NO_OPENING, PrefixSettings, engine_salt, prefix_hashes
 from serve_app.serving.gateway.responses import RequestRefused
 from serve_app.serving.gateway.settings import GatewaySettings
-from serve_app.serving.gateway.splice import NO_PRIORITY, append_fields, priority_field, usage_field
+from serve_app.serving.gateway.splice import (
+    NO_PRIORITY,
+    append_fields,
+    priority_field,
+    salt_field,
+    usage_field,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +114,15 @@ class Intake:
         body = await self.body(arrival)
         parsed = PARSERS[arrival.path].parse(body)
         self.check_model(parsed.model)
-        submission = _submission(arrival, caller, parsed)
+        settings = self._settings.prefix
+        submission = _submission(arrival, caller, parsed, settings)
+        fields = _fields(parsed, body)
+        if settings.per_tenant and parsed.opening is not NO_OPENING:
+            fields.append(salt_field(engine_salt(submission.tenant, parsed.opening.salt)))
         return Order(
             submission=submission,
             head=self.head(arrival),
-            body=append_fields(body, _fields(parsed, body)),
+            body=append_fields(body, fields),
             hide_usage=parsed.asks_usage and not parsed.shows_usage,
             arrived_at=arrival.arrived_at,
         )
@@ -150,8 +161,9 @@ def _fields(parsed: Parsed, body: bytes) -> list[bytes]:
     return fields
 
 
-def _submission(arrival: Arrival, caller: Caller, parsed: Parsed) -> Submission:
+def _submission(arrival: Arrival, caller: Caller, parsed: Parsed, prefix: PrefixSettings) -> Submission:
     headers = arrival.headers
+    tenant = caller.tenant(headers.get(b"x-tenant"), parsed.user)
     wish = heads.ClassWish(
         header=headers.get(b"x-priority"), service_tier=parsed.service_tier, priority=parsed.priority
     )
@@ -159,14 +171,22 @@ def _submission(arrival: Arrival, caller: Caller, parsed: Parsed) -> Submission:
         request_id=arrival.request_id,
         model=parsed.model,
         shape=parsed.shape,
-        tenant=caller.tenant(headers.get(b"x-tenant"), parsed.user),
+        tenant=tenant,
         priority=heads.priority_class(wish, caller.default_class, caller.check_class),
         max_output_tokens=parsed.max_output_tokens,
         choices=parsed.choices,
         queue_timeout_s=heads.queue_timeout_s(headers.get(b"x-queue-timeout-s")),
         streamed=parsed.stream,
         no_wait=heads.no_wait(headers.get(b"x-queue")),
+        prefix=_prefix(parsed, tenant, prefix),
     )
+
+
+def _prefix(parsed: Parsed, tenant: str, settings: PrefixSettings) -> tuple[int, ...]:
+    if not settings.enabled:
+        return ()
+    apart = tenant if settings.per_tenant else ""
+    return prefix_hashes(parsed.opening, model=parsed.model, tenant=apart)
 
 
 def _too_large(limit: int) -> RequestRefused:

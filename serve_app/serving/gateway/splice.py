@@ -38,6 +38,11 @@ def priority_field(value: int) -> bytes:
     return b'"priority":%d' % value
 
 
+def salt_field(salt: str) -> bytes:
+    """The field that keeps a request's blocks apart in an engine's prefix cache."""
+    return b'"cache_salt":' + msgspec.json.encode(salt)
+
+
 def with_priority(body: bytes, value: int | None) -> bytes:
     """A body with a priority in place of its own; the very same bytes for None."""
     return body if value is None else append_fields(body, [priority_field(value)])

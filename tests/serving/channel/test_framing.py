@@ -104,3 +104,11 @@ def test_what_came_before_the_garbage_is_still_read() -> None:
     assert next(frames) == [Heartbeat(1)]
     with pytest.raises(ChannelError):
         next(frames)
+
+
+def test_prefix_hashes_of_all_64_bits_cross_the_channel_in_nine_bytes_each() -> None:
+    hashes = (0, 2**63, *range(2**64 - 126, 2**64))
+    bare, full = (Submit(submission("r1", prefix=prefix), 0.25, 0.125) for prefix in ((), hashes))
+    stream = encode_frames([full], LIMIT)
+    assert list(reader().feed(stream)) == [[full]]
+    assert len(stream) - len(encode_frames([bare], LIMIT)) <= 9 * len(hashes) + 2
