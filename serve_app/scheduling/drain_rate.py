@@ -1,42 +1,63 @@
-"""How fast work leaves, and so when a refused client should come again.
+"""How fast does the queue drain while there is a queue?
 
-Retry-After = work ahead / measured drain rate, capped. Spread over a quarter more by a hash of the request's
-id, so that clients refused together do not return together; a hash instead of a random number, so that the
-same events give the same commands.
+Work counts when it is *dispatched*, for that is when a wait ends, in the estimated tokens in which the work
+ahead is counted as well; what an engine does with it later shows in when it takes the next. And only time in
+which somebody waited counts, with what was dispatched in it: an idle fleet dispatches no more than arrives,
+and by that would look slow. The clock of the rate therefore stands still while nobody waits, and what was
+learned in the last backlog is still known at the start of the next.
+
+A fleet that stands still while somebody waits lets the rate fall, as it should.
 """
-
-import zlib
 
 from serve_app.routing.rate import DecayingRate
 
+# Long enough to hold some dozens of dispatches of a small fleet, short enough to follow one that is scaled.
 _TIME_CONSTANT_S = 30.0
-_SPREAD = 0.25
-# Before anything has finished there is no rate; a second is short enough to be harmless and long enough to
-# breathe.
-_UNKNOWN_S = 1.0
 
 
 class DrainRate:
-    """Tokens of work concluded per second, and the waits that follow from it."""
+    """Tokens and requests dispatched per second of backlog.
 
-    def __init__(self, cap_s: float, now: float) -> None:
-        self._cap_s = cap_s
-        self._rate = DecayingRate(_TIME_CONSTANT_S, now)
+    Args:
+        now: time at which it begins, in seconds.
+    """
 
-    def add(self, tokens: int, now: float) -> None:
-        """Count the work of a request that has left a replica."""
-        self._rate.add(tokens, now)
+    def __init__(self, now: float) -> None:
+        self._at = now
+        self._backlog_s = 0.0
+        self._backlogged = False
+        self._tokens = DecayingRate(_TIME_CONSTANT_S, 0.0)
+        self._requests = DecayingRate(_TIME_CONSTANT_S, 0.0)
+        self._known = False
 
-    def tokens_per_s(self, now: float) -> float:
-        """The drain rate at `now`."""
-        return self._rate.per_s(now)
+    def time_passed(self, waiting: int, now: float) -> None:
+        """Note that `waiting` requests have waited from the last call until `now`."""
+        self._backlogged = waiting > 0
+        if self._backlogged:
+            self._backlog_s += now - self._at
+        self._at = now
 
-    def wait_s(self, tokens_ahead: int, now: float) -> float:
-        """Seconds until `tokens_ahead` will have left, at most the cap."""
-        rate = self._rate.per_s(now)
-        return min(self._cap_s, tokens_ahead / rate) if rate > 0 else min(self._cap_s, _UNKNOWN_S)
+    def dispatched(self, tokens: int) -> None:
+        """Count the work of a request that leaves the queue at the time of the last `time_passed`."""
+        if self._backlogged:
+            self._tokens.add(tokens, self._backlog_s)
+            self._requests.add(1.0, self._backlog_s)
+            self._known = True
 
-    def retry_after_s(self, request_id: str, tokens_ahead: int, now: float) -> float:
-        """What to tell the client of a refused request, in seconds; never above the cap."""
-        spread = zlib.crc32(request_id.encode()) / 2**32 * _SPREAD
-        return min(self._cap_s, self.wait_s(tokens_ahead, now) * (1 + spread))
+    @property
+    def known(self) -> bool:
+        """Whether anything has been dispatched yet while somebody waited."""
+        return self._known
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Estimated tokens per second of backlog; 0.0 before anything was counted."""
+        return self._tokens.per_s(self._backlog_s)
+
+    @property
+    def requests_per_s(self) -> float:
+        """Requests per second of backlog; 0.0 before anything was counted."""
+        return self._requests.per_s(self._backlog_s)
+
+    def __repr__(self) -> str:
+        return f"<DrainRate {self.tokens_per_s:.0f} tokens/s {self.requests_per_s:.2f} requests/s>"

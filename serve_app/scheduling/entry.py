@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from serve_app.request import Request
 from serve_app.routing.estimate import TokenEstimate
 from serve_app.routing.ledger import Hold
+from serve_app.scheduling.prediction import Prediction
 
 NOTHING = Hold(0)
 
@@ -31,6 +32,7 @@ class Entry:
         prefilled_alone: no other prefill was under way on that replica when it was sent.
         started: its answer has begun.
         charged: what its tenant has been charged for it.
+        prediction: what was said of its wait when it came; None when nothing could be, or it came back.
     """
 
     request: Request
@@ -51,6 +53,7 @@ class Entry:
     prefilled_alone: bool = False
     started: bool = False
     charged: float = 0.0
+    prediction: Prediction | None = None
 
     def __repr__(self) -> str:
         place = f"waiting in {self.length_queue}" if self.queued else f"running on {self.replica_id}"

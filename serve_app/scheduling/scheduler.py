@@ -32,7 +32,6 @@ from serve_app.scheduling.admission import Admission, Refusal, too_long
 from serve_app.scheduling.backpressure import EngineBackpressure
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.scheduling.dispatcher import Dispatcher
-from serve_app.scheduling.drain_rate import DrainRate
 from serve_app.scheduling.entry import NOTHING, Entry
 from serve_app.scheduling.expiry import ExpiryHeap
 from serve_app.scheduling.isolation import PrefillIsolation
@@ -56,6 +55,7 @@ class Scheduler:
         isolation: what counts as a long prefill.
         dispatcher: the order of service.
         prefill_cost: how long prefills take.
+        admission: who may wait, and how long that is predicted to take.
     """
 
     def __init__(self, settings: SchedulerSettings, *, now: float = 0.0) -> None:
@@ -74,8 +74,7 @@ class Scheduler:
         self.dispatcher = Dispatcher(settings, self.room, self.ledger, self.isolation, self._policy)
         self._prefills = PrefillWatch(self.ledger, self.prefill_cost)
         self._router = PoolRouter(settings.routing, self.ledger.context_limit)
-        self._admission = Admission(settings, now)
-        self._drain_rate = DrainRate(settings.retry_after_cap_s, now)
+        self.admission = Admission(settings, self.room, now)
         self._expiry = ExpiryHeap()
         self._entries: dict[str, Entry] = {}
         self._by_gateway: dict[str, dict[str, Entry]] = {}
@@ -149,22 +148,23 @@ class Scheduler:
         entry = self._admit(request, now)
         if entry is None:
             return
+        objection = self.admission.objection(entry, now)
         self._remember(entry)
         self._queue(entry)
-        if request.no_wait:
+        if objection is not None:
+            # It may go at once: those that wait may be waiting for another pool.
             self._dispatch(now)
             if entry.queued:
-                message = "no replica can take the request right now, and it asked not to wait"
-                self._refuse_waiting(entry, Refusal(Outcome.REJECTED_QUEUE_FULL, message, retry=True), now)
+                self._refuse_waiting(entry, self.admission.turn_away(entry, objection, now))
 
     def _admit(self, request: Request, now: float) -> Entry | None:
-        refusal = self._admission.refuse_unknown(request) or self._admission.refuse(len(self.room), now)
+        refusal = self.admission.refuse(request, now)
         estimate = self.estimator.estimate(request)
         pools = () if refusal else self._router.route(request, estimate)
         if not refusal and not pools:
             refusal = too_long(request, estimate, self._router.longest_context())
         if refusal:
-            self._conclude_refused(request, refusal, now)
+            self._conclude_refused(request, refusal)
             return None
         self._sequence += 1
         entry = Entry(request, estimate, self._sequence, pools, expires_at=request.expires_at)
@@ -200,12 +200,10 @@ class Scheduler:
         entry = self._entries.get(event.request_id)
         if entry is None:
             return
-        if event.outcome is Outcome.COMPLETED:
-            self._drain_rate.add(entry.estimate.expected_tokens, now)
-            # The count of an answer that broke off would teach that answers are short.
-            if event.usage is not None:
-                self.estimator.observe(entry.request, event.usage)
-                self.room.settle(entry, event.usage)
+        # The count of an answer that broke off would teach that answers are short.
+        if event.outcome is Outcome.COMPLETED and event.usage is not None:
+            self.estimator.observe(entry.request, event.usage)
+            self.room.settle(entry, event.usage)
         dispatched = entry.replica_id is not None
         self._take_from_its_place(entry, now)
         self._conclude(entry, event.outcome, dispatched=dispatched)
@@ -249,7 +247,7 @@ class Scheduler:
             refusal = too_long(request, entry.estimate, self._router.longest_context())
             self._conclude(entry, refusal.outcome, dispatched=True, message=message or refusal.message)
             return
-        entry.returned = True
+        entry.returned, entry.prediction = True, None
         entry.expires_at = now + (request.expires_at - request.arrived_at)
         self._queue(entry)
 
@@ -269,12 +267,12 @@ class Scheduler:
 
     def _replicas_changed(self, now: float) -> None:
         """Context limits may be others now, so whoever waits is routed again."""
-        self._admission.replicas_changed(self.ledger.joined, now)
+        self.admission.replicas_changed(self.ledger.joined, now)
         for entry in list(self.room):
             pools = self._router.route(entry.request, entry.estimate, above_tokens=entry.above_tokens)
             if not pools:
                 refusal = too_long(entry.request, entry.estimate, self._router.longest_context())
-                self._refuse_waiting(entry, refusal, now)
+                self._refuse_waiting(entry, refusal)
             elif pools != entry.pools:
                 self.room.reroute(entry, pools)
 
@@ -284,6 +282,7 @@ class Scheduler:
         for replica_id, age_s in self.ledger.expire_reports(now):
             self._commands.append(ReportStale(replica_id=replica_id, age_s=age_s))
         self._prefills.end_overdue(now)
+        self.admission.predictor.drain.time_passed(len(self.room), now)
         for entry in self._expiry.pop_expired(now):
             self.room.remove(entry)
             waited_s = now - entry.request.arrived_at
@@ -293,9 +292,7 @@ class Scheduler:
                 entry,
                 Outcome.REJECTED_NO_REPLICA if bare else Outcome.EXPIRED,
                 message=f"the request waited {waited_s:.1f} s in the queue and {reason}",
-                retry_after_s=self._drain_rate.retry_after_s(
-                    entry.request.request_id, self.room.waiting_tokens, now
-                ),
+                retry_after_s=self.admission.retry_after_expiry_s(entry, now),
             )
 
     # Dispatch
@@ -309,6 +306,7 @@ class Scheduler:
 
     def _send(self, entry: Entry, replica: ReplicaState, hold: Hold, now: float) -> None:
         self.room.remove(entry)
+        self.admission.predictor.dispatched(entry, now)
         entry.prefilled_alone = replica.unstarted == 0
         self._hold(entry, replica.spec.replica_id, hold, now)
         self._prefills.sent(entry, now)
@@ -361,28 +359,27 @@ class Scheduler:
     def _take_from_its_place(self, entry: Entry, now: float) -> None:
         if entry.queued:
             self.room.remove(entry)
+            self.admission.predictor.left(entry, now)
             self._expiry.prune(len(self.room))
         else:
             self._release(entry, now, ran=True)
 
     # Conclusions
 
-    def _refuse_waiting(self, entry: Entry, refusal: Refusal, now: float) -> None:
+    def _refuse_waiting(self, entry: Entry, refusal: Refusal) -> None:
         self.room.remove(entry)
+        self._expiry.prune(len(self.room))
         self._forget(entry)
-        self._conclude_refused(entry.request, refusal, now)
+        self._conclude_refused(entry.request, refusal)
 
-    def _conclude_refused(self, request: Request, refusal: Refusal, now: float) -> None:
-        retry_after_s = None
-        if refusal.retry:
-            retry_after_s = self._drain_rate.retry_after_s(request.request_id, self.room.waiting_tokens, now)
+    def _conclude_refused(self, request: Request, refusal: Refusal) -> None:
         self._commands.append(
             Conclude(
                 request_id=request.request_id,
                 gateway_id=request.gateway_id,
                 outcome=refusal.outcome,
                 message=refusal.message,
-                retry_after_s=retry_after_s,
+                retry_after_s=refusal.retry_after_s,
             )
         )
 

@@ -8,6 +8,7 @@ from serve_app.request import PriorityClass
 from serve_app.routing.estimate import EstimatorSettings
 from serve_app.routing.pools import RoutingSettings
 from serve_app.routing.prefill_cost import PrefillCostSettings
+from serve_app.scheduling.admission_settings import AdmissionSettings
 from serve_app.scheduling.backpressure import BackpressureSettings
 from serve_app.scheduling.class_floors import ClassFloorSettings
 from serve_app.scheduling.fairness import FairnessSettings
@@ -65,6 +66,7 @@ class SchedulerSettings:
     # A pool that starts or restarts has no replica for a while (vLLM takes 40-80 s); requests that come in
     # after this long without any replica are refused with 503 instead of queued.
     no_replica_grace_s: float = 30.0
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     # Upper end of the Retry-After that clients are given; the OpenAI SDK obeys up to 120 s.
     retry_after_cap_s: float = 60.0
     routing: RoutingSettings = field(default_factory=RoutingSettings)

@@ -184,14 +184,17 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
             backpressure=BackpressureSettings(lag_factor=0.0),
         )
         world.join("s1", "short")
-        for number in range(40):
-            world.arrive(f"r{number}", prompt_tokens=100)
-            world.feed(Finished(f"r{number}", Outcome.COMPLETED), after_s=1 / finished_per_s)
-            world.report(received=number + 1)
         fill_short(world)
-        world.arrive("w1", prompt_tokens=100)
-        (command,) = world.arrive("w2")
+        world.arrive("r0")
+        running = ["f0", "f1", "f2"]
+        for number in range(1, 40):
+            world.feed(Finished(running.pop(0), Outcome.COMPLETED), after_s=1 / finished_per_s)
+            world.report(received=number + 2, waiting=3)
+            running.append(f"r{number - 1}")
+            world.arrive(f"r{number}")
+        (command,) = world.arrive("one too many")
         assert isinstance(command, Conclude)
+        assert command.outcome is Outcome.REJECTED_QUEUE_FULL
         assert command.retry_after_s is not None
         return command.retry_after_s
 

@@ -1,6 +1,7 @@
 """Whatever breaks: no request is lost, none is granted twice, none is answered twice."""
 
 import asyncio
+import math
 import random
 
 import pytest
@@ -271,7 +272,8 @@ async def test_a_storm_of_reconnects_loses_nothing() -> None:
 async def test_a_flood_is_refused_beyond_the_queue_and_leaves_nothing_behind(world: World) -> None:
     gateway = await world.gateway()
     tasks = [ask(gateway, f"r{n}") for n in range(10_000)]
-    limit = world.settings.max_waiting
+    settings = world.settings
+    limit = math.ceil(settings.max_waiting * settings.admission.tenant_share)
     await until(lambda: sum(task.done() for task in tasks) == 10_000 - limit)
     assert all(
         isinstance(answer := task.result(), Refusal) and answer.outcome is Outcome.REJECTED_QUEUE_FULL
