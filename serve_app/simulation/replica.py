@@ -7,6 +7,7 @@ from serve_app.engines.emulation.model import EngineModel, StepOutcome
 from serve_app.engines.emulation.sequences import EngineSequence
 from serve_app.engines.emulation.settings import EngineModelSettings
 from serve_app.engines.step_time import StepTimeModel
+from serve_app.engines.vllm_metrics import RecentMean
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.simulation.timeline import Rank, Timeline
 
@@ -50,6 +51,10 @@ class SimulatedReplica:
         self._timeline = timeline
         self._on_outcome = on_outcome
         self._received = 0
+        self._tpot = RecentMean()
+        self._token_gaps = 0
+        self._token_gaps_s = 0.0
+        self._tpot.note(0.0, 0, timeline.now)
         # The end that is planned; another one in the model means that the step under way was cut short.
         self._planned_end: float | None = None
 
@@ -72,6 +77,7 @@ class SimulatedReplica:
             waiting=snapshot.waiting,
             running=snapshot.running,
             kv_usage_ratio=snapshot.kv_usage_ratio,
+            tpot_s=self._tpot.mean(self._timeline.now),
         )
 
     def _go_on(self) -> None:
@@ -88,5 +94,9 @@ class SimulatedReplica:
             return
         self._planned_end = None
         outcome = self.model.end_step()
+        gaps = outcome.iterations * outcome.sequences
+        self._token_gaps += gaps
+        self._token_gaps_s += gaps * outcome.duration_s
+        self._tpot.note(self._token_gaps_s, self._token_gaps, self._timeline.now)
         self._on_outcome(outcome)
         self._go_on()
