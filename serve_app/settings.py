@@ -1,8 +1,8 @@
 """The settings of a whole application, and the only place where YAML becomes typed settings.
 
 Every component owns its settings class; here they are put together, and what one component cannot see by
-itself is
-checked: names that must differ, pools in the order of their context, a token budget that its pool can hold.
+itself is checked: names that must differ, pools in the order of their context, a token budget that its pool
+can hold, engines that take priorities where they are told one.
 A key that nobody knows is refused by its full name, with the nearest known one as advice.
 """
 
@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 
 from serve_app.engines.emulated import EmulatedEngineSettings
+from serve_app.engines.emulation import SchedulingPolicy
 from serve_app.engines.profiles import load_profile
 from serve_app.engines.remote import RemoteEngineSettings
 from serve_app.engines.vllm import VllmEngineSettings
@@ -79,6 +80,15 @@ class EngineSettings:
             return self.remote.max_model_len
         stated = self.vllm.args.get("max_model_len") if self.vllm is not None else None
         return stated if isinstance(stated, int) else None
+
+    @property
+    def schedules_by_priority(self) -> bool | None:
+        """Whether the engine orders its queue by the priority of requests; None if only it knows."""
+        if self.emulated is not None:
+            return self.emulated.scheduling_policy is SchedulingPolicy.PRIORITY
+        if self.vllm is not None:
+            return bool(self.vllm.args.get("scheduling_policy") == SchedulingPolicy.PRIORITY)
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +268,8 @@ def _check(settings: AppSettings) -> None:
     for index, model in enumerate(settings.models):
         if len(model.pools) == 2:
             _check_pools(f"models[{index}]", model)
+        if model.scheduler.engine_priority.enabled:
+            _check_engine_priority(f"models[{index}]", model)
 
 
 def _check_pools(where: str, model: ModelSettings) -> None:
@@ -276,3 +288,14 @@ def _check_pools(where: str, model: ModelSettings) -> None:
             f"{where}.scheduler.routing.b_short_tokens of {budget:,} exceeds what pool {first.name} holds "
             f"(max_model_len {limit:,}): lower the first or raise the second"
         )
+
+
+def _check_engine_priority(where: str, model: ModelSettings) -> None:
+    """An engine that keeps to the order of arrival refuses every request that comes with a priority."""
+    for number, pool in enumerate(model.pools):
+        if pool.engine.schedules_by_priority is False:
+            key = f"engine.{'emulated' if pool.engine.emulated else 'vllm.args'}.scheduling_policy"
+            raise SettingsError(
+                f"{where}.scheduler.engine_priority is enabled, but the engine of pool {pool.name} does not "
+                f"schedule by priority: set {where}.pools[{number}].{key} to priority"
+            )

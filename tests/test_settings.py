@@ -160,6 +160,42 @@ def test_a_token_budget_that_the_short_pool_cannot_hold_is_refused() -> None:
     assert "b_short_tokens of 4,000 exceeds what pool short holds (max_model_len 2,048)" in told
 
 
+def priority_model(*engines: dict[str, Any]) -> dict[str, Any]:
+    pools = [
+        {"name": name, "engine": engine} for name, engine in zip(("short", "long"), engines, strict=True)
+    ]
+    return model(pools=pools, scheduler={"engine_priority": {"enabled": True}})
+
+
+def test_engine_priority_wants_engines_that_schedule_by_it() -> None:
+    ready = emulated(max_model_len=2_048, scheduling_policy="priority")
+    args = {"max_model_len": 4_096}
+    assert refusal(priority_model(ready, emulated(max_model_len=8_192))) == (
+        "models[0].scheduler.engine_priority is enabled, but the engine of pool long does not schedule by "
+        "priority: set models[0].pools[1].engine.emulated.scheduling_policy to priority"
+    )
+    told = refusal(priority_model(ready, {"vllm": {"model": "/weights", "args": args}}))
+    assert "set models[0].pools[1].engine.vllm.args.scheduling_policy to priority" in told
+    told = refusal(
+        priority_model(ready, {"vllm": {"model": "/w", "args": {**args, "scheduling_policy": "fcfs"}}})
+    )
+    assert "pool long does not schedule by priority" in told
+
+
+def test_engine_priority_takes_vllm_engines_that_have_it_and_remote_ones_on_trust() -> None:
+    args = {"max_model_len": 4_096, "scheduling_policy": "priority"}
+    vllm = {"vllm": {"model": "/weights", "args": args}}
+    remote = {"remote": {"base_url": "http://engine:8000"}}
+    enabled = parse(priority_model(vllm, remote)).models[0]
+    assert enabled.scheduler.engine_priority.enabled
+    assert [pool.engine.schedules_by_priority for pool in enabled.pools] == [True, None]
+
+
+def test_engines_may_schedule_by_priority_without_being_told_one() -> None:
+    settings = parse(model(pools=[pool("long", engine=emulated(scheduling_policy="priority"))]))
+    assert not settings.models[0].scheduler.engine_priority.enabled
+
+
 def test_three_pools_are_refused() -> None:
     pools = [pool("short"), pool("long"), {**pool("long"), "name": "longer"}]
     assert "one or two pools, got 3" in refusal(model(pools=pools))

@@ -27,6 +27,7 @@ class Entry:
         replica_id: where it runs; None while it waits, and when it is over.
         hold: what its replica's ledger holds for it.
         grade: of its prefill by the boundaries of when it was let in, see `isolation`.
+        engine_priority: what its engine was told, None for nothing.
         dispatched_at: when it was sent to that replica.
         dispatch_number: how many requests that replica had been sent then, this one included.
         prefilled_alone: no other prefill was under way on that replica when it was sent.
@@ -48,6 +49,7 @@ class Entry:
     replica_id: str | None = None
     hold: Hold = NOTHING
     grade: int = 0
+    engine_priority: int | None = None
     dispatched_at: float = 0.0
     dispatch_number: int = 0
     prefilled_alone: bool = False

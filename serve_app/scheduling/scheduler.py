@@ -32,6 +32,7 @@ from serve_app.scheduling.admission import Admission, Refusal, too_long
 from serve_app.scheduling.backpressure import EngineBackpressure
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.scheduling.dispatcher import Dispatcher
+from serve_app.scheduling.engine_priority import EnginePriorities
 from serve_app.scheduling.entry import NOTHING, Entry
 from serve_app.scheduling.expiry import ExpiryHeap
 from serve_app.scheduling.isolation import PrefillIsolation
@@ -64,11 +65,13 @@ class Scheduler:
         inputs = PolicyInputs(prefill_cost=self.prefill_cost, ewsjf=settings.ewsjf)
         self._policy = make_policy(settings.policy, inputs)
         self.room = WaitingRoom(self._policy, settings.fairness)
+        backpressure = settings.backpressure_in_force
         self.ledger = ReplicaLedger(
-            backpressure=EngineBackpressure(settings.backpressure, self.prefill_cost),
-            report_limit_s=settings.backpressure.report_limit_s,
-            kv_fill_ratio=settings.backpressure.kv_fill_ratio,
+            backpressure=EngineBackpressure(backpressure, self.prefill_cost),
+            report_limit_s=backpressure.report_limit_s,
+            kv_fill_ratio=backpressure.kv_fill_ratio,
         )
+        self._engine_priorities = EnginePriorities(settings.engine_priority)
         self.estimator = TokenEstimator(settings.estimator)
         self.isolation = PrefillIsolation(settings.isolation, wanted=self._policy.isolates)
         self.dispatcher = Dispatcher(settings, self.room, self.ledger, self.isolation, self._policy)
@@ -319,6 +322,7 @@ class Scheduler:
                 length_queue=entry.length_queue,
                 estimated_tokens=entry.estimate.budget_tokens,
                 queue_wait_s=now - entry.request.arrived_at,
+                engine_priority=entry.engine_priority,
             )
         )
 
@@ -339,6 +343,7 @@ class Scheduler:
     ) -> None:
         entry.replica_id, entry.hold, entry.dispatched_at = replica_id, hold, now
         entry.started = resumed is not None and resumed.started
+        entry.engine_priority = self._engine_priorities.sent(entry.request)
         self.ledger.hold(replica_id, hold, now, seen=resumed is not None, started=entry.started)
         self.room.charge(entry)
         entry.dispatch_number = self.ledger[replica_id].dispatches
@@ -353,6 +358,7 @@ class Scheduler:
 
     def _release(self, entry: Entry, now: float, *, ran: bool) -> None:
         assert entry.replica_id is not None
+        self._engine_priorities.left(entry.request)
         self.ledger.release(entry.replica_id, entry.hold, now, started=entry.started, ran=ran)
         entry.replica_id, entry.hold, entry.started = None, NOTHING, False
 

@@ -1,7 +1,7 @@
 """Settings of one model's scheduler."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from serve_app.request import PriorityClass
@@ -11,6 +11,7 @@ from serve_app.routing.prefill_cost import PrefillCostSettings
 from serve_app.scheduling.admission_settings import AdmissionSettings
 from serve_app.scheduling.backpressure import BackpressureSettings
 from serve_app.scheduling.class_floors import ClassFloorSettings
+from serve_app.scheduling.engine_priority import EnginePrioritySettings
 from serve_app.scheduling.fairness import FairnessSettings
 from serve_app.scheduling.isolation import IsolationSettings
 from serve_app.scheduling.policies.settings import EwsjfSettings
@@ -74,10 +75,24 @@ class SchedulerSettings:
     backpressure: BackpressureSettings = field(default_factory=BackpressureSettings)
     fairness: FairnessSettings = field(default_factory=FairnessSettings)
     class_floors: ClassFloorSettings = field(default_factory=ClassFloorSettings)
+    engine_priority: EnginePrioritySettings = field(default_factory=EnginePrioritySettings)
     isolation: IsolationSettings = field(default_factory=IsolationSettings)
     prefill_cost: PrefillCostSettings = field(default_factory=PrefillCostSettings)
     promotion: PromotionSettings = field(default_factory=PromotionSettings)
     ewsjf: EwsjfSettings = field(default_factory=EwsjfSettings)
+
+    @property
+    def backpressure_in_force(self) -> BackpressureSettings:
+        """Limits on what an engine is sent: one that orders its own queue may have a longer one."""
+        mode = self.engine_priority
+        if not mode.enabled:
+            return self.backpressure
+        return replace(
+            self.backpressure,
+            target_waiting=mode.target_waiting,
+            batch_target_waiting=int(mode.batch_share * mode.target_waiting),
+            max_prefill_backlog_s=mode.max_prefill_backlog_s,
+        )
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -169,9 +169,10 @@ class World:
         )
 
     def _reach_engine(self, simulated: SimulatedRequest, replica: SimulatedReplica) -> None:
-        request = simulated.request
+        request, dispatch = simulated.request, simulated.dispatch
         prompt_tokens = request.shape.prompt_tokens
         assert prompt_tokens is not None
+        assert dispatch is not None
         if prompt_tokens + simulated.output_tokens > replica.spec.max_model_len:
             failure = ev.DispatchFailed(
                 request.request_id, replica.spec.replica_id, ev.DispatchFailure.TOO_LONG
@@ -183,6 +184,7 @@ class World:
             prompt_tokens,
             simulated.output_tokens,
             self.timeline.now,
+            priority=dispatch.engine_priority or 0,
             block_hashes=simulated.block_hashes,
         )
         replica.accept(simulated.sequence)

@@ -1,12 +1,14 @@
 """The rules of reconciliation, row by row, against a real core and a link that only writes down."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.scheduling import Scheduler
 from serve_app.scheduling.commands import Conclude, Dispatch
+from serve_app.scheduling.engine_priority import BAND, EnginePrioritySettings
 from serve_app.scheduling.events import DispatchFailure, Event, ReplicaJoined, ReplicaReported
 from serve_app.serving.channel.gateway_desk import GatewayDesk
 from serve_app.serving.channel.messages import (
@@ -100,6 +102,19 @@ def running() -> tuple[Host, str]:
     granted = page.of(Granted)
     host.events.clear()
     return host, granted[0].replica_id
+
+
+async def test_a_grant_and_its_repetition_carry_the_engines_priority() -> None:
+    host = Host()
+    host.connect()
+    host.core = Scheduler(replace(scheduler_settings(), engine_priority=EnginePrioritySettings(enabled=True)))
+    for event in (ReplicaJoined(builders.spec("s1")), ReplicaReported("s1", builders.report())):
+        host.feed(event)
+    page = host.connect(waits("r1"), waits("r2"))
+    assert [granted.engine_priority % BAND for granted in page.of(Granted)] == [0, 1]
+    # The gateway has seen neither grant, and asks again.
+    page = host.connect(waits("r1"), waits("r2"))
+    assert [granted.engine_priority % BAND for granted in page.of(Granted)] == [0, 1]
 
 
 async def test_unknown_and_waiting_arrives_with_its_true_age() -> None:

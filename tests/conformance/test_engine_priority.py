@@ -1,0 +1,122 @@
+"""Telling engines a priority is a mode of its own: nothing else is decided differently, with it or without.
+
+And what it is for: in the engines' own queues requests pass each other, by class and by tenant.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from serve_app.engines.emulation import SchedulingPolicy
+from serve_app.metrics.record import RequestRecord
+from serve_app.request import PriorityClass
+from serve_app.routing.pools import RoutingSettings
+from serve_app.scheduling import SchedulerSettings
+from serve_app.scheduling.commands import Dispatch
+from serve_app.scheduling.engine_priority import EnginePrioritySettings
+from serve_app.scheduling.policies import POLICIES
+from serve_app.simulation.world import Decision, SimulatedRequest, World
+from tests.simulation.builders import mixed_requests, plan
+
+OFF = EnginePrioritySettings(target_waiting=99)
+# The limits on what an engine is sent are those without the mode.
+ON = EnginePrioritySettings(enabled=True, target_waiting=3, batch_share=0.0, max_prefill_backlog_s=4.0)
+
+
+def decisions(policy: str, mode: EnginePrioritySettings) -> list[Decision]:
+    log: list[Decision] = []
+    settings = SchedulerSettings(
+        model="m", policy=policy, engine_priority=mode, routing=RoutingSettings(b_short_tokens=500)
+    )
+    plans = [
+        plan("s1", "short", max_model_len=1_000, kv_tokens=3_000),
+        plan("l1", "long", max_model_len=4_000, kv_tokens=6_000),
+    ]
+    World(settings, plans, on_decision=log.append).run(mixed_requests(200, rate_per_s=12.0, seed=1))
+    return log
+
+
+def without_priorities(log: list[Decision]) -> list[Decision]:
+    return [
+        replace(
+            step,
+            commands=tuple(
+                replace(one, engine_priority=None) if isinstance(one, Dispatch) else one
+                for one in step.commands
+            ),
+        )
+        for step in log
+    ]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_without_the_mode_its_settings_change_no_decision(policy: str) -> None:
+    log = decisions(policy, OFF)
+    assert repr(log) == repr(decisions(policy, EnginePrioritySettings()))
+    assert log == without_priorities(log)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_with_the_mode_the_gateway_decides_the_same_and_says_more(policy: str) -> None:
+    log = decisions(policy, ON)
+    assert repr(without_priorities(log)) == repr(decisions(policy, OFF))
+    sent = [one for step in log for one in step.commands if isinstance(one, Dispatch)]
+    assert len(sent) == 200
+    assert all(one.engine_priority is not None for one in sent)
+
+
+def played(requests: list[SimulatedRequest], *, enabled: bool) -> dict[str, RequestRecord]:
+    """The records of a single engine of four sequences, which may have a long queue of its own either way."""
+    engine = plan("s1", "only", max_num_seqs=4)
+    if enabled:
+        limits = replace(engine.engine, scheduling_policy=SchedulingPolicy.PRIORITY)
+        engine = replace(engine, engine=limits)
+    usual, wide = SchedulerSettings(model="m", policy="fcfs"), {"target_waiting": 100}
+    settings = replace(
+        usual,
+        routing=RoutingSettings(pools=("only",)),
+        backpressure=replace(usual.backpressure, kv_fill_ratio=10.0, max_prefill_backlog_s=30.0, **wide),
+        engine_priority=EnginePrioritySettings(enabled=enabled, batch_share=1.0, **wide),
+    )
+    return {record.request_id: record for record in World(settings, [engine]).run(requests)}
+
+
+def crowd(*last: tuple[str, PriorityClass]) -> list[SimulatedRequest]:
+    """Tenant A sends sixty at once; a second later the others send one each."""
+    requests = mixed_requests(60 + len(last), rate_per_s=1.0, seed=3)
+    for number, one in enumerate(requests):
+        tenant, priority = ("A", PriorityClass.DEFAULT) if number < 60 else last[number - 60]
+        arrived_at = 1e-6 * number if number < 60 else 1.0 + 1e-6 * number
+        shape = replace(one.request.shape, prompt_tokens=100)
+        one.output_tokens = 50
+        one.request = replace(
+            one.request, tenant=tenant, priority=priority, arrived_at=arrived_at, shape=shape
+        )
+    return requests
+
+
+def passed_by(records: dict[str, RequestRecord], request_id: str) -> int:
+    """How many of A's that had not begun when it came did begin before it."""
+    first_at = records[request_id].first_token_at
+    assert first_at is not None
+    begun = [records[f"r{number}"].first_token_at or 0.0 for number in range(60)]
+    return sum(1.0 < at < first_at for at in begun)
+
+
+def test_a_newcomers_first_request_passes_a_crowd_that_is_in_the_engine_already() -> None:
+    requests = [("B", PriorityClass.DEFAULT), ("C", PriorityClass.DEFAULT)]
+    records = played(crowd(*requests), enabled=True)
+    waits = [records[f"r{number}"].queue_wait_s for number in (60, 61)]
+    # They did not wait outside, so it was the engine that let them pass; those under way end first.
+    assert waits == [0.0, 0.0]
+    assert [passed_by(records, name) <= 4 for name in ("r60", "r61")] == [True, True]
+    usual = played(crowd(*requests), enabled=False)
+    assert passed_by(usual, "r60") == passed_by(usual, "r61") > 40
+
+
+def test_in_the_engine_a_class_passes_all_of_the_next() -> None:
+    classes = [PriorityClass.BATCH, PriorityClass.INTERACTIVE]
+    records = played(crowd(("A", classes[0]), ("A", classes[1])), enabled=True)
+    assert passed_by(records, "r61") <= 4
+    assert passed_by(records, "r60") > 40
+    assert max(records.values(), key=lambda record: record.first_token_at or 0.0).request_id == "r60"
