@@ -30,6 +30,7 @@ from serve_app.routing.prefill_cost import PrefillCost
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.admission import Admission, Refusal, too_long
 from serve_app.scheduling.backpressure import EngineBackpressure
+from serve_app.scheduling.census import Census, take_census
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.scheduling.dispatcher import Dispatcher
 from serve_app.scheduling.engine_priority import EnginePriorities
@@ -133,6 +134,10 @@ class Scheduler:
     def entries_of(self, gateway_id: str) -> list[Entry]:
         """All requests of one gateway, waiting and running."""
         return list(self._by_gateway.get(gateway_id, {}).values())
+
+    def census(self, now: float) -> Census:
+        """Who waits where, and why; for people."""
+        return take_census(self.room, self.dispatcher, self._policy, now)
 
     def __len__(self) -> int:
         """Requests that are waiting or running."""

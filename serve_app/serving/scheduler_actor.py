@@ -116,6 +116,10 @@ class SchedulerActor:
         """How things stand: who waits, which replicas there are, and what they say of themselves."""
         return (await self._current()).status()
 
+    async def queue(self) -> dict[str, Any]:
+        """Who waits where, for how long, and why."""
+        return (await self._current()).queue()
+
     async def exposition(self) -> str:
         """Return the metrics in the Prometheus text format."""
         return (await self._current()).exposition()

@@ -181,6 +181,20 @@ class SchedulerShell:
             },
         }
 
+    def queue(self) -> dict[str, Any]:
+        """Who waits where, for how long, and why."""
+        census = self.core.census(self.now())
+        lanes = [asdict(lane) for lane in census.lanes]
+        served = {priority.value: dict(counters) for priority, counters in census.served.items() if counters}
+        return {
+            "model": self._settings.model,
+            "policy": self._settings.policy,
+            "waiting": len(self.core.room),
+            "lanes": lanes,
+            "lanes_left_out": census.left_out,
+            "served": served,
+        }
+
     # What the desks call.
 
     def feed(self, event: Event) -> None:

@@ -5,6 +5,7 @@ Read next: `intake.py`, how a request becomes an order, and `forward.py`, what h
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
@@ -31,6 +32,11 @@ _METRICS_TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 _MODELS = "/v1/models"
 
 Handler = Callable[[Arrival], Awaitable[None]]
+QueueView = Callable[[], Awaitable[Mapping[str, Any]]]
+"""Asks a model's scheduler who waits where, and why."""
+
+# A person is waiting, and a scheduler that takes longer has other troubles.
+_QUEUE_VIEW_TIMEOUT_S = 5.0
 
 
 class Gateway:
@@ -40,19 +46,25 @@ class Gateway:
         settings: what it serves, to whom.
         dispatchers: the scheduler of each model, by model name.
         gateway_id: unique among all gateways; begins every request id.
+        queues: how to look at each model's queue, by model name, for those who may.
 
     Raises:
         SettingsError: a model has no dispatcher, or a key cannot be read.
     """
 
     def __init__(
-        self, settings: GatewaySettings, dispatchers: Mapping[str, Dispatcher], gateway_id: str
+        self,
+        settings: GatewaySettings,
+        dispatchers: Mapping[str, Dispatcher],
+        gateway_id: str,
+        queues: Mapping[str, QueueView] | None = None,
     ) -> None:
         missing = [model.name for model in settings.models if model.name not in dispatchers]
         if missing:
             raise SettingsError(f"no scheduler for the models {', '.join(missing)}")
         self._models = settings.models
         self._dispatchers = dispatchers
+        self._queues = queues or {}
         self._intake = Intake(settings, gateway_id)
         self._upstream = UpstreamPool(settings.upstream)
         self.telemetry = Telemetry(
@@ -69,6 +81,7 @@ class Gateway:
             "/health": ("GET", self._health),
             "/ready": ("GET", self._ready),
             "/metrics": ("GET", self._metrics),
+            "/debug/queue": ("GET", self._show_queues),
         }
 
     def __repr__(self) -> str:
@@ -168,6 +181,17 @@ class Gateway:
         pages = await asyncio.gather(*(dispatcher.exposition() for dispatcher in distinct.values()))
         page = merge((self.telemetry.exposition(), *pages))
         await send_body(arrival.send, 200, [_METRICS_TYPE], page.encode())
+
+    async def _show_queues(self, arrival: Arrival) -> None:
+        """Who waits where, for how long, and why; for admins."""
+        self._intake.authenticate(arrival).check_admin()
+        models: list[Mapping[str, Any]] = []
+        for model, queue in self._queues.items():
+            try:
+                models.append(await asyncio.wait_for(queue(), _QUEUE_VIEW_TIMEOUT_S))
+            except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
+                models.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
+        await send_json(arrival.send, 200, encode({"models": models}), [])
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while (await receive())["type"] != "lifespan.shutdown":

@@ -36,6 +36,7 @@ class ApiKey:
         default_class: class of a request that names none.
         allowed_classes: classes that a request with this key may name.
         may_act_for_tenants: `x-tenant` of this caller is believed (an application with tenants of its own).
+        admin: may look at everybody's place in the queue (`/debug/queue`).
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -47,6 +48,7 @@ class ApiKey:
     default_class: PriorityClass = PriorityClass.DEFAULT
     allowed_classes: tuple[PriorityClass, ...] = tuple(PriorityClass)
     may_act_for_tenants: bool = False
+    admin: bool = False
 
     def __post_init__(self) -> None:
         if not _is_tenant_name(self.tenant):
@@ -120,6 +122,19 @@ class Caller:
                 code="not_allowed",
             )
         return named
+
+    def check_admin(self) -> None:
+        """Refuse whoever may not see other tenants' requests; without keys everybody may.
+
+        Raises:
+            RequestRefused: the key is no admin's.
+        """
+        if self.key is not None and not self.key.admin:
+            raise RequestRefused(
+                Outcome.REJECTED_UNAUTHORISED,
+                "this API key may not look at the queue: use one with admin: true",
+                code="not_allowed",
+            )
 
     def check_class(self, priority: PriorityClass, source: str) -> None:
         """Refuse a class that the key does not allow; `source` names where the request asked for it.

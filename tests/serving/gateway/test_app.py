@@ -248,6 +248,29 @@ async def test_model_names_may_contain_slashes() -> None:
         assert (await http.get(f"/v1/models/{name}")).json()["id"] == name
 
 
+async def test_the_queue_is_shown_model_by_model_and_says_which_scheduler_is_silent() -> None:
+    async def queue() -> dict[str, object]:
+        return {"model": "a", "waiting": 3}
+
+    async def silent() -> dict[str, object]:
+        raise ConnectionError("gone")
+
+    models = (ServedModel(name="a"), ServedModel(name="b"))
+    dispatchers = {"a": FakeDispatcher([]), "b": FakeDispatcher([])}
+    keys = (ApiKey(tenant="ops", key="k1", admin=True), ApiKey(tenant="t", key="k2"))
+    settings = GatewaySettings(models=models, keys=keys)
+    app = Gateway(settings, dispatchers, "gw", {"a": queue, "b": silent})
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
+        first, second = (await http.get("/debug/queue", headers={"authorization": "Bearer k1"})).json()[
+            "models"
+        ]
+        refused = await http.get("/debug/queue", headers={"authorization": "Bearer k2"})
+    assert first == {"model": "a", "waiting": 3}
+    assert second["model"] == "b"
+    assert "gone" in second["error"]
+    assert refused.json()["error"]["code"] == "not_allowed"
+
+
 async def test_a_gateway_mounted_below_a_prefix_finds_its_routes() -> None:
     dispatcher = FakeDispatcher([1])
     transport = httpx.ASGITransport(gateway(dispatcher), root_path="/llm")

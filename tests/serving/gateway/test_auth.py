@@ -60,6 +60,15 @@ def test_a_key_may_be_held_to_some_classes() -> None:
         caller.check_class(PriorityClass.INTERACTIVE, "x-priority")
 
 
+def test_only_an_admin_may_look_at_everybody() -> None:
+    ring = Keyring([ApiKey(tenant="a", key="k1"), ApiKey(tenant="ops", key="k2", admin=True)])
+    with pytest.raises(RequestRefused, match="use one with admin: true") as caught:
+        ring.caller(b"Bearer k1").check_admin()
+    assert caught.value.status in {401, 403}
+    ring.caller(b"Bearer k2").check_admin()
+    Keyring(()).caller(None).check_admin()
+
+
 def test_secrets_come_from_the_environment_or_a_file(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("from-file\n")

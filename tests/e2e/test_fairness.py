@@ -1,0 +1,50 @@
+"""Two users with one question each beside one who asks two hundred at once, through the whole application."""
+
+import asyncio
+import statistics
+
+import httpx
+import pytest
+
+from tests.e2e.served import Served
+
+pytestmark = pytest.mark.timeout(300)
+
+FLOOD = 200
+
+
+async def queue_wait_ms(http: httpx.AsyncClient, tenant: str) -> float:
+    """How long a short question of `tenant` has waited; fails unless it is answered."""
+    answer = await http.post(
+        "/v1/chat/completions",
+        headers={"x-tenant": tenant},
+        json={
+            "model": "demo",
+            "messages": [{"role": "user", "content": f"Hello from {tenant}"}],
+            "max_tokens": 24,
+        },
+    )
+    assert answer.status_code == 200, answer.text
+    return float(answer.headers["x-queue-wait-ms"])
+
+
+async def test_who_asks_once_is_served_before_one_who_floods(app: Served) -> None:
+    limits = httpx.Limits(max_connections=FLOOD + 10)
+    async with httpx.AsyncClient(base_url=app.url, timeout=120, limits=limits) as http:
+        flood = [asyncio.create_task(queue_wait_ms(http, "flood")) for _ in range(FLOOD)]
+        lanes = await lanes_of_the_flood(http)
+        late = await asyncio.gather(queue_wait_ms(http, "late-1"), queue_wait_ms(http, "late-2"))
+        waits = await asyncio.gather(*flood)
+    assert lanes[0]["why"]
+    # Only what had been sent to the engines already goes before them, and half of the flood after.
+    assert max(late) < statistics.median(waits)
+
+
+async def lanes_of_the_flood(http: httpx.AsyncClient) -> list[dict[str, object]]:
+    """The queue as an admin sees it, once somebody waits."""
+    while True:
+        (model,) = (await http.get("/debug/queue")).json()["models"]
+        lanes = [lane for lane in model["lanes"] if lane["tenant"] == "flood"]
+        if sum(lane["waiting"] for lane in lanes) > FLOOD / 4:
+            return lanes
+        await asyncio.sleep(0.01)
