@@ -147,7 +147,7 @@ class Admission:
 
     def retry_after_expiry_s(self, entry: Entry, now: float) -> float:
         """When a request whose time in the queue is over should come again, in seconds; it is booked."""
-        self.predictor.left(entry, now)
+        self.predictor.expired(entry, now)
         opening_s = max(
             (self.bookings.opening_s(each.line, each.amount, now) for each in self._conditions(entry, now)),
             default=0.0,
@@ -192,8 +192,9 @@ class Admission:
             settings.max_waiting - 1,
             lambda booked: float(booked.count) if booked.rank <= request.priority.rank else 0.0,
         )
-        own = self._waiting_of(request.tenant) if self._excess(waiting, waiting) > 0 else 0
-        excess = self._excess(own, waiting)
+        free = places - waiting
+        own = self._waiting_of(request.tenant) if self._excess(waiting, free) > 0 else 0
+        excess = self._excess(own, free)
         if excess > 0:
             yield _Condition(
                 Outcome.REJECTED_QUEUE_FULL,
@@ -203,16 +204,16 @@ class Admission:
                 lambda booked: float(booked.count) if booked.tenant == request.tenant else 0.0,
             )
 
-    def _excess(self, own: int, waiting: int) -> float:
+    def _excess(self, own: int, free: int) -> float:
         """By how many requests a tenant that wants to add one to its own `own` has too many waiting.
 
-        It may have `multiple` times the places that are free, and each that leaves frees one.
+        It may have `multiple` times the `free` places, and each that leaves frees one.
         """
         share = self._settings.admission.tenant_share
         if share == 1:
             return 0.0
         multiple = share / (1 - share)
-        return (own + 1 - multiple * (self._settings.max_waiting - waiting)) / (1 + multiple)
+        return (own + 1 - multiple * free) / (1 + multiple)
 
     def _booked_tokens(self, entry: Entry) -> Callable[[Booked], float]:
         """What booked requests will put ahead of this one, as `WaitingRoom.work_ahead` counts who waits."""

@@ -70,6 +70,19 @@ class Dispatcher:
         self._policy.round_ended(self._room.queue_names())
         self._overdue.prune(len(self._room))
 
+    def fits(self, entry: Entry, now: float) -> bool:
+        """Whether some replica has room for a request that has just come, whoever goes before it."""
+        quiet = entry.request.priority is PriorityClass.BATCH
+        limits = self._isolation.limits(entry.grade, now - entry.request.arrived_at)
+        for pool in entry.pools:
+            limit = self._ledger.context_limit(pool)
+            if limit is None:
+                continue
+            tokens = min(entry.estimate.expected_tokens, limit)
+            if self._ledger.best(pool, tokens, now, long_limits=limits, quiet=quiet) is not None:
+                return True
+        return False
+
     def why_waiting(self, head: Entry, now: float) -> str:
         """Why the head of a lane is not being dispatched right now, in a few words for a person."""
         reasons = {pool: self._obstacle(head, pool, now) for pool in head.pools}

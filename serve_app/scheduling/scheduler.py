@@ -157,6 +157,9 @@ class Scheduler:
         if entry is None:
             return
         objection = self.admission.objection(entry, now)
+        if objection is not None and not self.dispatcher.fits(entry, now):
+            self._conclude_refused(request, self.admission.turn_away(entry, objection, now))
+            return
         self._remember(entry)
         self._queue(entry)
         if objection is not None:
@@ -370,7 +373,6 @@ class Scheduler:
     def _take_from_its_place(self, entry: Entry, now: float) -> None:
         if entry.queued:
             self.room.remove(entry)
-            self.admission.predictor.left(entry, now)
             self._expiry.prune(len(self.room))
         else:
             self._release(entry, now, ran=True)

@@ -10,11 +10,15 @@ learned for each kind of request (class, and octave of its expected prompt):
   the fleet does not spoil it.
 - Each kind begins at the correction of all, which begins at 1.
 
-Of a request that left unserved only that it waited *at least* so long is known, and counted where it is more
-than was predicted. Refused requests are seen by nobody; so a kind of which nothing has been seen for a while
-is no ground for refusing any more (`is_trusted`), and one request of it shows how long it really takes.
+A request that expires would have waited longer than it did, and is counted with twice that. Counting it with
+less has a trap: work that expires is ahead of others and soon gone, so the more expires, the shorter waits
+look and the more is let in to expire.
+
+Refused requests are seen by nobody; so a kind of which nothing has been seen for a while is no ground for
+refusing any more (`is_trusted`), and one request of it shows how long it really takes.
 """
 
+import math
 from dataclasses import dataclass
 
 from serve_app.scheduling.admission_settings import AdmissionSettings
@@ -29,6 +33,11 @@ _PRIOR_S = 2.0
 _LEAST, _MOST = 1 / 32, 8.0
 # A wait counts with at most this many times its prediction, and some seconds.
 _OUTLIER_RATIO, _OUTLIER_S = 8.0, 1.0
+# All kinds together must have been seen so many times oftener than one.
+_KINDS = 4
+# How long an expired request would have waited, over how long it did. Twice is what one expects of a wait of
+# which nothing is known but that it is not over.
+_EXPIRED_RATIO = 2.0
 
 
 class _Correction:
@@ -36,10 +45,10 @@ class _Correction:
 
     __slots__ = ("actual_s", "count", "predicted_s", "seen_at")
 
-    def __init__(self, now: float) -> None:
+    def __init__(self) -> None:
         self.actual_s = self.predicted_s = 0.0
         self.count = 0
-        self.seen_at = now
+        self.seen_at = -math.inf
 
     def observe(self, predicted_s: float, actual_s: float, now: float) -> None:
         self.actual_s = _KEPT * self.actual_s + min(actual_s, _OUTLIER_RATIO * predicted_s + _OUTLIER_S)
@@ -86,7 +95,7 @@ class WaitPredictor:
         self._settings = settings
         self.drain = DrainRate(now)
         self.errors = PredictionErrors()
-        self._all = _Correction(now)
+        self._all = _Correction()
         self._by_kind: dict[Kind, _Correction] = {}
 
     def seconds_per_token(self, kind: Kind) -> float | None:
@@ -106,12 +115,17 @@ class WaitPredictor:
     def is_trusted(self, kind: Kind, now: float) -> bool:
         """Whether enough such waits were seen, and lately, to refuse on the strength of them.
 
-        Says no once after each `probe_interval_s` without an observation.
+        Says no once after each `probe_interval_s` without an observation of the kind, and more often for a
+        kind of which little is known.
         """
-        correction = self._by_kind.get(kind)
-        if correction is None or correction.count < self._settings.min_observations:
+        settings = self._settings
+        if self._all.count < _KINDS * settings.min_observations:
             return False
-        if now - correction.seen_at > self._settings.probe_interval_s:
+        correction = self._of(kind)
+        interval_s = settings.probe_interval_s
+        if correction.count < settings.min_observations:
+            interval_s /= settings.min_observations
+        if now - correction.seen_at > interval_s:
             correction.seen_at = now
             return False
         return True
@@ -127,18 +141,23 @@ class WaitPredictor:
             self.errors.add(prediction.wait_s - actual_s)
             self._learn(prediction, actual_s, now)
 
-    def left(self, entry: Entry, now: float) -> None:
-        """A request leaves the queue unserved: it would have waited at least as long as it did."""
+    def expired(self, entry: Entry, now: float) -> None:
+        """A request was not served in time: nobody knows how long it would have taken."""
         prediction = entry.prediction
-        if prediction is not None and now - prediction.at > prediction.wait_s:
-            self._learn(prediction, now - prediction.at, now)
+        if prediction is not None:
+            waited_s = now - prediction.at
+            self.errors.add(prediction.wait_s - waited_s)
+            self._learn(prediction, _EXPIRED_RATIO * waited_s, now)
 
     def _learn(self, prediction: Prediction, actual_s: float, now: float) -> None:
-        correction = self._by_kind.get(prediction.kind)
+        for correction in (self._of(prediction.kind), self._all):
+            correction.observe(prediction.plain_s, actual_s, now)
+
+    def _of(self, kind: Kind) -> _Correction:
+        correction = self._by_kind.get(kind)
         if correction is None:
-            correction = self._by_kind[prediction.kind] = _Correction(now)
-        for each in (correction, self._all):
-            each.observe(prediction.plain_s, actual_s, now)
+            correction = self._by_kind[kind] = _Correction()
+        return correction
 
     def _correction(self, kind: Kind) -> float:
         of_all = self._all.ratio(prior=1.0)

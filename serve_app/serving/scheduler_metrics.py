@@ -5,7 +5,7 @@ control channel. Gauges are set when they are asked for; only counters and histo
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -13,10 +13,14 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling.commands import Conclude, Dispatch
+from serve_app.scheduling.entry import Entry
 from serve_app.scheduling.events import DispatchFailed
+from serve_app.scheduling.wait_prediction import PredictionErrors
 
 # From "there was room" to the patience of batch work.
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+# Predicted minus actual: below zero where requests waited longer than predicted.
+_ERROR_BUCKETS_S = (-60, -30, -10, -5, -2, -1, -0.5, -0.1, 0, 0.1, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,9 @@ class Standing:
     gateways: int
     learned_queues: int = 0
     partition_age_s: float | None = None
+    drain_tokens_per_s: float = 0.0
+    bookings: int = 0
+    errors: PredictionErrors = field(default_factory=PredictionErrors)
 
 
 class SchedulerMetrics:
@@ -40,6 +47,7 @@ class SchedulerMetrics:
         self._registry = CollectorRegistry()
         self._dispatch_children: dict[tuple[str, PriorityClass], tuple[Counter, Histogram]] = {}
         self._conclusion_children: dict[tuple[PriorityClass, Outcome], Counter] = {}
+        self._error_children: dict[PriorityClass, Histogram] = {}
         self._make_gauges()
         self._make_counters()
         started = self._gauge("ewsjf_scheduler_incarnation", "Rises with every scheduler started.")
@@ -58,6 +66,13 @@ class SchedulerMetrics:
         self._learned_queues = gauge("ewsjf_length_queues", text)
         text = "Time since the length queues in force were learned."
         self._partition_age = gauge("ewsjf_partition_age_seconds", text)
+        text = "Estimated tokens dispatched per second while requests waited."
+        self._drain = gauge("ewsjf_queue_drain_tokens_per_second", text)
+        self._bookings = gauge("ewsjf_bookings", "Refused requests whose return is expected.")
+        text = "Predicted minus actual wait in the queue, mean of the last fifty or so."
+        self._error_mean = gauge("ewsjf_queue_wait_prediction_error_mean_seconds", text)
+        text = "Size of the difference of predicted and actual wait, mean of the last fifty or so."
+        self._error_size = gauge("ewsjf_queue_wait_prediction_error_absolute_mean_seconds", text)
 
     def _make_counters(self) -> None:
         counter = self._counter
@@ -66,6 +81,13 @@ class SchedulerMetrics:
             "Time in the queue until dispatch.",
             ("model", "pool", "class"),
             buckets=_WAIT_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._error = Histogram(
+            "ewsjf_queue_wait_prediction_error_seconds",
+            "Predicted minus actual wait of requests that were dispatched and had a prediction.",
+            ("model", "class"),
+            buckets=_ERROR_BUCKETS_S,
             registry=self._registry,
         )
         self._dispatches = counter("ewsjf_dispatches", "Grants issued.", "pool")
@@ -92,6 +114,16 @@ class SchedulerMetrics:
         wait.observe(command.queue_wait_s)
         if spilled:
             self._spills.labels(self._model, command.pool).inc()
+
+    def predicted(self, entry: Entry) -> None:
+        """A request was dispatched; how long it waited was predicted when it came, or could not be."""
+        prediction, priority = entry.prediction, entry.request.priority
+        if prediction is None:
+            return
+        errors = self._error_children.get(priority)
+        if errors is None:
+            errors = self._error_children[priority] = self._error.labels(self._model, priority.value)
+        errors.observe(prediction.wait_s - (entry.dispatched_at - prediction.at))
 
     def put_back(self, event: DispatchFailed) -> None:
         """A grant came to nothing."""
@@ -120,6 +152,10 @@ class SchedulerMetrics:
         self._stale.labels(self._model).set(standing.stale)
         self._gateways.labels(self._model).set(standing.gateways)
         self._learned_queues.labels(self._model).set(standing.learned_queues)
+        self._drain.labels(self._model).set(standing.drain_tokens_per_s)
+        self._bookings.labels(self._model).set(standing.bookings)
+        self._error_mean.labels(self._model).set(standing.errors.mean_s)
+        self._error_size.labels(self._model).set(standing.errors.mean_absolute_s)
         if standing.partition_age_s is not None:
             self._partition_age.labels(self._model).set(standing.partition_age_s)
         for gauge in (self._running, self._kv, self._engine_waiting):

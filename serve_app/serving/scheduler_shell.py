@@ -235,6 +235,9 @@ class SchedulerShell:
                 gateways=self._gateways.connected,
                 learned_queues=len(self._queues),
                 partition_age_s=self._queues.age_s(self.now()),
+                drain_tokens_per_s=self.core.admission.predictor.drain.tokens_per_s,
+                bookings=len(self.core.admission.bookings),
+                errors=self.core.admission.predictor.errors,
             )
         )
 
@@ -259,6 +262,8 @@ class SchedulerShell:
                 entry = self.core.entry(command.request_id)
                 spilled = entry is not None and entry.pools[0] != command.pool
                 self._metrics.dispatched(command, priority, spilled=spilled)
+                if entry is not None:
+                    self._metrics.predicted(entry)
             case Conclude():
                 self._metrics.concluded(command, self._gateways.conclude(command))
             case ReportStale(replica_id=replica_id, age_s=age_s):

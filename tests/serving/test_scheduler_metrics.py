@@ -2,6 +2,7 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.events import DispatchFailed, DispatchFailure
+from serve_app.scheduling.prediction import Prediction
 from serve_app.serving.scheduler_metrics import SchedulerMetrics, Standing
 from tests import builders
 
@@ -58,3 +59,22 @@ def test_gauges_show_the_moment_and_forget_replicas_that_left() -> None:
     ):
         assert line in text, line
     assert "s1" not in metrics.exposition(EMPTY)
+
+
+def test_the_error_of_predicted_waits_is_counted_with_its_sign() -> None:
+    world = builders.World()
+    world.arrive("r1")
+    entry = world.scheduler.entry("r1")
+    assert entry is not None
+    metrics = SchedulerMetrics("m", 1)
+    metrics.predicted(entry)
+    assert "error_seconds_count{" not in metrics.exposition(EMPTY), "nothing had been predicted"
+    entry.dispatched_at = 5.0
+    entry.prediction = Prediction(kind=(1, 6), at=1.0, plain_s=2.0, wait_s=3.2)
+    metrics.predicted(entry)
+    text = metrics.exposition(EMPTY)
+    for line in (
+        'ewsjf_queue_wait_prediction_error_seconds_bucket{class="default",le="-1.0",model="m"} 0.0',
+        'ewsjf_queue_wait_prediction_error_seconds_bucket{class="default",le="-0.5",model="m"} 1.0',
+    ):
+        assert line in text, line

@@ -273,7 +273,8 @@ async def test_a_flood_is_refused_beyond_the_queue_and_leaves_nothing_behind(wor
     gateway = await world.gateway()
     tasks = [ask(gateway, f"r{n}") for n in range(10_000)]
     settings = world.settings
-    limit = math.ceil(settings.max_waiting * settings.admission.tenant_share)
+    admission = settings.admission
+    limit = math.ceil(settings.max_waiting * (1 - admission.reserved_share) * admission.tenant_share)
     await until(lambda: sum(task.done() for task in tasks) == 10_000 - limit)
     assert all(
         isinstance(answer := task.result(), Refusal) and answer.outcome is Outcome.REJECTED_QUEUE_FULL
