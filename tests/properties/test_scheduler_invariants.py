@@ -40,6 +40,8 @@ ISOLATION = IsolationSettings(
     relief_s=2.0,
     max_relief=1,
 )
+NO_PLACE = {Outcome.REJECTED_QUEUE_FULL, Outcome.REJECTED_DEADLINE_UNMEETABLE}
+COME_AGAIN = NO_PLACE | {Outcome.REJECTED_NO_REPLICA, Outcome.EXPIRED}
 steps_of_time = st.sampled_from([0.0, 0.0, 0.0, 0.1, 0.5, 3.0])
 
 
@@ -80,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.started: set[str] = set()
         self.concluded: dict[str, int] = {}
         self.expires_at: dict[str, float] = {}
+        self.no_wait: set[str] = set()
         self.gateway_of: dict[str, str] = {}
         self.replicas: dict[str, ReplicaBooks] = {}
         self.known_stale: set[str] = set()
@@ -98,6 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 case Conclude():
                     was_sent = command.request_id in self.running or command.request_id == self.returning
                     assert command.dispatched is was_sent
+                    self.refuses_honestly(command)
                     self.waiting.discard(command.request_id)
                     self.running.pop(command.request_id, None)
                     self.started.discard(command.request_id)
@@ -107,6 +111,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.known_stale.add(command.replica_id)
                 case ReportFresh():
                     self.known_stale.remove(command.replica_id)
+
+    def refuses_honestly(self, command: Conclude) -> None:
+        """Nobody is kept from waiting where nobody waits, and who may come again is told when."""
+        if command.outcome in COME_AGAIN:
+            assert command.retry_after_s is not None
+            assert 0 < command.retry_after_s <= self.scheduler.settings.retry_after_cap_s
+        if command.outcome in NO_PLACE:
+            assert self.waiting - {command.request_id} or command.request_id in self.no_wait
 
     def check_dispatch(self, command: Dispatch) -> None:
         books = self.replicas[command.replica_id]
@@ -162,6 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.submitted.add(request_id)
         self.waiting.add(request_id)
         self.expires_at[request_id] = self.now + timeout_s
+        self.no_wait |= {request_id} if no_wait else set()
         self.gateway_of[request_id] = gateway_id
         arrived = request(
             request_id,
