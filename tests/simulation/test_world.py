@@ -61,7 +61,7 @@ def test_news_takes_its_time_to_the_scheduler_and_back() -> None:
     assert end.at == pytest.approx(record.finished_at + 0.5)
 
 
-def test_overload_expires_requests_instead_of_losing_them() -> None:
+def test_overload_expires_or_refuses_requests_instead_of_losing_them() -> None:
     requests = mixed_requests(200, rate_per_s=200.0, seed=6)
     for simulated in requests:
         request = simulated.request
@@ -72,10 +72,13 @@ def test_overload_expires_requests_instead_of_losing_them() -> None:
     records = world().run(requests)
     outcomes = [record.outcome for record in records]
     assert len(outcomes) == 200
-    assert set(outcomes) == {Outcome.COMPLETED, Outcome.EXPIRED}
+    # Those of the first two seconds expire; by then it is known that others would, too.
+    assert set(outcomes) == {Outcome.COMPLETED, Outcome.EXPIRED, Outcome.REJECTED_DEADLINE_UNMEETABLE}
     for record in records:
         if record.outcome is Outcome.EXPIRED:
             assert record.e2e_s == pytest.approx(2.0, abs=1e-6)
+        if record.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE:
+            assert record.e2e_s == 0.0
 
 
 def test_a_log_shows_each_dispatch_beside_its_cause() -> None:
