@@ -233,6 +233,23 @@ class ReplicaLedger:
                 return state
         return None
 
+    def able(
+        self,
+        replica_id: str,
+        tokens: int,
+        now: float,
+        *,
+        long_limits: tuple[int, ...] = (),
+        quiet: bool = False,
+    ) -> ReplicaState | None:
+        """The named replica if it is open and fits a request, as `best` has it; None otherwise."""
+        state = self._replicas.get(replica_id)
+        if state is None or tokens > state.free_tokens or not self._is_open(state, now):
+            return None
+        if any(count >= limit for count, limit in zip(state.long_prefills, long_limits, strict=False)):
+            return None
+        return state if not quiet or self._backpressure.is_quiet(state) else None
+
     def has_open(self, pool: str, now: float) -> bool:
         """Whether any replica of `pool` may take one more request, however small."""
         heaps = self._open.get(pool, ())

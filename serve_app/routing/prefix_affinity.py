@@ -2,14 +2,14 @@
 
 The rule compares the replica that load alone would choose with those that hold more of the prompt:
 
-    saved  = C(remaining there by load) - C(remaining here)
-    waited = C(mean remaining prefill) * (prefills not begun or not ended here, more than there)
-    slowed = expected output * (requests in flight here, more than there) * cost of one more in each step
+    saved  = (tokens left to compute there - tokens left here) * t
+    waited = (prefill tokens promised here and not begun to be answered - those there) * t
+    slowed = expected output * (requests in flight here - those there) * step_cost_tokens * t
     go where saved - waited - slowed is largest, if that is above zero; otherwise by load
 
-`C` is the learned prefill time, so all terms are seconds of this request. A replica with less to do than the
-one chosen by load, which can be when free KV tokens decide, has negative terms and gains by them. Only
-replicas that may take the request right now are compared: affinity never keeps room idle, and a request
+`t` is the learned prefill time of a token, so all terms are seconds of this request. A replica with less to
+do than the one chosen by load, which can be when free KV tokens decide, has negative terms and gains by them.
+Only replicas that may take the request right now are compared: affinity never keeps room idle, and a request
 never waits for "its" replica. Sessions stay put as long as their replica has room, and move when it has not.
 
 Source: cache-aware routers (SGLang, llm-d, Ray's prefix router) balance a hit ratio against a queue length by
@@ -26,8 +26,6 @@ from serve_app.routing.prefill_cost import PrefillCost
 from serve_app.routing.prefix_blocks import cached_tokens
 from serve_app.routing.prefix_index import PrefixIndex
 from serve_app.routing.replica import ReplicaSpec
-
-_MEAN_WEIGHT = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +73,18 @@ class Wanted:
     output_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A replica, and how many tokens of the prompt are left to compute there."""
+
+    replica: ReplicaState
+    prefill_tokens: int
+
+
+Able = Callable[[str, int], ReplicaState | None]
+"""The named replica if it may be sent a request right now with so many tokens to compute, else None."""
+
+
 class PrefixAffinity:
     """Weighs prefix caches against load, for the replicas of one model.
 
@@ -93,12 +103,9 @@ class PrefixAffinity:
         self._prefill_cost = prefill_cost
         self._bytes_per_token = bytes_per_token
         self.index = PrefixIndex(settings.max_blocks)
-        self._mean_remaining_tokens = 0.0
-        self._sent = 0
 
     def __repr__(self) -> str:
-        mean = self._mean_remaining_tokens
-        return f"<PrefixAffinity {self.index} mean_remaining_tokens={mean:.0f}>"
+        return f"<PrefixAffinity {'on' if self._settings.enabled else 'off'} {self.index}>"
 
     # What replicas hold
 
@@ -111,70 +118,54 @@ class PrefixAffinity:
         """A replica is gone, and its cache with it."""
         self.index.lose(replica_id)
 
-    def sent(self, replica_id: str, wanted: Wanted) -> None:
-        """A replica has been sent a request; what it holds of the prompt is counted before that."""
-        if not self._settings.enabled:
-            return
-        remaining = self.remaining_on(replica_id, wanted)
-        self._sent += 1
-        step = max(_MEAN_WEIGHT, 1 / self._sent)
-        self._mean_remaining_tokens += step * (remaining - self._mean_remaining_tokens)
-        self.index.add(replica_id, wanted.request.prefix)
+    def sent(self, replica_id: str, request: Request) -> None:
+        """A replica has been sent a request."""
+        self.index.add(replica_id, request.prefix)
 
-    # Remaining prefill
+    # Choice
 
-    def remaining(self, request: Request, prompt_tokens: int) -> int:
-        """Tokens of a prompt that are left to compute where most of it is cached; at least 1.
+    def cached_tokens(self, request: Request, prompt_tokens: int) -> int:
+        """Tokens of a prompt that need no computing where most of it is cached; never all of them.
 
-        For order and length before a replica is chosen: it errs low, as that replica may have no room.
+        For order and length before a replica is chosen: it errs high, as that replica may have no room.
         """
-        return self._left(request, prompt_tokens, self.index.longest(request.prefix))
+        return prompt_tokens - self._left(request, prompt_tokens, self.index.longest(request.prefix))
 
-    def remaining_on(self, replica_id: str, wanted: Wanted) -> int:
-        """Tokens of a prompt that are left to compute on this replica; at least 1."""
-        blocks, _ = self.index.better_than(replica_id, wanted.request.prefix, at_most=0)
-        return self._left(wanted.request, wanted.prompt_tokens, blocks)
+    def choose(self, by_load: ReplicaState | None, wanted: Wanted, able: Able) -> Placed | None:
+        """Where to send a request: to the replica that load chose, or to one that holds enough more of it.
+
+        Args:
+            by_load: None when none may take the whole prompt; then whoever may take what is left of it.
+        """
+        request, prompt_tokens = wanted.request, wanted.prompt_tokens
+        if not request.prefix:
+            return None if by_load is None else Placed(by_load, prompt_tokens)
+        name = "" if by_load is None else by_load.spec.replica_id
+        held, more = self.index.better_than(name, request.prefix, self._settings.max_candidates)
+        best = None if by_load is None else Placed(by_load, self._left(request, prompt_tokens, held))
+        by_load_placed, best_gain_s = best, 0.0
+        for match in more:
+            left = self._left(request, prompt_tokens, match.blocks)
+            replica = able(match.replica_id, left)
+            if replica is None:
+                continue
+            if by_load_placed is None:
+                return Placed(replica, left)
+            gain_s = self._gain_s(Placed(replica, left), by_load_placed, wanted)
+            if gain_s > best_gain_s:
+                best, best_gain_s = Placed(replica, left), gain_s
+        return best
+
+    def _gain_s(self, here: Placed, there: Placed, wanted: Wanted) -> float:
+        """Seconds that the request gains by being here rather than there."""
+        saved = there.prefill_tokens - here.prefill_tokens
+        waited = here.replica.pending_prefill_tokens - there.replica.pending_prefill_tokens
+        more_in_flight = here.replica.in_flight - there.replica.in_flight
+        slowed = wanted.output_tokens * more_in_flight * self._settings.step_cost_tokens
+        return (saved - waited - slowed) * self._prefill_cost.per_token_s
 
     def _left(self, request: Request, prompt_tokens: int, blocks: int) -> int:
         if not blocks:
             return prompt_tokens
         ratio = self._bytes_per_token(request.shape.category)
         return max(1, prompt_tokens - cached_tokens(request.shape, blocks, ratio))
-
-    # Choice
-
-    def choose(
-        self, by_load: ReplicaState, wanted: Wanted, able: Callable[[str], ReplicaState | None]
-    ) -> ReplicaState:
-        """The replica to send a request to: that which load chose, or one that holds enough more of it.
-
-        Args:
-            able: the named replica if it may take the request right now, else None.
-        """
-        request = wanted.request
-        if not request.prefix:
-            return by_load
-        held, more = self.index.better_than(
-            by_load.spec.replica_id, request.prefix, self._settings.max_candidates
-        )
-        if not more:
-            return by_load
-        remaining = self._left(request, wanted.prompt_tokens, held)
-        best, best_gain_s = by_load, 0.0
-        for match in more:
-            replica = able(match.replica_id)
-            if replica is None:
-                continue
-            saved_tokens = remaining - self._left(request, wanted.prompt_tokens, match.blocks)
-            gain_s = saved_tokens * self._prefill_cost.per_token_s - self._extra_s(replica, by_load, wanted)
-            if gain_s > best_gain_s:
-                best, best_gain_s = replica, gain_s
-        return best
-
-    def _extra_s(self, replica: ReplicaState, by_load: ReplicaState, wanted: Wanted) -> float:
-        """Seconds that the request loses by being on `replica` rather than on the one chosen by load."""
-        cost = self._prefill_cost
-        waited_s = cost.seconds(self._mean_remaining_tokens) * (replica.unstarted - by_load.unstarted)
-        step_s = self._settings.step_cost_tokens * cost.per_token_s
-        slowed_s = wanted.output_tokens * step_s * (replica.in_flight - by_load.in_flight)
-        return waited_s + slowed_s

@@ -18,7 +18,7 @@ from serve_app.routing.ledger import Hold, ReplicaLedger, ReplicaState
 from serve_app.scheduling.class_floors import ClassFloors
 from serve_app.scheduling.entry import Entry
 from serve_app.scheduling.expiry import ExpiryHeap
-from serve_app.scheduling.isolation import PrefillIsolation
+from serve_app.scheduling.placement import Fit, Placement
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.promotion import Promotion
 from serve_app.scheduling.settings import SchedulerSettings
@@ -32,7 +32,7 @@ class Dispatcher:
     """Chooses until nothing fits any more.
 
     Args:
-        room, ledger, isolation, policy: those of the scheduler, which owns them.
+        room, ledger, placement, policy: those of the scheduler, which owns them.
     """
 
     def __init__(
@@ -40,13 +40,14 @@ class Dispatcher:
         settings: SchedulerSettings,
         room: WaitingRoom,
         ledger: ReplicaLedger,
-        isolation: PrefillIsolation,
+        placement: Placement,
         policy: OrderingPolicy,
     ) -> None:
         self._pools = settings.routing.pools
         self._room = room
         self._ledger = ledger
-        self._isolation = isolation
+        self._placement = placement
+        self._isolation = placement.isolation
         self._policy = policy
         self._promotion = Promotion(settings.promotion) if policy.promotes else None
         self._overdue = ExpiryHeap(self._overdue_at)
@@ -115,12 +116,14 @@ class Dispatcher:
         for head, quiet in self._order(pool, now, at_home=at_home):
             tokens = min(head.estimate.expected_tokens, limit)
             limits = self._isolation.limits(head.grade, now - head.request.arrived_at)
-            if tokens >= misfits.get((limits, quiet), limit + 1):
-                continue
-            replica = self._ledger.best(pool, tokens, now, long_limits=limits, quiet=quiet)
-            if replica is not None:
-                return head, replica, Hold(tokens, head.grade, head.estimate.expected_prompt_tokens)
-            misfits[limits, quiet] = tokens
+            replica = None
+            if tokens < misfits.get((limits, quiet), limit + 1):
+                replica = self._ledger.best(pool, tokens, now, long_limits=limits, quiet=quiet)
+                if replica is None:
+                    misfits[limits, quiet] = tokens
+            placed = self._placement.choose(head, replica, Fit(pool, tokens, quiet), now)
+            if placed is not None:
+                return head, *placed
         return None
 
     def _order(self, pool: str, now: float, *, at_home: bool) -> Iterator[tuple[Entry, bool]]:

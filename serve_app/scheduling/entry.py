@@ -26,8 +26,9 @@ class Entry:
         queued: it stands in the waiting room.
         replica_id: where it runs; None while it waits, and when it is over.
         hold: what its replica's ledger holds for it.
-        grade: of its prefill by the boundaries of when it was let in, see `isolation`.
         engine_priority: what its engine was told, None for nothing.
+        grade: of its whole prefill by the boundaries of when it was let in, see `isolation`.
+        cached_tokens: of its prompt, on the replica where it runs; while it waits, where most of it is.
         dispatched_at: when it was sent to that replica.
         dispatch_number: how many requests that replica had been sent then, this one included.
         prefilled_alone: no other prefill was under way on that replica when it was sent.
@@ -50,12 +51,18 @@ class Entry:
     hold: Hold = NOTHING
     grade: int = 0
     engine_priority: int | None = None
+    cached_tokens: int = 0
     dispatched_at: float = 0.0
     dispatch_number: int = 0
     prefilled_alone: bool = False
     started: bool = False
     charged: float = 0.0
     prediction: Prediction | None = None
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of its prompt that are to be computed, as expected; at least 1."""
+        return max(1, self.estimate.expected_prompt_tokens - self.cached_tokens)
 
     def __repr__(self) -> str:
         place = f"waiting in {self.length_queue}" if self.queued else f"running on {self.replica_id}"

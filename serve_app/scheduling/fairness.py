@@ -79,12 +79,13 @@ class FairnessSettings:
         """Share of a tenant among the others."""
         return self.weights.get(tenant, 1.0)
 
-    def expected_cost(self, estimate: TokenEstimate) -> float:
-        """What to charge for a request when it is dispatched."""
+    def expected_cost(self, estimate: TokenEstimate, cached_tokens: int = 0) -> float:
+        """What to charge for a request when it is dispatched to a replica that has so much of it cached."""
         if self.mode is not FairnessMode.TOKENS:
             return 1.0
         output_tokens = estimate.expected_tokens - estimate.expected_prompt_tokens
-        return self.prefill_weight * estimate.expected_prompt_tokens + self.decode_weight * output_tokens
+        prefilled = max(0, estimate.expected_prompt_tokens - cached_tokens)
+        return self.prefill_weight * prefilled + self.decode_weight * output_tokens
 
     def real_cost(self, usage: Usage) -> float:
         """What it has cost in the end. Cached prompt tokens cost no prefill."""

@@ -27,7 +27,7 @@ class PrefillWatch:
     def sent(self, entry: Entry, now: float) -> None:
         """A request has just been dispatched."""
         if entry.hold.grade and not entry.request.streamed:
-            cost_s = self._cost.seconds(entry.estimate.expected_prompt_tokens)
+            cost_s = self._cost.seconds(entry.prefill_tokens)
             self._guesses.append((now + _PATIENCE * cost_s, entry, entry.dispatch_number))
             self._guesses.sort(key=lambda guess: guess[0])
 
@@ -36,7 +36,7 @@ class PrefillWatch:
         assert entry.replica_id is not None
         still_alone = entry.dispatch_number == self._ledger[entry.replica_id].dispatches
         if entry.prefilled_alone and still_alone:
-            self._cost.observe(entry.estimate.expected_prompt_tokens, now - entry.dispatched_at)
+            self._cost.observe(entry.prefill_tokens, now - entry.dispatched_at)
         self._end(entry, now)
 
     def end_overdue(self, now: float) -> None:

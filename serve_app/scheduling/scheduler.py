@@ -27,6 +27,7 @@ from serve_app.routing.estimate import TokenEstimator
 from serve_app.routing.ledger import Hold, ReplicaLedger, ReplicaState
 from serve_app.routing.pools import PoolRouter
 from serve_app.routing.prefill_cost import PrefillCost
+from serve_app.routing.prefix_affinity import PrefixAffinity
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.admission import Admission, Refusal, too_long
 from serve_app.scheduling.backpressure import EngineBackpressure
@@ -37,6 +38,7 @@ from serve_app.scheduling.engine_priority import EnginePriorities
 from serve_app.scheduling.entry import NOTHING, Entry
 from serve_app.scheduling.expiry import ExpiryHeap
 from serve_app.scheduling.isolation import PrefillIsolation
+from serve_app.scheduling.placement import Placement
 from serve_app.scheduling.policies import make_policy
 from serve_app.scheduling.policies.inputs import PolicyInputs
 from serve_app.scheduling.prefill_watch import PrefillWatch
@@ -54,6 +56,7 @@ class Scheduler:
         room: the requests that wait.
         ledger: the replicas and what they have been promised.
         estimator: what has been learned of bytes per token and of output lengths.
+        affinity: which replicas have probably cached which prompts.
         isolation: what counts as a long prefill.
         dispatcher: the order of service.
         prefill_cost: how long prefills take.
@@ -75,7 +78,13 @@ class Scheduler:
         self._engine_priorities = EnginePriorities(settings.engine_priority)
         self.estimator = TokenEstimator(settings.estimator)
         self.isolation = PrefillIsolation(settings.isolation, wanted=self._policy.isolates)
-        self.dispatcher = Dispatcher(settings, self.room, self.ledger, self.isolation, self._policy)
+        self.affinity = PrefixAffinity(
+            settings.affinity,
+            self.prefill_cost,
+            lambda category: self.estimator.bytes_per_token(category)[0],
+        )
+        placement = Placement(self.ledger, self.isolation, self.affinity)
+        self.dispatcher = Dispatcher(settings, self.room, self.ledger, placement, self._policy)
         self._prefills = PrefillWatch(self.ledger, self.prefill_cost)
         self._router = PoolRouter(settings.routing, self.ledger.context_limit)
         self.admission = Admission(settings, self.room, now)
@@ -179,7 +188,8 @@ class Scheduler:
             return None
         self._sequence += 1
         entry = Entry(request, estimate, self._sequence, pools, expires_at=request.expires_at)
-        self.isolation.observe(estimate.expected_prompt_tokens)
+        entry.cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
+        self.isolation.observe(entry.prefill_tokens)
         entry.grade = self.isolation.grade(estimate.expected_prompt_tokens)
         # It was dispatched by a scheduler before this one, and came back to its gateway meanwhile.
         entry.returned = request.attempts > 0
@@ -259,6 +269,7 @@ class Scheduler:
             self._conclude(entry, refusal.outcome, dispatched=True, message=message or refusal.message)
             return
         entry.returned, entry.prediction = True, None
+        entry.cached_tokens = self.affinity.cached_tokens(request, entry.estimate.expected_prompt_tokens)
         entry.expires_at = now + (request.expires_at - request.arrived_at)
         self._queue(entry)
 
@@ -266,10 +277,12 @@ class Scheduler:
 
     def _replica_joined(self, event: ev.ReplicaJoined, now: float) -> None:
         self.ledger.join(event.spec, now)
+        self.affinity.join(event.spec)
         self._replicas_changed(now)
 
     def _replica_lost(self, event: ev.ReplicaLost, now: float) -> None:
         self.ledger.lose(event.replica_id, now)
+        self.affinity.lose(event.replica_id)
         self._replicas_changed(now)
 
     def _replica_reported(self, event: ev.ReplicaReported, now: float) -> None:
@@ -319,6 +332,7 @@ class Scheduler:
         self.room.remove(entry)
         self.admission.predictor.dispatched(entry, now)
         entry.prefilled_alone = replica.unstarted == 0
+        entry.cached_tokens = entry.estimate.expected_prompt_tokens - hold.prefill_tokens
         self._hold(entry, replica.spec.replica_id, hold, now)
         self._prefills.sent(entry, now)
         self._commands.append(
@@ -353,6 +367,7 @@ class Scheduler:
         entry.started = resumed is not None and resumed.started
         entry.engine_priority = self._engine_priorities.sent(entry.request)
         self.ledger.hold(replica_id, hold, now, seen=resumed is not None, started=entry.started)
+        self.affinity.sent(replica_id, entry.request)
         self.room.charge(entry)
         entry.dispatch_number = self.ledger[replica_id].dispatches
 

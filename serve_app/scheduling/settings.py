@@ -8,6 +8,7 @@ from serve_app.request import PriorityClass
 from serve_app.routing.estimate import EstimatorSettings
 from serve_app.routing.pools import RoutingSettings
 from serve_app.routing.prefill_cost import PrefillCostSettings
+from serve_app.routing.prefix_affinity import AffinitySettings
 from serve_app.scheduling.admission_settings import AdmissionSettings
 from serve_app.scheduling.backpressure import BackpressureSettings
 from serve_app.scheduling.class_floors import ClassFloorSettings
@@ -76,6 +77,7 @@ class SchedulerSettings:
     fairness: FairnessSettings = field(default_factory=FairnessSettings)
     class_floors: ClassFloorSettings = field(default_factory=ClassFloorSettings)
     engine_priority: EnginePrioritySettings = field(default_factory=EnginePrioritySettings)
+    affinity: AffinitySettings = field(default_factory=AffinitySettings)
     isolation: IsolationSettings = field(default_factory=IsolationSettings)
     prefill_cost: PrefillCostSettings = field(default_factory=PrefillCostSettings)
     promotion: PromotionSettings = field(default_factory=PromotionSettings)

@@ -195,7 +195,7 @@ class WaitingRoom:
 
     def charge(self, entry: Entry) -> None:
         """Its tenant is being served: charge what the request is expected to cost."""
-        entry.charged = self._fairness.expected_cost(entry.estimate)
+        entry.charged = self._fairness.expected_cost(entry.estimate, entry.cached_tokens)
         self._shares_of(entry).charge(entry.request.tenant, entry.charged)
 
     def settle(self, entry: Entry, usage: Usage) -> None:

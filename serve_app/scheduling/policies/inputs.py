@@ -16,5 +16,5 @@ class PolicyInputs:
 
 
 def prompt_tokens(entry: Entry) -> int:
-    """Length of a request's prompt as all policies see it: the expected one, at least 1."""
-    return max(1, entry.estimate.expected_prompt_tokens)
+    """Length of a request's prompt as all policies see it: what is expected to be left to compute of it."""
+    return entry.prefill_tokens
