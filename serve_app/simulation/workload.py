@@ -1,5 +1,6 @@
 """From a trace to the requests of a run: cut to size, fitted to the engines, told to the scheduler or not."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from serve_app.request import PromptShape, Request
+from serve_app.routing.prefix_blocks import BLOCK_ENDS
 from serve_app.simulation.disturbance import with_arrivals, with_flipped_mix
 from serve_app.simulation.world import SimulatedRequest
 from serve_app.workloads.catalog import WorkloadSettings, resolve
@@ -161,11 +163,18 @@ def requests_of(trace: Trace, disclosure: Disclosure, block_size: int) -> Iterat
                 priority=one.priority,
                 max_output_tokens=one.output_tokens if disclosure.output_known else None,
                 expires_at=one.arrival_s + disclosure.queue_timeout_s,
-                prefix=one.prefix,
+                prefix=tuple(_gateway_blocks(one.prefix, one.prompt_tokens)),
             ),
             output_tokens=one.output_tokens,
             block_hashes=tuple(_engine_blocks(one.prefix, one.prompt_tokens, block_size)),
         )
+
+
+def _gateway_blocks(prefix: tuple[int, ...], prompt_tokens: int) -> Iterator[int]:
+    """Hashes as a gateway makes them; where ids of the trace are equal, so is all text up to there."""
+    known_tokens = min(prompt_tokens, len(prefix) * PREFIX_BLOCK_TOKENS)
+    for place, end in enumerate(itertools.takewhile(lambda end: end <= known_tokens, BLOCK_ENDS)):
+        yield prefix[(end - 1) // PREFIX_BLOCK_TOKENS] * len(BLOCK_ENDS) + place
 
 
 def _engine_blocks(prefix: tuple[int, ...], prompt_tokens: int, block_size: int) -> Iterator[int]:
