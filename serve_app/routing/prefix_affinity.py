@@ -39,7 +39,7 @@ class AffinitySettings:
     # Share of a KV cache that is taken for prompts of the past: answers and running requests take the rest.
     # Too much promises hits that are no longer there, too little forgets sessions that still are.
     capacity_ratio: float = 0.7
-    # Bounds the index's memory at about 100 MB; 500 blocks for each of a thousand replicas.
+    # Bounds the index's memory at about 180 MB; 500 blocks for each of a thousand replicas.
     max_blocks: int = 500_000
     # Replicas that are compared with the one chosen by load, those with the longest match first.
     max_candidates: int = 8

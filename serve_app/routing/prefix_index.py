@@ -52,7 +52,7 @@ class PrefixIndex:
     """Blocks by replica.
 
     Args:
-        max_blocks: on all shelves together; bounds the memory, at roughly 200 bytes each.
+        max_blocks: on all shelves together; bounds the memory, at some 370 bytes each.
     """
 
     def __init__(self, max_blocks: int) -> None:
