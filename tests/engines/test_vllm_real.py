@@ -24,6 +24,10 @@ from serve_app.engines.engine import EngineLimits, EngineLoad
 from serve_app.engines.remote import RemoteEngine, RemoteEngineSettings
 from serve_app.engines.vllm import VllmEngine, VllmEngineSettings, check_vllm_args
 from serve_app.errors import EngineError, SettingsError
+from serve_app.request import PriorityClass, Request
+from serve_app.scheduling.engine_priority import EnginePriorities, EnginePrioritySettings
+from serve_app.serving.gateway.splice import with_priority
+from tests.builders import request
 from tests.engines.servers import free_port, serving, until
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
@@ -40,6 +44,7 @@ ARGS = {
     "enforce_eager": True,
 }
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+JSON = {"content-type": "application/json"}
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -66,9 +71,8 @@ def _is_made(model: Path) -> bool:
 @contextlib.asynccontextmanager
 async def running(model: Path, **settings: Any) -> AsyncIterator[Running]:
     assert _is_made(model), f"{model} is missing: run scripts/fetch_demo_model"
-    engine = VllmEngine(
-        VllmEngineSettings(model=str(model), served_model_names=("m",), args=ARGS, env=ENV, **settings)
-    )
+    given = {"served_model_names": ("m",), "args": ARGS, "env": ENV, **settings}
+    engine = VllmEngine(VllmEngineSettings(model=str(model), **given))
     limits = await engine.start()
     try:
         async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
@@ -264,6 +268,38 @@ class TestTinyEngine:
         with pytest.raises(EngineError, match="is dead"):
             await tiny.engine.load()
         assert (await tiny.post("/v1/completions", **body)).status_code == 500
+
+
+async def test_an_urgent_request_overtakes_a_backlog_inside_an_engine_that_schedules_by_priority() -> None:
+    """Bodies and numbers are the gateway's: its last word on `priority` replaces each client's own."""
+    priorities = EnginePriorities(EnginePrioritySettings(enabled=True))
+    ended: list[str] = []
+    async with running(TINY, args={**ARGS, "scheduling_policy": "priority"}) as engine:
+
+        async def ask(request: Request, max_tokens: int) -> None:
+            own = {"model": "m", "prompt": "Hi", "max_tokens": max_tokens, "ignore_eos": True, "priority": -9}
+            body = with_priority(json.dumps(own).encode(), priorities.sent(request))
+            answer = await engine.client.post("/v1/completions", content=body, headers=JSON)
+            assert answer.status_code == 200, answer.text
+            ended.append(request.request_id)
+
+        async def backlog_waits() -> bool:
+            load = await engine.engine.load()
+            return (load.running, load.waiting) == (MAX_NUM_SEQS, 12 - MAX_NUM_SEQS)
+
+        batch = [request(f"a{n}", tenant="a", priority=PriorityClass.BATCH) for n in range(12)]
+        asked = [asyncio.create_task(ask(one, 480)) for one in batch]
+        await until(backlog_waits)
+        # From the last to the first in order: a newcomer's batch request, and an interactive one.
+        asked.append(asyncio.create_task(ask(request("b0", tenant="b", priority=PriorityClass.BATCH), 5)))
+        await asyncio.sleep(0.05)
+        asked.append(
+            asyncio.create_task(ask(request("c0", tenant="c", priority=PriorityClass.INTERACTIVE), 5))
+        )
+        await asyncio.gather(*asked)
+    # What ran had to end; nobody of those that waited went before. In the order of arrival: 12 and 13.
+    assert ended.index("c0") <= MAX_NUM_SEQS
+    assert ended.index("b0") <= MAX_NUM_SEQS + 1
 
 
 async def test_smollm2_knows_the_capital_of_france_and_leaves_no_process() -> None:
