@@ -7,6 +7,9 @@ import pytest
 
 from tests.e2e.served import Served, serve, wait_for
 
+# It takes an application of its own; `tests/serving/test_engine_priority.py` plays the same without Ray.
+pytestmark = pytest.mark.slow
+
 # One sequence at a time, at 4 ms a token: a batch request takes two seconds, and six of them are a backlog.
 ENGINE = {"profile": "laptop", "max_num_seqs": 1, "scheduling_policy": "priority"}
 BATCH_TOKENS, BACKLOG = 500, 6
