@@ -44,7 +44,7 @@ class ReplicaState:
         long_prefills: prefills of grade 1 or more that have not ended, and those of grade 2.
         dispatches: requests sent to it so far.
         unseen: requests sent that its last report cannot have counted.
-        pending_prefill_tokens: prompt tokens of those whose answer has not begun.
+        pending_prefill_tokens: prompt tokens of the prefills that have not ended.
         gated: its last reports said that it is too busy, whatever its queue.
     """
 
@@ -112,7 +112,7 @@ class Hold:
     Attributes:
         tokens: of the KV cache, as expected.
         grade: of its prefill while that has not ended: 0 short, 1 long, 2 among the longest.
-        prefill_tokens: prompt tokens to compute, until the answer begins.
+        prefill_tokens: prompt tokens to compute, while its prefill has not ended.
     """
 
     tokens: int
@@ -279,19 +279,19 @@ class ReplicaLedger:
         state.unseen += not seen
         self._refresh(state, now)
 
-    def start(self, replica_id: str, prefill_tokens: int, now: float) -> None:
-        """The answer of one request of this replica has begun; a long prefill is ended on its own."""
+    def start(self, replica_id: str, now: float) -> None:
+        """The answer of one request of this replica has begun; its prefill is ended on its own."""
         state = self._replicas[replica_id]
         state.unstarted -= 1
-        state.pending_prefill_tokens -= prefill_tokens
         state.starts.add(1.0, now)
         self._settle(state)
         self._refresh(state, now)
 
-    def end_long_prefill(self, replica_id: str, grade: int, now: float) -> None:
-        """One long prefill of this replica is over, as far as anybody knows."""
+    def end_prefill(self, replica_id: str, hold: Hold, now: float) -> None:
+        """The prefill of one hold on this replica is over, as far as anybody knows."""
         state = self._replicas[replica_id]
-        state.long_prefills = _moved(state.long_prefills, grade, -1)
+        state.long_prefills = _moved(state.long_prefills, hold.grade, -1)
+        state.pending_prefill_tokens -= hold.prefill_tokens
         self._refresh(state, now)
 
     def release(self, replica_id: str, hold: Hold, now: float, *, started: bool, ran: bool = True) -> None:

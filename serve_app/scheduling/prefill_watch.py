@@ -4,6 +4,7 @@ The first token of a streamed answer says so. An answer that is not streamed sho
 as over after its usual time, as learned from the others.
 """
 
+import heapq
 from dataclasses import replace
 
 from serve_app.routing.ledger import ReplicaLedger
@@ -21,28 +22,30 @@ class PrefillWatch:
     def __init__(self, ledger: ReplicaLedger, cost: PrefillCost) -> None:
         self._ledger = ledger
         self._cost = cost
-        # When, whose, and of which dispatch; the earliest first. At most a handful per replica.
-        self._guesses: list[tuple[float, Entry, int]] = []
+        # When, in which order they were sent, whose, and of which dispatch; a heap.
+        self._guesses: list[tuple[float, int, Entry, int]] = []
+        self._sent = 0
 
     def sent(self, entry: Entry, now: float) -> None:
         """A request has just been dispatched."""
-        if entry.hold.grade and not entry.request.streamed:
-            cost_s = self._cost.seconds(entry.prefill_tokens)
-            self._guesses.append((now + _PATIENCE * cost_s, entry, entry.dispatch_number))
-            self._guesses.sort(key=lambda guess: guess[0])
+        if not entry.request.streamed:
+            self._sent += 1
+            ends_at = now + _PATIENCE * self._cost.seconds(entry.prefill_tokens)
+            heapq.heappush(self._guesses, (ends_at, self._sent, entry, entry.dispatch_number))
 
     def first_token(self, entry: Entry, now: float) -> None:
         """The answer of a running request has begun."""
         assert entry.replica_id is not None
         still_alone = entry.dispatch_number == self._ledger[entry.replica_id].dispatches
-        if entry.prefilled_alone and still_alone:
+        # An answer that is not streamed begins when it ends, long after its prefill.
+        if entry.prefilled_alone and still_alone and entry.request.streamed:
             self._cost.observe(entry.prefill_tokens, now - entry.dispatched_at)
         self._end(entry, now)
 
     def end_overdue(self, now: float) -> None:
         """End the prefills whose guessed time has come."""
         while self._guesses and self._guesses[0][0] <= now:
-            _, entry, dispatch_number = self._guesses.pop(0)
+            _, _, entry, dispatch_number = heapq.heappop(self._guesses)
             if entry.dispatch_number == dispatch_number:
                 self._end(entry, now)
 
@@ -51,6 +54,7 @@ class PrefillWatch:
         return self._guesses[0][0] if self._guesses else None
 
     def _end(self, entry: Entry, now: float) -> None:
-        if entry.hold.grade and entry.replica_id is not None:
-            grade, entry.hold = entry.hold.grade, replace(entry.hold, grade=0)
-            self._ledger.end_long_prefill(entry.replica_id, grade, now)
+        hold = entry.hold
+        if entry.replica_id is not None and (hold.grade or hold.prefill_tokens):
+            entry.hold = replace(hold, grade=0, prefill_tokens=0)
+            self._ledger.end_prefill(entry.replica_id, hold, now)

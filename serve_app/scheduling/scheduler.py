@@ -18,7 +18,6 @@ Rules:
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from serve_app.errors import Outcome
@@ -376,8 +375,7 @@ class Scheduler:
             return
         entry.started = True
         self._prefills.first_token(entry, now)
-        pending_tokens, entry.hold = entry.hold.prefill_tokens, replace(entry.hold, prefill_tokens=0)
-        self.ledger.start(entry.replica_id, pending_tokens, now)
+        self.ledger.start(entry.replica_id, now)
 
     def _release(self, entry: Entry, now: float, *, ran: bool) -> None:
         assert entry.replica_id is not None

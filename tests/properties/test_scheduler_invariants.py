@@ -323,6 +323,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             entries = [self.scheduler.entry(request_id) for request_id in running]
             grades = [entry.hold.grade for entry in entries if entry]
             assert state.long_prefills == (sum(grade >= 1 for grade in grades), grades.count(2))
+            assert state.pending_prefill_tokens == sum(e.hold.prefill_tokens for e in entries if e)
             for request_id, entry in zip(running, entries, strict=True):
                 assert entry is not None
                 # A streamed request holds its long prefill exactly until its first token.

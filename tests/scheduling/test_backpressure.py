@@ -4,7 +4,7 @@ import pytest
 
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.backpressure import BackpressureSettings
-from serve_app.scheduling.events import FirstToken
+from serve_app.scheduling.events import FirstToken, Woke
 from tests.builders import World, dispatched
 
 
@@ -51,6 +51,34 @@ def test_prefill_work_under_way_counts_though_the_cache_is_nearly_empty() -> Non
     assert dispatched(made.arrive("huge", prompt_tokens=60_000)) == [("huge", "r1")]
     assert made.arrive("small") == []
     assert dispatched(made.feed(FirstToken("huge"))) == [("small", "r1")]
+
+
+def test_prompts_whose_prefill_nobody_sees_end_do_not_count_as_under_way_until_the_answer_is_there() -> None:
+    made = world(max_prefill_backlog_s=4.0, target_waiting=1_000)
+    made.join("r1", "only", kv_tokens=500_000, max_model_len=100_000, max_num_seqs=500)
+    # In all twelve seconds of prefill at 0.1 ms per token; the answers take longer than all of them.
+    for number in range(200):
+        made.report("r1", after_s=0.3, received=number)
+        assert dispatched(made.arrive(f"r{number}", prompt_tokens=600, streamed=False))
+
+
+def test_a_huge_prompt_whose_prefill_nobody_sees_end_counts_for_its_usual_time() -> None:
+    made = world(max_prefill_backlog_s=4.0)
+    made.arrive("huge", prompt_tokens=60_000, streamed=False)
+    assert made.arrive("small") == []
+    for _ in range(6):
+        assert made.scheduler.entry("small").queued  # type: ignore[union-attr]
+        made.report("r1", after_s=2.0, received=1)
+    # Six seconds, and as many of patience.
+    made.feed(Woke(), after_s=0.1)
+    assert not made.scheduler.entry("small").queued  # type: ignore[union-attr]
+
+
+def test_an_answer_that_is_not_streamed_teaches_nothing_of_prefills() -> None:
+    made = world()
+    made.arrive("r", prompt_tokens=100, streamed=False)
+    made.feed(FirstToken("r"), after_s=30.0)
+    assert made.scheduler.prefill_cost.observations == 0
 
 
 @pytest.mark.parametrize(
