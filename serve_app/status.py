@@ -1,0 +1,191 @@
+"""`python -m serve_app status`: how a running application is doing, as tables."""
+
+import argparse
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from serve_app.command import Command, positive_int, say
+from serve_app.errors import ServeAppError
+
+Document = Mapping[str, Any]
+
+_TIMEOUT_S = 10.0
+_KEY_VARIABLE = "EWSJF_API_KEY"
+# Wide enough that no name is cut when the output goes into a file.
+_PIPE_COLUMNS = 160
+
+
+class StatusError(ServeAppError):
+    """The application does not answer, or not what it should."""
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", required=True, help="of the application: http://127.0.0.1:8000")
+    parser.add_argument(
+        "--api-key", default=os.environ.get(_KEY_VARIABLE), help=f"a key with `admin` ({_KEY_VARIABLE})"
+    )
+    parser.add_argument("--lanes", type=positive_int, default=15, help="lanes of the queue (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print what the application says, as JSON")
+
+
+def _run(args: argparse.Namespace) -> int:
+    status = fetched(args.url, "/debug/status", args.api_key)
+    queue = fetched(args.url, "/debug/queue", args.api_key)
+    if args.json:
+        say(json.dumps({"status": status, "queue": queue}, indent=1))
+        return 0
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_COLUMNS)
+    for part in rendered(status["models"], queue["models"], args.lanes):
+        console.print(part)
+    return 0
+
+
+def fetched(url: str, path: str, api_key: str | None) -> Document:
+    """What the application answers.
+
+    Raises:
+        StatusError: it cannot be reached, refuses, or answers something else.
+    """
+    address = url.rstrip("/") + path
+    if not address.startswith(("http://", "https://")):
+        raise StatusError(f"{url!r} is no address: give it with http:// or https://")
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(address, headers=headers)  # noqa: S310 - the scheme was looked at
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - see above
+            document: Any = json.load(answer)
+    except urllib.error.HTTPError as error:
+        hint = (
+            f"; --api-key or {_KEY_VARIABLE} must name a key with `admin`" if error.code in {401, 403} else ""
+        )
+        raise StatusError(f"{address} answered {error.code} {error.reason}{hint}") from error
+    except (OSError, ValueError) as error:
+        raise StatusError(f"{address} does not answer as one of our gateways: {error}") from error
+    if not isinstance(document, dict) or not isinstance(document.get("models"), list):
+        raise StatusError(f"{address} is no gateway of ours: its answer names no models")
+    return document
+
+
+def rendered(
+    status: Sequence[Document], queues: Sequence[Document], most_lanes: int
+) -> Iterator[Table | str]:
+    """Tables and lines, model by model."""
+    of_model = {queue.get("model"): queue for queue in queues}
+    for model in status:
+        yield f"\n[bold]{model['model']}[/bold]"
+        if "error" in model:
+            yield f"  {model['error']}"
+            continue
+        yield _overview(model)
+        yield _replicas(model["replicas"])
+        queue = of_model.get(model["model"], {})
+        if queue.get("lanes"):
+            yield _lanes(queue, most_lanes)
+        served = {name: counters for name, counters in queue.get("served", {}).items() if counters}
+        if served:
+            yield _tenants(served)
+        if model.get("tuner"):
+            yield from _tuner(model["tuner"])
+
+
+def _overview(model: Document) -> str:
+    waiting = ", ".join(f"{count} {name}" for name, count in model["waiting"].items() if count) or "nobody"
+    queues = model["queues"]
+    learned = "not learned yet"
+    if queues["learned"]:
+        learned = f"{queues['learned']} learned, {queues['age_s']:.0f} s ago"
+    return (
+        f"  waiting: {waiting}; length queues: {learned}; gateways: {model['gateways']}; "
+        f"scheduler {model['incarnation']}"
+    )
+
+
+def _replicas(replicas: Mapping[str, Document]) -> Table:
+    table = Table(title="replicas", title_justify="left")
+    for name in (
+        "pool",
+        "replica",
+        "in flight",
+        "running",
+        "waiting in engine",
+        "KV used",
+        "ms/token",
+        "state",
+    ):
+        table.add_column(name, justify="left" if name in {"pool", "replica", "state"} else "right")
+    for name, replica in sorted(replicas.items(), key=lambda item: (item[1]["pool"], item[0])):
+        report = replica["report"] or {}
+        state = "stale" if replica["stale"] else "draining" if report.get("draining") else "ready"
+        tpot_s = report.get("tpot_s")
+        table.add_row(
+            replica["pool"],
+            name,
+            str(replica["in_flight"]),
+            str(report.get("running", "-")),
+            str(report.get("waiting", "-")),
+            f"{report['kv_usage_ratio']:.0%}" if report else "-",
+            "-" if tpot_s is None else f"{1e3 * tpot_s:.1f}",
+            state if report else "no report",
+        )
+    return table
+
+
+def _lanes(queue: Document, most: int) -> Table:
+    left_out = max(0, len(queue["lanes"]) - most) + queue["lanes_left_out"]
+    title = f"queue under {queue['policy']}, the longest wait first"
+    table = Table(title=title + (f"; {left_out} more" if left_out else ""), title_justify="left")
+    for name in ("class", "tenant", "length queue", "waiting", "head waits", "score", "why"):
+        table.add_column(name, justify="right" if name in {"waiting", "head waits", "score"} else "left")
+    for lane in queue["lanes"][:most]:
+        table.add_row(
+            lane["priority"],
+            lane["tenant"],
+            lane["length_queue"],
+            str(lane["waiting"]),
+            f"{lane['wait_s']:.1f} s",
+            f"{lane['score']:.3g}",
+            lane["why"],
+        )
+    return table
+
+
+def _tenants(served: Mapping[str, Mapping[str, float]]) -> Table:
+    table = Table(title="service of tenants, over their weights", title_justify="left")
+    table.add_column("class")
+    table.add_column("tenant")
+    table.add_column("service", justify="right")
+    for name, counters in served.items():
+        for tenant, counter in sorted(counters.items(), key=lambda item: -item[1]):
+            table.add_row(name, tenant, f"{counter:,.0f}")
+    return table
+
+
+def _tuner(tuner: Document) -> Iterator[Table | str]:
+    yield f"  tuner: {tuner['mode']}, {tuner['state']}"
+    if tuner.get("values"):
+        yield "  values: " + ", ".join(f"{name} {value:g}" for name, value in tuner["values"].items())
+    if tuner.get("audit"):
+        table = Table(title="what the tuner did, the latest first", title_justify="left")
+        for name in ("seconds ago", "what", "why"):
+            table.add_column(name, justify="right" if name == "seconds ago" else "left")
+        for record in tuner["audit"]:
+            table.add_row(f"{record['age_s']:.0f}", record["what"], record["why"])
+        yield table
+
+
+COMMAND = Command(
+    name="status",
+    summary="show queues, replicas, tenants and the tuner of a running application",
+    example="example:\n  python -m serve_app status --url http://127.0.0.1:8000",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,130 @@
+"""`python -m serve_app status` against documents of the shape that the shell makes."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from serve_app.cli import main
+from serve_app.status import StatusError, fetched
+
+STATUS: dict[str, Any] = {
+    "models": [
+        {
+            "model": "demo",
+            "incarnation": 2,
+            "gateways": 1,
+            "queues": {"learned": 7, "age_s": 12.3},
+            "waiting": {"interactive": 0, "default": 4, "batch": 0},
+            "replicas": {
+                "s1": {
+                    "pool": "short",
+                    "in_flight": 3,
+                    "stale": False,
+                    "report": {"running": 2, "waiting": 1, "kv_usage_ratio": 0.25, "tpot_s": 0.0123},
+                },
+                "l1": {"pool": "long", "in_flight": 0, "stale": True, "report": None},
+            },
+            "tuner": {
+                "mode": "advise",
+                "state": "watching",
+                "values": {"b_u": 0.12},
+                "audit": [{"age_s": 31.0, "what": "rolled back", "why": "short attainment fell by 4 %"}],
+            },
+        },
+        {"model": "lost", "error": "its scheduler does not answer"},
+    ]
+}
+QUEUE: dict[str, Any] = {
+    "models": [
+        {
+            "model": "demo",
+            "policy": "ewsjf",
+            "lanes": [
+                {
+                    "priority": "default",
+                    "tenant": f"t{number}",
+                    "length_queue": "17-40",
+                    "waiting": 2,
+                    "wait_s": 9.5 - number,
+                    "score": 0.5,
+                    "why": "short: others go first",
+                }
+                for number in range(3)
+            ],
+            "lanes_left_out": 1,
+            "served": {"default": {"t0": 1_200.0}, "batch": {}},
+        }
+    ]
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.headers.get("authorization") != "Bearer k1":
+            self.send_error(401)
+            return
+        documents = {"/debug/status": STATUS, "/debug/queue": QUEUE, "/other/debug/status": {"hello": 1}}
+        body = json.dumps(documents[self.path]).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Not into the output of the test."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", url, "--api-key", "k1", "--lanes", "2"]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "waiting: 4 default; length queues: 7 learned, 12 s ago",
+        "12.3",
+        "25%",
+        "stale",
+        "t1",
+        "others go first",
+        "2 more",
+        "1,200",
+        "tuner: advise, watching",
+        "b_u 0.12",
+        "short attainment fell by 4 %",
+        "its scheduler does not answer",
+    ):
+        assert text in shown
+    assert "t2" not in shown
+
+
+def test_json_is_what_the_application_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", url, "--api-key", "k1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"status": STATUS, "queue": QUEUE}
+
+
+def test_a_key_that_may_not_look_is_told_so(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", url, "--api-key", "k2"]) == 2
+    assert "401" in (message := capsys.readouterr().err)
+    assert "admin" in message
+
+
+def test_what_is_no_gateway_is_named(url: str) -> None:
+    with pytest.raises(StatusError, match="no gateway of ours"):
+        fetched(f"{url}/other", "/debug/status", "k1")
+    with pytest.raises(StatusError, match="http://"):
+        fetched("file:///etc/passwd", "/x", None)
+    with pytest.raises(StatusError, match="does not answer"):
+        fetched("http://127.0.0.1:9", "/debug/status", None)
