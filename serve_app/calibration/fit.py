@@ -24,7 +24,9 @@ from serve_app.engines.step_time import StepTimeModel
 # Fewer requests do not tell six coefficients.
 MIN_FITTED = 20
 
-_NAMES = tuple(field.name for field in fields(StepTimeModel))
+# Request timings do not tell these from the coefficients beside them: they stay 0.
+_NOT_FITTED = {"decode_compute_s", "expert_read_s", "expert_share"}
+_NAMES = tuple(field.name for field in fields(StepTimeModel) if field.name not in _NOT_FITTED)
 _QUANTILES = np.linspace(2.5, 97.5, 39)
 # A mean counts as much as this many requests: it is what a plan is made of.
 _MEAN_WEIGHT = 5.0

@@ -4,15 +4,17 @@ An iteration reads the weights once, computes the prompt tokens that it prefills
 each decoding sequence, which reads that sequence's KV cache. With P prefilled tokens that attend to A token
 pairs, and S decoding sequences whose contexts add up to C tokens:
 
-    step = max(base of the phases in it, P * prefill_per_token) + A * prefill_per_pair
+    read = base of the phases in it + expert_read * (1 - (1 - expert_share) ** (P + S))
+    step = max(read, P * prefill_per_token + S * decode_compute) + A * prefill_per_pair
                                          + S * decode_per_sequence + C * decode_per_context_token
 
-Why the maximum: the bases are the time to read the weights from memory, and prompt tokens are computed while
-they are read. Up to the number of tokens where the two times meet, prompt tokens cost nothing beside decoding
+Why the maximum: the bases are the time to read the weights from memory, and tokens are computed while they
+are read. Up to the number of tokens where the two times meet, prompt tokens cost nothing beside decoding
 (Sarathi, arXiv 2308.16369, calls that piggybacking). Measured: the prefill of a 70B model on four H100
 (Splitwise) takes the same 50 to 60 ms from 128 to 512 tokens and grows in proportion after that; and of the
 timestamps of an 8B model on an RTX 4090, half a run predicts the p90 of TPOT of the other half within 0.2 %
-this way, within 2.6 % with the sum of both times.
+this way, within 2.6 % with the sum of both times. The experts of a mixture are read only where a token of the
+batch is routed to them, each as likely as any other.
 """
 
 from dataclasses import dataclass, fields
@@ -33,6 +35,10 @@ class StepTimeModel:
         prefill_base_s: an iteration with at least one prompt token.
         prefill_per_token_s: of computing one prompt token, while weights are read.
         prefill_per_pair_s: added by each pair of a prompt token and a token that it attends to.
+        decode_compute_s: of computing one decoded token, while weights are read; 0 where a fit has it in
+            `decode_per_sequence_s`.
+        expert_read_s: of reading all experts of a mixture.
+        expert_share: share of the experts that one token is routed to (0-1).
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -43,12 +49,20 @@ class StepTimeModel:
     prefill_per_token_s: float
     decode_per_context_token_s: float = 0.0
     prefill_per_pair_s: float = 0.0
+    decode_compute_s: float = 0.0
+    expert_read_s: float = 0.0
+    expert_share: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if not value >= 0.0:
                 raise ValueError(f"{field.name} must be 0 or more seconds, got {value}")
+        if self.expert_share > 1.0 or bool(self.expert_share) != bool(self.expert_read_s):
+            raise ValueError(
+                f"expert_share ({self.expert_share}) must lie between 0 and 1, and be 0 just if "
+                f"expert_read_s ({self.expert_read_s}) is: a model has experts or it has none"
+            )
         if self.decode_base_s + self.decode_per_sequence_s <= 0.0:
             raise ValueError(
                 "decode_base_s and decode_per_sequence_s are both 0: a decode step must take time"
@@ -67,12 +81,13 @@ class StepTimeModel:
             sequences: sequences that decode one token in it.
             context_tokens: the sum of their contexts, in tokens.
         """
-        seconds = 0.0
-        if sequences:
-            seconds = self.decode_base_s
+        read_s = self.decode_base_s if sequences else 0.0
         if prefill_tokens:
-            seconds = max(seconds, self.prefill_base_s, prefill_tokens * self.prefill_per_token_s)
-            seconds += attended_pairs * self.prefill_per_pair_s
+            read_s = max(read_s, self.prefill_base_s)
+        if self.expert_read_s:
+            read_s += self.expert_read_s * (1.0 - (1.0 - self.expert_share) ** (prefill_tokens + sequences))
+        compute_s = prefill_tokens * self.prefill_per_token_s + sequences * self.decode_compute_s
+        seconds = max(read_s, compute_s) + attended_pairs * self.prefill_per_pair_s
         return (
             seconds
             + sequences * self.decode_per_sequence_s
@@ -103,7 +118,7 @@ class StepTimeModel:
         """
         if not self.prefill_per_token_s:
             return 0
-        free = self.decode_base_s / self.prefill_per_token_s
+        free = (self.decode_base_s + self.expert_read_s) / self.prefill_per_token_s
         return max(_CHUNK_STEP, int(free) // _CHUNK_STEP * _CHUNK_STEP)
 
     def prefill_s(self, prompt_tokens: int, *, max_num_batched_tokens: int) -> float:

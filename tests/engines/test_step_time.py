@@ -87,3 +87,23 @@ def test_coefficients_that_make_no_sense_are_refused(values: dict[str, float], c
     }
     with pytest.raises(ValueError, match=complaint):
         StepTimeModel(**(good | values))
+
+
+def test_decoded_tokens_are_computed_while_the_weights_are_read() -> None:
+    model = replace(MODEL, decode_per_sequence_s=0.0, decode_per_context_token_s=0.0, decode_compute_s=2e-4)
+    assert model.step_s(sequences=50) == pytest.approx(0.010)
+    assert model.step_s(sequences=100) == pytest.approx(0.020)
+    assert model.step_s(sequences=100, prefill_tokens=100) == pytest.approx(0.020 + 0.010)
+
+
+def test_experts_are_read_as_far_as_tokens_are_routed_to_them() -> None:
+    model = replace(MODEL, expert_read_s=0.080, expert_share=0.25)
+    assert model.step_s(prefill_tokens=1) == pytest.approx(0.002 + 0.080 * 0.25)
+    assert model.step_s(sequences=2) - MODEL.step_s(sequences=2) == pytest.approx(0.080 * (1 - 0.75**2))
+    assert model.step_s() == 0.0
+
+
+@pytest.mark.parametrize(("share", "read_s"), [(1.5, 0.1), (0.0, 0.1), (0.5, 0.0)])
+def test_experts_need_both_a_share_and_a_time(share: float, read_s: float) -> None:
+    with pytest.raises(ValueError, match=rf"expert_share \({share}\) must lie between 0 and 1"):
+        replace(MODEL, expert_share=share, expert_read_s=read_s)
