@@ -8,10 +8,12 @@ from serve_app.bench.command import COMMAND as BENCH
 from serve_app.calibration.command import COMMAND as CALIBRATE
 from serve_app.command import Command, warn
 from serve_app.errors import ServeAppError
+from serve_app.planning.command import COMMAND as PLAN
 from serve_app.simulation.command import simulate_command
+from serve_app.status import COMMAND as STATUS
 from serve_app.tuning import LearnedPartitions
 
-COMMANDS: tuple[Command, ...] = (simulate_command(LearnedPartitions()), BENCH, CALIBRATE)
+COMMANDS: tuple[Command, ...] = (simulate_command(LearnedPartitions()), BENCH, PLAN, CALIBRATE, STATUS)
 """A new sub-command is one module with a `Command`, and its name here."""
 
 

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "simulation": CORE | {"engines", "workloads", "command", "provenance"},
     "serving": CORE | {"engines", "tuning"},
     "tuning": CORE | {"engines", "workloads", "simulation"},
-    "planning": CORE | {"engines", "workloads", "simulation"},
+    "planning": CORE | {"engines", "workloads", "simulation", "command", "provenance"},
     # A client of a live endpoint: it knows it from outside only.
     "bench": WORDS | {"metrics", "workloads", "command", "provenance"},
     "settings_errors": {"errors"},
@@ -40,7 +40,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "provenance": {"workloads"},
     "calibration": WORDS | {"engines", "command"},
     "command": set(),
-    "cli": WORDS | {"command", "bench", "calibration", "simulation", "planning", "tuning", "serving"},
+    # Another client from outside.
+    "status": {"errors", "command"},
+    "cli": WORDS | {"command", "status", "bench", "calibration", "simulation", "planning", "tuning"},
     "__main__": {"cli"},
 }
 

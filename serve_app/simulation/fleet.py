@@ -1,12 +1,13 @@
-"""Which replicas are simulated? A profile, how many of it in each pool, and what is changed in its engine."""
+"""Which replicas are simulated? How many in each pool, of which profile, with what changed in its engine."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from serve_app.engines.emulation.settings import EngineModelSettings
 from serve_app.engines.emulation.waiting import SchedulingPolicy
 from serve_app.engines.profiles import load_profile
+from serve_app.engines.step_time import StepTimeModel
 from serve_app.errors import SettingsError
 from serve_app.routing.pools import RoutingSettings
 from serve_app.simulation.replica import ReplicaPlan
@@ -34,21 +35,42 @@ class EngineChanges:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolChanges:
+    """How the engines of one pool differ from the others'.
+
+    Attributes:
+        profile: name or path of their own engine profile, such as one of another tensor-parallel degree;
+            None is the fleet's.
+        engine: what is changed in them, on top of what is changed in every engine.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    profile: str | None = None
+    engine: EngineChanges = field(default_factory=EngineChanges)
+
+
+_UNCHANGED = PoolChanges()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
     """The replicas of one run.
 
     Attributes:
         profile: name or path of an engine profile.
         replicas: number of replicas by pool; a single pool goes by any name, two are `short` and `long`.
-        b_short_tokens: with two pools, the context of the short one's engines, and the token budget up to
-            which a request is at home there.
+        b_short_tokens: with two pools, the token budget up to which a request is at home in the short one,
+            and the context of its engines unless they are given another.
         engine: what is changed in every engine.
+        by_pool: how single pools differ; a pool that is not in it does not.
     """
 
     profile: str
     replicas: Mapping[str, int] = field(default_factory=lambda: {ONE_POOL: 1})
     b_short_tokens: int = 8_192
     engine: EngineChanges = field(default_factory=EngineChanges)
+    by_pool: Mapping[str, PoolChanges] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = tuple(self.replicas)
@@ -59,6 +81,9 @@ class FleetSettings:
         for pool, count in self.replicas.items():
             if count < 1:
                 raise SettingsError(f"pool {pool} needs at least one replica, got {count}")
+        for pool in self.by_pool:
+            if pool not in self.replicas:
+                raise SettingsError(f"the fleet has no pool {pool!r} to change: it has {', '.join(names)}")
 
     @property
     def routing(self) -> RoutingSettings:
@@ -68,7 +93,11 @@ class FleetSettings:
     @property
     def gpus(self) -> int:
         """GPUs under the whole fleet."""
-        return sum(self.replicas.values()) * load_profile(self.profile).gpus
+        return sum(count * load_profile(self.profile_of(pool)).gpus for pool, count in self.replicas.items())
+
+    def profile_of(self, pool: str) -> str:
+        """Name or path of the engine profile of a pool."""
+        return self.by_pool.get(pool, _UNCHANGED).profile or self.profile
 
     def plans(self, *, isolated: bool = False) -> list[ReplicaPlan]:
         """One plan for each replica, pool by pool.
@@ -80,20 +109,20 @@ class FleetSettings:
             SettingsError: there is no such profile.
             ValueError: the changed engine contradicts itself.
         """
-        step_time = load_profile(self.profile).step_time
-        if isolated and self.engine.long_prefill_token_threshold is None:
-            chunked = replace(self.engine, long_prefill_token_threshold=step_time.chunk_tokens())
-            return replace(self, engine=chunked).plans()
         return [
             ReplicaPlan(replica_id=f"{pool}-{number}", pool=pool, engine=engine, step_time=step_time)
             for pool, count in self.replicas.items()
-            for engine in [self._engine_of(pool)]
+            for engine, step_time in [self._engine_of(pool, isolated=isolated)]
             for number in range(1, count + 1)
         ]
 
-    def _engine_of(self, pool: str) -> EngineModelSettings:
-        engine = load_profile(self.profile).model_settings(**asdict(self.engine))
-        if len(self.replicas) == 1 or pool != "short":
-            return engine
-        shorter = asdict(self.engine) | {"max_model_len": min(engine.max_model_len, self.b_short_tokens)}
-        return load_profile(self.profile).model_settings(**shorter)
+    def _engine_of(self, pool: str, *, isolated: bool) -> tuple[EngineModelSettings, StepTimeModel]:
+        profile = load_profile(self.profile_of(pool))
+        own = asdict(self.by_pool.get(pool, _UNCHANGED).engine)
+        changes = asdict(self.engine) | {name: value for name, value in own.items() if value is not None}
+        if isolated and changes["long_prefill_token_threshold"] is None:
+            changes["long_prefill_token_threshold"] = profile.step_time.chunk_tokens()
+        if len(self.replicas) > 1 and pool == "short" and own["max_model_len"] is None:
+            longest = changes["max_model_len"] or profile.max_model_len
+            changes["max_model_len"] = min(longest, self.b_short_tokens)
+        return profile.model_settings(**changes), profile.step_time

@@ -1,0 +1,137 @@
+"""What does splitting a fleet save? The closed forms, each exact under what it says.
+
+One pool of instances serves all requests. Now requests up to `B_short` go to instances of their own, which
+serve such requests `rho` times as fast. Instances needed are work over pace, so:
+
+    share of requests   alpha * (1 - 1/rho)                 token-budget pool routing, arXiv 2604.09613
+    share of work       w_s   * (1 - 1/rho)                 with w_s = alpha * E[S | short] / E[S]
+    both pools changed  w_s   * (1 - 1/rho_short) + (1 - w_s) * (1 - 1/rho_long)
+
+The first takes every request for the same amount of work. Short requests are less work than the mean, so it
+promises too much; it is exact only when E[S | short] = E[S]. The second follows from counting instances: with
+S the instance time of a request on the undivided fleet, N = rate * E[S], of which short requests occupy the
+share w_s, and 1/rho of that is left. The third lets the long pool's instances be other ones as well; a long
+pool that loses the company of short requests has a `rho_long` below 1 where its batches get worse.
+
+All three leave out what a small fleet pays for two pools: each has its own reserve against fluctuations and
+is rounded up to whole instances.
+"""
+
+from dataclasses import dataclass
+
+
+def request_share_saving(short_request_ratio: float, rho: float) -> float:
+    """The papers' form, `alpha * (1 - 1/rho)`: share of instances saved.
+
+    Args:
+        short_request_ratio: alpha, the share of requests that go to the short pool.
+        rho: throughput of an instance of the short pool over that of the undivided fleet.
+
+    Raises:
+        ValueError: the share is outside 0 to 1, or `rho` is not positive.
+    """
+    return _saved(short_request_ratio, rho)
+
+
+def work_share(short_request_ratio: float, short_service_s: float, mean_service_s: float) -> float:
+    """w_s = alpha * E[S | short] / E[S]: the share of instance time that short requests take.
+
+    Args:
+        short_request_ratio: alpha.
+        short_service_s: mean service time of a short request on the undivided fleet.
+        mean_service_s: the same of any request.
+
+    Raises:
+        ValueError: the figures contradict each other.
+    """
+    _check_share(short_request_ratio)
+    if short_service_s < 0 or mean_service_s <= 0:
+        raise ValueError(
+            f"service times must be positive, got {short_service_s} short and {mean_service_s} in the mean"
+        )
+    share = short_request_ratio * short_service_s / mean_service_s
+    if share > 1 + 1e-9:
+        raise ValueError(
+            f"short requests cannot take {share:.3f} of all work: the mean service time includes theirs"
+        )
+    return min(1.0, share)
+
+
+def work_share_saving(short_work_ratio: float, rho: float) -> float:
+    """The exact form while the long pool's instances stay as they were, `w_s * (1 - 1/rho)`.
+
+    Args:
+        short_work_ratio: w_s, see `work_share`.
+        rho: pace of *short* requests on the short pool's instances over that on the undivided fleet's.
+
+    Raises:
+        ValueError: the share is outside 0 to 1, or `rho` is not positive.
+    """
+    return _saved(short_work_ratio, rho)
+
+
+def two_pool_saving(short_work_ratio: float, rho_short: float, rho_long: float) -> float:
+    """The exact form when both pools' instances differ from the undivided fleet's.
+
+    Args:
+        short_work_ratio: w_s.
+        rho_short: pace of short requests in the short pool over that on the undivided fleet, per cost.
+        rho_long: the same of long requests in the long pool.
+    """
+    return _saved(short_work_ratio, rho_short) + _saved(1 - short_work_ratio, rho_long)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedForm:
+    """What the closed forms need, and what they say.
+
+    Attributes:
+        short_request_ratio: alpha.
+        short_work_ratio: w_s.
+        rho_short: pace per cost of short requests in the short pool, over that on the undivided fleet.
+        rho_long: the same of long ones in the long pool.
+    """
+
+    short_request_ratio: float
+    short_work_ratio: float
+    rho_short: float
+    rho_long: float = 1.0
+
+    @property
+    def by_requests(self) -> float:
+        """`alpha * (1 - 1/rho_short)`."""
+        return request_share_saving(self.short_request_ratio, self.rho_short)
+
+    @property
+    def by_work(self) -> float:
+        """`w_s * (1 - 1/rho_short)`."""
+        return work_share_saving(self.short_work_ratio, self.rho_short)
+
+    @property
+    def by_both_pools(self) -> float:
+        """`w_s * (1 - 1/rho_short) + (1 - w_s) * (1 - 1/rho_long)`."""
+        return two_pool_saving(self.short_work_ratio, self.rho_short, self.rho_long)
+
+    def as_json(self) -> dict[str, float]:
+        """Terms and results by name."""
+        return {
+            "alpha": self.short_request_ratio,
+            "w_s": self.short_work_ratio,
+            "rho_short": self.rho_short,
+            "rho_long": self.rho_long,
+            "by_requests": self.by_requests,
+            "by_work": self.by_work,
+            "by_both_pools": self.by_both_pools,
+        }
+
+
+def _saved(share: float, rho: float) -> float:
+    _check_share(share)
+    if not rho > 0:
+        raise ValueError(f"rho must be positive, got {rho}: it is a ratio of two paces")
+    return share * (1 - 1 / rho)
+
+
+def _check_share(share: float) -> None:
+    if not 0 <= share <= 1:
+        raise ValueError(f"a share of requests or work must be within 0 and 1, got {share}")

@@ -1,0 +1,84 @@
+"""`python -m serve_app plan`: how many GPUs, in which pools, and what splitting saves."""
+
+import argparse
+from pathlib import Path
+
+from serve_app.command import Command, progress_bar, say, warn, write_json
+from serve_app.planning import arguments
+from serve_app.planning.costs import CostTable
+from serve_app.planning.plan import Effort, Plan, make_plan, steps
+from serve_app.planning.results import plan_as_json, table, verdict
+from serve_app.provenance import provenance
+from serve_app.workloads.loaders import describe_skipped
+
+_EXAMPLE = """example:
+  python -m serve_app plan --trace azure-conv+azure-code --profile llama2-70b-h100-tp4 --rate 100 \\
+      --slo-ttft-s 2 --slo-tpot-s 0.08 --plot out
+"""
+
+
+def _run(args: argparse.Namespace) -> int:
+    space, demand = arguments.space(args), arguments.demand(args)
+    effort = Effort(seeds=range(args.seeds), stand_in_replicas=args.stand_in, jobs=args.jobs)
+    with progress_bar("fleets", steps(space)) as advance:
+        plan = make_plan(space, demand, CostTable.load(args.costs), effort, lambda _: advance())
+    say(f"{_heading(plan)}\n\n{table(plan.result)}\n\n{verdict(plan.result)}")
+    for line in _warnings(plan, args.seeds):
+        warn(line)
+    if args.json is not None:
+        given = {name: _plain(value) for name, value in vars(args).items() if name != "command"}
+        found = provenance(plan.workload.trace, given, effort.seeds)
+        write_json(args.json, plan_as_json(plan.result) | {"provenance": found})
+    if args.plot is not None:
+        # Loading the plotting library takes half a second, which a run without plots need not wait for.
+        from serve_app.planning.plots import write_plots  # noqa: PLC0415 - see above
+
+        write_plots(args.plot, plan.result, plan.verifier)
+    return 0
+
+
+def _heading(plan: Plan) -> str:
+    share, demand = plan.verifier.share, plan.demand
+    size = (
+        f"simulated at {share:.3g} of its size, numbers scaled up"
+        if share < 1
+        else "simulated at its full size"
+    )
+    ttft_s, tpot_s = demand.slo.ttft_s, demand.slo.tpot_s
+    assert ttft_s is not None
+    assert tpot_s is not None
+    return (
+        f"{plan.workload.trace.name} at {demand.rate_per_s:g} requests/s, P99 TTFT <= {ttft_s:g} s and "
+        f"P99 TPOT <= {1_000 * tpot_s:g} ms, policy {demand.policy}; {size}, "
+        f"{demand.trace.requests:,} requests a run; means over seeds ± 95 % interval; > marks the chosen"
+    )
+
+
+def _warnings(plan: Plan, seeds: int) -> list[str]:
+    lines, workload = [], plan.workload
+    if skipped := describe_skipped(workload.trace):
+        lines.append(f"{workload.trace.name}: {skipped}")
+    if workload.dropped:
+        every = workload.dropped + len(workload.trace.requests)
+        lines.append(
+            f"{workload.dropped:,} of {every:,} requests are longer than the profile's context and were left "
+            "out of every fleet"
+        )
+    if plan.result.worst_case is None:
+        lines.append("the worst-case fleet meets the limits at no size that was tried")
+    if seeds < 3:
+        lines.append(f"--seeds {seeds}: fewer than three seeds give no useful interval")
+    return lines
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
+
+
+COMMAND = Command(
+    name="plan",
+    summary="size a fleet to latency limits: one pool or two, verified in simulation",
+    example=_EXAMPLE,
+    configure=arguments.configure,
+    run=_run,
+)

@@ -1,0 +1,78 @@
+"""What does a GPU cost per hour? A small table that its user edits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from serve_app.engines.profiles import load_profile
+from serve_app.errors import SettingsError
+
+_DATA = resources.files("serve_app.planning") / "data" / "gpu_costs.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuCost:
+    """What one kind of GPU costs.
+
+    Attributes:
+        usd_per_hour: of one GPU.
+        source: kind of source, such as a list price, a contract, an estimate.
+        date: when the source said so, year and month.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    usd_per_hour: float
+    source: str
+    date: str
+
+    def __post_init__(self) -> None:
+        if not self.usd_per_hour > 0:
+            raise ValueError(f"usd_per_hour must be positive, got {self.usd_per_hour}")
+
+
+_ADAPTER = TypeAdapter(dict[str, GpuCost])
+
+
+class CostTable:
+    """Prices by GPU, for whole engines."""
+
+    def __init__(self, costs: Mapping[str, GpuCost]) -> None:
+        self.costs = dict(costs)
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> "CostTable":
+        """The table in that file, or the one that comes with the package.
+
+        Raises:
+            SettingsError: the file is none.
+        """
+        try:
+            text = _DATA.read_text("utf-8") if path is None else path.read_text("utf-8")
+            return cls(_ADAPTER.validate_python(yaml.safe_load(text)))
+        except (OSError, yaml.YAMLError, ValidationError) as error:
+            raise SettingsError(f"{path} is not a table of GPU costs: {error}") from error
+
+    def gpu_of(self, profile: str) -> str:
+        """Which GPU a profile is for, from its name `model-gpu-tpN`.
+
+        Raises:
+            SettingsError: the table has no GPU of that name.
+        """
+        name = Path(profile).name.removesuffix(".yaml").removesuffix(".yml")
+        for part in reversed(name.split("-")):
+            if part in self.costs:
+                return part
+        raise SettingsError(
+            f"no cost for the GPU of profile {profile!r}: name it model-gpu-tpN with a GPU of "
+            f"{', '.join(sorted(self.costs))}, or add its GPU to a table of your own (--costs FILE)"
+        )
+
+    def usd_per_hour(self, profile: str) -> float:
+        """Of one engine of this profile, with all its GPUs."""
+        return load_profile(profile).gpus * self.costs[self.gpu_of(profile)].usd_per_hour

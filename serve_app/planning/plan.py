@@ -1,0 +1,105 @@
+"""One plan from beginning to end: the workload, the size of the stand-in, the search."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from serve_app.engines.profiles import load_profile
+from serve_app.planning.costs import CostTable
+from serve_app.planning.length_mix import LengthMix
+from serve_app.planning.search import Candidate, Planner, PlanResult, SearchSpace
+from serve_app.planning.verification import Demand, Verifier, stand_in_share
+from serve_app.simulation.workload import FittedTrace, choose_trace, fit
+
+# Requests that the model learns lengths from when a run's number is open.
+_MODEL_REQUESTS = 20_000
+# A run lasts at least so long, and so many times the longest answer, and has at least so many requests.
+_LEAST_S = 60.0
+_LONGEST_ANSWERS = 3
+_LEAST_REQUESTS = 4_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is simulated.
+
+    Attributes:
+        seeds: of the final sizes; sizes are looked for with the first.
+        stand_in_replicas: a larger undivided fleet is simulated at a share of its size and rate.
+        jobs: processes.
+    """
+
+    seeds: Sequence[int] = (0, 1, 2)
+    stand_in_replicas: int = 24
+    jobs: int = 1
+
+    def __post_init__(self) -> None:
+        if self.stand_in_replicas < 4:
+            raise ValueError(f"a stand-in needs at least 4 replicas, got {self.stand_in_replicas}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A search's result with what it was searched for.
+
+    Attributes:
+        demand: with the number of requests that a run played.
+        workload: of the first seed, without what the profile cannot hold.
+        verifier: with every fleet that it has simulated.
+    """
+
+    demand: Demand
+    workload: FittedTrace
+    verifier: Verifier
+    result: PlanResult
+
+
+def make_plan(
+    space: SearchSpace,
+    demand: Demand,
+    costs: CostTable,
+    effort: Effort,
+    on_step: Callable[[str], object] = lambda _: None,
+) -> Plan:
+    """Search the space.
+
+    Args:
+        on_step: told of each fleet that has been sized, at most `steps(space)` times.
+
+    Raises:
+        ServeAppError: a trace, a profile or a setting is not there.
+    """
+    workload = _workload(space, demand)
+    mix = LengthMix.of(workload.trace)
+    planner = Planner(space, demand, mix, costs, on_step)
+    undivided = planner.paged[0]
+    share = stand_in_share(sum(undivided.counts.values()), effort.stand_in_replicas)
+    demand = _with_requests(demand, share, mix, undivided)
+    verifier = Verifier(demand, share=share, jobs=effort.jobs)
+    result = planner.search(verifier, effort.seeds)
+    return Plan(demand=demand, workload=workload, verifier=verifier, result=result)
+
+
+def steps(space: SearchSpace) -> int:
+    """Fleets that a search sizes by simulation at most."""
+    return 1 + 2 * space.candidates
+
+
+def _workload(space: SearchSpace, demand: Demand) -> FittedTrace:
+    choice = demand.trace
+    if choice.requests is None:
+        choice = replace(choice, requests=_MODEL_REQUESTS)
+    return fit(choose_trace(choice, 0), load_profile(space.profile).max_model_len)
+
+
+def _with_requests(demand: Demand, share: float, mix: LengthMix, undivided: Candidate) -> Demand:
+    """How many requests a run plays: enough that queues fill, which takes several of the longest requests."""
+    if demand.trace.requests is not None:
+        return demand
+    (model,) = undivided.plan.models(mix).values()
+    (count,) = undivided.counts.values()
+    point = model.at_rate(demand.rate_per_s / count)
+    iteration_s = (demand.slo.tpot_s or 0.1) if point is None else point.iteration_s
+    lasts_s = max(_LEAST_S, _LONGEST_ANSWERS * float(mix.outputs.max()) * iteration_s)
+    requests = max(_LEAST_REQUESTS, math.ceil(share * demand.rate_per_s * lasts_s))
+    return replace(demand, trace=replace(demand.trace, requests=requests))
