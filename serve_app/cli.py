@@ -12,8 +12,16 @@ from serve_app.planning.command import COMMAND as PLAN
 from serve_app.simulation.command import simulate_command
 from serve_app.status import COMMAND as STATUS
 from serve_app.tuning import LearnedPartitions
+from serve_app.tuning.command import COMMAND as TUNE
 
-COMMANDS: tuple[Command, ...] = (simulate_command(LearnedPartitions()), BENCH, PLAN, CALIBRATE, STATUS)
+COMMANDS: tuple[Command, ...] = (
+    simulate_command(LearnedPartitions()),
+    BENCH,
+    PLAN,
+    TUNE,
+    CALIBRATE,
+    STATUS,
+)
 """A new sub-command is one module with a `Command`, and its name here."""
 
 

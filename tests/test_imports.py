@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Both drive the core, and neither knows the other.
     "simulation": CORE | {"engines", "workloads", "command", "provenance"},
     "serving": CORE | {"engines", "tuning"},
-    "tuning": CORE | {"engines", "workloads", "simulation"},
+    "tuning": CORE | {"engines", "workloads", "simulation", "command", "provenance"},
     "planning": CORE | {"engines", "workloads", "simulation", "command", "provenance"},
     # A client of a live endpoint: it knows it from outside only.
     "bench": WORDS | {"metrics", "workloads", "command", "provenance"},

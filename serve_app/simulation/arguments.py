@@ -93,7 +93,7 @@ def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--profile", default="llama2-70b-h100-tp4", help="name or YAML file (%(default)s)")
     size = group.add_mutually_exclusive_group()
     size.add_argument("--replicas", type=positive_int, default=4, help="in one pool (%(default)s)")
-    size.add_argument("--pools", type=_pools, metavar="short:N,long:M", help="replicas of two pools")
+    size.add_argument("--pools", type=pools, metavar="short:N,long:M", help="replicas of two pools")
     group.add_argument(
         "--b-short",
         type=positive_int,
@@ -166,7 +166,7 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
             world=WorldSettings(
                 control_latency_s=args.control_latency, report_interval_s=args.report_interval
             ),
-            scheduler=dict(_setting(text) for text in args.set),
+            scheduler=dict(setting(text, "--set") for text in args.set),
             partition=partition,
             balance=args.balance,
             slo=_slo(args),
@@ -216,10 +216,11 @@ def _slo(args: argparse.Namespace) -> SloByLength:
     )
 
 
-def _setting(text: str) -> tuple[str, object]:
+def setting(text: str, option: str) -> tuple[str, object]:
+    """Read `PATH=VALUE`, the value as YAML has it."""
     path, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"--set takes PATH=VALUE, got {text!r}")
+        raise ValueError(f"{option} takes PATH=VALUE, got {text!r}")
     return path.strip(), yaml.safe_load(value)
 
 
@@ -228,12 +229,12 @@ def _share(text: str) -> float:
     return 0.0 if text.strip() in {"0", "0.0"} else positive_float(text)
 
 
-def _pools(text: str) -> dict[str, int]:
-    """Read `short:3,long:1`."""
+def pools(text: str) -> dict[str, int]:
+    """An argument type: `short:3,long:1`."""
     try:
-        pools = {name.strip(): int(count) for name, count in (part.split(":") for part in text.split(","))}
+        counts = {name.strip(): int(count) for name, count in (part.split(":") for part in text.split(","))}
     except ValueError:
-        pools = {}
-    if sorted(pools) != ["long", "short"] or min(pools.values()) < 1:
+        counts = {}
+    if sorted(counts) != ["long", "short"] or min(counts.values()) < 1:
         raise argparse.ArgumentTypeError(f"write short:N,long:M with at least one of each, got {text!r}")
-    return {"short": pools["short"], "long": pools["long"]}
+    return {"short": counts["short"], "long": counts["long"]}

@@ -1,0 +1,190 @@
+"""Does a step hold in production? Time slices of incumbent and candidate, judged in pairs.
+
+The slices come in the order incumbent, candidate, candidate, incumbent, and so on: a load that rises or falls
+steadily then favours neither side. Two neighbours are a pair, and the difference of their rewards is one
+observation. What cannot be measured never counts as good: a pair without a reward on both sides is void and
+is made up for; when too many are, or when only the candidate's side has none, the trial has failed.
+"""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from serve_app.tuning.comparison import compare
+from serve_app.tuning.history import finite
+from serve_app.tuning.objective import Reward
+from serve_app.tuning.rollout_settings import RolloutSettings, Slice
+
+
+class Standing(StrEnum):
+    """How a trial stands."""
+
+    OPEN = "open"
+    FAILED = "failed"
+    WON = "won"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a trial stands, and why.
+
+    Attributes:
+        figures: what it rests on.
+    """
+
+    standing: Standing
+    reason: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+class Canary:
+    """One trial of one step.
+
+    Args:
+        now: when its first slice, one of the incumbent, begins.
+    """
+
+    def __init__(self, settings: RolloutSettings, now: float) -> None:
+        self._settings = settings
+        self._begun = [now]
+        self._ended: list[float] = []
+        self._rewards: dict[int, Reward] = {}
+
+    def __repr__(self) -> str:
+        return f"<Canary slices={len(self._ended)} judged={len(self._rewards)}>"
+
+    @property
+    def is_candidates_turn(self) -> bool:
+        """Whether the candidate is to be in force now; the incumbent is once all slices are over."""
+        return len(self._begun) > len(self._ended) and _of_candidate(len(self._ended))
+
+    def advance(self, now: float) -> bool:
+        """End the slice under way when its time is up, and begin the next; whether the side may change."""
+        if len(self._begun) == len(self._ended):
+            if self._wants_more():
+                self._begun.append(now)
+                return True
+            return False
+        end = self._begun[-1] + self._settings.slice_s
+        if now < end:
+            return False
+        # Not `now`, which may be much later: by then the side may not have been in force any more.
+        self._ended.append(end)
+        if self._wants_more():
+            self._begun.append(now)
+        return True
+
+    def to_judge(self, now: float, settled_until: float) -> list[Slice]:
+        """Slices whose requests are over, or should have been long ago.
+
+        Args:
+            settled_until: when the oldest request arrived that is not over yet; `now`, when none is open.
+        """
+        limit_s = self._settings.judge_limit_s
+        return [
+            Slice(
+                number=number,
+                of_candidate=_of_candidate(number),
+                start=min(self._begun[number] + self._settings.settle_s, end),
+                end=end,
+            )
+            for number, end in enumerate(self._ended)
+            if number not in self._rewards and (settled_until >= end or now >= end + limit_s)
+        ]
+
+    def is_late(self, number: int, settled_until: float) -> bool:
+        """Whether some requests of a slice are still open, so that nothing can be said of it."""
+        return settled_until < self._ended[number]
+
+    def judge(self, number: int, reward: Reward) -> Verdict:
+        """What came of a slice; how the trial stands now."""
+        if 0 <= number < len(self._ended) and number not in self._rewards:
+            self._rewards[number] = reward
+        return self.verdict()
+
+    def verdict(self) -> Verdict:
+        """How the trial stands."""
+        pairs = self._pairs()
+        for incumbent, candidate in pairs:
+            if _value(candidate) is None and _value(incumbent) is not None:
+                return _failed(f"no reward under the candidate: {candidate.reason or 'it is not finite'}")
+        sides = [(_value(candidate), _value(incumbent)) for incumbent, candidate in pairs]
+        known = [(mine, theirs) for mine, theirs in sides if mine is not None and theirs is not None]
+        void = len(pairs) - len(known)
+        if void > self._settings.void_pairs:
+            return _failed(f"{void} pairs of slices could not be measured", {"void_pairs": void})
+        return self._weighed(known) if known else Verdict(Standing.OPEN)
+
+    def _weighed(self, known: list[tuple[float, float]]) -> Verdict:
+        settings = self._settings
+        differences = [mine - theirs for mine, theirs in known]
+        mean = statistics.fmean(differences)
+        found = compare(dict(enumerate(differences)), dict.fromkeys(range(len(known)), 0.0))
+        figures = {
+            "pairs": float(len(known)),
+            "mean_difference": mean,
+            "candidate_reward": statistics.fmean(mine for mine, _ in known),
+            "incumbent_reward": statistics.fmean(theirs for _, theirs in known),
+        }
+        if found.low is not None and found.high is not None:
+            figures |= {"low": found.low, "high": found.high}
+        # One pair alone has to be far off to end a trial; from two on the mean counts.
+        limit = settings.margin if len(known) > 1 else 3 * settings.margin
+        if mean < -limit:
+            return _failed("the reward is below the incumbent's by more than the margin", figures)
+        worst = self._worst_class()
+        if worst is not None:
+            figures |= {"attainment_difference": worst[1]}
+            if worst[1] < -settings.attainment_margin:
+                return _failed(f"class {worst[0]} keeps its targets less often than before", figures)
+        if len(known) < settings.pairs:
+            return Verdict(Standing.OPEN, figures=figures)
+        if not mean > 0:
+            return _failed("the reward is no better than the incumbent's", figures)
+        return Verdict(Standing.WON, "the reward is better than the incumbent's", figures)
+
+    def _worst_class(self) -> tuple[str, float] | None:
+        """The class that lost most of its attainment, and how much, over all judged slices."""
+        sides: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
+        for number, reward in self._rewards.items():
+            for name, figures in reward.classes.items():
+                kept, requests = sides[_of_candidate(number)].setdefault(name, [0.0, 0.0])
+                sides[_of_candidate(number)][name] = [
+                    kept + figures.requests * figures.attainment_ratio,
+                    requests + figures.requests,
+                ]
+        least = self._settings.min_class_requests
+        changes = {
+            name: sides[1][name][0] / sides[1][name][1] - sides[0][name][0] / sides[0][name][1]
+            for name in sides[0].keys() & sides[1].keys()
+            if min(sides[0][name][1], sides[1][name][1]) >= least
+        }
+        return min(changes.items(), key=lambda change: (change[1], change[0]), default=None)
+
+    def _pairs(self) -> list[tuple[Reward, Reward]]:
+        """Incumbent and candidate of each pair of which both slices are judged."""
+        pairs = []
+        for first in range(0, len(self._ended) - 1, 2):
+            if first in self._rewards and first + 1 in self._rewards:
+                sides = sorted((first, first + 1), key=_of_candidate)
+                pairs.append((self._rewards[sides[0]], self._rewards[sides[1]]))
+        return pairs
+
+    def _wants_more(self) -> bool:
+        """Whether another slice is needed: pairs that came to nothing are made up for."""
+        void = sum(_value(mine) is None or _value(theirs) is None for mine, theirs in self._pairs())
+        return len(self._ended) < 2 * (self._settings.pairs + void)
+
+
+def _of_candidate(number: int) -> bool:
+    """Incumbent, candidate, candidate, incumbent, and again."""
+    return number % 4 in (1, 2)
+
+
+def _value(reward: Reward) -> float | None:
+    return finite(reward.value)
+
+
+def _failed(reason: str, figures: Mapping[str, float] | None = None) -> Verdict:
+    return Verdict(Standing.FAILED, reason, figures or {})

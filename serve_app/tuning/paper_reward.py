@@ -1,0 +1,89 @@
+"""The reward of the paper: how well the queues fit, and how long requests wait.
+
+    R = l1 * C + l2 * L - l3 * S - l4 * U        (Eq 5)
+
+- C, compactness: `1 / (1 + v / v0)`, with v the variance of prompt lengths inside their queue, in tokens
+  squared, averaged over requests, and v0 a million, a spread of 1,000 tokens. 0 to 1.
+- L, load balance: `1 / (1 + CV)`, with CV the coefficient of variation of how many requests each queue got.
+  0 to 1.
+- S, queue proliferation: queues that got requests, over `max_queues`. From near 0 up; 1 at the limit.
+- U, latency: mean wait in the queue over 10 s. From 0 up, without a bound.
+
+Sources: EWSJF (arXiv 2601.21758), section 4.4; the weights 1, 1, 0.5, 1 and the forms of C, L, S and U are
+those in use in secondary readings. That v is averaged over requests is ours: the sources name the variance
+only. Queues are known by the name under which a request was dispatched, so one stretch should see one
+partition.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from serve_app.metrics.record import RequestRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperObjective:
+    """Weights of Eq 5, and what its terms are divided by."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    compactness_weight: float = 1.0
+    balance_weight: float = 1.0
+    proliferation_weight: float = 0.5
+    latency_weight: float = 1.0
+    # Tokens squared at which C is one half.
+    variance_scale: float = 1e6
+    max_queues: int = 32
+    # Seconds of mean wait at which U is 1.
+    wait_scale_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("compactness_weight", "balance_weight", "proliferation_weight", "latency_weight"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"objective.paper.{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("variance_scale", "max_queues", "wait_scale_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"objective.paper.{name} must be positive, got {getattr(self, name)}")
+
+    def value(self, terms: Mapping[str, float]) -> float:
+        """Eq 5."""
+        return (
+            self.compactness_weight * terms["compactness"]
+            + self.balance_weight * terms["balance"]
+            - self.proliferation_weight * terms["proliferation"]
+            - self.latency_weight * terms["latency"]
+        )
+
+
+def paper_terms(counted: Sequence[RequestRecord], settings: PaperObjective) -> dict[str, float]:
+    """C, L, S and U of these requests, at least one.
+
+    Whoever was never dispatched waited until its end, and was in no queue that is known.
+    """
+    queues: dict[str, list[int]] = {}
+    for record in counted:
+        if record.length_queue:
+            queues.setdefault(record.length_queue, []).append(record.prompt_tokens)
+    wait_s = statistics.fmean(
+        record.e2e_s if record.queue_wait_s is None else record.queue_wait_s for record in counted
+    )
+    return {
+        "compactness": 1 / (1 + _variance_inside(list(queues.values())) / settings.variance_scale),
+        "balance": 1 / (1 + _variation([len(members) for members in queues.values()])),
+        "proliferation": len(queues) / settings.max_queues,
+        "latency": wait_s / settings.wait_scale_s,
+    }
+
+
+def _variance_inside(queues: Sequence[Sequence[int]]) -> float:
+    """Tokens squared; each request counts alike, or a queue of three would weigh as one of a thousand."""
+    members = sum(map(len, queues))
+    squares = sum(len(lengths) * statistics.pvariance(lengths) for lengths in queues)
+    return squares / members if members else 0.0
+
+
+def _variation(sizes: Sequence[int]) -> float:
+    """Standard deviation over mean; 0 for one queue, or none."""
+    return statistics.pstdev(sizes) / statistics.fmean(sizes) if sizes else 0.0

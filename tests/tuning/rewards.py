@@ -1,0 +1,60 @@
+"""Records, small spaces and studies for the tests of the tuner."""
+
+import math
+from collections.abc import Callable, Mapping
+
+from serve_app.tuning.objective import Reward
+from serve_app.tuning.optimiser import make_optimiser
+from serve_app.tuning.search_space import Parameter, Scale, SearchSpace, Values
+from serve_app.tuning.service_class import ClassFigures
+from serve_app.tuning.study import Study
+from serve_app.tuning.study_settings import StudySettings
+
+PARAMETERS = (
+    Parameter(name="a", path="ewsjf.weights.a_u", low=-1.0, high=1.0),
+    Parameter(name="b", path="ewsjf.weights.b_u", low=0.01, high=100.0, scale=Scale.LOG),
+    Parameter(name="n", path="backpressure.target_waiting", low=1, high=16, scale=Scale.LOG, integer=True),
+)
+CURRENT = {"a": 0.9, "b": 50.0, "n": 15}
+BEST = {"a": -0.3, "b": 0.3, "n": 3}
+
+Objective = Callable[[Values, int], float | None]
+
+
+def space(current: Values | None = None) -> SearchSpace:
+    return SearchSpace(PARAMETERS, CURRENT if current is None else current)
+
+
+def bowl(values: Values, window: int) -> float:
+    """Best at `BEST`, with a luck that all candidates of a window share and some of their own."""
+    units, best = space().units(values), space().units(BEST)
+    miss = sum((units[name] - best[name]) ** 2 for name in best)
+    own = math.sin(1_000.0 * window + sum(units.values()))
+    return -miss + 0.5 * math.sin(window) + 0.01 * own
+
+
+def study(settings: StudySettings, *, method: str = "random", seed: int = 0) -> Study:
+    return Study(make_optimiser(method, space(), seed=seed), settings)
+
+
+def play(machine: Study, objective: Objective, *, at_most: int | None = None) -> int:
+    """Play jobs one by one until the study is over, or so many are played; returns how many were."""
+    played = 0
+    while machine.jobs() and (at_most is None or played < at_most):
+        job = machine.jobs()[0]
+        machine.tell(job, objective(job.values, job.window))
+        played += 1
+    return played
+
+
+def told(value: float | None, classes: Mapping[str, tuple[int, float]] | None = None) -> Reward:
+    """A reward with classes as (requests, attainment)."""
+    return Reward(
+        value=value,
+        requests=100,
+        reason="" if value is not None else "nothing was measured",
+        classes={
+            name: ClassFigures(requests=count, attainment_ratio=ratio, ttft_p50_s=None, ttft_p99_s=None)
+            for name, (count, ratio) in (classes or {}).items()
+        },
+    )

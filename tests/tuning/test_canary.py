@@ -1,0 +1,111 @@
+import pytest
+
+from serve_app.tuning.canary import Canary, Standing, Verdict
+from serve_app.tuning.objective import Reward
+from serve_app.tuning.rollout_settings import RolloutSettings
+from tests.tuning.rewards import told
+
+QUICK = RolloutSettings(slice_s=10.0, settle_s=2.0, pairs=3, void_pairs=1, judge_limit_s=30.0)
+
+
+def run(rewards: list[Reward]) -> tuple[Canary, Verdict]:
+    """Judge one slice after the other; incumbent, candidate, candidate, incumbent..."""
+    canary, verdict = Canary(QUICK, 0.0), Verdict(Standing.OPEN)
+    for number, reward in enumerate(rewards):
+        canary.advance(10.0 * (number + 1))
+        (part,) = canary.to_judge(10.0 * (number + 1), 1e9)
+        verdict = canary.judge(part.number, reward)
+    return canary, verdict
+
+
+def pairs(*differences: float | None) -> list[Reward]:
+    """Slices of so many pairs, the incumbent always at 0.5; None leaves a pair without figures."""
+    rewards = []
+    for place, difference in enumerate(differences):
+        mine = told(None if difference is None else 0.5 + difference)
+        theirs = told(None if difference is None else 0.5)
+        rewards += [theirs, mine] if place % 2 == 0 else [mine, theirs]
+    return rewards
+
+
+def test_slices_come_in_an_order_that_a_rising_load_does_not_favour() -> None:
+    canary = Canary(QUICK, 0.0)
+    turns = []
+    for second in range(60):
+        turns.append(canary.is_candidates_turn)
+        canary.advance(float(second + 1))
+    assert turns == [False] * 10 + [True] * 20 + [False] * 20 + [True] * 10
+    assert not canary.is_candidates_turn
+
+
+def test_a_slice_is_judged_without_its_beginning_when_its_requests_are_over() -> None:
+    canary = Canary(QUICK, 100.0)
+    canary.advance(110.5)
+    assert canary.to_judge(111.0, settled_until=109.0) == []
+    (part,) = canary.to_judge(111.0, settled_until=111.0)
+    assert (part.number, part.of_candidate, part.start, part.end) == (0, False, 102.0, 110.0)
+    assert canary.to_judge(140.0, settled_until=109.0) == [part]
+    assert canary.is_late(0, 109.0)
+
+
+def test_a_slice_ends_in_time_even_if_nobody_looked() -> None:
+    canary = Canary(QUICK, 0.0)
+    canary.advance(10.0)
+    canary.advance(500.0)
+    assert [part.end for part in canary.to_judge(500.0, 500.0)] == [10.0, 20.0]
+
+
+def test_better_in_all_is_won() -> None:
+    assert run(pairs(0.1, -0.01, 0.1))[1].standing is Standing.WON
+
+
+@pytest.mark.parametrize("difference", [0.0, -0.001])
+def test_no_better_is_failed(difference: float) -> None:
+    verdict = run(pairs(difference, difference, difference))[1]
+    assert verdict.standing is Standing.FAILED
+    assert "no better" in verdict.reason
+
+
+def test_worse_by_more_than_the_margin_ends_after_two_pairs() -> None:
+    assert run(pairs(-0.04))[1].standing is Standing.OPEN
+    verdict = run(pairs(-0.04, -0.04))[1]
+    assert verdict.standing is Standing.FAILED
+    assert verdict.figures["mean_difference"] == pytest.approx(-0.04)
+
+
+def test_far_worse_ends_after_one_pair() -> None:
+    assert run(pairs(-0.1))[1].standing is Standing.FAILED
+
+
+def test_a_class_that_loses_ends_the_trial_however_good_the_reward() -> None:
+    mine = told(0.9, {"default short": (200, 1.0), "default long": (100, 0.8)})
+    theirs = told(0.5, {"default short": (200, 0.7), "default long": (100, 0.9)})
+    verdict = run([theirs, mine])[1]
+    assert verdict.standing is Standing.FAILED
+    assert "default long" in verdict.reason
+
+
+def test_a_class_of_few_requests_says_nothing() -> None:
+    mine, theirs = told(0.9, {"batch long": (99, 0.0)}), told(0.5, {"batch long": (99, 1.0)})
+    assert run([theirs, mine])[1].standing is Standing.OPEN
+
+
+def test_no_reward_under_the_candidate_alone_ends_the_trial() -> None:
+    verdict = run([told(0.5), told(None)])[1]
+    assert verdict.standing is Standing.FAILED
+    assert "nothing was measured" in verdict.reason
+
+
+def test_a_pair_without_figures_is_made_up_for_but_not_for_ever() -> None:
+    canary, verdict = run([*pairs(0.1, None, 0.1)])
+    assert verdict.standing is Standing.OPEN
+    assert canary.advance(70.0)
+    assert run(pairs(0.1, None, 0.1, 0.1))[1].standing is Standing.WON
+    verdict = run(pairs(0.1, None, None))[1]
+    assert verdict.standing is Standing.FAILED
+    assert "2 pairs" in verdict.reason
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_not_finite_is_none(value: float) -> None:
+    assert run([told(0.5), told(value)])[1].standing is Standing.FAILED
