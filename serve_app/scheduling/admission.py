@@ -121,6 +121,7 @@ class Admission:
         """
         self.bookings.expire(now)
         claimed = self.bookings.claim(entry.request, now)
+        entry.claimed = claimed and self._room.keeps_promises
         if not entry.returned:
             entry.prediction = self.predictor.predict(entry, self._room.work_ahead(entry.request), now)
         if entry.request.no_wait:

@@ -26,7 +26,7 @@ from serve_app.scheduling.admission_settings import AdmissionSettings
 _SLOT_S = 0.5
 # Booked work counts for more than it is, so that bookings alone do not fill the line: estimates waver, and
 # what they were short of must be made up. Newcomers get what is left.
-_WEIGHT = 1.1
+_WEIGHT = 1.25
 # Weight of one booking in the share that is claimed: the last thirty or so count.
 _SHOWN_WEIGHT = 1 / 32
 

@@ -1,11 +1,10 @@
 """Who goes next, and to which replica? The order of service, from the outside in.
 
 1. Whoever came back from a replica: it had been served in time.
-2. Whoever has waited past its class's bound, at a bounded rate (`promotion`).
+2. Whoever has waited past its class's bound, or was promised a place, at a bounded rate (`promotion`).
 3. A class below that is owed its floor share (`class_floors`).
 4. The classes in their order; inside a class the tenants by their turns (`fairness`); among tenants whose
-turn
-   it is, and inside each of them, the heads of the lanes by the policy's score.
+   turn it is, and inside each of them, the heads of the lanes by the policy's score.
 
 The first in this order that fits a replica of the pool goes. Batch work fits only where the engine's own
 queue is empty, unless it is owed its floor.

@@ -21,6 +21,7 @@ class Entry:
         expires_at: when its time in the queue is over.
         length_queue: the queue that it waits in, or was taken from.
         returned: it came back from a replica and goes before all that were never sent.
+        claimed: it was refused before, came back when it was told to, and goes before others for it.
         attempts: replicas that it was lost on.
         above_tokens: context limit of the longest engine that refused it as too long.
         queued: it stands in the waiting room.
@@ -44,6 +45,7 @@ class Entry:
     expires_at: float = math.inf
     length_queue: str = ""
     returned: bool = False
+    claimed: bool = False
     attempts: int = 0
     above_tokens: int = 0
     queued: bool = False

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-Kind = tuple[int, int]
+Kind = tuple[int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +10,7 @@ class Prediction:
     """What was said of a request's wait when it came.
 
     Attributes:
-        kind: class and octave of the expected prompt.
+        kind: class, octave of the expected prompt, and whether it came back when it was told to.
         at: when it was made.
         plain_s: work ahead / drain rate.
         wait_s: the same with the correction of its kind.

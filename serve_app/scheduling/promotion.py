@@ -17,6 +17,10 @@ from serve_app.scheduling.entry import Entry
 
 # Promotions that may be saved up while nobody needs one.
 _SAVED = 4.0
+# One that was refused, and came back when it was told to, was promised to be served in time: it goes
+# first after this share of its time in the queue, whatever the policy makes of it. The rest is for its turn
+# among those promoted.
+_PROMISED_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +75,12 @@ class Promotion:
         self._allowed = min(_SAVED, self._allowed + self._settings.promoted_share)
 
     def overdue_at(self, entry: Entry) -> float:
-        """When the request will have waited as long as its class may."""
+        """When the request will have waited as long as its class may, or as it was promised."""
         request = entry.request
-        return request.arrived_at + self._settings.max_wait_s(request.priority)
+        wait_s = self._settings.max_wait_s(request.priority)
+        if entry.claimed:
+            wait_s = min(wait_s, _PROMISED_SHARE * (request.expires_at - request.arrived_at))
+        return request.arrived_at + wait_s
 
     def is_overdue(self, entry: Entry, now: float) -> bool:
         """Whether the request has waited longer than its class may."""

@@ -2,7 +2,7 @@
 
 Predicted wait = work ahead / drain rate * correction. The correction is the ratio of actual to predicted
 waits, because a policy that favours short requests serves them long before the work that came earlier. It is
-learned for each kind of request (class, and octave of its expected prompt):
+learned for each kind of request (class, octave of its expected prompt, and whether it was promised a place):
 
 - A ratio of decayed sums, not a mean of ratios, so that long waits count and the noise of short ones does
   not.
@@ -169,5 +169,6 @@ class WaitPredictor:
 
 
 def kind_of(entry: Entry) -> Kind:
-    """Requests of one class whose expected prompts are of one octave wait alike."""
-    return entry.request.priority.rank, entry.estimate.expected_prompt_tokens.bit_length()
+    """Requests of one class and octave wait alike, and those that were promised a place by themselves."""
+    octave = entry.estimate.expected_prompt_tokens.bit_length()
+    return entry.request.priority.rank, octave, entry.claimed

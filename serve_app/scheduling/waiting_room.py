@@ -17,7 +17,8 @@ from serve_app.scheduling.entry import Entry
 from serve_app.scheduling.fairness import FairnessMode, FairnessSettings, FairShares
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 
-# Came back or not, the policy's key, order of arrival, and a number that no other stay in a lane has.
+# Came back from a replica, when it was told to, or neither; the policy's key, order of arrival, and a number
+# that no other stay in a lane has.
 _Key = tuple[int, float, int, int]
 _LaneName = tuple[str, tuple[str, ...], int]
 
@@ -122,6 +123,14 @@ class WaitingRoom:
         if not desk.waiting:
             del desks[request.tenant]
             self.shares[request.priority].went(request.tenant)
+
+    @property
+    def keeps_promises(self) -> bool:
+        """Whether whoever comes back when it was told to goes before others.
+
+        In the order of arrival it need not: nobody who comes later passes it.
+        """
+        return self._policy.promotes
 
     def heads(self, priority: PriorityClass, pool: str, now: float, *, at_home: bool) -> Iterator[Entry]:
         """Heads of the lanes of one class that may go to `pool`, in the order of tenants' turns and scores.
@@ -248,7 +257,9 @@ class WaitingRoom:
     def _file(self, entry: Entry, desk: _Desk) -> None:
         lane = desk.lane((entry.length_queue, entry.pools, entry.grade))
         self._stays += 1
-        lane.add((0 if entry.returned else 1, self._policy.key(entry), entry.sequence, self._stays), entry)
+        # Whoever was refused before and came back when it was told to came first.
+        place = 0 if entry.returned else 1 if entry.claimed else 2
+        lane.add((place, self._policy.key(entry), entry.sequence, self._stays), entry)
         self._lane_of[entry.request.request_id] = lane
 
     def _ranked(self, desks: Iterable[_Desk], pool: str, now: float, *, at_home: bool) -> list[Entry]:

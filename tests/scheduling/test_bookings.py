@@ -39,8 +39,8 @@ def test_a_newcomer_does_not_take_what_was_promised_but_may_use_what_is_over_bef
     bookings: Bookings,
 ) -> None:
     bookings.book(request(prompt_tokens=1), 60, 20.0)
-    assert bookings.opening_s(Line(ahead=45.0, per_s=10.0, limit=70.0), tokens, 0.0) == 0.0
-    assert bookings.opening_s(Line(ahead=45.0, per_s=1.0, limit=70.0), tokens, 0.0) > 20.0
+    assert bookings.opening_s(Line(ahead=45.0, per_s=10.0, limit=80.0), tokens, 0.0) == 0.0
+    assert bookings.opening_s(Line(ahead=45.0, per_s=1.0, limit=80.0), tokens, 0.0) > 20.0
 
 
 def test_one_that_comes_back_claims_its_booking_once(bookings: Bookings) -> None:

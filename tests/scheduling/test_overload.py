@@ -62,19 +62,26 @@ class Played:
         return sum(visit.accepted for visit in self.retries) / max(1, len(self.retries))
 
 
-def play(seed: int, load: float, *, tenants: int = 1, retries: int = 3) -> Played:
-    world = OverloadedWorld(retries=retries)
+def play(seed: int, load: float, *, tenants: int = 1, retries: int = 3, policy: str = "fcfs") -> Played:
+    world = OverloadedWorld(retries=retries, policy=policy)
     per_s = load * world.capacity_per_s(MEAN_PROMPT, MEAN_OUTPUT)
     world.run(arrivals(seed, per_s, tenants=tenants), END_S)
     return Played(world, list(world.visits.values()))
 
 
+@pytest.mark.parametrize(
+    ("policy", "let_in", "expired"),
+    # Under a score those who come later may pass, and nobody can know how many will: promises are broken.
+    [("fcfs", 0.9, 0.02), ("ewsjf", 0.86, 0.07)],
+)
 @pytest.mark.parametrize(("seed", "tenants"), [(1, 1), (2, 1), (1, 5)])
-def test_at_twice_the_capacity_retries_are_let_in_and_deadlines_are_met(seed: int, tenants: int) -> None:
-    played = play(seed, 2.0, tenants=tenants)
+def test_at_twice_the_capacity_retries_are_let_in_and_deadlines_are_met(
+    seed: int, tenants: int, policy: str, let_in: float, expired: float
+) -> None:
+    played = play(seed, 2.0, tenants=tenants, policy=policy)
     assert len(played.retries) > 300, played
-    assert played.retries_accepted_ratio >= 0.9, played
-    assert played.count(Outcome.EXPIRED) <= 0.02 * len(played.accepted), played
+    assert played.retries_accepted_ratio >= let_in, played
+    assert played.count(Outcome.EXPIRED) <= expired * len(played.accepted), played
     assert played.world.scheduler.admission.predictor.errors.mean_absolute_s < DEADLINE_S / 5, played
     told = [visit.retry_after_s for visit in played.visits if visit.retry_after_s is not None]
     assert 0 < min(told) <= max(told) <= 60.0
