@@ -314,6 +314,11 @@ class ReplicaLedger:
         self._refresh(state, now)
         self._forget_if_done(state)
 
+    def limits_changed(self, now: float) -> None:
+        """The rules of backpressure are others now."""
+        for state in self._replicas.values():
+            self._refresh(state, now)
+
     # Sight
 
     def context_limit(self, pool: str) -> int | None:

@@ -85,6 +85,10 @@ class EngineBackpressure:
         self._settings = settings
         self._cost = cost
 
+    def retune(self, settings: BackpressureSettings) -> None:
+        """Other limits from now on; whoever keeps replicas by them has to look at each anew."""
+        self._settings = settings
+
     def admits(self, replica: ReplicaState, now: float) -> bool:
         """Whether one more request may be sent to a replica, as far as its engine's queue and batch go."""
         settings = self._settings

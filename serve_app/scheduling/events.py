@@ -7,6 +7,7 @@ from serve_app.errors import Outcome
 from serve_app.request import Request, Usage
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling.partition import Partition
+from serve_app.scheduling.settings import SchedulerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,17 @@ class PartitionChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Retuned:
+    """Some settings have other values from now on, and nobody loses a place by it.
+
+    Attributes:
+        settings: of which only what `retuning.RETUNABLE` names may differ from those in force.
+    """
+
+    settings: SchedulerSettings
+
+
+@dataclass(frozen=True, slots=True)
 class Woke:
     """The time asked for by `next_wakeup` has come."""
 
@@ -129,5 +141,6 @@ Event = (
     | ReplicaReported
     | ReplicaLost
     | PartitionChanged
+    | Retuned
     | Woke
 )

@@ -99,6 +99,12 @@ class PrefillIsolation:
         """Whether long prefills are limited at all."""
         return self._wanted and self._settings.max_long_prefills > 0
 
+    def retune(self, settings: IsolationSettings) -> None:
+        """Other limits and shares from now on; what has been learned of lengths stays."""
+        self._settings = settings
+        if self._observed:
+            self._draw_boundaries()
+
     def observe(self, prompt_tokens: int) -> None:
         """Count a prompt that has arrived."""
         bucket = math.floor(_BUCKETS_PER_OCTAVE * math.log2(max(1, prompt_tokens)))
@@ -129,6 +135,10 @@ class PrefillIsolation:
         settings = self._settings
         keep = settings.keep_per_thousand ** (_RELEARN_EVERY / 1_000)
         self._work = {bucket: work * keep for bucket, work in self._work.items()}
+        self._draw_boundaries()
+
+    def _draw_boundaries(self) -> None:
+        settings = self._settings
         if self._observed < settings.min_observations:
             return
         self.boundary_tokens = 2 ** (self._boundary_bucket() / _BUCKETS_PER_OCTAVE)

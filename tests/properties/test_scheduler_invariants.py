@@ -5,6 +5,7 @@ lists the invariants; the methods bear the same names.
 """
 
 import math
+from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -89,6 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.returning = ""
         self.sent: set[str] = set()
         self.next_id = 0
+        self.target = TARGET
 
     def feed(self, event: ev.Event) -> None:
         for command in self.scheduler.handle(event, self.now):
@@ -283,6 +285,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             ev.ReplicaReported(replica_id, report(received=received, waiting=waiting, draining=draining))
         )
 
+    @rule(
+        in_engine=st.integers(1, 4),
+        long=st.integers(1, 3),
+        longest=st.integers(1, 3),
+        share=st.sampled_from([0.1, 0.25, 0.5]),
+    )
+    def retune(self, in_engine: int, long: int, longest: int, share: float) -> None:
+        """What the tuner changes under a running scheduler; all other rules go on as they are."""
+        waiting = set(self.waiting)
+        now = self.scheduler.settings
+        isolation = replace(
+            now.isolation, max_long_prefills=long, max_longest_prefills=longest, short_work_share=share
+        )
+        backpressure = replace(now.backpressure, target_waiting=in_engine)
+        self.target = in_engine
+        self.feed(ev.Retuned(replace(now, isolation=isolation, backpressure=backpressure)))
+        assert self.waiting <= waiting
+
     @rule(replica_id=st.sampled_from(sorted(SPECS)))
     def lose(self, replica_id: str) -> None:
         self.replicas.pop(replica_id, None)
@@ -344,7 +364,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             lanes.setdefault((*whose, entry.length_queue, entry.pools, entry.grade), []).append(entry)
         for entries in lanes.values():
             pools = entries[0].pools
-            head = min(entries, key=lambda e: (not e.returned, e.request.arrived_at, e.sequence))
+            head = min(
+                entries, key=lambda e: (not e.returned, not e.claimed, e.request.arrived_at, e.sequence)
+            )
             for replica_id, books in self.replicas.items():
                 assert books.spec.pool not in pools or not self.has_room(replica_id, head)
 
@@ -355,18 +377,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         if books.draining or books.shunned:
             return False
         running = [request_id for request_id, at in self.running.items() if at == replica_id]
-        if len(running) >= books.spec.max_num_seqs + TARGET:
+        if len(running) >= books.spec.max_num_seqs + self.target:
             return False
         unstarted = [request_id for request_id in running if request_id not in self.started]
-        if len(unstarted) - state.long_prefills[0] >= TARGET and state.reported_queue >= TARGET:
+        queues = len(unstarted) - state.long_prefills[0], state.reported_queue
+        if min(queues) >= self.target:
             return False
         if head.request.priority is BATCH and min(len(unstarted), state.reported_queue) > 0:
             return False
         context = self.context_limit(books.spec.pool)
         assert context is not None
         held = sum(self.held(request_id) for request_id in running)
-        relief = min(ISOLATION.max_relief, int((self.now - head.request.arrived_at) / ISOLATION.relief_s))
-        limits = (ISOLATION.max_long_prefills, ISOLATION.max_longest_prefills)
+        isolation = self.scheduler.settings.isolation
+        relief = min(isolation.max_relief, int((self.now - head.request.arrived_at) / isolation.relief_s))
+        limits = (isolation.max_long_prefills, isolation.max_longest_prefills)
         for count, limit in zip(state.long_prefills, limits[: head.grade], strict=False):
             if count >= limit + relief:
                 return False

@@ -14,7 +14,12 @@ from serve_app.scheduling.entry import Entry
 from serve_app.scheduling.partition import Partition
 from serve_app.scheduling.policies.inputs import PolicyInputs, prompt_tokens
 from serve_app.scheduling.policies.protocol import OrderingPolicy
-from serve_app.scheduling.policies.settings import OWN_WEIGHTS, PAPER_WEIGHTS, ScoreWeights
+from serve_app.scheduling.policies.settings import (
+    OWN_WEIGHTS,
+    PAPER_WEIGHTS,
+    EwsjfSettings,
+    ScoreWeights,
+)
 from serve_app.scheduling.queue_map import QueueMap, prior_partition
 
 
@@ -97,6 +102,10 @@ class EwsjfPaper(OrderingPolicy):
     def round_ended(self, waiting_queues: set[str]) -> None:
         """Let empty bubbles burst."""
         self.queues.retire_bubbles(waiting_queues)
+
+    def retune(self, settings: EwsjfSettings) -> None:
+        """Other weights."""
+        self._weights = settings.weights or self.default_weights
 
     def replace_partition(self, partition: Partition) -> bool:
         """New learned queues; all who wait are queued anew."""

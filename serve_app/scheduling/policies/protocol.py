@@ -2,6 +2,7 @@
 
 from serve_app.scheduling.entry import Entry
 from serve_app.scheduling.partition import Partition
+from serve_app.scheduling.policies.settings import EwsjfSettings
 
 
 class OrderingPolicy:
@@ -45,6 +46,9 @@ class OrderingPolicy:
 
     def round_ended(self, waiting_queues: set[str]) -> None:
         """The round is over; `waiting_queues` are the queues that are not empty."""
+
+    def retune(self, settings: EwsjfSettings) -> None:
+        """Score with other weights from now on. Keys, and with them places inside a queue, stay."""
 
     def replace_partition(self, partition: Partition) -> bool:
         """Take over newly learned queues; True when requests must be queued anew."""
