@@ -124,7 +124,7 @@ def _replicas(replicas: Mapping[str, Document]) -> Table:
         table.add_column(name, justify="left" if name in {"pool", "replica", "state"} else "right")
     for name, replica in sorted(replicas.items(), key=lambda item: (item[1]["pool"], item[0])):
         report = replica["report"] or {}
-        state = "stale" if replica["stale"] else "draining" if report.get("draining") else "ready"
+        state = "draining" if report.get("draining") else "ready" if report else "no report yet"
         tpot_s = report.get("tpot_s")
         table.add_row(
             replica["pool"],
@@ -134,7 +134,7 @@ def _replicas(replicas: Mapping[str, Document]) -> Table:
             str(report.get("waiting", "-")),
             f"{report['kv_usage_ratio']:.0%}" if report else "-",
             "-" if tpot_s is None else f"{1e3 * tpot_s:.1f}",
-            state if report else "no report",
+            "stale" if replica["stale"] else state,
         )
     return table
 

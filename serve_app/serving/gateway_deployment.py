@@ -14,7 +14,7 @@ from serve_app.engines.engine import ASGIApp, Message, Receive, Scope, Send
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Endpoint
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.gateway.app import Gateway, QueueView
+from serve_app.serving.gateway.app import Gateway, SchedulerViews
 from serve_app.serving.gateway.settings import GatewaySettings
 
 _REQUEST_ID = b"x-request-id"
@@ -45,8 +45,8 @@ class GatewayDeployment:
             for model, handle in schedulers.items()
         }
         dispatchers = {name: self._clients[model] for name, model in names.items()}
-        queues = {model: _queue_of(handle) for model, handle in schedulers.items()}
-        self._gateway = Gateway(settings, dispatchers, gateway_id, queues)
+        views = {model: _views_of(handle) for model, handle in schedulers.items()}
+        self._gateway = Gateway(settings, dispatchers, gateway_id, views)
         for client in self._clients.values():
             client.start()
 
@@ -77,12 +77,16 @@ def without_request_id(app: ASGIApp) -> ASGIApp:
     return serve_request
 
 
-def _queue_of(scheduler: DeploymentHandle[Any]) -> QueueView:
+def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
     async def queue() -> Mapping[str, Any]:
         found: Mapping[str, Any] = await scheduler.queue.remote()
         return found
 
-    return queue
+    async def status() -> Mapping[str, Any]:
+        found: Mapping[str, Any] = await scheduler.status.remote()
+        return found
+
+    return SchedulerViews(queue=queue, status=status)
 
 
 def _locator(scheduler: DeploymentHandle[Any]) -> Callable[[], Awaitable[Endpoint]]:

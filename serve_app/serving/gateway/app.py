@@ -5,6 +5,8 @@ Read next: `intake.py`, how a request becomes an order, and `forward.py`, what h
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from serve_app.engines.engine import Receive, Scope, Send
@@ -32,11 +34,26 @@ _METRICS_TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 _MODELS = "/v1/models"
 
 Handler = Callable[[Arrival], Awaitable[None]]
-QueueView = Callable[[], Awaitable[Mapping[str, Any]]]
+View = Callable[[], Awaitable[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerViews:
+    """How to look into one model's scheduler.
+
+    Attributes:
+        queue: who waits where, and why.
+        status: replicas, learned queues, what the tuner does.
+    """
+
+    queue: View
+    status: View
+
+
 """Asks a model's scheduler who waits where, and why."""
 
 # A person is waiting, and a scheduler that takes longer has other troubles.
-_QUEUE_VIEW_TIMEOUT_S = 5.0
+_VIEW_TIMEOUT_S = 5.0
 
 
 class Gateway:
@@ -46,7 +63,7 @@ class Gateway:
         settings: what it serves, to whom.
         dispatchers: the scheduler of each model, by model name.
         gateway_id: unique among all gateways; begins every request id.
-        queues: how to look at each model's queue, by model name, for those who may.
+        views: how to look into each model's scheduler, by model name, for those who may.
 
     Raises:
         SettingsError: a model has no dispatcher, or a key cannot be read.
@@ -57,14 +74,14 @@ class Gateway:
         settings: GatewaySettings,
         dispatchers: Mapping[str, Dispatcher],
         gateway_id: str,
-        queues: Mapping[str, QueueView] | None = None,
+        views: Mapping[str, SchedulerViews] | None = None,
     ) -> None:
         missing = [model.name for model in settings.models if model.name not in dispatchers]
         if missing:
             raise SettingsError(f"no scheduler for the models {', '.join(missing)}")
         self._models = settings.models
         self._dispatchers = dispatchers
-        self._queues = queues or {}
+        self._views = views or {}
         self._intake = Intake(settings, gateway_id)
         self._upstream = UpstreamPool(settings.upstream)
         self.telemetry = Telemetry(
@@ -81,7 +98,8 @@ class Gateway:
             "/health": ("GET", self._health),
             "/ready": ("GET", self._ready),
             "/metrics": ("GET", self._metrics),
-            "/debug/queue": ("GET", self._show_queues),
+            "/debug/queue": ("GET", partial(self._show, lambda views: views.queue)),
+            "/debug/status": ("GET", partial(self._show, lambda views: views.status)),
         }
 
     def __repr__(self) -> str:
@@ -182,13 +200,13 @@ class Gateway:
         page = merge((self.telemetry.exposition(), *pages))
         await send_body(arrival.send, 200, [_METRICS_TYPE], page.encode())
 
-    async def _show_queues(self, arrival: Arrival) -> None:
-        """Who waits where, for how long, and why; for admins."""
+    async def _show(self, chosen: Callable[[SchedulerViews], View], arrival: Arrival) -> None:
+        """A view into every model's scheduler, for admins."""
         self._intake.authenticate(arrival).check_admin()
         models: list[Mapping[str, Any]] = []
-        for model, queue in self._queues.items():
+        for model, views in self._views.items():
             try:
-                models.append(await asyncio.wait_for(queue(), _QUEUE_VIEW_TIMEOUT_S))
+                models.append(await asyncio.wait_for(chosen(views)(), _VIEW_TIMEOUT_S))
             except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
                 models.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
         await send_json(arrival.send, 200, encode({"models": models}), [])

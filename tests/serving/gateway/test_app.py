@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway.app import SchedulerViews
 from serve_app.serving.gateway.prefix import PrefixSettings, engine_salt
 
 from .builders import MODEL, TOKEN, Engine, FakeDispatcher, chat, gateway, replies, serving
@@ -248,9 +249,13 @@ async def test_model_names_may_contain_slashes() -> None:
         assert (await http.get(f"/v1/models/{name}")).json()["id"] == name
 
 
-async def test_the_queue_is_shown_model_by_model_and_says_which_scheduler_is_silent() -> None:
-    async def queue() -> dict[str, object]:
+@pytest.mark.parametrize("path", ["/debug/queue", "/debug/status"])
+async def test_each_scheduler_is_looked_into_and_a_silent_one_is_named(path: str) -> None:
+    async def shown() -> dict[str, object]:
         return {"model": "a", "waiting": 3}
+
+    async def of_another() -> dict[str, object]:
+        return {"model": "not this"}
 
     async def silent() -> dict[str, object]:
         raise ConnectionError("gone")
@@ -259,12 +264,15 @@ async def test_the_queue_is_shown_model_by_model_and_says_which_scheduler_is_sil
     dispatchers = {"a": FakeDispatcher([]), "b": FakeDispatcher([])}
     keys = (ApiKey(tenant="ops", key="k1", admin=True), ApiKey(tenant="t", key="k2"))
     settings = GatewaySettings(models=models, keys=keys)
-    app = Gateway(settings, dispatchers, "gw", {"a": queue, "b": silent})
+    wanted = SchedulerViews(queue=shown, status=of_another)
+    if path == "/debug/status":
+        wanted = SchedulerViews(queue=of_another, status=shown)
+    views = {"a": wanted, "b": SchedulerViews(queue=silent, status=silent)}
+    app = Gateway(settings, dispatchers, "gw", views)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
-        first, second = (await http.get("/debug/queue", headers={"authorization": "Bearer k1"})).json()[
-            "models"
-        ]
-        refused = await http.get("/debug/queue", headers={"authorization": "Bearer k2"})
+        answer = await http.get(path, headers={"authorization": "Bearer k1"})
+        first, second = answer.json()["models"]
+        refused = await http.get(path, headers={"authorization": "Bearer k2"})
     assert first == {"model": "a", "waiting": 3}
     assert second["model"] == "b"
     assert "gone" in second["error"]
