@@ -6,7 +6,7 @@
     .venv/bin/python scripts/bench_prefix.py --micro             # microseconds of hashing and of a look-up
 
 Plays the conversations of `workloads/conversations.py` with affinity, without (every request goes to the
-replica with the least load of all, which is more than the least of two), and without any gateway, in turn.
+replica with the least load of all), and without any gateway, in turn and to the less busy of two.
 
 Columns (means over the seeds; the first fifth of requests, while caches fill, is not in the TTFT):
 
@@ -56,10 +56,12 @@ class Variant:
     name: str
     policy: str | None
     affinity: bool = False
+    balance: Balance = Balance.ROUND_ROBIN
 
 
 VARIANTS = (
     Variant("round-robin, no gateway", None),
+    Variant("power of two, no gateway", None, balance=Balance.POWER_OF_TWO),
     Variant("fcfs, by load", "fcfs"),
     Variant("fcfs, affinity", "fcfs", affinity=True),
     Variant("ewsjf, by load", "ewsjf"),
@@ -151,7 +153,7 @@ def outcome(
     plans = fleet.plans(isolated=variant.policy == "ewsjf")
     requests = list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
     if variant.policy is None:
-        direct = DirectWorld(plans, Balance.ROUND_ROBIN)
+        direct = DirectWorld(plans, variant.balance)
         return direct.run(requests), direct.replicas
     changes = {"affinity.enabled": variant.affinity}
     world = World(scheduler_settings(variant.policy, fleet.routing, changes), plans)

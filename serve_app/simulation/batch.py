@@ -11,6 +11,7 @@ from serve_app.simulation.load import saturated_rate_per_s
 from serve_app.simulation.run import RunResult, RunSettings, simulate
 from serve_app.simulation.workload import TraceChoice
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -22,7 +23,7 @@ def run_all(runs: Sequence[RunSettings], *, jobs: int, keep_records: bool = Fals
         keep_records: bring the records of each request back too, which pictures need; a large part of the
             work when there are many.
     """
-    yield from _spread(_with_records if keep_records else _figures_only, runs, jobs)
+    yield from parallel(_with_records if keep_records else _figures_only, runs, jobs)
 
 
 def at_load(runs: Sequence[RunSettings], load: float, *, jobs: int) -> list[RunSettings]:
@@ -40,7 +41,7 @@ def saturated_rates(runs: Sequence[RunSettings], *, jobs: int) -> list[float]:
     for run in runs:
         if places.setdefault(_what_load_depends_on(run), len(different)) == len(different):
             different.append(run)
-    rates = list(_spread(_saturated_rate, different, jobs))
+    rates = list(parallel(_saturated_rate, different, jobs))
     return [rates[places[_what_load_depends_on(run)]] for run in runs]
 
 
@@ -50,9 +51,12 @@ def _what_load_depends_on(run: RunSettings) -> str:
     return repr(parts)
 
 
-def _spread(
-    work: Callable[[RunSettings], Result], items: Sequence[RunSettings], jobs: int
-) -> Iterator[Result]:
+def parallel(work: Callable[[Item], Result], items: Sequence[Item], jobs: int) -> Iterator[Result]:
+    """`work` on every item; items and results travel between processes.
+
+    Args:
+        jobs: processes; 1 does everything in this one.
+    """
     if jobs == 1 or len(items) < 2:
         yield from map(work, items)
         return

@@ -6,6 +6,7 @@ own.
 """
 
 import enum
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +18,15 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
 from serve_app.simulation.timeline import Rank, Timeline
 from serve_app.simulation.world import SimulatedRequest
+from serve_app.workloads.streams import plain_stream
 
 
 class Balance(enum.StrEnum):
     """How a load balancer picks an engine among those whose context is long enough."""
 
     LEAST_OUTSTANDING = "least-outstanding"
+    POWER_OF_TWO = "power-of-two"
+    """The less busy of two that are drawn; what balancers do that share no state."""
     ROUND_ROBIN = "round-robin"
 
 
@@ -42,6 +46,7 @@ class DirectWorld:
     _outstanding: dict[str, int] = field(init=False)
     _live: dict[str, tuple[SimulatedRequest, SimulatedReplica]] = field(init=False, default_factory=dict)
     _turn: int = field(init=False, default=0)
+    _chance: random.Random = field(init=False, default_factory=lambda: plain_stream(0, "power of two"))
 
     def __post_init__(self) -> None:
         self.replicas = [SimulatedReplica(plan, self.timeline, self._step_ended) for plan in self.plans]
@@ -80,6 +85,9 @@ class DirectWorld:
         able = [replica for replica in self.replicas if replica.spec.max_model_len >= total_tokens]
         if not able:
             raise ValueError(f"a request of {total_tokens:,} tokens fits no engine: drop it before the run")
+        if self.balance is Balance.POWER_OF_TWO:
+            drawn = self._chance.sample(able, min(2, len(able)))
+            return min(drawn, key=lambda replica: self._outstanding[replica.spec.replica_id])
         # Whoever is next in turn comes first, so that equally busy engines take turns.
         start = self._turn % len(able)
         self._turn += 1

@@ -12,6 +12,18 @@ def test_round_robin_gives_every_engine_its_turn() -> None:
     assert Counter(record.replica for record in records) == {"a": 30, "b": 30, "c": 30}
 
 
+def test_power_of_two_prefers_the_less_busy_of_those_it_draws() -> None:
+    plans = [plan(name, "all", max_model_len=8_000) for name in "abcd"]
+    requests = mixed_requests(200, rate_per_s=8.0, seed=2)
+    records = DirectWorld(plans, Balance.POWER_OF_TWO).run(requests)
+    served = Counter(record.replica for record in records)
+    assert set(served) == set("abcd")
+    # Chance alone would leave them further apart, and turns would leave them equal.
+    assert 0 < max(served.values()) - min(served.values()) < 40
+    again = DirectWorld(plans, Balance.POWER_OF_TWO).run(mixed_requests(200, rate_per_s=8.0, seed=2))
+    assert again == records
+
+
 def test_least_outstanding_prefers_the_engine_that_has_less_to_do() -> None:
     quick, slow = (
         plan("quick", "all", max_model_len=8_000),
