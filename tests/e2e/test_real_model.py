@@ -1,34 +1,19 @@
 """A real model on real vLLM engines, as configs/cpu_vllm.yaml and configs/remote.yaml have it."""
 
-import contextlib
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import yaml
 
+from tests.e2e.real_vllm import ENGINE_START_S, MODEL, needs_model, vllm_server
 from tests.e2e.served import ROOT, Served, serve, wait_for
 
-MODEL = "SmolLM2-135M-Instruct"
-# Engines start in a minute each on an idle machine, and share two cores.
-ENGINE_START_S = 420.0
 # About 3,000 tokens of English.
 LONG = (ROOT / "LICENSE").read_text()[:11_000] + "\nWhat is the capital of France?"
 
-pytestmark = [
-    pytest.mark.real_vllm,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        not (ROOT / "models" / MODEL).is_dir(), reason="scripts/fetch_demo_model has not been run"
-    ),
-]
+pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(900), needs_model]
 
 
 def shipped(name: str) -> dict[str, Any]:
@@ -76,43 +61,9 @@ def test_two_real_engines_share_the_requests_by_their_length() -> None:
 
 
 def test_a_real_server_started_by_hand_serves_behind_a_remote_pool(tmp_path: Path) -> None:
-    with vllm_server(tmp_path / "vllm.log") as url:
+    with vllm_server(tmp_path / "vllm.log") as server:
         args = shipped("remote")
-        args["models"][0]["pools"][0]["engine"]["remote"]["base_url"] = url
+        args["models"][0]["pools"][0]["engine"]["remote"]["base_url"] = server.url
         with serve(args) as app, sdk(app) as client:
             check_capital_of_france(client)
             assert ask(client, LONG)[1].usage.prompt_tokens > 2_048
-
-
-@contextlib.contextmanager
-def vllm_server(log: Path) -> Iterator[str]:
-    """vLLM's own server with the demo model."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = {
-        "model": f"models/{MODEL}",
-        "served-model-name": MODEL,
-        "max-model-len": "8192",
-        "port": str(port),
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-    ]
-    command += [word for name, value in options.items() for word in (f"--{name}", value)]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=output, env={**os.environ, **environment}
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_for(lambda: httpx.get(f"{url}/health").status_code == 200, ENGINE_START_S, "vLLM")
-        yield url
-    finally:
-        server.terminate()
-        server.wait(60)

@@ -1,0 +1,148 @@
+"""What a real vLLM engine says of itself bounds what it is sent; with priorities it orders its own queue."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serve_app.bench.vllm_server import VllmServer
+from tests.e2e.real_vllm import ENGINE_START_S, needs_model, vllm_server
+from tests.e2e.served import Served, serve
+
+SEQUENCES, TARGET = 4, 3
+FLOOD, TOKENS = 24, 40
+
+pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(900), needs_model]
+
+
+def model(name: str, url: str, **scheduler: Any) -> dict[str, Any]:
+    """A model in front of the server, which serves it under this name."""
+    return {
+        "name": name,
+        "pools": [
+            {
+                "name": "all",
+                "engine": {"remote": {"base_url": url, "max_num_seqs": SEQUENCES}},
+                "resources": {"num_cpus": 0.1},
+            }
+        ],
+        "scheduler": {"policy": "fcfs", **scheduler},
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
+    options: dict[str, Any] = {"max_num_seqs": SEQUENCES, "scheduling_policy": "priority"}
+    with vllm_server(log, ("bounded", "prioritised"), **options) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def app(server: VllmServer) -> Iterator[Served]:
+    args = {
+        "models": [
+            model("bounded", server.url, backpressure={"target_waiting": TARGET}),
+            model("prioritised", server.url, engine_priority={"enabled": True}),
+        ],
+        "gateways": {"num_cpus": 0.1},
+    }
+    with serve(args, start_timeout_s=ENGINE_START_S) as served:
+        yield served
+
+
+async def test_the_queue_of_a_real_engine_stays_at_its_target(app: Served, server: VllmServer) -> None:
+    """The flood waits where it can still be ordered, and the engine is never short of work."""
+    async with clients(app) as http:
+        flood = asyncio.gather(*(ask(http, "bounded") for _ in range(FLOOD)))
+        seen = [sample async for sample in while_running(flood, lambda: samples(http, server, "bounded"))]
+        await flood
+    waiting_in_engine, running, waiting_outside = zip(*seen, strict=True)
+    assert max(waiting_in_engine) <= TARGET
+    assert max(running) == SEQUENCES
+    assert max(waiting_outside) >= FLOOD - SEQUENCES - TARGET - 2
+    # As long as anybody waits outside, the batch is full but for the moment in which one leaves it.
+    busy = [running for _, running, outside in seen if outside > SEQUENCES]
+    assert sum(busy) > 0.85 * SEQUENCES * len(busy)
+
+
+async def test_an_engine_with_priorities_takes_the_urgent_one_first(app: Served, server: VllmServer) -> None:
+    """A long queue in the engine is no harm there: who came last and is urgent goes next."""
+    ended: list[str] = []
+
+    async def noted(name: str, **options: Any) -> None:
+        await ask(http, "prioritised", **options)
+        ended.append(name)
+
+    async with clients(app) as http:
+        flood = asyncio.gather(*(noted("batch", priority=5) for _ in range(FLOOD)))
+        await until(lambda: waiting(server), more_than=TARGET)
+        before = len(ended)
+        await noted("urgent", priority=-1, max_tokens=2)
+        # Those in the batch had to go on, and nobody of the queue went first.
+        assert ended.index("urgent") <= before + SEQUENCES
+        await flood
+    assert len(ended) == FLOOD + 1
+
+
+@contextlib.asynccontextmanager
+async def clients(app: Served) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=FLOOD + 10)
+    async with httpx.AsyncClient(base_url=app.url, timeout=300, limits=limits) as http:
+        yield http
+
+
+async def ask(http: httpx.AsyncClient, name: str, **options: Any) -> None:
+    """One streamed answer, to its end."""
+    body = {"model": name, "prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True}
+    async with http.stream("POST", "/v1/completions", json={**body, "stream": True, **options}) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        lines = [line async for line in answer.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+
+
+async def samples(http: httpx.AsyncClient, server: VllmServer, name: str) -> tuple[float, float, float]:
+    """Waiting and running in the engine, by its own word, and waiting in our queue."""
+    theirs, ours = await asyncio.gather(http.get(f"{server.url}/metrics"), http.get("/metrics"))
+    return (
+        gauge(theirs.text, "vllm:num_requests_waiting"),
+        gauge(theirs.text, "vllm:num_requests_running"),
+        gauge(ours.text, "ewsjf_requests_waiting", name),
+    )
+
+
+async def waiting(server: VllmServer) -> float:
+    """How many wait in the engine."""
+    async with httpx.AsyncClient() as http:
+        return gauge((await http.get(f"{server.url}/metrics")).text, "vllm:num_requests_waiting")
+
+
+def gauge(metrics: str, name: str, of_model: str | None = None) -> float:
+    """The sum of a gauge's samples, of one model where it is named."""
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        if sample.name == name and (of_model is None or sample.labels.get("model") == of_model)
+    )
+
+
+async def until(figure: Callable[[], Awaitable[float]], *, more_than: float) -> None:
+    """Until the figure is above."""
+    async with asyncio.timeout(60):
+        # A figure of another process: nothing here could set an event when it changes.
+        while await figure() <= more_than:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
+async def while_running(
+    work: "asyncio.Future[Any]", sample: Callable[[], Awaitable[tuple[float, float, float]]]
+) -> AsyncIterator[tuple[float, float, float]]:
+    """Samples, ten a second, until the work is done."""
+    while not work.done():
+        yield await sample()
+        await asyncio.sleep(0.1)
