@@ -1,4 +1,4 @@
-"""Which pools may serve a request, by its token budget. O(1), no state but the settings.
+"""Which pools may serve a request, by its token budget. O(1); no state but `B_short` where that adapts.
 
 Source: token-budget pool routing (arXiv 2604.09613), section "dispatch": hard limits first, then `B_short`;
 spill when the home pool has no room. Ours: the request is bound to a pool only when it is dispatched
@@ -6,12 +6,19 @@ spill when the home pool has no room. Ours: the request is bound to a pool only 
 an estimate that errs high must not refuse what the engine would take.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from serve_app.request import Request
+from serve_app.routing.adaptive_threshold import (
+    AdaptiveThreshold,
+    AdaptiveThresholdSettings,
+    PoolCapacity,
+    ThresholdMoved,
+)
 from serve_app.routing.estimate import TokenEstimate
+from serve_app.routing.ledger import ReplicaState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +41,8 @@ class RoutingSettings:
     cut_margin_ratio: float = 0.1
     # Whether a request may go to the other pool when its own has no room. Off isolates the pools strictly.
     spill: bool = True
+    # Whether `b_short_tokens` is where the border stays, or only where it begins.
+    adaptive_b_short: AdaptiveThresholdSettings = field(default_factory=AdaptiveThresholdSettings)
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.pools) <= 2:
@@ -44,6 +53,13 @@ class RoutingSettings:
             raise ValueError(f"cut_margin_ratio must be at least 0 and below 1, got {self.cut_margin_ratio}")
         if self.b_short_tokens < 1:
             raise ValueError(f"b_short_tokens must be at least 1, got {self.b_short_tokens}")
+        adaptive = self.adaptive_b_short
+        lowest, highest = adaptive.lowest(self.b_short_tokens), adaptive.b_short_max or self.b_short_tokens
+        if adaptive.enabled and not lowest <= self.b_short_tokens <= highest:
+            raise ValueError(
+                f"b_short_tokens of {self.b_short_tokens} is where the border begins, so it must lie between "
+                f"adaptive_b_short.b_short_min and b_short_max, got {lowest} and {adaptive.b_short_max}"
+            )
 
 
 class PoolRouter:
@@ -56,6 +72,42 @@ class PoolRouter:
     def __init__(self, settings: RoutingSettings, context_limit: Callable[[str], int | None]) -> None:
         self._settings = settings
         self._context_limit = context_limit
+        adapts = settings.adaptive_b_short.enabled and len(settings.pools) == 2
+        self._threshold = (
+            AdaptiveThreshold(settings.adaptive_b_short, settings.b_short_tokens) if adapts else None
+        )
+
+    @property
+    def b_short_tokens(self) -> int:
+        """The border of the pools, as it stands."""
+        return self._settings.b_short_tokens if self._threshold is None else self._threshold.b_short_tokens
+
+    def restore(self, b_short_tokens: int, now: float) -> None:
+        """Where the border adapts, go on from where it stood in an earlier process."""
+        if self._threshold is not None:
+            self._threshold.restore(b_short_tokens, now)
+
+    def came(self, estimate: TokenEstimate) -> None:
+        """A request waits or runs from now on."""
+        if self._threshold is not None:
+            self._threshold.came(estimate.budget_tokens, estimate.expected_tokens)
+
+    def left(self, estimate: TokenEstimate) -> None:
+        """A request that came is over."""
+        if self._threshold is not None:
+            self._threshold.left(estimate.budget_tokens, estimate.expected_tokens)
+
+    def adapt(self, replicas: Iterable[ReplicaState], now: float) -> ThresholdMoved | None:
+        """Move the border if that is due; then whoever waits has to be routed again.
+
+        Args:
+            replicas: those of all pools.
+        """
+        threshold = self._threshold
+        if threshold is None or not threshold.is_due(now):
+            return None
+        short, long = (self._capacity(pool, replicas) for pool in self._settings.pools)
+        return threshold.adapt(short, long, now)
 
     def route(self, request: Request, estimate: TokenEstimate, *, above_tokens: int = 0) -> tuple[str, ...]:
         """Pools for a request in order of preference; empty when no pool can hold it.
@@ -68,7 +120,7 @@ class PoolRouter:
         """
         settings = self._settings
         budget = estimate.budget_tokens
-        order = settings.pools if budget <= settings.b_short_tokens else settings.pools[::-1]
+        order = settings.pools if budget <= self.b_short_tokens else settings.pools[::-1]
         holds: list[str] = []
         for pool in order:
             limit = self._context_limit(pool)
@@ -80,6 +132,19 @@ class PoolRouter:
         if holds:
             return tuple(holds) if settings.spill else (holds[0],)
         return self._last_resort(request, estimate, above_tokens)
+
+    def _capacity(self, pool: str, replicas: Iterable[ReplicaState]) -> PoolCapacity | None:
+        limit = self._context_limit(pool)
+        members = [state for state in replicas if state.joined and state.spec.pool == pool]
+        if limit is None or not members:
+            return None
+        paces = [state.report.tpot_s for state in members if state.report and state.report.tpot_s]
+        return PoolCapacity(
+            kv_tokens=sum(state.kv_budget for state in members),
+            sequences=sum(state.spec.max_num_seqs for state in members),
+            context_tokens=limit,
+            tpot_s=sum(paces) / len(paces) if paces else None,
+        )
 
     def _usable(self, pool: str, limit: int, request: Request) -> int:
         if pool == self._settings.pools[-1] or request.shape.prompt_tokens is not None:

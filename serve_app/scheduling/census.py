@@ -47,24 +47,30 @@ class Census:
         lanes: the longest wait first.
         left_out: lanes beyond those.
         served: service over weight by class and tenant, in the units of the fairness mode.
+        b_short_tokens: the budget up to which a request is at home in the first pool, as it stands.
     """
 
     lanes: tuple[LaneView, ...]
     left_out: int
     served: dict[PriorityClass, dict[str, float]]
+    b_short_tokens: int
 
 
-def take_census(room: WaitingRoom, dispatcher: Dispatcher, policy: OrderingPolicy, now: float) -> Census:
+def take_census(
+    room: WaitingRoom, dispatcher: Dispatcher, policy: OrderingPolicy, b_short_tokens: int, now: float
+) -> Census:
     """Look at the queue as it stands; changes nothing.
 
     Args:
+        b_short_tokens: the border of the pools.
         now: seconds on the scheduler's clock.
     """
     heads = list(room.lanes())
     longest = heapq.nsmallest(MOST_LANES, heads, key=lambda lane: lane[0].request.arrived_at)
     lanes = tuple(_view(head, waiting, dispatcher, policy, now) for head, waiting in longest)
     waiting = {priority: shares.counters() for priority, shares in room.shares.items()}
-    return Census(lanes=lanes, left_out=len(heads) - len(lanes), served=waiting)
+    left_out = len(heads) - len(lanes)
+    return Census(lanes=lanes, left_out=left_out, served=waiting, b_short_tokens=b_short_tokens)
 
 
 def _view(head: Entry, waiting: int, dispatcher: Dispatcher, policy: OrderingPolicy, now: float) -> LaneView:

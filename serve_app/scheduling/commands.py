@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from serve_app.errors import Outcome
+from serve_app.routing.adaptive_threshold import ThresholdMoved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,4 +63,4 @@ class ReportFresh:
     replica_id: str
 
 
-Command = Dispatch | Conclude | ReportStale | ReportFresh
+Command = Dispatch | Conclude | ReportStale | ReportFresh | ThresholdMoved

@@ -35,12 +35,14 @@ from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFre
 from serve_app.scheduling.dispatcher import Dispatcher
 from serve_app.scheduling.engine_priority import EnginePriorities
 from serve_app.scheduling.entry import NOTHING, Entry
+from serve_app.scheduling.entry_book import EntryBook
 from serve_app.scheduling.expiry import ExpiryHeap
 from serve_app.scheduling.isolation import PrefillIsolation
 from serve_app.scheduling.placement import Placement
 from serve_app.scheduling.policies import make_policy
 from serve_app.scheduling.policies.inputs import PolicyInputs
 from serve_app.scheduling.prefill_watch import PrefillWatch
+from serve_app.scheduling.retuning import checked_retuning
 from serve_app.scheduling.settings import SchedulerSettings
 from serve_app.scheduling.waiting_room import WaitingRoom
 
@@ -60,6 +62,7 @@ class Scheduler:
         dispatcher: the order of service.
         prefill_cost: how long prefills take.
         admission: who may wait, and how long that is predicted to take.
+        router: which pools a request may go to.
     """
 
     def __init__(self, settings: SchedulerSettings, *, now: float = 0.0) -> None:
@@ -69,8 +72,9 @@ class Scheduler:
         self._policy = make_policy(settings.policy, inputs)
         self.room = WaitingRoom(self._policy, settings.fairness)
         backpressure = settings.backpressure_in_force
+        self._backpressure = EngineBackpressure(backpressure, self.prefill_cost)
         self.ledger = ReplicaLedger(
-            backpressure=EngineBackpressure(backpressure, self.prefill_cost),
+            backpressure=self._backpressure,
             report_limit_s=backpressure.report_limit_s,
             kv_fill_ratio=backpressure.kv_fill_ratio,
         )
@@ -85,11 +89,10 @@ class Scheduler:
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.room, self.ledger, placement, self._policy)
         self._prefills = PrefillWatch(self.ledger, self.prefill_cost)
-        self._router = PoolRouter(settings.routing, self.ledger.context_limit)
+        self.router = PoolRouter(settings.routing, self.ledger.context_limit)
         self.admission = Admission(settings, self.room, now)
         self._expiry = ExpiryHeap()
-        self._entries: dict[str, Entry] = {}
-        self._by_gateway: dict[str, dict[str, Entry]] = {}
+        self._entries = EntryBook()
         self._sequence = 0
         self._now = now
         self._commands: list[Command] = []
@@ -105,6 +108,7 @@ class Scheduler:
             ev.ReplicaReported: self._replica_reported,
             ev.ReplicaLost: self._replica_lost,
             ev.PartitionChanged: self._partition_changed,
+            ev.Retuned: self._retuned,
             ev.Woke: lambda _event, _now: None,
         }
 
@@ -141,11 +145,11 @@ class Scheduler:
 
     def entries_of(self, gateway_id: str) -> list[Entry]:
         """All requests of one gateway, waiting and running."""
-        return list(self._by_gateway.get(gateway_id, {}).values())
+        return self._entries.of_gateway(gateway_id)
 
     def census(self, now: float) -> Census:
         """Who waits where, and why; for people."""
-        return take_census(self.room, self.dispatcher, self._policy, now)
+        return take_census(self.room, self.dispatcher, self._policy, self.router.b_short_tokens, now)
 
     def __len__(self) -> int:
         """Requests that are waiting or running."""
@@ -179,9 +183,9 @@ class Scheduler:
     def _admit(self, request: Request, now: float) -> Entry | None:
         refusal = self.admission.refuse(request, now)
         estimate = self.estimator.estimate(request)
-        pools = () if refusal else self._router.route(request, estimate)
+        pools = () if refusal else self.router.route(request, estimate)
         if not refusal and not pools:
-            refusal = too_long(request, estimate, self._router.longest_context())
+            refusal = too_long(request, estimate, self.router.longest_context())
         if refusal:
             self._conclude_refused(request, refusal)
             return None
@@ -226,14 +230,14 @@ class Scheduler:
             self.room.settle(entry, event.usage)
         dispatched = entry.replica_id is not None
         self._take_from_its_place(entry, now)
-        self._conclude(entry, event.outcome, dispatched=dispatched)
+        self._conclude(entry.request, event.outcome, dispatched=dispatched)
 
     def _cancelled(self, event: ev.Cancelled, now: float) -> None:
         entry = self._entries.get(event.request_id)
         if entry is not None:
             dispatched = entry.replica_id is not None
             self._take_from_its_place(entry, now)
-            self._conclude(entry, Outcome.CANCELLED, dispatched=dispatched)
+            self._conclude(entry.request, Outcome.CANCELLED, dispatched=dispatched)
 
     def _gateway_lost(self, event: ev.GatewayLost, now: float) -> None:
         for entry in self.entries_of(event.gateway_id):
@@ -254,7 +258,7 @@ class Scheduler:
         if entry.attempts >= self.settings.max_attempts:
             reason = event.message or "the connection broke before the answer began"
             message = f"{entry.attempts} replicas in a row failed under this request; the last: {reason}"
-            self._conclude(entry, Outcome.FAILED, dispatched=True, message=message)
+            self._conclude(entry.request, Outcome.FAILED, dispatched=True, message=message)
         else:
             self._put_back(entry, event.message, now)
 
@@ -262,10 +266,12 @@ class Scheduler:
         """To the front of its queue, with its whole time before it again: it had been served in time."""
         request = entry.request
         # Routed again: an engine may have found it too long, and pools may have changed while it ran.
-        entry.pools = self._router.route(request, entry.estimate, above_tokens=entry.above_tokens)
+        entry.pools = self.router.route(request, entry.estimate, above_tokens=entry.above_tokens)
         if not entry.pools:
-            refusal = too_long(request, entry.estimate, self._router.longest_context())
-            self._conclude(entry, refusal.outcome, dispatched=True, message=message or refusal.message)
+            refusal = too_long(request, entry.estimate, self.router.longest_context())
+            self._conclude(
+                entry.request, refusal.outcome, dispatched=True, message=message or refusal.message
+            )
             return
         entry.returned, entry.prediction = True, None
         entry.cached_tokens = self.affinity.cached_tokens(request, entry.estimate.expected_prompt_tokens)
@@ -287,14 +293,20 @@ class Scheduler:
     def _replica_reported(self, event: ev.ReplicaReported, now: float) -> None:
         if self.ledger.report(event.replica_id, event.report, now):
             self._commands.append(ReportFresh(replica_id=event.replica_id))
+        if (moved := self.router.adapt(self.ledger, now)) is not None:
+            self._commands.append(moved)
+            self._route_anew()
 
     def _replicas_changed(self, now: float) -> None:
-        """Context limits may be others now, so whoever waits is routed again."""
         self.admission.replicas_changed(self.ledger.joined, now)
+        self._route_anew()
+
+    def _route_anew(self) -> None:
+        """Context limits or the border of the pools may be others now; nobody who waits stays misrouted."""
         for entry in list(self.room):
-            pools = self._router.route(entry.request, entry.estimate, above_tokens=entry.above_tokens)
+            pools = self.router.route(entry.request, entry.estimate, above_tokens=entry.above_tokens)
             if not pools:
-                refusal = too_long(entry.request, entry.estimate, self._router.longest_context())
+                refusal = too_long(entry.request, entry.estimate, self.router.longest_context())
                 self._refuse_waiting(entry, refusal)
             elif pools != entry.pools:
                 self.room.reroute(entry, pools)
@@ -312,7 +324,7 @@ class Scheduler:
             bare = not self.ledger.joined
             reason = "no replica was available" if bare else "its turn did not come"
             self._conclude(
-                entry,
+                entry.request,
                 Outcome.REJECTED_NO_REPLICA if bare else Outcome.EXPIRED,
                 message=f"the request waited {waited_s:.1f} s in the queue and {reason}",
                 retry_after_s=self.admission.retry_after_expiry_s(entry, now),
@@ -323,6 +335,14 @@ class Scheduler:
     def _partition_changed(self, event: ev.PartitionChanged, _now: float) -> None:
         if self._policy.replace_partition(event.partition):
             self.room.queue_anew()
+
+    def _retuned(self, event: ev.Retuned, now: float) -> None:
+        """Weights, isolation and backpressure; the ledger's own limits are not retunable."""
+        self.settings = settings = checked_retuning(self.settings, event.settings)
+        self._policy.retune(settings.ewsjf)
+        self.isolation.retune(settings.isolation)
+        self._backpressure.retune(settings.backpressure_in_force)
+        self.ledger.limits_changed(now)
 
     def _dispatch(self, now: float) -> None:
         self.dispatcher.run(now, lambda entry, replica, hold: self._send(entry, replica, hold, now))
@@ -350,9 +370,8 @@ class Scheduler:
     # The three places of a request
 
     def _remember(self, entry: Entry) -> None:
-        request = entry.request
-        self._entries[request.request_id] = entry
-        self._by_gateway.setdefault(request.gateway_id, {})[request.request_id] = entry
+        self._entries.add(entry)
+        self.router.came(entry.estimate)
 
     def _queue(self, entry: Entry) -> None:
         self.room.add(entry)
@@ -395,31 +414,22 @@ class Scheduler:
     def _refuse_waiting(self, entry: Entry, refusal: Refusal) -> None:
         self.room.remove(entry)
         self._expiry.prune(len(self.room))
-        self._forget(entry)
         self._conclude_refused(entry.request, refusal)
 
     def _conclude_refused(self, request: Request, refusal: Refusal) -> None:
-        self._commands.append(
-            Conclude(
-                request_id=request.request_id,
-                gateway_id=request.gateway_id,
-                outcome=refusal.outcome,
-                message=refusal.message,
-                retry_after_s=refusal.retry_after_s,
-            )
-        )
+        self._conclude(request, refusal.outcome, message=refusal.message, retry_after_s=refusal.retry_after_s)
 
     def _conclude(
         self,
-        entry: Entry,
+        request: Request,
         outcome: Outcome,
         *,
         dispatched: bool = False,
         message: str = "",
         retry_after_s: float | None = None,
     ) -> None:
-        self._forget(entry)
-        request = entry.request
+        """Say how it ended. One that is refused at the door was never remembered."""
+        self._forget(request)
         self._commands.append(
             Conclude(
                 request_id=request.request_id,
@@ -431,10 +441,6 @@ class Scheduler:
             )
         )
 
-    def _forget(self, entry: Entry) -> None:
-        request = entry.request
-        del self._entries[request.request_id]
-        siblings = self._by_gateway[request.gateway_id]
-        del siblings[request.request_id]
-        if not siblings:
-            del self._by_gateway[request.gateway_id]
+    def _forget(self, request: Request) -> None:
+        if (entry := self._entries.pop(request.request_id)) is not None:
+            self.router.left(entry.estimate)

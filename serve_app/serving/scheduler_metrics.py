@@ -37,6 +37,7 @@ class Standing:
     drain_tokens_per_s: float = 0.0
     bookings: int = 0
     errors: PredictionErrors = field(default_factory=PredictionErrors)
+    b_short_tokens: int = 0
 
 
 class SchedulerMetrics:
@@ -69,6 +70,8 @@ class SchedulerMetrics:
         text = "Estimated tokens dispatched per second while requests waited."
         self._drain = gauge("ewsjf_queue_drain_tokens_per_second", text)
         self._bookings = gauge("ewsjf_bookings", "Refused requests whose return is expected.")
+        text = "Token budget up to which a request is at home in the first pool."
+        self._b_short = gauge("ewsjf_b_short_tokens", text)
         text = "Predicted minus actual wait in the queue, mean of the last fifty or so."
         self._error_mean = gauge("ewsjf_queue_wait_prediction_error_mean_seconds", text)
         text = "Size of the difference of predicted and actual wait, mean of the last fifty or so."
@@ -99,6 +102,7 @@ class SchedulerMetrics:
         self._stale_reports = counter("ewsjf_stale_reports", "Times a replica's report went stale.")
         text = "Times that learned length queues were put in force."
         self._partition_changes = counter("ewsjf_partition_changes", text, "reason")
+        self._b_short_moves = counter("ewsjf_b_short_moves", "Times that the border of the pools moved.")
         self._errors = counter("ewsjf_scheduler_errors", "Events that the core could not handle.")
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
@@ -141,6 +145,10 @@ class SchedulerMetrics:
         """Learned queues were put in force."""
         self._partition_changes.labels(self._model, reason).inc()
 
+    def threshold_moved(self) -> None:
+        """`B_short` has another value."""
+        self._b_short_moves.labels(self._model).inc()
+
     def core_failed(self) -> None:
         """The core raised."""
         self._errors.labels(self._model).inc()
@@ -154,6 +162,7 @@ class SchedulerMetrics:
         self._learned_queues.labels(self._model).set(standing.learned_queues)
         self._drain.labels(self._model).set(standing.drain_tokens_per_s)
         self._bookings.labels(self._model).set(standing.bookings)
+        self._b_short.labels(self._model).set(standing.b_short_tokens)
         self._error_mean.labels(self._model).set(standing.errors.mean_s)
         self._error_size.labels(self._model).set(standing.errors.mean_absolute_s)
         if standing.partition_age_s is not None:

@@ -51,7 +51,8 @@ def scheduler_settings(
         settings = _ADAPTER.validate_python(tree)
     except ValidationError as error:
         raise SettingsError(f"these scheduler settings do not work: {error}") from error
-    routing = replace(routing, spill=settings.routing.spill)
+    chosen = settings.routing
+    routing = replace(routing, spill=chosen.spill, adaptive_b_short=chosen.adaptive_b_short)
     return replace(settings, policy=policy, routing=routing)
 
 

@@ -1,0 +1,370 @@
+"""Where should the border between the pools lie, so that both are loaded alike?
+
+Question. A request whose token budget is at most `B_short` is at home in the short pool. Which `B_short`
+gives both pools the same load per unit of capacity, while the mix of requests drifts?
+
+Inputs. Every request from its arrival to its end, waiting or running, wherever it runs: its token budget and
+the KV tokens that it is expected to hold. By Little's law the mean of what is there is arrival rate times
+time in the system, so a histogram of it by budget, averaged over `memory_s`, is the demand for room by
+length. It contains what long answers, slow engines and backlogs do to demand, and no model of the engine's
+speed is needed.
+
+    load(pool) = max(KV tokens / KV capacity, requests / batch places) / speed    of those at home in it
+    imbalance(B) = (load(short) - load(long)) / (load(short) + load(long))   rises with B, -1 to 1
+
+The best border is where the imbalance is zero. Equal load by size is the SITA-E rule (Harchol-Balter,
+Crovella, Murta 1999); it gives each pool work of one size and keeps neither idle. Spill is a different thing:
+it fills room that is free *now* with whoever waits. Load counts requests where they are at home, not where
+they run, so spill does not hide an imbalance.
+
+`speed` is learned, because room is not pace: at the same share of room taken, an engine whose prompts are
+long may generate faster than one with a full batch, or slower. While the loads are even and the pools' mean
+times per output token still differ, the slower pool's speed is taken for less, by a part of the difference
+at a time.
+
+Why it does not flap:
+- The loads must differ by more than `tolerance_ratio` of their sum, and by more than chance explains: the
+  histogram stands for a certain number of equal requests (Kish's effective sample size n), and a share of
+  n draws has a standard error of at most 1 / (2 sqrt(n)).
+- The best border must be better than the present one by half of that; where one length makes up much of the
+  demand, no border is even, and the better of the two neighbours is kept.
+- A move is followed by `dwell_s` without another, and is at most `max_step_octaves` long.
+- Each time that the other pool turns out to be the slower one, what is learned of the speed from then on
+  counts half; it recovers within half an hour or so.
+
+At ties (lengths that nobody asks for) the border nearest to the present one. No traffic: no moves. A pool
+without replicas: no moves. Borders lie on a grid of eight to the octave.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, ClassVar
+
+_PER_OCTAVE = 8
+_OCTAVES = 21  # up to two million tokens
+_EDGES = [round(2 ** (place / _PER_OCTAVE)) for place in range(_OCTAVES * _PER_OCTAVE + 1)]
+# The lower bound when none is given, as a share of the border that the settings begin with.
+_LOWEST_RATIO = 1 / 32
+# How much of a difference in pace goes into the speed at a time; the time in which that recovers; the most
+# that the speeds may differ by.
+_GAIN = 0.5
+_GAIN_RECOVERY_S = 1_800.0
+_MOST_SPEED_RATIO = 4.0
+# Standard errors beyond which a difference is no chance. The loads are looked at some hundred times an hour.
+_SURE = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveThresholdSettings:
+    """Whether, how far and how fast `B_short` moves."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    enabled: bool = False
+    # Bounds of the border in tokens. None: a 32nd of `b_short_tokens`, and the short pool's context limit,
+    # which always holds as well.
+    b_short_min: int | None = None
+    b_short_max: int | None = None
+    # Demand is averaged over so long. Shorter follows sooner; longer is steadier and sees finer differences.
+    memory_s: float = 60.0
+    # Loads that differ by less than this share of their sum are even: 0.15 is 1.35 times one another.
+    tolerance_ratio: float = 0.15
+    # A border moves at most so far at once, and then stays for so long: what has moved shows only when those
+    # who came under the old border are done.
+    max_step_octaves: float = 1.0
+    dwell_s: float = 30.0
+    # Between two looks at the demand.
+    interval_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("b_short_min", "b_short_max"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"adaptive_b_short.{name} must be at least 1, got {value}")
+        low, high = self.b_short_min, self.b_short_max
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"adaptive_b_short.b_short_min of {low} is above b_short_max of {high}")
+        for name in ("memory_s", "interval_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"adaptive_b_short.{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.tolerance_ratio < 1:
+            raise ValueError(
+                f"adaptive_b_short.tolerance_ratio must be between 0 and 1, got {self.tolerance_ratio}"
+            )
+        if not self.max_step_octaves >= 1 / _PER_OCTAVE:
+            raise ValueError(
+                f"adaptive_b_short.max_step_octaves must be at least {1 / _PER_OCTAVE}, the distance of two "
+                f"borders, got {self.max_step_octaves}"
+            )
+        if not self.dwell_s >= 0:
+            raise ValueError(f"adaptive_b_short.dwell_s must not be negative, got {self.dwell_s}")
+
+    def lowest(self, b_short_tokens: int) -> int:
+        """The lower bound for a border that begins at `b_short_tokens`."""
+        if self.b_short_min is not None:
+            return self.b_short_min
+        return max(1, int(b_short_tokens * _LOWEST_RATIO))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCapacity:
+    """What all replicas of a pool hold together.
+
+    Attributes:
+        context_tokens: the context limit of its smallest replica.
+        tpot_s: mean time per output token lately; None when nothing was generated, or nobody told.
+    """
+
+    kv_tokens: int
+    sequences: int
+    context_tokens: int
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdMoved:
+    """`B_short` has another value from now on.
+
+    Attributes:
+        b_short_tokens, was_tokens: the new value and the one before.
+        short_load, long_load: the loads of the pools at the old value; 1.0 is all room of the long pool, and
+            of the short one as far as it is as fast.
+        speed_ratio: what is taken for the speed of the short pool over that of the long one.
+    """
+
+    b_short_tokens: int
+    was_tokens: int
+    short_load: float
+    long_load: float
+    speed_ratio: float
+
+
+class AdaptiveThreshold:
+    """The border of one model's pools.
+
+    Args:
+        b_short_tokens: where it begins.
+
+    Attributes:
+        b_short_tokens: where it stands.
+    """
+
+    def __init__(self, settings: AdaptiveThresholdSettings, b_short_tokens: int) -> None:
+        self._settings = settings
+        self.b_short_tokens = b_short_tokens
+        self._lowest = settings.lowest(b_short_tokens)
+        # By length: the KV tokens and the number of the requests that are there now, and their averages.
+        self._tokens, self._count = [0] * len(_EDGES), [0] * len(_EDGES)
+        self._mean_tokens, self._mean_count = [0.0] * len(_EDGES), [0.0] * len(_EDGES)
+        # Sums of the tokens of those that came, and of their squares, fading like the averages.
+        self._came, self._came_squared = 0.0, 0.0
+        self._sampled_at: float | None = None
+        self._stays_until = -math.inf
+        self._speeds = _Speeds(settings.memory_s)
+
+    def __repr__(self) -> str:
+        there = sum(self._count)
+        return f"<AdaptiveThreshold {self.b_short_tokens} requests={there} n={self._effective_count():.0f}>"
+
+    def came(self, budget_tokens: int, kv_tokens: int) -> None:
+        """A request is there: it waits or runs.
+
+        Args:
+            budget_tokens: the most it may take; decides where it is at home.
+            kv_tokens: what it is expected to hold of a KV cache.
+        """
+        place = _place_of(budget_tokens)
+        self._tokens[place] += kv_tokens
+        self._count[place] += 1
+        self._came += kv_tokens
+        self._came_squared += kv_tokens * kv_tokens
+
+    def left(self, budget_tokens: int, kv_tokens: int) -> None:
+        """A request that came is over. The arguments must be those with which it came."""
+        place = _place_of(budget_tokens)
+        self._tokens[place] -= kv_tokens
+        self._count[place] -= 1
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time for another look."""
+        return self._sampled_at is None or now >= self._sampled_at + self._settings.interval_s
+
+    def adapt(
+        self, short: PoolCapacity | None, long: PoolCapacity | None, now: float
+    ) -> ThresholdMoved | None:
+        """Look at the demand, and move the border if that is due.
+
+        Args:
+            short, long: the capacity of the pools; None while a pool has no replica.
+            now: seconds; never less than at the call before.
+        """
+        self._sample(now)
+        if short is None or long is None:
+            return None
+        if now < self._stays_until:
+            return None
+        self._speeds.observe(short.tpot_s, long.tpot_s, now)
+        loads = _Loads(self._mean_tokens, self._mean_count, short, long)
+        loads.speed_ratio = self._speeds.ratio
+        present = _place_below(self.b_short_tokens)
+        uneven = max(self._settings.tolerance_ratio, _SURE * self._standard_error())
+        if abs(loads.imbalance(present)) <= uneven:
+            # Only what is left when the loads are even can be speed.
+            self._speeds.learn(self._settings, now)
+            return None
+        allowed = self._allowed(short)
+        target = loads.best(allowed, present)
+        if abs(loads.imbalance(target)) > abs(loads.imbalance(present)) - uneven / 2:
+            return None
+        return self._move(target, present, loads, now)
+
+    def restore(self, b_short_tokens: int, now: float) -> None:
+        """Go on from where the border stood in an earlier process, within the bounds of this one."""
+        highest = self._settings.b_short_max or b_short_tokens
+        self.b_short_tokens = min(max(b_short_tokens, self._lowest), highest)
+        self._stays_until = now + self._settings.dwell_s
+
+    def _sample(self, now: float) -> None:
+        last = self._sampled_at
+        self._sampled_at = now
+        if last is None:
+            return
+        weight = -math.expm1((last - now) / self._settings.memory_s)
+        for means, present in ((self._mean_tokens, self._tokens), (self._mean_count, self._count)):
+            for place, value in enumerate(present):
+                mean = means[place]
+                if mean or value:
+                    means[place] = mean + weight * (value - mean)
+        self._came *= 1 - weight
+        self._came_squared *= 1 - weight
+
+    def _effective_count(self) -> float:
+        """How many requests of equal size would vary as much as those that came lately."""
+        return self._came * self._came / self._came_squared if self._came_squared > 0 else 0.0
+
+    def _standard_error(self) -> float:
+        """Of the imbalance: it is twice a share, less one."""
+        count = self._effective_count()
+        return 1 / math.sqrt(count) if count > 0 else math.inf
+
+    def _allowed(self, short: PoolCapacity) -> range:
+        """The places that a border may have."""
+        highest = min(self._settings.b_short_max or short.context_tokens, short.context_tokens)
+        return range(bisect_left(_EDGES, self._lowest), _place_below(highest) + 1)
+
+    def _move(self, target: int, present: int, loads: "_Loads", now: float) -> ThresholdMoved | None:
+        step = int(self._settings.max_step_octaves * _PER_OCTAVE)
+        place = min(max(target, present - step), present + step)
+        if _EDGES[place] == self.b_short_tokens:
+            return None
+        was, self.b_short_tokens = self.b_short_tokens, _EDGES[place]
+        self._stays_until = now + self._settings.dwell_s
+        self._speeds.restart()
+        return ThresholdMoved(
+            b_short_tokens=self.b_short_tokens,
+            was_tokens=was,
+            short_load=loads.short(present),
+            long_load=loads.long(present),
+            speed_ratio=self._speeds.ratio,
+        )
+
+
+class _Speeds:
+    """How fast the short pool is at the same share of room taken, as a multiple of the long one.
+
+    Attributes:
+        ratio: that multiple.
+    """
+
+    def __init__(self, memory_s: float) -> None:
+        self._memory_s = memory_s
+        self._tpot_s: list[float | None] = [None, None]
+        self._began_at: float | None = None
+        self._observed_at = 0.0
+        self._learned_at = -math.inf
+        self._gain, self._last_sign = _GAIN, 0.0
+        self.ratio = 1.0
+
+    def restart(self) -> None:
+        """Forget the pace, for it is of another border, but not the speeds."""
+        self._tpot_s, self._began_at = [None, None], None
+
+    def observe(self, short_tpot_s: float | None, long_tpot_s: float | None, now: float) -> None:
+        """Average what the pools tell of their pace; a pool that tells nothing keeps its average."""
+        if self._began_at is None:
+            self._began_at = self._observed_at = now
+        weight = -math.expm1((self._observed_at - now) / self._memory_s)
+        self._observed_at = now
+        for place, tpot_s in enumerate((short_tpot_s, long_tpot_s)):
+            mean = self._tpot_s[place]
+            if tpot_s is not None and tpot_s > 0:
+                self._tpot_s[place] = tpot_s if mean is None else mean + weight * (tpot_s - mean)
+
+    def learn(self, settings: AdaptiveThresholdSettings, now: float) -> None:
+        """Take a difference in pace that has lasted for one in speed."""
+        short_s, long_s = self._tpot_s
+        if short_s is None or long_s is None or self._began_at is None:
+            return
+        if now < self._began_at + settings.dwell_s:
+            return
+        if abs(long_s - short_s) <= settings.tolerance_ratio * (long_s + short_s):
+            return
+        sign = math.copysign(1.0, long_s - short_s)
+        recovered = -math.expm1((self._learned_at - now) / _GAIN_RECOVERY_S)
+        self._gain += recovered * (_GAIN - self._gain)
+        if sign == -self._last_sign:
+            self._gain /= 2
+        self._last_sign, self._learned_at = sign, now
+        ratio = self.ratio * (long_s / short_s) ** self._gain
+        self.ratio = min(max(ratio, 1 / _MOST_SPEED_RATIO), _MOST_SPEED_RATIO)
+        self.restart()
+
+
+class _Loads:
+    """The loads of both pools for every place of the border.
+
+    Attributes:
+        speed_ratio: of the short pool to the long one.
+    """
+
+    def __init__(
+        self, tokens: list[float], count: list[float], short: PoolCapacity, long: PoolCapacity
+    ) -> None:
+        self.speed_ratio = 1.0
+        self._tokens, self._count = list(accumulate(tokens)), list(accumulate(count))
+        self._of_short, self._of_long = short, long
+
+    def short(self, place: int) -> float:
+        pool = self._of_short
+        room = max(self._tokens[place] / pool.kv_tokens, self._count[place] / pool.sequences)
+        return room / self.speed_ratio
+
+    def long(self, place: int) -> float:
+        pool = self._of_long
+        tokens, count = self._tokens[-1] - self._tokens[place], self._count[-1] - self._count[place]
+        return max(tokens / pool.kv_tokens, count / pool.sequences, 0.0)
+
+    def imbalance(self, place: int) -> float:
+        short, long = self.short(place), self.long(place)
+        return (short - long) / (short + long) if short + long > 0 else 0.0
+
+    def best(self, allowed: Iterable[int], present: int) -> int:
+        """The evenest place, of several the nearest to the present one; that itself if none is allowed."""
+        return min(
+            allowed,
+            key=lambda place: (round(abs(self.imbalance(place)), 9), abs(place - present)),
+            default=present,
+        )
+
+
+def _place_of(budget_tokens: int) -> int:
+    """The first place whose border makes such a request short."""
+    return min(bisect_left(_EDGES, budget_tokens), len(_EDGES) - 1)
+
+
+def _place_below(tokens: int) -> int:
+    """The last place whose border is at most `tokens`."""
+    return max(bisect_right(_EDGES, tokens) - 1, 0)
