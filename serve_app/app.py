@@ -37,7 +37,7 @@ def build_app(settings: AppSettings) -> Application:
             arguments of an engine.
     """
     _refuse_shared_names(settings)
-    schedulers = {model.name: _scheduler(model, settings.channel) for model in settings.models}
+    schedulers = {model.name: _scheduler(model, settings) for model in settings.models}
     pools = {
         name: _pool(name, pool, settings.channel, schedulers[model.name])
         for model in settings.models
@@ -57,9 +57,14 @@ def build_app(settings: AppSettings) -> Application:
     return deployment.bind(settings.gateway, settings.channel, schedulers, names, others)
 
 
-def _scheduler(model: ModelSettings, channel: ChannelSettings) -> Application:
+def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
     actor = SchedulerActorSettings(
-        scheduler=model.scheduler, channel=channel, scope=model.name, decision_log=model.decision_log
+        scheduler=model.scheduler,
+        channel=settings.channel,
+        scope=model.name,
+        decision_log=model.decision_log,
+        state_uri=settings.state_uri,
+        state_interval_s=settings.state_interval_s,
     )
     deployment = serve.deployment(
         name=_deployment_name("scheduler", model.name),

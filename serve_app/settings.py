@@ -210,7 +210,14 @@ class GatewayDeploymentSettings:
 
 
 class AppSettings(BaseModel):
-    """A whole application, as `applications[].args` of a Ray Serve configuration gives it."""
+    """A whole application, as `applications[].args` of a Ray Serve configuration gives it.
+
+    Attributes:
+        state_uri: a folder for what schedulers and tuners learn, so that a restart does not begin from
+            nothing: an absolute path, or a URI that fsspec knows (`s3://bucket/folder`, with the package
+            that it needs). On several nodes it must be the same from each of them. None keeps nothing.
+        state_interval_s: between two writes; a scheduler that is killed loses so much of its learning.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -218,6 +225,8 @@ class AppSettings(BaseModel):
     gateway: Annotated[GatewaySettings, Located]
     gateways: GatewayDeploymentSettings = Field(default_factory=GatewayDeploymentSettings)
     channel: Annotated[ChannelSettings, Located] = Field(default_factory=ChannelSettings)
+    state_uri: str | None = None
+    state_interval_s: float = 30.0
 
     @model_validator(mode="wrap")
     @classmethod
@@ -260,6 +269,7 @@ def load_settings(path: Path) -> AppSettings:
 def _check(settings: AppSettings) -> None:
     if not settings.models:
         raise SettingsError("models must not be empty: an application serves at least one model")
+    _check_state(settings)
     names = list(settings.served_names())
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise SettingsError(
@@ -270,6 +280,17 @@ def _check(settings: AppSettings) -> None:
             _check_pools(f"models[{index}]", model)
         if model.scheduler.engine_priority.enabled:
             _check_engine_priority(f"models[{index}]", model)
+
+
+def _check_state(settings: AppSettings) -> None:
+    uri = settings.state_uri
+    if uri is not None and "://" not in uri and not Path(uri).is_absolute():
+        raise SettingsError(
+            f"state_uri must be an absolute path or a URI, got {uri!r}: every actor has a working directory "
+            "of its own"
+        )
+    if not settings.state_interval_s > 0:
+        raise SettingsError(f"state_interval_s must be positive, got {settings.state_interval_s}")
 
 
 def _check_pools(where: str, model: ModelSettings) -> None:

@@ -258,3 +258,11 @@ def test_a_file_without_our_application_is_refused(tmp_path: Path, text: str) ->
 def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="none"):
         load_settings(tmp_path / "none.yaml")
+
+
+def test_learned_state_is_kept_in_a_folder_that_every_actor_finds() -> None:
+    assert parse().state_uri is None
+    assert parse(state_uri="s3://bucket/folder").state_uri == "s3://bucket/folder"
+    assert parse(state_uri="/var/lib/ewsjf", state_interval_s=5).state_interval_s == 5.0
+    assert "state_uri must be an absolute path or a URI, got 'state'" in refusal(state_uri="state")
+    assert "state_interval_s must be positive, got 0.0" in refusal(state_interval_s=0)

@@ -12,6 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from serve_app.routing.snapshot import Snapshot, number, numbers
+
+_STATE_VERSION = 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCostSettings:
@@ -59,6 +63,36 @@ class PrefillCost:
         self._sums = [total * keep for total in self._sums]
         self._add(float(tokens), seconds, 1.0)
         self._fit()
+
+    def state(self) -> dict[str, object]:
+        """Everything learned, for `restore`."""
+        return {
+            "version": _STATE_VERSION,
+            "sums": list(self._sums),
+            "base_s": self.base_s,
+            "per_token_s": self.per_token_s,
+            "observations": self.observations,
+        }
+
+    def restore(self, state: Snapshot) -> None:
+        """Take over what `state` returned. On other engines it fades like anything that was observed.
+
+        Raises:
+            ValueError: the state is of another version, or a value is missing or out of range; nothing is
+                taken over then.
+        """
+        version = number(state, "version")
+        if version != _STATE_VERSION:
+            raise ValueError(
+                f"learned cost has version {version:g}, this release reads {_STATE_VERSION}; delete it"
+            )
+        sums = numbers(state, "sums", len(self._sums), at_least=0)
+        base_s, per_token_s = number(state, "base_s", at_least=0), number(state, "per_token_s", at_least=0)
+        if not (base_s > 0 and sums[0] > 0):
+            raise ValueError(f"learned state: no prefill costs {base_s} s; delete the state to learn anew")
+        observations = int(number(state, "observations", at_least=0))
+        self._sums, self.base_s, self.per_token_s = sums, base_s, per_token_s
+        self.observations = observations
 
     def _add(self, x: float, y: float, weight: float) -> None:
         for place, value in enumerate((1.0, x, y, x * x, x * y)):

@@ -40,6 +40,14 @@ def number(state: Snapshot, name: str, *, at_least: float = -math.inf) -> float:
     )
 
 
+def numbers(state: Snapshot, name: str, count: int, *, at_least: float = -math.inf) -> list[float]:
+    """The list of so many finite numbers under `name`."""
+    value = state.get(name)
+    if isinstance(value, list) and len(value) == count:
+        return [number({name: item}, name, at_least=at_least) for item in value]
+    raise _malformed(name, f"a list of {count} numbers", value)
+
+
 def text(state: Snapshot, name: str) -> str:
     """The text under `name`."""
     value = state.get(name)

@@ -23,7 +23,10 @@ from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.decision_log import DecisionLogSettings
 from serve_app.serving.incarnation import ClaimStore, GcsClaimStore, Incarnations
 from serve_app.serving.learned_queues import Observed, PartitionUpdate
+from serve_app.serving.learned_state import STATE_KIND, learned_state, objection
 from serve_app.serving.scheduler_shell import SchedulerShell, ShellParts
+from serve_app.serving.state_keeper import StateKeeper
+from serve_app.serving.state_store import StateStore
 
 logger = logging.getLogger("ray.serve")
 
@@ -49,13 +52,18 @@ class SchedulerActorSettings:
     """What the actor is built from.
 
     Attributes:
-        scope: unique to this application and model in the cluster; incarnations are counted in it.
+        scope: unique to this application and model in the cluster; incarnations are counted in it, and
+            learned state is kept under it.
+        state_uri: the folder where learned state is kept, see `StateStore`; None keeps nothing.
+        state_interval_s: between two writes of it.
     """
 
     scheduler: SchedulerSettings
     channel: ChannelSettings
     scope: str
     decision_log: DecisionLogSettings | None = None
+    state_uri: str | None = None
+    state_interval_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +100,8 @@ class SchedulerActor:
         self._incarnations = Incarnations(self._surroundings.claims, settings.scope)
         self._loop = asyncio.get_running_loop()
         self._shell: SchedulerShell | None = None
+        self._learned: Mapping[str, Any] | None = None
+        self._keeper = self._make_keeper()
         self._changing = asyncio.Lock()
         self._started = self._begin()
 
@@ -122,7 +132,8 @@ class SchedulerActor:
 
     async def exposition(self) -> str:
         """Return the metrics in the Prometheus text format."""
-        return (await self._current()).exposition()
+        text = (await self._current()).exposition()
+        return text if self._keeper is None else text + self._keeper.exposition()
 
     async def observed(self) -> Observed:
         """The lengths of the prompts that arrived since the last call, for the tuner."""
@@ -155,9 +166,17 @@ class SchedulerActor:
             changed = replace(self._settings.scheduler, **user_config)
             if changed != self._settings.scheduler:
                 self._settings = replace(self._settings, scheduler=changed)
+                self._learned = learned_state(shell.core)
                 shell.stop("its settings have changed")
                 self._started = self._begin()
                 await self._started
+
+    async def close(self) -> None:
+        """Keep what was learned a last time, and shut down."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            await keeper.close()
+        self.shutdown()
 
     def shutdown(self) -> None:
         """Send what was said, close every connection, end the log."""
@@ -177,17 +196,46 @@ class SchedulerActor:
     async def _start(self) -> None:
         settings = self._settings
         # The claim asks the network, and the loop is shared with Serve.
-        incarnation = await asyncio.to_thread(self._incarnations.claim)
+        incarnation, _ = await asyncio.gather(
+            asyncio.to_thread(self._incarnations.claim), self._load_what_was_learned()
+        )
         parts = ShellParts(
             incarnation=incarnation,
             channel=settings.channel,
             newest_incarnation=self._newest,
             on_end=self._on_end,
             decision_log=settings.decision_log,
+            learned=self._learned,
         )
         shell = SchedulerShell(settings.scheduler, parts)
         await shell.start(self._surroundings.host())
         self._shell = shell
+        if self._keeper is not None:
+            self._keeper.start()
+
+    def _make_keeper(self) -> StateKeeper | None:
+        settings = self._settings
+        if settings.state_uri is None:
+            return None
+        store = StateStore(settings.state_uri, STATE_KIND, settings.scope)
+        return StateKeeper(store, settings.scheduler.model, self._what_was_learned, settings.state_interval_s)
+
+    def _what_was_learned(self) -> Mapping[str, Any] | None:
+        shell = self._shell
+        # Of one that has ended there is nothing to keep: its successor knows as much, or its core is broken.
+        return None if shell is None or shell.ended else learned_state(shell.core)
+
+    async def _load_what_was_learned(self) -> None:
+        """From the store, unless an earlier shell of this actor has left something."""
+        if self._keeper is None or self._learned is not None:
+            return
+        document = await self._keeper.load()
+        if document is None:
+            return
+        if reason := objection(self._settings.scheduler, document):
+            self._keeper.refused(reason)
+        else:
+            self._learned = document
 
     async def _newest(self) -> int:
         return await asyncio.to_thread(self._incarnations.newest)

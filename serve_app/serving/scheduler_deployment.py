@@ -17,3 +17,8 @@ class SchedulerDeployment(SchedulerActor):
     def __init__(self, settings: SchedulerActorSettings) -> None:
         application = serve.get_replica_context().app_name
         super().__init__(replace(settings, scope=f"{application}/{settings.scope}"))
+
+    async def __del__(self) -> None:  # type: ignore[override]  # Serve awaits it
+        """Serve calls this on the loop at the end of the replica's life."""
+        if hasattr(self, "_shell"):
+            await self.close()

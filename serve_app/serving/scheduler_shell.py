@@ -12,13 +12,14 @@ import contextvars
 import logging
 import math
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass
+from serve_app.routing.adaptive_threshold import ThresholdMoved
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.scheduling.events import Arrived, DispatchFailed, Event, PartitionChanged, ReplicaLost, Woke
@@ -30,6 +31,7 @@ from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.decision_log import DecisionLog, DecisionLogSettings
 from serve_app.serving.learned_queues import LearnedQueues, Observed, PartitionUpdate
+from serve_app.serving.learned_state import take_over
 from serve_app.serving.scheduler_metrics import SchedulerMetrics, Standing
 
 logger = logging.getLogger("ray.serve")
@@ -44,6 +46,7 @@ class ShellParts:
         newest_incarnation: the highest one claimed so far; None where nobody else can claim one.
         on_end: called once, with the reason, when the shell can never schedule again and must be replaced.
         decision_log: record what the core decides.
+        learned: what an earlier scheduler knew, see `learned_state`.
     """
 
     incarnation: int
@@ -51,6 +54,7 @@ class ShellParts:
     newest_incarnation: Callable[[], Awaitable[int]] | None = None
     on_end: Callable[[str], None] | None = None
     decision_log: DecisionLogSettings | None = None
+    learned: Mapping[str, Any] | None = None
 
 
 class SchedulerShell:
@@ -67,6 +71,8 @@ class SchedulerShell:
         self._loop = asyncio.get_running_loop()
         self._now = self._loop.time()
         self.core = Scheduler(settings, now=self._now)
+        if parts.learned is not None:
+            take_over(self.core, parts.learned, self._now)
         self.ended = ""
         self._secret = secrets.token_urlsafe(32)
         self._metrics = SchedulerMetrics(settings.model, parts.incarnation)
@@ -192,6 +198,7 @@ class SchedulerShell:
             "waiting": len(self.core.room),
             "lanes": lanes,
             "lanes_left_out": census.left_out,
+            "b_short_tokens": census.b_short_tokens,
             "served": served,
         }
 
@@ -238,6 +245,7 @@ class SchedulerShell:
                 drain_tokens_per_s=self.core.admission.predictor.drain.tokens_per_s,
                 bookings=len(self.core.admission.bookings),
                 errors=self.core.admission.predictor.errors,
+                b_short_tokens=self.core.router.b_short_tokens,
             )
         )
 
@@ -273,6 +281,17 @@ class SchedulerShell:
             case ReportFresh(replica_id=replica_id):
                 self._stale.discard(replica_id)
                 logger.info("event=report_fresh replica=%s", replica_id)
+            case ThresholdMoved():
+                self._metrics.threshold_moved()
+                logger.info(
+                    "event=b_short_moved model=%s was=%d now=%d short_load=%.3f long_load=%.3f speed=%.2f",
+                    self._settings.model,
+                    command.was_tokens,
+                    command.b_short_tokens,
+                    command.short_load,
+                    command.long_load,
+                    command.speed_ratio,
+                )
 
     def _arm(self) -> None:
         """Have one alarm no later than the core's next wake-up; one that comes early is armed again."""
@@ -333,5 +352,6 @@ class SchedulerShell:
             "settings": asdict(self._settings),
             "now": self._now,
             "incarnation": self._parts.incarnation,
+            "learned": self._parts.learned,
         }
         return DecisionLog(path, wanted.max_events, header)

@@ -1,14 +1,19 @@
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from serve_app.errors import ChannelError, Outcome, SettingsError
+from serve_app.request import Usage
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.dispatching import Grant
 from serve_app.serving.incarnation import Incarnations
 from serve_app.serving.scheduler_actor import SchedulerActor, SchedulerActorSettings, Surroundings
+from serve_app.serving.scheduler_shell import SchedulerShell
+from serve_app.serving.state_store import StateStore
+from tests import builders
 from tests.serving.channel.harness import FAST, scheduler_settings, submission, until
 
 
@@ -35,8 +40,10 @@ class Cluster:
         self.deaths = 0
         self.actors: list[SchedulerActor] = []
 
-    def actor(self) -> SchedulerActor:
-        settings = SchedulerActorSettings(scheduler=scheduler_settings(), channel=FAST, scope="app/m")
+    def actor(self, state_uri: str | None = None) -> SchedulerActor:
+        settings = SchedulerActorSettings(
+            scheduler=scheduler_settings(), channel=FAST, scope="app/m", state_uri=state_uri
+        )
         surroundings = Surroundings(claims=self.claims, host=lambda: "127.0.0.1", die=self._die)
         self.actors.append(SchedulerActor(settings, surroundings))
         return self.actors[-1]
@@ -108,6 +115,93 @@ async def test_a_setting_that_cannot_change_is_refused_by_name(cluster: Cluster)
         await actor.reconfigure({"max_waiting": 0})
     assert (await actor.endpoint()).incarnation == 1
     await actor.check_health()
+
+
+def teach(actor: SchedulerActor, output_tokens: int) -> int:
+    """Let it see sixty answers; the output limit that it gives the next request without one."""
+    core = shell_of(actor).core
+    for _ in range(60):
+        core.estimator.observe(UNLIMITED, Usage(prompt_tokens=40, output_tokens=output_tokens))
+    core.prefill_cost.observe(1_000, 7.5)
+    return core.estimator.estimate(UNLIMITED).max_output_tokens
+
+
+def shell_of(actor: SchedulerActor) -> SchedulerShell:
+    assert actor._shell is not None
+    return actor._shell
+
+
+UNLIMITED = builders.request(max_output_tokens=None)
+
+
+async def test_an_actor_that_restarts_knows_what_the_last_one_had_learned(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    first = cluster.actor(str(tmp_path))
+    await first.check_health()
+    learned = teach(first, output_tokens=77)
+    cost_s = shell_of(first).core.prefill_cost.seconds(500)
+    await first.close()
+    second = cluster.actor(str(tmp_path))
+    await second.check_health()
+    core = shell_of(second).core
+    assert core.estimator.estimate(UNLIMITED).max_output_tokens == learned != 1_024
+    assert core.prefill_cost.seconds(500) == cost_s
+    assert 'ewsjf_state_failures_total{model="m",operation="load"} 0.0' in await second.exposition()
+
+
+async def test_an_actor_that_keeps_nothing_begins_anew(cluster: Cluster, tmp_path: Path) -> None:
+    first = cluster.actor()
+    await first.check_health()
+    learned = teach(first, output_tokens=77)
+    await first.close()
+    second = cluster.actor(str(tmp_path))
+    await second.check_health()
+    assert shell_of(second).core.estimator.estimate(UNLIMITED).max_output_tokens != learned
+
+
+async def test_other_settings_keep_what_was_learned_even_where_nothing_is_stored(cluster: Cluster) -> None:
+    actor = cluster.actor()
+    await actor.check_health()
+    learned = teach(actor, output_tokens=77)
+    await actor.reconfigure({"max_waiting": 5})
+    assert shell_of(actor).core.estimator.estimate(UNLIMITED).max_output_tokens == learned
+
+
+async def test_a_state_that_makes_no_sense_is_set_aside_and_the_actor_begins_anew(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = StateStore(str(tmp_path), "scheduler", "app/m")
+    store.save({"estimator": {"version": 1}, "prefill_cost": {}})
+    actor = cluster.actor(str(tmp_path))
+    await actor.check_health()
+    await until(lambda: Path(f"{store.path}.refused").exists())
+    assert "'b_short_tokens' should be a number from 1" in caplog.text
+    assert 'ewsjf_state_failures_total{model="m",operation="restore"} 1.0' in await actor.exposition()
+    await actor.close()
+    assert store.load() is not None, "what it learned itself takes the place"
+
+
+async def test_a_store_out_of_reach_costs_no_availability(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    actor = cluster.actor(str(tmp_path / "file" / "below"))
+    await actor.check_health()
+    assert (await actor.endpoint()).incarnation == 1
+    await actor.close()
+
+
+async def test_a_scheduler_that_was_superseded_overwrites_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    older = cluster.actor(str(tmp_path))
+    await older.check_health()
+    teach(older, output_tokens=5)
+    newer = cluster.actor(str(tmp_path))
+    await until(lambda: cluster.deaths == 1)
+    learned = teach(newer, output_tokens=300)
+    await newer.close()
+    await older.close()
+    third = cluster.actor(str(tmp_path))
+    await third.check_health()
+    assert shell_of(third).core.estimator.estimate(UNLIMITED).max_output_tokens == learned
 
 
 async def test_an_actor_that_cannot_start_is_unhealthy(cluster: Cluster) -> None:

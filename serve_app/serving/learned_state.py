@@ -1,0 +1,48 @@
+"""What has a scheduler learned that the next one should know?
+
+Bytes per token, template overhead, output lengths, the cost of a prefill, and where an adaptive `B_short`
+stands. Not the learned length queues, which the tuner keeps, and nothing about requests, replicas or caches,
+which those that hold them tell every new scheduler.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from serve_app.routing.snapshot import number, section
+from serve_app.scheduling import Scheduler, SchedulerSettings
+
+STATE_KIND = "scheduler"
+
+
+def learned_state(core: Scheduler) -> dict[str, Any]:
+    """Everything worth keeping, as plain values that the core does not change any more."""
+    return {
+        "estimator": core.estimator.state(),
+        "prefill_cost": core.prefill_cost.state(),
+        "b_short_tokens": core.router.b_short_tokens,
+    }
+
+
+def take_over(core: Scheduler, document: Mapping[str, Any], now: float) -> None:
+    """Go on from what `learned_state` returned.
+
+    Args:
+        now: seconds on the core's clock.
+
+    Raises:
+        ValueError: something in it is missing, out of range or of another version; the core may have taken a
+            part of it over.
+    """
+    b_short_tokens = int(number(document, "b_short_tokens", at_least=1))
+    core.estimator.restore(section(document, "estimator"))
+    core.prefill_cost.restore(section(document, "prefill_cost"))
+    core.router.restore(b_short_tokens, now)
+
+
+def objection(settings: SchedulerSettings, document: Mapping[str, Any]) -> str:
+    """Why a scheduler of these settings could not take this over; empty when it can."""
+    try:
+        take_over(Scheduler(settings), document, 0.0)
+    except (ValueError, TypeError, OverflowError) as exc:
+        return str(exc)
+    return ""
