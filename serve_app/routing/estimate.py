@@ -1,12 +1,12 @@
 """How many tokens will this request take? Answered in O(1), without a tokenizer, before it is routed.
 
-    prompt = text_bytes / ratio(category) + tool_bytes / ratio(tools) + template overhead + media items
+    prompt = text_bytes / ratio(category) + tool_bytes / ratio(tools) + template overhead + media
     budget = prompt (rather too many) + the most output that it may have
 
 `ratio.py`, `overhead.py` and `output_length.py` learn the parts from the token counts that engines report.
 One report cannot tell the parts of a prompt apart, so each is credited with the difference only where it
-is the bulk of the prompt: text and tools where they are at least half of it, the template in proportion to
-how little else there is.
+is the bulk of the prompt: text, tools and media where they are at least half of it, the template in
+proportion to how little else there is.
 
 Source: token-budget pool routing (arXiv 2604.09613). Ours: overhead, tools, lengths learned for requests
 without `max_tokens`, and three numbers for the prompt, because routing, charging and refusing err on
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from serve_app.request import PromptShape, Request, TextCategory, Usage
 from serve_app.routing.output_length import OutputLengths, OutputSettings
-from serve_app.routing.overhead import OverheadSettings, TemplateOverhead
+from serve_app.routing.overhead import MediaTokens, OverheadSettings, TemplateOverhead
 from serve_app.routing.ratio import BytesPerToken, RatioSettings
 from serve_app.routing.snapshot import Snapshot, number, section
 
@@ -81,10 +81,11 @@ class _Parts:
     text: float
     tools: float
     overhead: float
+    media: float
 
     @property
     def total(self) -> float:
-        return self.text + self.tools + self.overhead
+        return self.text + self.tools + self.overhead + self.media
 
 
 class TokenEstimator:
@@ -98,11 +99,12 @@ class TokenEstimator:
         }
         self._tools = BytesPerToken(settings.ratio, settings.ratio.cold_tool_bytes_per_token)
         self._overhead = TemplateOverhead(settings.overhead)
+        self._media = MediaTokens(settings.overhead)
         self._output = OutputLengths(settings.output)
 
     def __repr__(self) -> str:
         ratios = " ".join(f"{category.value}={ratio.mean:.2f}" for category, ratio in self._text.items())
-        return f"<TokenEstimator {ratios} tools={self._tools.mean:.2f} {self._overhead!r}>"
+        return f"<TokenEstimator {ratios} tools={self._tools.mean:.2f} {self._overhead!r} {self._media!r}>"
 
     def bytes_per_token(self, category: TextCategory) -> tuple[float, float]:
         """Mean and mean absolute deviation of a category's ratio, as learned so far."""
@@ -126,7 +128,7 @@ class TokenEstimator:
         """Learn from the engine's own count of a request that ran to its end."""
         self._output.observe(request, usage)
         shape = request.shape
-        if shape.prompt_tokens is None and shape.media_items == 0 and usage.prompt_tokens > 0:
+        if shape.prompt_tokens is None and usage.prompt_tokens > 0:
             self._observe_prompt(shape, usage.prompt_tokens)
 
     def _prompt(self, shape: PromptShape) -> tuple[int, int, int]:
@@ -139,10 +141,12 @@ class TokenEstimator:
         text, tools = self._text[shape.category], self._tools
         margin = _OVERHEAD_MARGIN * self._overhead.deviation(shape.messages)
         overhead = self._overhead.tokens(shape.messages) * prompts
-        media = shape.media_items * self.settings.overhead.media_item_tokens
+        media = shape.media_items * self._media.mean
         expected = shape.text_bytes / text.unbiased + shape.tool_bytes / tools.unbiased + overhead + media
         high = shape.text_bytes / text.conservative + shape.tool_bytes / tools.conservative
-        high += overhead + media + margin
+        high += (
+            overhead + margin + media + shape.media_items * self.settings.ratio.gamma * self._media.deviation
+        )
         low = shape.text_bytes / text.optimistic + shape.tool_bytes / tools.optimistic
         low += max(0.0, overhead - margin)
         return math.ceil(expected), max(math.ceil(high * longest), 1), max(math.floor(low / prompts), 1)
@@ -152,10 +156,15 @@ class TokenEstimator:
             text=shape.text_bytes / self._text[shape.category].mean,
             tools=shape.tool_bytes / self._tools.mean,
             overhead=self._overhead.tokens(shape.messages) * max(1, shape.prompts),
+            media=shape.media_items * self._media.mean,
         )
 
     def _observe_prompt(self, shape: PromptShape, tokens: int) -> None:
         parts = self._parts(shape)
+        if shape.media_items:
+            if parts.media >= _BULK * parts.total:
+                self._media.observe(shape.media_items, tokens - parts.total + parts.media)
+            return
         text, tools = self._text[shape.category], self._tools
         if shape.prompts == 1:
             noise = text.standard_error(shape.text_bytes) + tools.standard_error(shape.tool_bytes)
@@ -173,6 +182,7 @@ class TokenEstimator:
             "text": {category.value: ratio.state() for category, ratio in self._text.items()},
             "tools": self._tools.state(),
             "overhead": self._overhead.state(),
+            "media": self._media.state(),
             "output": self._output.state(),
         }
 
@@ -193,6 +203,8 @@ class TokenEstimator:
             fresh._text[category].restore(section(by_category, category.value))
         fresh._tools.restore(section(state, "tools"))
         fresh._overhead.restore(section(state, "overhead"))
+        if "media" in state:  # earlier releases learned nothing about media
+            fresh._media.restore(section(state, "media"))
         fresh._output.restore(section(state, "output"))
         self._text, self._tools = fresh._text, fresh._tools
-        self._overhead, self._output = fresh._overhead, fresh._output
+        self._overhead, self._media, self._output = fresh._overhead, fresh._media, fresh._output

@@ -1,4 +1,4 @@
-"""How many tokens does a chat cost beyond its text?
+"""How many tokens does a prompt cost beyond its text: template and media?
 
 The chat template wraps every message (role, separators) and adds to every request (the opening of the answer,
 perhaps a default system prompt). Both are constants of the model, so they are learned:
@@ -9,6 +9,10 @@ A Kalman filter of two unknowns does it. An observation is the prompt's real len
 text; its noise is the uncertainty of that estimate, so short prompts teach almost everything and long ones
 almost nothing. Where all chats have one message the two unknowns cannot be told apart; the filter then
 learns their sum, which is what such chats need, and remains unsure of the rest.
+
+Images, sounds and files show in a body only as items: their bytes say nothing about their tokens, which are
+576 for any image with one model and grow with its size up to 16,000 with another. Their mean is learned from
+prompts that are mostly media.
 
 Behaviour at surprises: a difference beyond four standard deviations is believed only up to there, and
 makes the filter less sure of itself. One odd report moves little; a template that really differs is
@@ -27,6 +31,10 @@ _ROUNDING_VARIANCE = 1.0  # tokens^2: merges where the text meets the template
 # Variance added per observation, so that the filter never stops listening (a new template after an update).
 _REQUEST_DRIFT = 0.01
 _MESSAGE_DRIFT = 0.0005
+# Memory of the mean of media items: as that of bytes per token.
+_MEDIA_STEP = 0.05
+_MEDIA_COLD_WEIGHT = 1.0
+_MEDIA_OUTLIER = 20.0  # a page of documents after many thumbnails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +51,7 @@ class OverheadSettings:
     message_deviation_tokens: float = 2.0
     # A prompt without messages: the begin-of-text token, whether or not the tokenizer adds one.
     plain_tokens: float = 1.0
-    # Images and audio clips: depends on the model and on the size (LLaVA 576, Qwen-VL up to 16 k). Not
-    # learned.
+    # Images and audio clips, until some have been seen: LLaVA 576, Qwen-VL up to 16 k.
     media_item_tokens: float = 1024.0
 
     def __post_init__(self) -> None:
@@ -160,3 +167,46 @@ class TemplateOverhead:
             raise ValueError(f"learned state: covariance {covariance} is impossible beside {dict(state)}")
         self.per_request, self.per_message, self._covariance = per_request, per_message, covariance
         self._request_variance, self._message_variance = request_variance, message_variance
+
+
+class MediaTokens:
+    """The learned tokens of one image, sound or file.
+
+    Attributes:
+        mean: tokens per item.
+        deviation: mean absolute error of the forecast, in tokens per item; 0 before anything was seen.
+    """
+
+    __slots__ = ("_weight", "deviation", "mean")
+
+    def __init__(self, settings: OverheadSettings) -> None:
+        self.mean = settings.media_item_tokens
+        self.deviation = 0.0
+        self._weight = _MEDIA_COLD_WEIGHT
+
+    def __repr__(self) -> str:
+        return f"<MediaTokens {self.mean:.0f} +- {self.deviation:.0f}>"
+
+    def observe(self, items: int, tokens: float) -> None:
+        """Learn that so many items took `tokens`, the rest of their prompt left out."""
+        if items <= 0 or not math.isfinite(tokens):
+            return
+        observed = min(max(0.0, tokens / items), max(1.0, self.mean) * _MEDIA_OUTLIER)
+        step = max(_MEDIA_STEP, 1 / (self._weight + 1))
+        self.deviation += step * (abs(observed - self.mean) - self.deviation)
+        self.mean += step * (observed - self.mean)
+        self._weight = min(self._weight + 1, 1 / _MEDIA_STEP)
+
+    def state(self) -> dict[str, object]:
+        """Everything learned, for `restore`."""
+        return {"mean": self.mean, "deviation": self.deviation, "weight": self._weight}
+
+    def restore(self, state: Snapshot) -> None:
+        """Take over what `state` returned.
+
+        Raises:
+            ValueError: a value is missing or out of range; nothing is taken over then.
+        """
+        mean, deviation = number(state, "mean", at_least=0), number(state, "deviation", at_least=0)
+        weight = number(state, "weight", at_least=0)
+        self.mean, self.deviation, self._weight = mean, deviation, weight

@@ -76,7 +76,7 @@ def test_a_batch_of_prompts_is_held_against_a_context_by_its_longest_and_charged
     assert batch.expected_prompt_tokens == pytest.approx(100 * one.expected_prompt_tokens, rel=0.01)
 
 
-def test_media_items_cost_the_settings_constant_and_teach_no_ratio() -> None:
+def test_media_items_cost_the_settings_constant_at_first_and_teach_no_ratio() -> None:
     learned = estimator()
     bare = learned.estimate(request(text_bytes=400, messages=1))
     with_image = learned.estimate(request(text_bytes=400, messages=1, media_items=2))
@@ -84,6 +84,48 @@ def test_media_items_cost_the_settings_constant_and_teach_no_ratio() -> None:
     before = learned.state()["text"]
     learned.observe(request(text_bytes=4000, media_items=1), Usage(prompt_tokens=9000, output_tokens=1))
     assert learned.state()["text"] == before
+
+
+def with_images(count: int, text_bytes: int, tokens_each: int) -> tuple[Request, Usage]:
+    """A chat about images, under the cold start's own ratio and template."""
+    asked = request(text_bytes=text_bytes, messages=1, media_items=count)
+    tokens = round(text_bytes / 3.9 + 21 + count * tokens_each)
+    return asked, Usage(prompt_tokens=tokens, output_tokens=9)
+
+
+@pytest.mark.parametrize("tokens_each", [85, 576, 9_000])
+def test_the_tokens_of_images_are_learned_from_prompts_that_are_mostly_images(tokens_each: int) -> None:
+    learned = taught([with_images(1 + index % 3, 200, tokens_each) for index in range(60)])
+    asked, usage = with_images(2, 200, tokens_each)
+    estimate = learned.estimate(asked)
+    assert estimate.expected_prompt_tokens == pytest.approx(usage.prompt_tokens, rel=0.1, abs=30)
+    assert estimate.prompt_tokens >= usage.prompt_tokens
+    mean, _ = learned.bytes_per_token(TextCategory.PROSE)
+    assert mean == RatioSettings().cold_bytes_per_token[TextCategory.PROSE]
+
+
+def test_images_of_all_sizes_are_covered_by_the_careful_estimate() -> None:
+    rng = random.Random(5)
+    sizes = [int(math.exp(rng.uniform(5, 9))) for _ in range(300)]
+    learned = taught([with_images(1, 100, size) for size in sizes[:100]])
+    judged = [
+        (learned.estimate(asked), usage) for asked, usage in (with_images(1, 100, s) for s in sizes[100:])
+    ]
+    assert sum(estimate.prompt_tokens < usage.prompt_tokens for estimate, usage in judged) < 0.35 * len(
+        judged
+    )
+    expected = sum(estimate.expected_prompt_tokens for estimate, _ in judged)
+    assert expected == pytest.approx(sum(usage.prompt_tokens for _, usage in judged), rel=0.25)
+
+
+def test_a_state_from_before_media_were_learned_is_taken_over() -> None:
+    learned = taught([with_images(1, 100, 300)] * 20)
+    old = {name: value for name, value in learned.state().items() if name != "media"}
+    copy = estimator()
+    copy.restore(old)
+    asked, _ = with_images(1, 100, 300)
+    assert copy.estimate(asked).expected_prompt_tokens > 1_024
+    assert learned.estimate(asked).expected_prompt_tokens < 512
 
 
 def chats(rng: random.Random, count: int) -> list[tuple[Request, Usage]]:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.routing.overhead import OverheadSettings, TemplateOverhead
+from serve_app.routing.overhead import MediaTokens, OverheadSettings, TemplateOverhead
 
 OBSERVATIONS = st.lists(
     st.tuples(st.integers(-1, 300), st.floats(-1e6, 1e6), st.floats(0, 1e6)),
@@ -102,3 +102,42 @@ def test_a_state_with_an_impossible_covariance_is_refused() -> None:
 def test_a_setting_out_of_range_is_refused_with_its_value(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} .*{value}"):
         OverheadSettings(**{name: value})
+
+
+def media(observations: list[tuple[int, float]]) -> MediaTokens:
+    learned = MediaTokens(OverheadSettings())
+    for items, tokens in observations:
+        learned.observe(items, tokens)
+    return learned
+
+
+def test_the_mean_of_media_is_plain_while_it_warms_up_and_then_follows() -> None:
+    """1,024 counts as one observation: (1024 + 576) / 2, then (1024 + 576 + 576) / 3."""
+    assert media([(1, 576.0)]).mean == pytest.approx(800.0)
+    assert media([(1, 576.0), (2, 1152.0)]).mean == pytest.approx((1024 + 576 + 576) / 3)
+    assert media([(1, 576.0)] * 200).mean == pytest.approx(576.0, rel=0.01)
+    assert media([(1, 576.0)] * 200 + [(1, 3000.0)] * 60).mean == pytest.approx(3000.0, rel=0.05)
+
+
+def test_one_absurd_report_of_media_is_believed_only_up_to_a_limit() -> None:
+    learned = media([(1, 1024.0)] * 100)
+    learned.observe(1, 1e9)
+    assert learned.mean == pytest.approx(0.95 * 1024 + 0.05 * 20 * 1024, rel=0.01)
+
+
+@given(st.lists(st.tuples(st.integers(-3, 100), st.floats(-1e9, 1e9) | st.just(math.nan)), max_size=40))
+def test_media_stay_finite_and_are_restored_as_they_were(observations: list[tuple[int, float]]) -> None:
+    learned, copy = media(observations), media([])
+    assert 0 <= learned.mean < math.inf
+    assert 0 <= learned.deviation < math.inf
+    copy.restore(learned.state())
+    assert copy.state() == learned.state()
+
+
+@pytest.mark.parametrize("part", ["mean", "deviation", "weight"])
+def test_a_damaged_state_of_media_is_refused_and_leaves_everything_as_it_was(part: str) -> None:
+    learned = media([(1, 700.0)])
+    before = learned.state()
+    with pytest.raises(ValueError, match="learned state"):
+        learned.restore({**before, "mean": 5.0, part: -1.0})
+    assert learned.state() == before

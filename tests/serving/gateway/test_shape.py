@@ -1,6 +1,7 @@
 """What counts as text: not the bytes of images, wherever they hide; the bytes of everything that is read."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def chat(*parts: Any) -> PromptShape:
 
 
 # How clients send an image, a sound, a video and a file.
-MEDIA = {
+MEDIA: dict[str, Callable[[str], dict[str, Any]]] = {
     "image": lambda data: {"type": "image_url", "image_url": {"url": data, "detail": "high"}},
     "image as text": lambda data: {"type": "image_url", "image_url": data},
     "input image": lambda data: {"type": "input_image", "image_url": data},
