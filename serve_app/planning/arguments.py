@@ -38,6 +38,13 @@ def _configure_demand(group: "argparse._ArgumentGroup") -> None:
         "--slo-tpot-s", type=positive_float, default=0.08, help="limit of the P99 TPOT (%(default)s)"
     )
     group.add_argument(
+        "--long-above",
+        type=positive_int,
+        default=4_096,
+        metavar="TOKENS",
+        help="a request of more, prompt and answer, counts as long in the figures (%(default)s)",
+    )
+    group.add_argument(
         "--arrivals",
         default="poisson",
         help=f"poisson, gamma:CV, on-off:ON,OFF in requests, or {TRACE_ARRIVALS}: the trace's own pattern, "
@@ -121,6 +128,7 @@ def demand(args: argparse.Namespace) -> Demand:
         ),
         rate_per_s=args.rate,
         slo=Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s),
+        long_above_tokens=args.long_above,
         policy=args.policy,
         scheduler=dict(_setting(text) for text in args.set),
     )

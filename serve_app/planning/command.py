@@ -28,7 +28,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.json is not None:
         given = {name: _plain(value) for name, value in vars(args).items() if name != "command"}
         found = provenance(plan.workload.trace, given, effort.seeds)
-        write_json(args.json, plan_as_json(plan.result) | {"provenance": found})
+        twice = {name: one.as_json() for name, one in plan.twice.items()}
+        document = plan_as_json(plan.result) | {"stand_ins_at_twice_the_size": twice}
+        write_json(args.json, document | {"provenance": found})
     if args.plot is not None:
         # Loading the plotting library takes half a second, which a run without plots need not wait for.
         from serve_app.planning.plots import write_plots  # noqa: PLC0415 - see above
@@ -50,7 +52,8 @@ def _heading(plan: Plan) -> str:
     return (
         f"{plan.workload.trace.name} at {demand.rate_per_s:g} requests/s, P99 TTFT <= {ttft_s:g} s and "
         f"P99 TPOT <= {1_000 * tpot_s:g} ms, policy {demand.policy}; {size}, "
-        f"{demand.trace.requests:,} requests a run; means over seeds ± 95 % interval; > marks the chosen"
+        f"{demand.trace.requests:,} requests a run; means over seeds ± 95 % interval; long: more than "
+        f"{demand.long_above_tokens:,} tokens; > marks the chosen"
     )
 
 
@@ -64,6 +67,12 @@ def _warnings(plan: Plan, seeds: int) -> list[str]:
             f"{workload.dropped:,} of {every:,} requests are longer than the profile's context and were left "
             "out of every fleet"
         )
+    lines += [
+        f"{name}: its stand-in meets the limits, twice as many replicas at twice the rate do not: "
+        "raise --stand-in"
+        for name, one in plan.twice.items()
+        if not one.meets
+    ]
     if plan.result.worst_case is None:
         lines.append("the worst-case fleet meets the limits at no size that was tried")
     if seeds < 3:

@@ -1,14 +1,14 @@
 """One plan from beginning to end: the workload, the size of the stand-in, the search."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from serve_app.engines.profiles import load_profile
 from serve_app.planning.costs import CostTable
 from serve_app.planning.length_mix import LengthMix
 from serve_app.planning.search import Candidate, Planner, PlanResult, SearchSpace
-from serve_app.planning.verification import Demand, Verifier, stand_in_share
+from serve_app.planning.verification import Demand, Verification, Verifier, stand_in_share
 from serve_app.simulation.workload import FittedTrace, choose_trace, fit
 
 # Requests that the model learns lengths from when a run's number is open.
@@ -46,12 +46,15 @@ class Plan:
         demand: with the number of requests that a run played.
         workload: of the first seed, without what the profile cannot hold.
         verifier: with every fleet that it has simulated.
+        twice: by the name of each chosen fleet, its stand-in at twice the size under twice the rate, with the
+            first seed: what a stand-in may differ by. Empty when fleets were simulated at full size.
     """
 
     demand: Demand
     workload: FittedTrace
     verifier: Verifier
     result: PlanResult
+    twice: Mapping[str, Verification]
 
 
 def make_plan(
@@ -77,7 +80,13 @@ def make_plan(
     demand = _with_requests(demand, share, mix, undivided)
     verifier = Verifier(demand, share=share, jobs=effort.jobs)
     result = planner.search(verifier, effort.seeds)
-    return Plan(demand=demand, workload=workload, verifier=verifier, result=result)
+    chosen = (result.worst_case, result.paged, result.pools) if share < 1 else ()
+    twice = {
+        one.plan.name: verifier.at_twice_the_size(one.plan, one.verification.counts, effort.seeds[:1])
+        for one in chosen
+        if one is not None
+    }
+    return Plan(demand=demand, workload=workload, verifier=verifier, result=result, twice=twice)
 
 
 def steps(space: SearchSpace) -> int:

@@ -5,7 +5,7 @@ requests per second on one replica, with h chunks of prompt and o output tokens 
 
     sequences in the batch     n = r * E[h + o - 1] * t                                        (Little's law)
     prompt tokens, iteration   P: compound Poisson, r * E[h] * t chunks of the workload's own sizes
-    mean iteration             t = E[max(base, P * prefill_per_token)] + pairs + n * (per sequence + context)
+    mean iteration             t = E[max(read, compute of P and n)] + pairs + n * (per sequence + context)
 
 The last line is `StepTimeModel` in expectation; t stands on both sides, and its smallest solution is the
 operating point. The distribution of P (by FFT) matters because of the maximum: chunks that meet in one
@@ -42,6 +42,8 @@ _BINS = 1_024
 _PLACES: _Floats = np.arange(_BINS, dtype=np.float64)
 # An iteration longer than this is none that anybody would run.
 _LONGEST_ITERATION_S = 5.0
+# Solutions are no finer than the grid.
+_TOLERANCE = 1e-4
 # KV cache that sequences may fill; the rest is rounding to blocks.
 _KV_FILL = 0.97
 
@@ -125,6 +127,9 @@ class PoolModel:
         self._held_tokens = float(held.sum() / self._iterations.sum())
         self._decode_ratio = float(decoding.sum() / self._iterations.sum())
         self._context = float((decoding * (prompts + outputs / 2)).sum() / max(decoding.sum(), 1.0))
+        self._per_sequence_s = (
+            step_time.decode_per_sequence_s + self._context * step_time.decode_per_context_token_s
+        )
         self._pairs_per_token = float((prompts * (prompts + 1) / 2).sum() / prompts.sum())
         self._chunk_sizes, self._chunk_weights = self._chunks_by_size()
         self._chunk_moments = tuple(float(self._chunk_weights @ self._chunk_sizes**power) for power in (1, 2))
@@ -218,7 +223,7 @@ class PoolModel:
         excess_before = seconds
         for _ in range(60):
             excess = self._expected_step_s(rate_per_s, seconds) - seconds
-            if excess < 1e-5 * seconds:
+            if excess < _TOLERANCE * seconds:
                 return seconds
             slope = (excess - excess_before) / (seconds - before)
             if slope >= -1e-6:
@@ -238,14 +243,16 @@ class PoolModel:
         return float(probability @ self._step_s(prompt_tokens, sequences))
 
     def _step_s(self, prompt_tokens: _Floats, sequences: float) -> _Floats:
-        """Seconds of iterations with so many prompt tokens each, beside the mean batch."""
+        """`StepTimeModel.step_s` for iterations with so many prompt tokens each, beside the mean batch."""
         step = self._step
         decoding = sequences * self._decode_ratio
         base = np.where(prompt_tokens > 0, max(step.decode_base_s, step.prefill_base_s), step.decode_base_s)
-        prefill = np.maximum(base, prompt_tokens * step.prefill_per_token_s)
+        if step.expert_read_s:
+            routed = 1 - (1 - step.expert_share) ** (prompt_tokens + decoding)
+            base = base + step.expert_read_s * routed
+        computed = prompt_tokens * step.prefill_per_token_s + decoding * step.decode_compute_s
         pairs = prompt_tokens * self._pairs_per_token * step.prefill_per_pair_s
-        per_sequence = step.decode_per_sequence_s + self._context * step.decode_per_context_token_s
-        times: _Floats = prefill + pairs + decoding * per_sequence
+        times: _Floats = np.maximum(base, computed) + pairs + decoding * self._per_sequence_s
         return times
 
     def _tokens_per_iteration(self, requests: float) -> tuple[_Floats, _Floats]:
@@ -258,8 +265,12 @@ class PoolModel:
         weights, (mean_size, mean_square) = self._chunk_weights, self._chunk_moments
         mean, spread = chunks * mean_size, math.sqrt(chunks * mean_square)
         width = (mean + 8 * spread + 2 * self._chunk) / _BINS
-        places = np.rint(self._chunk_sizes / width).astype(np.int64)
-        one = np.bincount(places, weights=weights, minlength=_BINS)[:_BINS]
+        # A size between two bins goes to both, so that the mean stays what it is on every grid.
+        places = self._chunk_sizes / width
+        below = places.astype(np.int64)
+        upper = weights * (places - below)
+        one = np.bincount(below, weights=weights - upper, minlength=_BINS)
+        one += np.bincount(below + 1, weights=upper, minlength=_BINS)
         several = np.fft.irfft(np.exp(chunks * (np.fft.rfft(one) - 1)), _BINS)
         probability: _Floats = np.clip(several, 0.0, None)
         return _PLACES * width, probability / float(probability.sum())
@@ -288,9 +299,7 @@ class PoolModel:
 
         The batch's own size is Poisson, and stays what it is for the life of a request.
         """
-        step = self._step
-        per_sequence = step.decode_per_sequence_s + self._context * step.decode_per_context_token_s
-        batch_variance = sequences * self._decode_ratio * per_sequence**2
+        batch_variance = sequences * self._decode_ratio * self._per_sequence_s**2
         steps, counts = np.unique(self._outputs[self._outputs > 1] - 1, return_counts=True)
         if not len(steps):
             return mean_s

@@ -15,7 +15,7 @@ class Saving:
 
     Attributes:
         ratio: share of the other's cost that is saved; negative when it costs more.
-        resolution: what one replica more or less of the simulated fleets amounts to.
+        resolution: the finest step of a size, one replica, or a quarter of one of a stand-in.
     """
 
     ratio: float
@@ -25,7 +25,10 @@ class Saving:
 def saving(of: SizedFleet, against: SizedFleet) -> Saving:
     """What a fleet saves."""
     steps = [
-        one.usd_per_hour / sum(one.verification.counts.values()) / against.usd_per_hour
+        (0.25 if one.share < 1 else 1.0)
+        * one.usd_per_hour
+        / sum(one.verification.counts.values())
+        / against.usd_per_hour
         for one in (of, against)
     ]
     return Saving(1 - of.usd_per_hour / against.usd_per_hour, max(steps))
@@ -79,6 +82,7 @@ def _fleet(one: SizedFleet, result: PlanResult) -> dict[str, Any]:
         "simulated_saving": simulated,
         "savings": against,
         "simulated_share": one.share,
+        "headroom": one.headroom,
         "verification": verification.as_json(),
         "model_replicas": one.candidate.counts,
     } | one.plan.as_json()
@@ -98,6 +102,7 @@ def _simulated(one: SizedFleet) -> dict[str, Any]:
         "replicas": dict(one.counts),
         "gpus": one.gpus,
         "usd_per_hour": one.usd_per_hour,
+        "headroom": one.headroom,
         "model_replicas": one.candidate.counts,
         "verification": one.verification.as_json(),
     } | one.plan.as_json()
@@ -119,7 +124,7 @@ def table(result: PlanResult) -> str:
     """A line for every fleet that was sized by simulation."""
     head = (
         *("fleet", "B_short", "replicas", "model", "GPUs", "$/hour"),
-        *("P99 TTFT s", "P99 TPOT ms", "preempted ‰", "settings"),
+        *("P99 TTFT s", "long s", "P99 TPOT ms", "preempted ‰", "settings"),
     )
     chosen = (result.worst_case, result.paged, result.pools)
     lines = [
@@ -131,6 +136,7 @@ def table(result: PlanResult) -> str:
             f"{one.gpus:,}",
             f"{one.usd_per_hour:,.2f}",
             _interval(one.verification.ttft, 1, 2),
+            _interval(one.verification.long_ttft, 1, 2),
             _interval(one.verification.tpot, 1_000, 1),
             f"{one.verification.preemptions_per_mille:.2f}",
             "; ".join(dict.fromkeys(str(pool) for pool in one.plan.pools.values())),
@@ -155,7 +161,7 @@ def verdict(result: PlanResult) -> str:
         f"a short and a long pool with B_short = {pools.plan.b_short_tokens:,} "
         f"(${pools.usd_per_hour:,.2f} an hour, {pools.gpus:,} GPUs)"
     )
-    exact = f"one replica is {measured.resolution:.1%}, {len(pools.verification.runs)} seeds"
+    exact = f"sizes are exact to {measured.resolution:.1%}, {len(pools.verification.runs)} seeds"
     if measured.ratio <= 0:
         more = f"costs {-measured.ratio:.1%} more than" if measured.ratio else "costs the same as"
         return f"Splitting does not pay: {split} {more} {baseline}; {exact}."

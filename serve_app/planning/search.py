@@ -88,6 +88,7 @@ class SizedFleet:
     Attributes:
         candidate: where the search began.
         verification: of the fleet that was simulated, a stand-in if `share` is below 1.
+        headroom: by which the rate of a stand-in can grow, see `Verifier.headroom`.
         counts: replicas by pool at full size.
         usd_by_pool: per hour.
     """
@@ -95,6 +96,7 @@ class SizedFleet:
     candidate: Candidate
     verification: Verification
     share: float
+    headroom: float
     counts: Counts
     usd_by_pool: Mapping[str, float]
     gpus: int
@@ -282,15 +284,21 @@ class Planner:
             verification = smallest_fleet(verifier, candidate.plan, guess, costs=self._costs, seeds=seeds)
             self._on_step(candidate.plan.name)
             if verification is not None:
-                found.append(self._at_full_size(candidate, verification, verifier.share))
+                headroom = 1.0
+                if verifier.share < 1:
+                    headroom = verifier.headroom(candidate.plan, verification.counts, seeds)
+                found.append(self._at_full_size(candidate, verification, verifier.share, headroom))
         return found
 
-    def _at_full_size(self, candidate: Candidate, verification: Verification, share: float) -> SizedFleet:
-        counts = {pool: at_full_size(count, share) for pool, count in verification.counts.items()}
+    def _at_full_size(
+        self, candidate: Candidate, verification: Verification, share: float, headroom: float
+    ) -> SizedFleet:
+        counts = {pool: at_full_size(count, share, headroom) for pool, count in verification.counts.items()}
         return SizedFleet(
             candidate=candidate,
             verification=verification,
             share=share,
+            headroom=headroom,
             counts=counts,
             usd_by_pool={
                 pool: count * self._costs.usd_per_hour(candidate.plan.pools[pool].profile)

@@ -6,7 +6,7 @@ otherwise: a trace squeezed to a high rate would bring its minutes of peak as in
 
 A large fleet is simulated as a smaller one at the same share of its rate, a stand-in. It errs on the safe
 side: fewer replicas even out less, so what a small fleet serves at some rate per replica, a larger one serves
-as well. `Verifier.at_twice_the_size` measures how far apart the two are.
+as well. `Verifier.at_twice_the_size` shows whether it does.
 """
 
 import math
@@ -32,6 +32,7 @@ class Demand:
         trace: its requests; `requests` in it is how many a run plays.
         rate_per_s: of the whole fleet.
         slo: P99 limits.
+        long_above_tokens: a request of more, prompt and answer, counts as long in the figures.
         policy: of the scheduler.
         scheduler: its settings that are not the defaults, by dotted path.
     """
@@ -39,6 +40,7 @@ class Demand:
     trace: TraceChoice
     rate_per_s: float
     slo: Slo
+    long_above_tokens: int = 4_096
     policy: str = "ewsjf"
     scheduler: Mapping[str, object] = field(default_factory=dict)
 
@@ -68,6 +70,7 @@ class RunFigures:
     Attributes:
         lost: requests that did not complete.
         preemptions: in the whole run, of so many `requests`.
+        long_p99_ttft_s: of long requests alone.
         by_pool: by the pool that served.
     """
 
@@ -77,6 +80,7 @@ class RunFigures:
     preemptions: int
     p99_ttft_s: float | None
     p99_tpot_s: float | None
+    long_p99_ttft_s: float | None
     by_pool: Mapping[str, PoolFigures]
 
     def meets(self, slo: Slo) -> bool:
@@ -109,6 +113,11 @@ class Verification:
         return _interval([run.p99_tpot_s for run in self.runs])
 
     @property
+    def long_ttft(self) -> Interval | None:
+        """P99 TTFT of long requests over seeds, in seconds: who pays for the others' tails."""
+        return _interval([run.long_p99_ttft_s for run in self.runs])
+
+    @property
     def preemptions_per_mille(self) -> float:
         """Preemptions per thousand requests, all seeds together."""
         return 1_000 * sum(run.preemptions for run in self.runs) / sum(run.requests for run in self.runs)
@@ -130,6 +139,7 @@ class Verification:
             "lost": [run.lost for run in self.runs],
             "p99_ttft_s": None if self.ttft is None else self.ttft.as_json(),
             "p99_tpot_s": None if self.tpot is None else self.tpot.as_json(),
+            "long_p99_ttft_s": None if self.long_ttft is None else self.long_ttft.as_json(),
             "preemptions_per_mille": self.preemptions_per_mille,
         }
 
@@ -143,7 +153,7 @@ class Verifier:
         jobs: processes.
 
     Attributes:
-        measured: every verification so far, in its order.
+        measured: every fleet that was asked for, in that order.
     """
 
     def __init__(self, demand: Demand, *, share: float = 1.0, jobs: int = 1) -> None:
@@ -164,14 +174,32 @@ class Verifier:
         """The fleet of that size under its share of the demand, with these seeds."""
         return self._measure(plan, counts, seeds, self.demand.scaled(self.share))
 
+    def headroom(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> float:
+        """By which factor the rate can grow before a fleet that meets its limits misses them, at least 1.
+
+        A stand-in of few replicas is coarse: this tells what part of its last replica it does not need.
+        Looked for up to the rate that would be one replica's share more, to a quarter of that.
+        """
+        share = 1 / sum(counts.values())
+        low, high = 0.0, share
+        for _ in range(_HEADROOM_STEPS):
+            middle = (low + high) / 2
+            demand = self.demand.scaled(self.share * (1 + middle))
+            meets = self._measure(plan, counts, seeds, demand, noted=False).meets
+            low, high = (middle, high) if meets else (low, middle)
+        return 1 + low
+
     def at_twice_the_size(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> Verification:
         """The same fleet with twice the replicas under twice the rate, for as long."""
         demand = self.demand.scaled(2 * self.share)
         if demand.trace.requests is not None:
             demand = replace(demand, trace=replace(demand.trace, requests=2 * demand.trace.requests))
-        return self._measure(plan, {pool: 2 * count for pool, count in counts.items()}, seeds, demand)
+        twice = {pool: 2 * count for pool, count in counts.items()}
+        return self._measure(plan, twice, seeds, demand, noted=False)
 
-    def _measure(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int], demand: Demand) -> Verification:
+    def _measure(
+        self, plan: FleetPlan, counts: Counts, seeds: Sequence[int], demand: Demand, *, noted: bool = True
+    ) -> Verification:
         settings = plan.settings(counts)
         runs = [
             RunSettings(
@@ -187,10 +215,15 @@ class Verifier:
         ]
         missing = [run for run in runs if repr(run) not in self._runs]
         for result in run_all(missing, jobs=self._jobs, keep_records=True):
-            self._runs[repr(result.settings)] = _figures(result)
+            self._runs[repr(result.settings)] = _figures(result, demand.long_above_tokens)
         verification = Verification(plan, dict(counts), demand, tuple(self._runs[repr(run)] for run in runs))
-        self.measured.append(verification)
+        if noted:
+            self.measured.append(verification)
         return verification
+
+
+# Halvings of one replica's share of the rate.
+_HEADROOM_STEPS = 2
 
 
 def stand_in_share(replicas: int, most_replicas: int) -> float:
@@ -198,12 +231,12 @@ def stand_in_share(replicas: int, most_replicas: int) -> float:
     return min(1.0, most_replicas / replicas)
 
 
-def at_full_size(count: int, share: float) -> int:
+def at_full_size(count: int, share: float, headroom: float = 1.0) -> int:
     """Replicas of the whole fleet for those of its stand-in; rounded up."""
-    return math.ceil(count / share - 1e-9)
+    return math.ceil(count / share / headroom - 1e-9)
 
 
-def _figures(result: RunResult) -> RunFigures:
+def _figures(result: RunResult, long_above_tokens: int) -> RunFigures:
     records = result.measured
     pools = sorted({record.pool for record in records if record.pool})
     tokens = sum(record.prompt_tokens + record.output_tokens for record in records)
@@ -213,6 +246,7 @@ def _figures(result: RunResult) -> RunFigures:
         own_tokens = sum(record.prompt_tokens + record.output_tokens for record in own)
         by_pool[pool] = PoolFigures(len(own) / len(records), own_tokens / tokens, *_tails(own))
     ttft_s, tpot_s = _tails(records)
+    long = [record for record in records if record.prompt_tokens + record.output_tokens > long_above_tokens]
     whole = result.whole
     return RunFigures(
         seed=result.settings.seed,
@@ -221,6 +255,7 @@ def _figures(result: RunResult) -> RunFigures:
         preemptions=whole.preemptions or 0,
         p99_ttft_s=ttft_s,
         p99_tpot_s=tpot_s,
+        long_p99_ttft_s=_tails(long)[0],
         by_pool=by_pool,
     )
 

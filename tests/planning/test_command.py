@@ -49,6 +49,24 @@ def test_a_plan_is_told_written_and_drawn(tmp_path: Path, capsys: pytest.Capture
     assert pictures == ["gpus_against_b_short.png", "tails_against_gpus.png", "work_split.png"]
 
 
+def test_a_large_fleet_is_simulated_as_a_stand_in_and_that_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    assert plan("--rate", "120", "--stand-in", "6", "--seeds", "1", "--json", str(out)) == 0
+    captured = capsys.readouterr()
+    assert "of its size, numbers scaled up" in captured.out
+    assert "fewer than three seeds" in captured.err
+    document = json.loads(out.read_text())
+    paged = next(one for one in document["fleets"] if one["name"] == "paged-homogeneous")
+    assert paged["simulated_share"] < 1 <= paged["headroom"]
+    small = paged["verification"]["replicas"]["all"]
+    assert paged["replicas"] > small
+    twice = document["stand_ins_at_twice_the_size"]["paged-homogeneous"]
+    assert twice["replicas"]["all"] == 2 * small
+    assert twice["rate_per_s"] == pytest.approx(2 * paged["verification"]["rate_per_s"])
+
+
 def test_limits_out_of_reach_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--slo-tpot-s", "0.001") == 0
     captured = capsys.readouterr()

@@ -1,8 +1,10 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from serve_app.engines.profiles import load_profile
 from serve_app.engines.step_time import StepTimeModel
 from serve_app.metrics.slo import Slo
 from serve_app.planning.queueing import Performance
@@ -30,6 +32,23 @@ def test_the_operating_point_solves_its_equation() -> None:
     expected_s = 0.02 / (1 - rate * 100 * 0.0004)
     assert point.iteration_s == pytest.approx(expected_s, rel=1e-4)
     assert point.sequences == pytest.approx(rate * 101 * expected_s, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama3-70b-h100-tp4", "qwen3-235b-a22b-mi300x-tp8"])
+def test_steps_take_what_the_engine_model_takes(name: str) -> None:
+    step_time = load_profile(name).step_time
+    model = pool_model(mix((1_000, 101)), step_time=step_time)
+    # Each sequence decodes in 100 of its 101 iterations, at 1,050.5 tokens of context in the mean.
+    decoding = 50
+    for prompt_tokens in (0, 128, 2_048):
+        expected = step_time.step_s(
+            prefill_tokens=prompt_tokens,
+            attended_pairs=round(prompt_tokens * 1_001 / 2),
+            sequences=decoding,
+            context_tokens=round(decoding * 1_050.5),
+        )
+        (computed,) = model._step_s(np.array([float(prompt_tokens)]), decoding * 101 / 100)
+        assert computed == pytest.approx(expected, rel=1e-4)
 
 
 def test_an_engine_ends_where_its_slots_or_its_prefill_do() -> None:

@@ -24,6 +24,7 @@ def sized(plan: FleetPlan, counts: Counts, *, share: float = 1.0) -> SizedFleet:
             preemptions=seed,
             p99_ttft_s=1.0 + 0.1 * seed,
             p99_tpot_s=0.05,
+            long_p99_ttft_s=3.0,
             by_pool=figures,
         )
         for seed in range(3)
@@ -34,6 +35,7 @@ def sized(plan: FleetPlan, counts: Counts, *, share: float = 1.0) -> SizedFleet:
         candidate=candidate,
         verification=Verification(plan, counts, demand(10.0), runs),
         share=share,
+        headroom=1.0,
         counts=counts,
         usd_by_pool={pool: n * costs.usd_per_hour(LARGE.profile) for pool, n in counts.items()},
         gpus=plan.gpus(counts),
@@ -91,13 +93,13 @@ def test_the_verdict_says_plainly_whether_splitting_pays(
     assert says in verdict(result(paged=paged, pools=pools))
 
 
-def test_one_replica_of_a_stand_in_counts_for_several() -> None:
+def test_a_stand_in_is_sized_to_a_quarter_of_its_replicas() -> None:
     whole = sized(paged_fleet(LARGE), {"all": 100})
     stand_in = replace(
-        whole, verification=replace(whole.verification, counts={"all": 10}), counts={"all": 100}
+        whole, verification=replace(whole.verification, counts={"all": 10}), counts={"all": 100}, share=0.1
     )
     assert saving(whole, whole).resolution == pytest.approx(0.01)
-    assert saving(stand_in, stand_in).resolution == pytest.approx(0.1)
+    assert saving(stand_in, stand_in).resolution == pytest.approx(0.025)
 
 
 def test_the_table_has_a_line_for_every_fleet_with_its_interval() -> None:

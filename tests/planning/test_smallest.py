@@ -40,6 +40,7 @@ class Invented(Verifier):
             preemptions=0,
             p99_ttft_s=max(late.values()),
             p99_tpot_s=None,
+            long_p99_ttft_s=None,
             by_pool={pool: PoolFigures(0.5, 0.5, late[pool], None) for pool in counts},
         )
 

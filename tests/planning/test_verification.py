@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from serve_app.planning.fleets import PoolPlan, paged_fleet, split_fleet
@@ -60,3 +62,20 @@ def test_shares_and_rates_are_checked() -> None:
         Verifier(demand(1.0), share=0.0)
     with pytest.raises(ValueError, match="rate_per_s"):
         demand(0.0)
+
+
+def test_headroom_is_the_part_of_a_replica_that_is_not_needed() -> None:
+    verifier = Verifier(demand(30.0))
+    roomy = verifier.headroom(ONE, {"all": 4}, [0])
+    assert roomy == pytest.approx(1 + 0.75 / 4)
+    assert verifier.headroom(ONE, {"all": 1}, [0]) == 1.0
+    assert not verifier.measured
+    assert at_full_size(8, 0.1, headroom=1.05) == 77
+
+
+def test_long_requests_are_told_apart() -> None:
+    wanted = replace(demand(30.0), long_above_tokens=1_000)
+    verification = Verifier(wanted).measure(ONE, {"all": 4}, [0])
+    assert verification.long_ttft is not None
+    assert verification.ttft is not None
+    assert verification.long_ttft.mean >= verification.ttft.mean
