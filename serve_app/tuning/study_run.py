@@ -3,14 +3,22 @@
 The study and the twin know no clock; this is where they meet one. The clock is an argument all the same.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from serve_app.tuning.digital_twin import Played
-from serve_app.tuning.scoreboard import INCUMBENT
+from serve_app.tuning.scoreboard import INCUMBENT, Job
 from serve_app.tuning.study import Phase, Study
 from serve_app.tuning.study_settings import StudySettings
-from serve_app.tuning.twin_processes import TwinProcesses
+
+
+class Twin(Protocol):
+    """Plays windows, as `twin_processes.TwinProcesses` does."""
+
+    def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Played]]:
+        """Each job with what came of it, in their order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +80,7 @@ class Budget:
 def run_study(
     study: Study,
     settings: StudySettings,
-    twin: TwinProcesses,
+    twin: Twin,
     budget: Budget,
     on_step: Callable[[Step], object] = lambda _: None,
 ) -> Course:
@@ -82,6 +90,7 @@ def run_study(
         on_step: called after each round of the search.
     """
     course, began = Course(), budget.clock()
+    first_s = 0.0
     for _ in _rounds(study):
         searching = study.phase in (Phase.INCUMBENT, Phase.SEARCH)
         # A round of the search may be given up in the middle when time is up; a confirmation may not.
@@ -89,7 +98,8 @@ def run_study(
             course.played[job.candidate, job.window] = played
             study.tell(job, played.reward.value)
             seconds = budget.clock() - began
-            if searching and _is_over(budget, settings, course, seconds):
+            first_s = first_s or seconds
+            if searching and _is_over(budget, settings, seconds, _each_s(course, seconds - first_s)):
                 study.end_search()
                 break
         course.seconds = budget.clock() - began
@@ -104,12 +114,15 @@ def _rounds(study: Study) -> Iterator[None]:
         yield
 
 
-def _is_over(budget: Budget, settings: StudySettings, course: Course, seconds: float) -> bool:
-    """Whether what is left of the time is needed to confirm a candidate."""
+def _each_s(course: Course, seconds: float) -> float:
+    """Seconds for each window so far, with all processes at work; without the first, which started them."""
+    return seconds / max(1, len(course.played) - 1)
+
+
+def _is_over(budget: Budget, settings: StudySettings, seconds: float, each_s: float) -> bool:
+    """Whether what is left of the time is needed to confirm candidates."""
     if budget.seconds is None:
         return False
-    # Seconds for each window so far, with all processes at work: what the confirmation will take as well.
-    each_s = seconds / len(course.played)
     return seconds + each_s * settings.confirm_windows * (1 + settings.finalists) >= budget.seconds
 
 

@@ -52,6 +52,10 @@ class TrafficLog:
         if record.outcome not in NOT_OURS and record.prompt_tokens >= 1:
             self._records.append(record)
 
+    def between(self, start: float, end: float) -> list[RequestRecord]:
+        """The requests that arrived in a stretch of time, `end` not included."""
+        return [record for record in self._records if start <= record.arrived_at < end]
+
     def trace(self, until: float) -> Trace | None:
         """The requests that arrived before `until` as a trace that begins at 0; None when there are none.
 

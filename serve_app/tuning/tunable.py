@@ -78,7 +78,7 @@ class Tunable:
 
     def __post_init__(self) -> None:
         # Weights that are not given are the policy's; to change one of them, all have to be written down.
-        object.__setattr__(self, "scheduler", _with_weights(self.scheduler))
+        object.__setattr__(self, "scheduler", with_weights(self.scheduler))
 
     def value(self, parameter: Parameter) -> float:
         """The value in force."""
@@ -111,7 +111,7 @@ class Tunable:
         return self.scheduler if part is Part.SCHEDULER else self.refine_and_prune
 
 
-def _with_weights(settings: SchedulerSettings) -> SchedulerSettings:
+def with_weights(settings: SchedulerSettings) -> SchedulerSettings:
     """The same settings with the weights of the score written down: the policy's, if none are given."""
     policy = make_policy(settings.policy)
     if settings.ewsjf.weights is not None or not isinstance(policy, EwsjfPaper):

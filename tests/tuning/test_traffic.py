@@ -115,3 +115,10 @@ def test_an_answer_that_never_ended_is_as_long_as_one_to_a_prompt_of_its_length(
     found = log.trace(until=9.0)
     assert found is not None
     assert [one.output_tokens for one in found.requests] == [4, 200, 200]
+
+
+def test_the_requests_of_a_stretch_are_those_that_arrived_in_it() -> None:
+    log = TrafficLog()
+    for at in (4.0, 2.0, 3.0):
+        log.add(record(request_id=f"r{at}", arrived_at=at))
+    assert [one.arrived_at for one in log.between(2.0, 4.0)] == [2.0, 3.0]
