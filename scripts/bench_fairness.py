@@ -8,8 +8,9 @@
 Scenes (the paper's mix of lengths; load 1.0 is the rate that saturates the same replicas under FCFS):
 
     weights   three tenants of weights 1, 2 and 4 ask for a half and twice a quarter of three times what the
-              engines can do. Over the minute from the 10th second on: what each got over what was due to it
-              by weight, in the unit that its mode counts. 1 is exactly its share. Jain's index over these.
+              engines can do. Over the minute from the 40th second on: what each got over what was due to it
+              by weight, in the unit that its mode counts; by the time of dispatch, which is what fairness
+              decides. 1 is exactly its share. Jain's index over these.
     light     a tenant with half of all requests beside 26 that share the other half, at load 1.3. TTFT of the
               26, who ask for less than their share, and of the heavy one; Jain's index over max-min shares.
     batch     interactive requests at load 0.3, alone and beside a backlog of batch work that would last for
@@ -50,7 +51,7 @@ from serve_app.workloads.transform import merge, scale_to_rate
 Figures = Mapping[str, float]
 
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0}
-MINUTE = (10.0, 70.0)
+MINUTE = (40.0, 100.0)
 SPAN_S = 50.0
 DECODE_WEIGHT = 2.0
 
@@ -106,24 +107,17 @@ def weights(fleet: FleetSettings, variant: Variant, seed: int) -> Figures:
     in_requests = variant.settings.get("fairness.mode") == "requests"
     served = dict.fromkeys(WEIGHTS, 0.0)
     for record in records:
-        served[record.tenant] += service(record, MINUTE[1], in_requests) - service(
-            record, MINUTE[0], in_requests
-        )
+        if record.dispatched_at is not None and MINUTE[0] <= record.dispatched_at < MINUTE[1]:
+            served[record.tenant] += cost(record, in_requests)
     total, weight = sum(served.values()), sum(WEIGHTS.values())
     due = {tenant: served[tenant] / (total * WEIGHTS[tenant] / weight) for tenant in WEIGHTS}
     farthest = max(abs(share - 1) for share in due.values())
     return {**due, "farthest": farthest, "Jain": jain_index(due.values()) or 0.0}
 
 
-def service(record: RequestRecord, until: float, in_requests: bool) -> float:
-    """What an engine had done for a request by then, as fairness counts it."""
-    if in_requests:
-        return float(record.dispatched_at is not None and record.dispatched_at <= until)
-    if record.first_token_at is None or until < record.first_token_at:
-        return 0.0
-    whole_s = record.finished_at - record.first_token_at
-    ratio = 1.0 if until >= record.finished_at else (until - record.first_token_at) / whole_s
-    return record.prompt_tokens + DECODE_WEIGHT * record.output_tokens * ratio
+def cost(record: RequestRecord, in_requests: bool) -> float:
+    """What a request has cost, as fairness counts it."""
+    return 1.0 if in_requests else record.prompt_tokens + DECODE_WEIGHT * record.output_tokens
 
 
 def light(fleet: FleetSettings, variant: Variant, seed: int) -> Figures:

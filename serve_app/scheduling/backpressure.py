@@ -45,6 +45,12 @@ class BackpressureSettings:
     lag_factor: float = 3.0
     # The same for the batch class: 0 sends batch work only to an engine whose queue is empty.
     batch_target_waiting: int = 0
+    # Or to one that has no more prefill under way than so many seconds, as learned from first tokens: less
+    # than one iteration takes, so that nobody waits behind it. With 0, one short batch request goes in an
+    # iteration that could take ten: batch work alone then reaches half of the throughput (paper's mix, 70B:
+    # 11,900 tokens/s, and 22,600 with 0.02), and interactive requests beside it have a p95 TTFT of 1.6 times
+    # what they have alone instead of 2.4.
+    batch_prefill_s: float = 0.02
     # Time per output token, in seconds, above which nothing more is sent: seven tokens per second are about
     # as many as people read. None never holds anything back.
     tpot_gate_s: float | None = 0.15
@@ -65,6 +71,8 @@ class BackpressureSettings:
     def __post_init__(self) -> None:
         if self.target_waiting < 1:
             raise ValueError(f"target_waiting must be at least 1, got {self.target_waiting}")
+        if self.batch_prefill_s < 0:
+            raise ValueError(f"batch_prefill_s must not be negative, got {self.batch_prefill_s}")
         if self.batch_target_waiting < 0:
             raise ValueError(f"batch_target_waiting must not be negative, got {self.batch_target_waiting}")
         if self.tpot_gate_s is not None and not self.tpot_gate_s > 0:
@@ -104,8 +112,14 @@ class EngineBackpressure:
 
     def is_quiet(self, replica: ReplicaState) -> bool:
         """Whether the batch class may go there: hardly anything can be waiting in the engine."""
-        queued = min(replica.unstarted, replica.reported_queue)
-        return queued <= self._settings.batch_target_waiting
+        settings = self._settings
+        prefill_s = replica.pending_prefill_tokens * self._cost.per_token_s
+        # Where the batch is full, whoever comes waits in the engine, however little is to be computed.
+        if prefill_s <= settings.batch_prefill_s and replica.in_flight < replica.spec.max_num_seqs:
+            return True
+        # As in `admits`: long prefills stand in the batch.
+        queued = min(max(0, replica.unstarted - replica.long_prefills[0]), replica.reported_queue)
+        return queued <= settings.batch_target_waiting
 
     def gates(self, replica: ReplicaState) -> bool:
         """Whether a replica that has just reported is too busy for more."""

@@ -73,7 +73,7 @@ class Dispatcher:
     def fits(self, entry: Entry, now: float) -> bool:
         """Whether some replica has room for a request that has just come, whoever goes before it."""
         quiet = entry.request.priority is PriorityClass.BATCH
-        limits = self._isolation.limits(entry.grade, now - entry.request.arrived_at)
+        limits = self._limits(entry, now)
         for pool in entry.pools:
             limit = self._ledger.context_limit(pool)
             if limit is None:
@@ -114,7 +114,7 @@ class Dispatcher:
         misfits: dict[tuple[tuple[int, ...], bool], int] = {}
         for head, quiet in self._order(pool, now, at_home=at_home):
             tokens = min(head.estimate.expected_tokens, limit)
-            limits = self._isolation.limits(head.grade, now - head.request.arrived_at)
+            limits = self._limits(head, now)
             replica = None
             if tokens < misfits.get((limits, quiet), limit + 1):
                 replica = self._ledger.best(pool, tokens, now, long_limits=limits, quiet=quiet)
@@ -124,6 +124,13 @@ class Dispatcher:
             if placed is not None:
                 return head, *placed
         return None
+
+    def _limits(self, entry: Entry, now: float) -> tuple[int, ...]:
+        """How many long prefills may be in flight on a replica that gets this one."""
+        if entry.grade == 0:
+            return ()
+        waited_s = now - entry.request.arrived_at
+        return self._isolation.limits(entry.grade, now, waited_s, self._room.behind_requests(entry.request))
 
     def _order(self, pool: str, now: float, *, at_home: bool) -> Iterator[tuple[Entry, bool]]:
         """Heads in the order of service, each with whether it must find a quiet engine."""
@@ -159,7 +166,7 @@ class Dispatcher:
         tokens = min(head.estimate.expected_tokens, limit)
         if self._ledger.best(pool, tokens, now) is None:
             return f"no open replica has {tokens:,} free KV tokens"
-        limits = self._isolation.limits(head.grade, now - head.request.arrived_at)
+        limits = self._limits(head, now)
         if self._ledger.best(pool, tokens, now, long_limits=limits) is None:
             return "long prefills are under way on every open replica"
         quiet = head.request.priority is PriorityClass.BATCH

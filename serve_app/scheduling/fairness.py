@@ -12,10 +12,14 @@ the real figures. Rules:
   tenant
   with a single request waits for one request of every other tenant at the most.
 - A tenant that comes back from idle is lifted to the lowest counter of those who wait. It has no claim on the
-  time when it wanted nothing, and owes nothing for what it had when nobody else waited.
+  time when it wanted nothing.
+- Where nobody waits, whoever comes next begins at the highest counter there is, and so does everybody after
+  it: nobody owes for what it had when nobody had to wait. Otherwise a burst would begin with the tenant that
+  had used an idle fleet most being locked out until all others had caught up.
 
 Counters as in VTC (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, algorithm 2 with its
-counter lift and weights); quantum and rounds are ours, so that scores keep a say.
+counter lift and weights); the new beginning as in start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996);
+quantum and rounds are ours, so that scores keep a say.
 """
 
 import bisect
@@ -62,12 +66,16 @@ class FairnessSettings:
     # Differences up to the cost of so many average requests leave the choice to the score. Less is stricter
     # from one request to the next and changes nothing over a minute.
     quantum_requests: float = 1.0
+    # How far a tenant may get ahead of one that waits, in average requests, by taking what that one could not
+    # (its requests were too long for the room there was). What goes beyond is not owed: it would be locked
+    # out for as long as it takes the other to catch up.
+    max_lead_requests: float = 64.0
 
     def __post_init__(self) -> None:
         for tenant, weight in self.weights.items():
             if not weight > 0:
                 raise ValueError(f"fairness.weights of tenant {tenant!r} must be positive, got {weight}")
-        for name in ("prefill_weight", "decode_weight", "quantum_requests"):
+        for name in ("prefill_weight", "decode_weight", "quantum_requests", "max_lead_requests"):
             if getattr(self, name) < 0:
                 raise ValueError(f"fairness.{name} must not be negative, got {getattr(self, name)}")
         if self.prefill_weight + self.decode_weight <= 0:
@@ -127,13 +135,14 @@ class FairShares:
         self._waiting: list[_Tenant] = []
         self._round = 1
         self._mean_cost = 0.0
-        self._last_counter = 0.0
+        # The highest counter there ever was: where all begin again after a moment in which nobody waited.
+        self._highest = 0.0
         self._joined = 0
 
     def came(self, name: str) -> None:
         """The first of a tenant's requests waits."""
         tenant = self._tenant(name)
-        floor = self._waiting[0].counter if self._waiting else self._last_counter
+        floor = self._waiting[0].counter if self._waiting else self._highest
         tenant.counter = max(tenant.counter, floor)
         tenant.waits = True
         bisect.insort(self._waiting, tenant, key=_place)
@@ -150,13 +159,20 @@ class FairShares:
         if tenant.served_in == self._round:
             self._round += 1
         tenant.served_in = self._round
-        self._last_counter = max(self._last_counter, tenant.counter)
         self._mean_cost += (_MEAN_WEIGHT if self._mean_cost else 1.0) * (cost - self._mean_cost)
+        before = tenant.counter
         self._add(tenant, cost)
+        if self._waiting:
+            lead = self._settings.max_lead_requests * self._mean_cost / self._settings.weight(name)
+            self._move(tenant, max(before, min(tenant.counter, self._waiting[0].counter + lead)))
 
     def correct(self, name: str, by: float) -> None:
         """The cost of a request turned out to be more, or less, than it was charged."""
-        self._add(self._tenant(name), by)
+        tenant = self._tenant(name)
+        is_highest = tenant.counter >= self._highest
+        self._add(tenant, by)
+        if is_highest:
+            self._highest = tenant.counter
 
     def turns(self) -> Iterator[list[str]]:
         """Who may go, in groups of equals: those whose turn it is, then the other equals, then one by one."""
@@ -172,6 +188,16 @@ class FairShares:
         for tenant in self._waiting[len(equals) :]:
             yield [tenant.name]
 
+    def behind_requests(self, name: str) -> float:
+        """How many average requests a waiting tenant would have to be served to be level with the next one.
+
+        0 for all but the one that is furthest behind.
+        """
+        if len(self._waiting) < 2 or self._waiting[0].name != name or not self._mean_cost > 0:
+            return 0.0
+        behind = self._waiting[1].counter - self._waiting[0].counter
+        return behind * self._settings.weight(name) / self._mean_cost
+
     def counters(self) -> dict[str, float]:
         """Service over weight, by tenant, of all that are remembered."""
         return {tenant.name: tenant.counter for tenant in self._tenants.values()}
@@ -184,9 +210,15 @@ class FairShares:
         return self._waiting[:count]
 
     def _add(self, tenant: _Tenant, cost: float) -> None:
+        self._move(tenant, max(0.0, tenant.counter + cost / self._settings.weight(tenant.name)))
+        self._highest = max(self._highest, tenant.counter)
+
+    def _move(self, tenant: _Tenant, counter: float) -> None:
+        if counter == tenant.counter:
+            return
         if tenant.waits:
             self._take_out(tenant)
-        tenant.counter = max(0.0, tenant.counter + cost / self._settings.weight(tenant.name))
+        tenant.counter = counter
         if tenant.waits:
             bisect.insort(self._waiting, tenant, key=_place)
 
@@ -206,7 +238,7 @@ class FairShares:
 
     def _forget(self) -> None:
         """Drop whoever would be lifted anyway when it comes back; then whoever owes least."""
-        floor = self._waiting[0].counter if self._waiting else self._last_counter
+        floor = self._waiting[0].counter if self._waiting else self._highest
         idle = sorted((one for one in self._tenants.values() if not one.waits), key=_place)
         for number, tenant in enumerate(idle):
             if tenant.counter <= floor or number < len(idle) - _REMEMBERED // 2:

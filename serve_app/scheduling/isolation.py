@@ -59,17 +59,34 @@ class IsolationSettings:
     # paper's mix one costs nine tenths of the goodput. Off, therefore.
     max_relief: int = 0
     relief_s: float = 2.0
+    # Shares of tenants come before isolation: one whose requests are mostly long would otherwise never get
+    # its share beside others with short ones. For each so many average requests that it is behind every
+    # other tenant that waits, it may have one long prefill more, up to `max_owed` more.
+    owed_requests: float = 16.0
+    max_owed: int = 4
+    # When no short request of a class above batch has come for so many seconds, nobody is to be protected,
+    # and as many long prefills may be in flight as fill an iteration with their chunks (2,048 by 256 on a 70B
+    # profile). Otherwise a backlog of long prompts alone would run at half of the engines' throughput.
+    quiet_s: float = 2.0
+    quiet_long_prefills: int = 8
     # Share of a length's weight that is left after 1,000 requests; forgets old traffic.
     keep_per_thousand: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("max_long_prefills", "max_relief"):
+        for name in ("max_long_prefills", "max_relief", "max_owed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"isolation.{name} must be 0 (off) or more, got {getattr(self, name)}")
         for name in ("short_work_share", "longest_work_share", "keep_per_thousand"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"isolation.{name} must be between 0 and 1, got {getattr(self, name)}")
-        for name in ("max_longest_prefills", "min_observations", "relief_s"):
+        for name in (
+            "max_longest_prefills",
+            "min_observations",
+            "relief_s",
+            "owed_requests",
+            "quiet_s",
+            "quiet_long_prefills",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"isolation.{name} must be positive, got {getattr(self, name)}")
         if not 0 < self.prior_boundary_tokens <= self.prior_longest_tokens:
@@ -91,6 +108,7 @@ class PrefillIsolation:
         self._wanted = wanted
         self._work: dict[int, float] = {}
         self._observed = 0
+        self._short_at = 0.0
         self.boundary_tokens = float(settings.prior_boundary_tokens)
         self.longest_boundary_tokens = float(settings.prior_longest_tokens)
 
@@ -119,16 +137,28 @@ class PrefillIsolation:
             return 0
         return 1 if prompt_tokens <= self.longest_boundary_tokens else 2
 
-    def limits(self, grade: int, waited_s: float) -> tuple[int, ...]:
+    def short_came(self, now: float) -> None:
+        """A short request came that is to be protected."""
+        self._short_at = now
+
+    def limits(
+        self, grade: int, now: float, waited_s: float, behind_requests: float = 0.0
+    ) -> tuple[int, ...]:
         """How many prefills may be in flight on a replica that gets one more, by grade from 1 up.
 
         Args:
+            now: seconds on the scheduler's clock.
             waited_s: how long this one, the first of its kind, has waited.
+            behind_requests: how far its tenant is behind its share, see `FairShares.behind_requests`.
         """
         if grade == 0:
             return ()
         settings = self._settings
         relief = min(settings.max_relief, int(waited_s / settings.relief_s))
+        if behind_requests >= settings.owed_requests:
+            relief += min(settings.max_owed, int(behind_requests / settings.owed_requests))
+        if now - self._short_at > settings.quiet_s:
+            relief = max(relief, settings.quiet_long_prefills - settings.max_long_prefills)
         return (settings.max_long_prefills + relief, settings.max_longest_prefills + relief)[:grade]
 
     def _learn(self) -> None:

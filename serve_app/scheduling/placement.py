@@ -48,7 +48,7 @@ class Placement:
         estimate, waited_s = head.estimate, now - head.request.arrived_at
 
         def able(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
-            limits = self.isolation.limits(self._grade(head, prefill_tokens), waited_s)
+            limits = self.isolation.limits(self._grade(head, prefill_tokens), now, waited_s)
             replica = self._ledger.able(replica_id, fit.tokens, now, long_limits=limits, quiet=fit.quiet)
             return replica if replica is not None and replica.spec.pool == fit.pool else None
 

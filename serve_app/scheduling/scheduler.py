@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from serve_app.errors import Outcome
-from serve_app.request import Request
+from serve_app.request import PriorityClass, Request
 from serve_app.routing.estimate import TokenEstimator
 from serve_app.routing.ledger import Hold, ReplicaLedger, ReplicaState
 from serve_app.routing.pools import PoolRouter
@@ -194,6 +194,8 @@ class Scheduler:
         entry.cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
         self.isolation.observe(entry.prefill_tokens)
         entry.grade = self.isolation.grade(estimate.expected_prompt_tokens)
+        if entry.grade == 0 and request.priority is not PriorityClass.BATCH:
+            self.isolation.short_came(now)
         # It was dispatched by a scheduler before this one, and came back to its gateway meanwhile.
         entry.returned = request.attempts > 0
         entry.attempts = min(request.attempts, self.settings.max_attempts - 1)

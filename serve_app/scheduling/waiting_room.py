@@ -157,6 +157,12 @@ class WaitingRoom:
         """Heads of every lane that may go to `pool`, in no order."""
         return list(self._all_heads(pool, at_home=at_home))
 
+    def behind_requests(self, request: Request) -> float:
+        """How far the request's tenant is behind its share, in average requests; 0 without fairness."""
+        if not self._is_fair:
+            return 0.0
+        return self.shares[request.priority].behind_requests(request.tenant)
+
     def work_ahead(self, request: Request) -> int:
         """Expected tokens that will be served before a request that comes now.
 

@@ -12,13 +12,15 @@ from serve_app.scheduling.fairness import FairnessSettings
 from tests.builders import World, dispatched
 
 INTERACTIVE, DEFAULT, BATCH = PriorityClass
+# Without growth by pace, so that three go until the first of them starts.
+FREE = BackpressureSettings(lag_factor=0.0)
+# Batch work goes to engines with an empty queue and to no other.
+STRICT = BackpressureSettings(lag_factor=0.0, batch_prefill_s=0.0)
 
 
 def world(**changes: Any) -> World:
     """One replica that takes three requests until the first of them starts."""
-    made = World(
-        routing=RoutingSettings(pools=("only",)), backpressure=BackpressureSettings(lag_factor=0.0), **changes
-    )
+    made = World(routing=RoutingSettings(pools=("only",)), **{"backpressure": FREE, **changes})
     made.join("r1", "only", kv_tokens=50_000, max_num_seqs=200)
     return made
 
@@ -54,7 +56,7 @@ def test_interactive_goes_first_then_default_then_batch() -> None:
 
 
 def test_batch_waits_for_an_engine_with_an_empty_queue() -> None:
-    made = world(class_floors=ClassFloorSettings(batch_share=0.0))
+    made = world(class_floors=ClassFloorSettings(batch_share=0.0), backpressure=STRICT)
     made.arrive("r1")
     assert made.arrive("b1", priority=BATCH) == []
     head = made.scheduler.entry("b1")
@@ -63,8 +65,18 @@ def test_batch_waits_for_an_engine_with_an_empty_queue() -> None:
     assert dispatched(made.feed(FirstToken("r1"))) == [("b1", "r1")]
 
 
+def test_batch_joins_as_much_prefill_as_nobody_feels() -> None:
+    """At the prior of 0.1 ms a token, 0.02 s are 200 tokens."""
+    made = world(class_floors=ClassFloorSettings(batch_share=0.0))
+    per_token_s = made.scheduler.prefill_cost.per_token_s
+    enough = int(FREE.batch_prefill_s / per_token_s) + 1
+    made.arrive("r1", prompt_tokens=enough - 50)
+    assert dispatched(made.arrive("b1", priority=BATCH, prompt_tokens=100)) == [("b1", "r1")]
+    assert made.arrive("b2", priority=BATCH, prompt_tokens=10) == []
+
+
 def test_batch_gets_its_floor_beside_a_stream_of_urgent_requests() -> None:
-    made = world(class_floors=ClassFloorSettings(batch_share=0.1))
+    made = world(class_floors=ClassFloorSettings(batch_share=0.1), backpressure=STRICT)
     made.arrive("b1", priority=BATCH, tenant="night")
     made.arrive("b2", priority=BATCH, tenant="night")
     running = ["b1"]

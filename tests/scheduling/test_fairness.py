@@ -137,3 +137,35 @@ def test_costs_are_those_of_the_mode() -> None:
 def test_settings_that_make_no_sense_are_refused(values: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         shares(**values)
+
+
+def test_nobody_owes_for_what_it_had_when_nobody_waited() -> None:
+    books = shares(mode="requests", quantum_requests=0.0)
+    for _ in range(500):
+        books.came("early")
+        books.charge("early", 1.0)
+        books.went("early")
+    books.came("early")
+    books.came("late")
+    assert [serve(books) for _ in range(10)].count("early") == 5
+
+
+def test_a_lead_that_others_could_not_prevent_is_owed_up_to_a_bound() -> None:
+    """One that cannot go, as its requests are too long, does not lock the other out for all that time."""
+    books = shares(mode="requests", quantum_requests=0.0, max_lead_requests=10.0)
+    books.came("stuck")
+    books.came("fits")
+    for _ in range(200):
+        books.charge("fits", 1.0)
+    assert books.behind_requests("stuck") == pytest.approx(10.0)
+    assert books.behind_requests("fits") == 0.0
+    served = [serve(books) for _ in range(14)]
+    assert served.count("fits") == 2
+
+
+def test_nobody_is_behind_when_nobody_else_waits() -> None:
+    books = shares()
+    books.came("a")
+    books.charge("a", 5.0)
+    assert books.behind_requests("a") == 0.0
+    assert books.behind_requests("nobody") == 0.0

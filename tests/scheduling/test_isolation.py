@@ -2,6 +2,7 @@ import random
 
 import pytest
 
+from serve_app.request import PriorityClass
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import FirstToken, Woke
@@ -10,7 +11,9 @@ from tests.builders import World, dispatched
 
 
 def world(**changes: object) -> World:
-    isolation = IsolationSettings(**{"prior_boundary_tokens": 300, "max_long_prefills": 1, **changes})  # type: ignore[arg-type]
+    isolation = IsolationSettings(
+        **{"prior_boundary_tokens": 300, "max_long_prefills": 1, "quiet_s": 1e6, **changes}
+    )  # type: ignore[arg-type]
     made = World(policy="fcfs-isolated", isolation=isolation, routing=RoutingSettings(pools=("only",)))
     made.join("r1", "only", kv_tokens=20_000)
     return made
@@ -51,12 +54,50 @@ def test_the_long_are_relieved_when_the_first_has_waited() -> None:
     assert dispatched(made.report("r1", after_s=1.0, received=1)) == [("long2", "r1")]
 
 
+def test_where_no_short_prompt_comes_an_iteration_may_be_filled_with_long_ones() -> None:
+    made = world(quiet_s=2.0, quiet_long_prefills=3)
+    made.arrive("short", prompt_tokens=50)
+    made.now += 1.5
+    made.report("r1", received=1)
+    sent = [bool(made.arrive(f"long{number}", prompt_tokens=500)) for number in range(5)]
+    assert sent == [True, False, False, False, False]
+    assert dispatched(made.report("r1", after_s=0.6, received=2)) == [("long1", "r1"), ("long2", "r1")]
+    # Whoever is under way stays; the next short prompt is protected again.
+    made.arrive("another short", prompt_tokens=50)
+    assert dispatched(made.feed(FirstToken("long0"))) == []
+
+
+def test_short_batch_work_is_not_protected() -> None:
+    made = world(quiet_s=2.0, quiet_long_prefills=2)
+    made.now += 1.9
+    made.report("r1")
+    made.arrive("short", prompt_tokens=50, priority=PriorityClass.BATCH)
+    made.now += 0.2
+    assert [bool(made.arrive(f"long{number}", prompt_tokens=500)) for number in range(3)] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_a_tenant_far_behind_its_share_may_have_more() -> None:
+    isolation = PrefillIsolation(IsolationSettings(owed_requests=10.0, max_owed=2), wanted=True)
+    behind = (0.0, 9.9, 10.0, 25.0, 1e6)
+    assert [isolation.limits(1, 0.0, 0.0, each) for each in behind] == [(2,), (2,), (3,), (4,), (4,)]
+
+
 def test_relief_has_an_end() -> None:
     isolation = PrefillIsolation(IsolationSettings(relief_s=1.0, max_relief=2), wanted=True)
     waits_s = (0.0, 0.9, 1.0, 2.5, 100.0)
-    assert [isolation.limits(1, waited_s) for waited_s in waits_s] == [(2,), (2,), (3,), (4,), (4,)]
-    assert [isolation.limits(2, waited_s) for waited_s in waits_s] == [(2, 1), (2, 1), (3, 2), (4, 3), (4, 3)]
-    assert isolation.limits(0, 100.0) == ()
+    assert [isolation.limits(1, 0.0, waited_s) for waited_s in waits_s] == [(2,), (2,), (3,), (4,), (4,)]
+    assert [isolation.limits(2, 0.0, waited_s) for waited_s in waits_s] == [
+        (2, 1),
+        (2, 1),
+        (3, 2),
+        (4, 3),
+        (4, 3),
+    ]
+    assert isolation.limits(0, 0.0, 100.0) == ()
 
 
 def test_an_unstreamed_long_prefill_is_over_after_its_usual_time() -> None:
