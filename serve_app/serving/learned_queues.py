@@ -4,9 +4,12 @@ All of it is soft. Without a tuner the lengths overwrite each other, and the par
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from serve_app.routing.replica import ReplicaSpec
+from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.partition import Partition
+from serve_app.serving.outcome_window import Row
 
 _KEPT = 10_000
 """Lengths kept between two pulls: ten seconds at 1,000 requests/s; 80 kB."""
@@ -19,10 +22,22 @@ class Observed:
     Attributes:
         incarnation: of the scheduler that answers; another one knows nothing of what was sent before.
         lengths: of the prompts admitted since the last pull, in tokens, as the scheduler estimates them.
+        at: now, on the scheduler's clock, which all times here are on.
+        settled_until: when the oldest request arrived that is not over yet; `at`, when none is open.
+        outcomes: of the requests that were concluded since the last pull, if they were asked for.
+        replicas: those that are connected, if outcomes were asked for.
+        settings: in force but for what is on trial, if outcomes were asked for.
+        frozen: why nothing may be tried; empty when something may.
     """
 
     incarnation: int
     lengths: list[int]
+    at: float = 0.0
+    settled_until: float = 0.0
+    outcomes: list[Row] = field(default_factory=list)
+    replicas: list[ReplicaSpec] = field(default_factory=list)
+    settings: SchedulerSettings | None = None
+    frozen: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,6 +69,10 @@ class OutcomeWindow:
                 if over is not None:
                     self._rows.append(_row(command, over, event, now))
 
+    def settled_until(self, now: float) -> float:
+        """When the oldest request arrived that is not over yet; `now`, when none is open."""
+        return min((each.arrived_at for each in self._open.values()), default=now)
+
     def take(self) -> list[Row]:
         """All outcomes since the last call, in order; they are kept no longer."""
         rows = list(self._rows)

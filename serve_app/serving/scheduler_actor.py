@@ -27,6 +27,7 @@ from serve_app.serving.learned_state import STATE_KIND, learned_state, objection
 from serve_app.serving.scheduler_shell import SchedulerShell, ShellParts
 from serve_app.serving.state_keeper import StateKeeper
 from serve_app.serving.state_store import StateStore
+from serve_app.serving.tuner_desk import Retune
 
 logger = logging.getLogger("ray.serve")
 
@@ -135,9 +136,9 @@ class SchedulerActor:
         text = (await self._current()).exposition()
         return text if self._keeper is None else text + self._keeper.exposition()
 
-    async def observed(self) -> Observed:
-        """The lengths of the prompts that arrived since the last call, for the tuner."""
-        return (await self._current()).observed()
+    async def observed(self, *, outcomes: bool = False) -> Observed:
+        """What happened since the last call, for the tuner."""
+        return (await self._current()).tuner.observed(outcomes=outcomes)
 
     async def put_in_force(self, update: PartitionUpdate) -> None:
         """Go on with these learned queues.
@@ -147,7 +148,30 @@ class SchedulerActor:
         """
         shell = await self._current()
         # What the grants of this moment start must outlive this call.
-        contextvars.Context().run(shell.put_in_force, update)
+        contextvars.Context().run(shell.tuner.put_in_force, update)
+
+    async def retune(self, order: Retune) -> None:
+        """Put tuned values in force.
+
+        Raises:
+            SettingsError: these values cannot be.
+            ChannelError: this one does not schedule any more, or tuning is frozen.
+        """
+        shell = await self._current()
+        contextvars.Context().run(shell.tuner.retune, order)
+
+    async def freeze_tuning(self, reason: str) -> None:
+        """Return to the values in force for good and try no others, until `thaw_tuning`."""
+        shell = await self._current()
+        contextvars.Context().run(shell.tuner.freeze, reason)
+
+    async def thaw_tuning(self) -> None:
+        """Other values may be tried again."""
+        (await self._current()).tuner.thaw()
+
+    async def show_tuner(self, document: Mapping[str, Any]) -> None:
+        """Keep what the tuner tells of itself, for `status`."""
+        (await self._current()).tuner.show(document)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Go on with other settings, as a new incarnation; the gateways bring their requests along.

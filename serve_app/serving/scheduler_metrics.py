@@ -72,6 +72,7 @@ class SchedulerMetrics:
         self._bookings = gauge("ewsjf_bookings", "Refused requests whose return is expected.")
         text = "Token budget up to which a request is at home in the first pool."
         self._b_short = gauge("ewsjf_b_short_tokens", text)
+        self._tuned = gauge("ewsjf_tuned_value", "A setting that is tuned, as it is in force.", "setting")
         text = "Predicted minus actual wait in the queue, mean of the last fifty or so."
         self._error_mean = gauge("ewsjf_queue_wait_prediction_error_mean_seconds", text)
         text = "Size of the difference of predicted and actual wait, mean of the last fifty or so."
@@ -102,6 +103,8 @@ class SchedulerMetrics:
         self._stale_reports = counter("ewsjf_stale_reports", "Times a replica's report went stale.")
         text = "Times that learned length queues were put in force."
         self._partition_changes = counter("ewsjf_partition_changes", text, "reason")
+        text = "Times that tuned values were put in force, trials and ends of trials among them."
+        self._retunings = counter("ewsjf_retunings", text)
         self._b_short_moves = counter("ewsjf_b_short_moves", "Times that the border of the pools moved.")
         self._errors = counter("ewsjf_scheduler_errors", "Events that the core could not handle.")
 
@@ -144,6 +147,12 @@ class SchedulerMetrics:
     def partition_changed(self, reason: str) -> None:
         """Learned queues were put in force."""
         self._partition_changes.labels(self._model, reason).inc()
+
+    def retuned(self, values: Mapping[str, float]) -> None:
+        """Tuned values were put in force."""
+        for path, value in values.items():
+            self._tuned.labels(self._model, path).set(value)
+        self._retunings.labels(self._model).inc()
 
     def threshold_moved(self) -> None:
         """`B_short` has another value."""

@@ -22,17 +22,16 @@ from serve_app.request import PriorityClass
 from serve_app.routing.adaptive_threshold import ThresholdMoved
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
-from serve_app.scheduling.events import Arrived, DispatchFailed, Event, PartitionChanged, ReplicaLost, Woke
-from serve_app.scheduling.policies.inputs import prompt_tokens
+from serve_app.scheduling.events import DispatchFailed, Event, ReplicaLost, Woke
 from serve_app.serving.channel.gateway_desk import GatewayDesk
 from serve_app.serving.channel.messages import Endpoint
 from serve_app.serving.channel.replica_desk import ReplicaDesk
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.decision_log import DecisionLog, DecisionLogSettings
-from serve_app.serving.learned_queues import LearnedQueues, Observed, PartitionUpdate
 from serve_app.serving.learned_state import take_over
 from serve_app.serving.scheduler_metrics import SchedulerMetrics, Standing
+from serve_app.serving.tuner_desk import TunerDesk
 
 logger = logging.getLogger("ray.serve")
 
@@ -63,6 +62,7 @@ class SchedulerShell:
     Attributes:
         core: the scheduler itself, to be looked at and not to be fed but by this shell.
         ended: why this shell schedules no more; empty while it does.
+        tuner: what it has to do with its tuner.
     """
 
     def __init__(self, settings: SchedulerSettings, parts: ShellParts) -> None:
@@ -88,7 +88,13 @@ class SchedulerShell:
         self._alarm_at = math.inf
         self._watch: asyncio.Task[None] | None = None
         self._stale: set[str] = set()
-        self._queues = LearnedQueues()
+        self.tuner = TunerDesk(
+            host=self,
+            model=settings.model,
+            incarnation=parts.incarnation,
+            metrics=self._metrics,
+            replicas=lambda: [spec for spec, _ in self._replicas.reports().values()],
+        )
         self._log = self._open_log()
 
     def __repr__(self) -> str:
@@ -123,6 +129,7 @@ class SchedulerShell:
         for timer in (self._alarm, self._watch):
             if timer is not None:
                 timer.cancel()
+        self.tuner.stop()
         self._server.stop(reason)
         if self._log is not None:
             self._log.close()
@@ -137,35 +144,6 @@ class SchedulerShell:
             raise ChannelError(f"this scheduler does not schedule: {self.ended or 'it has not been started'}")
         return self._endpoint
 
-    def observed(self) -> Observed:
-        """The lengths of the prompts admitted since the last call, for the tuner."""
-        return Observed(incarnation=self._parts.incarnation, lengths=self._queues.take())
-
-    def put_in_force(self, update: PartitionUpdate) -> None:
-        """Go on with these learned queues; whoever waits is queued anew.
-
-        Raises:
-            ChannelError: this scheduler schedules no more.
-        """
-        self.feed(PartitionChanged(update.partition))
-        if self.ended:
-            raise ChannelError(f"this scheduler does not schedule: {self.ended}")
-        self._queues.changed(update, self.now())
-        self._metrics.partition_changed(update.reason)
-        logger.info(
-            "event=partition_changed model=%s incarnation=%d reason=%s queues=%d shortest=%d longest=%d "
-            "lengths=%d distance=%.3f age_s=%.0f",
-            self._settings.model,
-            self._parts.incarnation,
-            update.reason,
-            len(update.partition),
-            update.partition.intervals[0].min_tokens,
-            update.partition.intervals[-1].max_tokens,
-            update.lengths,
-            update.distance,
-            update.age_s,
-        )
-
     def status(self) -> dict[str, Any]:
         """How things stand, for people."""
         in_flight = self._gateways.book.in_flight()
@@ -174,8 +152,9 @@ class SchedulerShell:
             "incarnation": self._parts.incarnation,
             "ended": self.ended,
             "gateways": self._gateways.connected,
-            "queues": {"learned": len(self._queues), "age_s": self._queues.age_s(self.now())},
+            "queues": {"learned": len(self.tuner.queues), "age_s": self.tuner.queues.age_s(self.now())},
             "waiting": {priority.value: n for priority, n in self._gateways.book.waiting().items()},
+            "tuner": self.tuner.status(),
             "replicas": {
                 replica_id: {
                     **asdict(spec),
@@ -240,8 +219,8 @@ class SchedulerShell:
                 replicas=self._replicas.reports(),
                 stale=len(self._stale),
                 gateways=self._gateways.connected,
-                learned_queues=len(self._queues),
-                partition_age_s=self._queues.age_s(self.now()),
+                learned_queues=len(self.tuner.queues),
+                partition_age_s=self.tuner.queues.age_s(self.now()),
                 drain_tokens_per_s=self.core.admission.predictor.drain.tokens_per_s,
                 bookings=len(self.core.admission.bookings),
                 errors=self.core.admission.predictor.errors,
@@ -254,11 +233,8 @@ class SchedulerShell:
     def _note(self, now: float, event: Event, commands: list[Command]) -> None:
         if self._log is not None:
             self._log.add(now, event, commands)
-        if isinstance(event, Arrived):
-            entry = self.core.entry(event.request.request_id)
-            if entry is not None:
-                self._queues.arrived(prompt_tokens(entry))
-        elif isinstance(event, DispatchFailed):
+        self.tuner.note(event, commands, now)
+        if isinstance(event, DispatchFailed):
             self._metrics.put_back(event)
         elif isinstance(event, ReplicaLost):
             self._stale.discard(event.replica_id)

@@ -9,11 +9,14 @@ one has another incarnation, and is sent the queues in force.
 import asyncio
 import contextvars
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from serve_app.serving.learned_queues import Observed, PartitionUpdate
+from serve_app.serving.parameter_tuner import ParameterTuner, ParameterTuningSettings
+from serve_app.serving.state_store import StateStore
+from serve_app.serving.tuner_desk import Retune
 from serve_app.tuning.strategic import PartitionChange, StrategicLoop, StrategicSettings
 
 logger = logging.getLogger("ray.serve")
@@ -25,6 +28,8 @@ RESTORED = "restored"
 
 # A scheduler that is well answers in milliseconds; one that is being replaced, not at all.
 _CALL_TIMEOUT_S = 10.0
+# Slices of a trial begin and end by the clock, so it is looked at often where there may be one.
+_TRIAL_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,8 @@ class TunerSettings:
     # Queues are learned from hundreds of requests: sooner would find nothing new, later would let drift wait.
     pull_interval_s: float = 5.0
     strategic: StrategicSettings = field(default_factory=StrategicSettings)
+    # Settings of the scheduler are tuned where this is given, and left alone where it is not.
+    parameters: ParameterTuningSettings | None = None
 
     def __post_init__(self) -> None:
         if not self.pull_interval_s > 0:
@@ -51,24 +58,43 @@ class TunerSettings:
 class SchedulerCalls(Protocol):
     """The calls of a scheduler that a tuner makes; they raise when there is none."""
 
-    async def observed(self) -> Observed:
-        """The lengths since the last pull."""
+    async def observed(self, *, outcomes: bool) -> Observed:
+        """What happened since the last pull."""
         ...
 
     async def put_in_force(self, update: PartitionUpdate) -> None:
         """Go on with these queues."""
         ...
 
+    async def retune(self, order: Retune) -> None:
+        """Go on with these values."""
+        ...
+
+    async def show_tuner(self, document: Mapping[str, Any]) -> None:
+        """Keep what the tuner tells of itself."""
+        ...
+
 
 class TunerActor:
     """Runs the strategic loop of one model. Must be constructed on a running event loop."""
 
-    def __init__(self, model: str, settings: TunerSettings, scheduler: SchedulerCalls) -> None:
+    def __init__(
+        self,
+        model: str,
+        settings: TunerSettings,
+        scheduler: SchedulerCalls,
+        store: StateStore | None = None,
+    ) -> None:
         self._model, self._settings, self._scheduler = model, settings, scheduler
         self._loop = asyncio.get_running_loop()
         self._strategic = StrategicLoop(settings.strategic)
+        self._parameters = None
+        if settings.parameters is not None:
+            self._parameters = ParameterTuner(model, settings.parameters, store)
         self._delivered: tuple[int, PartitionChange] | None = None
         self._is_alone = False
+        self._shown: Mapping[str, Any] = {}
+        self._was_searching = False
         # In an empty context: Serve cancels what was started in the context of a request along with it.
         self._turns = self._loop.create_task(self._run(), context=contextvars.Context())
 
@@ -83,14 +109,20 @@ class TunerActor:
     def stop(self) -> None:
         """Learn no more."""
         self._turns.cancel()
+        if self._parameters is not None:
+            self._parameters.stop()
 
     async def _run(self) -> None:
+        interval_s = self._settings.pull_interval_s
+        if self._parameters is not None:
+            await self._parameters.load()
+            interval_s = min(interval_s, _TRIAL_INTERVAL_S)
         while True:
-            await asyncio.sleep(self._settings.pull_interval_s)
+            await asyncio.sleep(interval_s)
             await self._turn()
 
     async def _turn(self) -> None:
-        observed = await self._ask(self._scheduler.observed())
+        observed = await self._ask(self._scheduler.observed(outcomes=self._parameters is not None))
         if observed is None:
             return
         for length in observed.lengths:
@@ -100,6 +132,25 @@ class TunerActor:
         change = self._strategic.change
         if change is not None and self._delivered != (observed.incarnation, change):
             await self._deliver(change, observed.incarnation)
+        if self._parameters is not None:
+            await self._tune(self._parameters, observed)
+
+    async def _tune(self, parameters: ParameterTuner, observed: Observed) -> None:
+        """Carry out what the parameter tuner wants, and let people see it."""
+        orders = parameters.turn(observed)
+        for order in orders:
+            await self._ask(self._told(self._scheduler.retune(order)))
+        document = parameters.document()
+        if document != self._shown:
+            await self._ask(self._told(self._scheduler.show_tuner(document)))
+            self._shown = document
+        if orders or parameters.is_searching is not self._was_searching:
+            await parameters.save()
+        self._was_searching = parameters.is_searching
+
+    async def _told(self, call: Awaitable[None]) -> bool:
+        await call
+        return True
 
     async def _deliver(self, change: PartitionChange, incarnation: int) -> None:
         known = self._delivered is not None and self._delivered[1] == change

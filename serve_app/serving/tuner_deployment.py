@@ -6,7 +6,9 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.serving.learned_queues import Observed, PartitionUpdate
+from serve_app.serving.state_store import StateStore
 from serve_app.serving.tuner_actor import TunerActor, TunerSettings
+from serve_app.serving.tuner_desk import Retune
 
 # Options for `serve.deployment`. It has no requests to wait for at its end, and nobody waits for it.
 TUNER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
@@ -20,9 +22,14 @@ class TunerDeployment:
     """Runs one `TunerActor` in a Serve replica."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
-        self, model: str, settings: TunerSettings, scheduler: DeploymentHandle[Any]
+        self,
+        model: str,
+        settings: TunerSettings,
+        scheduler: DeploymentHandle[Any],
+        state_uri: str | None = None,
     ) -> None:
-        self._tuner = TunerActor(model, settings, _Calls(scheduler))
+        store = None if state_uri is None else StateStore(state_uri, "tuner", model)
+        self._tuner = TunerActor(model, settings, _Calls(scheduler), store)
 
     async def check_health(self) -> None:
         """Raise when the tuner must be replaced."""
@@ -39,9 +46,15 @@ class _Calls:
     def __init__(self, scheduler: DeploymentHandle[Any]) -> None:
         self._scheduler = scheduler
 
-    async def observed(self) -> Observed:
-        observed: Observed = await self._scheduler.observed.remote()
+    async def observed(self, *, outcomes: bool) -> Observed:
+        observed: Observed = await self._scheduler.observed.remote(outcomes=outcomes)
         return observed
 
     async def put_in_force(self, update: PartitionUpdate) -> None:
         await self._scheduler.put_in_force.remote(update)
+
+    async def retune(self, order: Retune) -> None:
+        await self._scheduler.retune.remote(order)
+
+    async def show_tuner(self, document: Mapping[str, Any]) -> None:
+        await self._scheduler.show_tuner.remote(document)

@@ -149,11 +149,11 @@ class LiveWorld:
             self.tune(self.learner)
 
     def tune(self, learner: PartitionLearner) -> None:
-        for length in self.shell.observed().lengths:
+        for length in self.shell.tuner.observed().lengths:
             learner.observe(length)
         partition = learner.due(self.loop.time())
         if partition is not None:
-            self.shell.put_in_force(
+            self.shell.tuner.put_in_force(
                 PartitionUpdate(partition=partition, reason="test", lengths=0, distance=0.0, age_s=0.0)
             )
 

@@ -16,7 +16,7 @@ from serve_app.scheduling.events import Arrived, DispatchFailure, Event, Finishe
 from serve_app.scheduling.partition import LengthInterval, Partition
 from serve_app.serving.decision_log import DecisionLogSettings, read_decisions
 from serve_app.serving.dispatching import Grant
-from serve_app.serving.learned_queues import Observed, PartitionUpdate
+from serve_app.serving.learned_queues import PartitionUpdate
 from tests.serving.channel.harness import FAST, World, granted, refused, scheduler_settings, submission, until
 
 USAGE = Usage(prompt_tokens=10, output_tokens=5)
@@ -159,17 +159,18 @@ async def test_learned_queues_are_put_in_force_and_recorded(world: World, tmp_pa
     gateway = await world.gateway()
     await world.replica("s1")
     before = await granted(gateway, "r1")
-    assert shell.observed() == Observed(incarnation=1, lengths=[10])
-    assert shell.observed().lengths == []
+    first = shell.tuner.observed()
+    assert (first.incarnation, first.lengths, first.outcomes) == (1, [10], [])
+    assert shell.tuner.observed().lengths == []
     partition = Partition((LengthInterval(min_tokens=9, max_tokens=90, mean_tokens=30.0, count=5),))
-    shell.put_in_force(
+    shell.tuner.put_in_force(
         PartitionUpdate(partition=partition, reason="first", lengths=5, distance=0.0, age_s=0.0)
     )
     after = await granted(gateway, "r2")
     assert before.length_queue != after.length_queue == "9-90"
     shell.stop("the end")
     with pytest.raises(ChannelError, match="does not schedule: the end"):
-        shell.put_in_force(
+        shell.tuner.put_in_force(
             PartitionUpdate(partition=partition, reason="drift", lengths=5, distance=0.0, age_s=0.0)
         )
     _, decisions = read_decisions(tmp_path / "decisions.jsonl")

@@ -1,6 +1,7 @@
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -11,6 +12,7 @@ from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.dispatching import Grant, Refusal
 from serve_app.serving.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.tuner_actor import TunerActor, TunerSettings
+from serve_app.serving.tuner_desk import Retune
 from serve_app.tuning import StrategicSettings
 from tests.serving.channel.harness import FAST, World, scheduler_settings, submission, until
 
@@ -24,13 +26,19 @@ class ToWorld:
         self._world = world
         self.is_cut = False
 
-    async def observed(self) -> Observed:
+    async def observed(self, *, outcomes: bool) -> Observed:
         if self.is_cut:
             raise ConnectionError("the scheduler is away")
-        return self._world.shell.observed()
+        return self._world.shell.tuner.observed(outcomes=outcomes)
 
     async def put_in_force(self, update: PartitionUpdate) -> None:
-        self._world.shell.put_in_force(update)
+        self._world.shell.tuner.put_in_force(update)
+
+    async def retune(self, order: Retune) -> None:
+        self._world.shell.tuner.retune(order)
+
+    async def show_tuner(self, document: Mapping[str, Any]) -> None:
+        self._world.shell.tuner.show(document)
 
 
 @pytest_asyncio.fixture
@@ -141,13 +149,19 @@ async def test_an_update_that_got_lost_is_sent_again() -> None:
         def __init__(self) -> None:
             self.tries: list[tuple[Partition, str]] = []
 
-        async def observed(self) -> Observed:
+        async def observed(self, *, outcomes: bool) -> Observed:
             return Observed(incarnation=1, lengths=[] if self.tries else [10] * 40)
 
         async def put_in_force(self, update: PartitionUpdate) -> None:
             self.tries.append((update.partition, update.reason))
             if len(self.tries) == 1:
                 raise ConnectionError("lost")
+
+        async def retune(self, order: Retune) -> None:
+            raise AssertionError(order)
+
+        async def show_tuner(self, document: Mapping[str, Any]) -> None:
+            raise AssertionError(document)
 
     scheduler = Forgetful()
     tuner = TunerActor("m", QUICK, scheduler)
@@ -161,11 +175,17 @@ async def test_an_update_that_got_lost_is_sent_again() -> None:
 
 async def test_a_tuner_that_cannot_go_on_is_unhealthy() -> None:
     class Nonsense:
-        async def observed(self) -> Observed:
+        async def observed(self, *, outcomes: bool) -> Observed:
             return Observed(incarnation=1, lengths=["long"])  # type: ignore[list-item] # as a fault would
 
         async def put_in_force(self, update: PartitionUpdate) -> None:
             raise AssertionError(update)
+
+        async def retune(self, order: Retune) -> None:
+            raise AssertionError(order)
+
+        async def show_tuner(self, document: Mapping[str, Any]) -> None:
+            raise AssertionError(document)
 
     tuner = TunerActor("m", QUICK, Nonsense())
     await tuner.check_health()
