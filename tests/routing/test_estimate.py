@@ -34,17 +34,17 @@ def estimator(**ratio: Any) -> TokenEstimator:
     return TokenEstimator(EstimatorSettings(ratio=RatioSettings(**ratio)))
 
 
-def taught(history: list[tuple[Request, Usage]]) -> TokenEstimator:
-    learned = estimator()
+def taught(history: list[tuple[Request, Usage]], **ratio: Any) -> TokenEstimator:
+    learned = estimator(**ratio)
     for asked, usage in history:
         learned.observe(asked, usage)
     return learned
 
 
 def test_a_cold_estimate_is_the_papers_formula_and_the_overhead() -> None:
-    """3,900 bytes of prose at 3.9 +- 0.585, gamma 2: careful 3900 / 2.73, and 1 token for the start."""
+    """3,900 bytes of prose at 3.9 +- 0.585, gamma 1: careful 3900 / 3.315, and 1 token for the start."""
     estimate = estimator().estimate(request(text_bytes=3900, max_output_tokens=100))
-    assert estimate.prompt_tokens == math.ceil(3900 / (3.9 - 2 * 0.585) + 1)
+    assert estimate.prompt_tokens == math.ceil(3900 / (3.9 - 0.585) + 1)
     assert estimate.expected_prompt_tokens == math.ceil(3900 / (3.9 / (1 + (1.2533 * 0.15) ** 2)) + 1)
     assert estimate.least_prompt_tokens == math.floor(3900 / (3.9 * 2.5) + 1)
     assert estimate.budget_tokens == estimate.prompt_tokens + 100
@@ -167,11 +167,14 @@ def test_tools_are_learned_where_they_are_the_bulk_of_the_prompt() -> None:
     assert mean == RatioSettings().cold_bytes_per_token[TextCategory.PROSE]
 
 
-def test_the_careful_estimate_covers_nearly_all_and_the_least_all_requests() -> None:
+@pytest.mark.parametrize(("gamma", "share"), [(1.0, 0.25), (2.0, 0.05)])
+def test_the_careful_estimate_covers_more_with_gamma_and_the_least_covers_all(
+    gamma: float, share: float
+) -> None:
     rng = random.Random(4)
-    learned = taught(chats(rng, 100))
+    learned = taught(chats(rng, 100), gamma=gamma)
     judged = [(learned.estimate(asked), usage.prompt_tokens) for asked, usage in chats(rng, 500)]
-    assert sum(estimate.prompt_tokens < true for estimate, true in judged) <= 0.05 * len(judged)
+    assert sum(estimate.prompt_tokens < true for estimate, true in judged) <= share * len(judged)
     assert all(estimate.least_prompt_tokens <= true for estimate, true in judged)
 
 
