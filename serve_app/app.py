@@ -43,7 +43,11 @@ def build_app(settings: AppSettings) -> Application:
         for model in settings.models
         for name, pool in zip(_pool_names(model), model.pools, strict=True)
     }
-    tuners = [_tuner(model, schedulers[model.name]) for model in settings.models if model.is_tuned]
+    tuners = [
+        _tuner(model, schedulers[model.name], settings.state_uri)
+        for model in settings.models
+        if model.is_tuned
+    ]
     names = {name: model.name for model in settings.models for name in (model.name, *model.aliases)}
     deployment = serve.deployment(
         name="gateway",
@@ -75,14 +79,14 @@ def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
     return deployment.bind(actor)
 
 
-def _tuner(model: ModelSettings, scheduler: Application) -> Application:
+def _tuner(model: ModelSettings, scheduler: Application, state_uri: str | None) -> Application:
     deployment = serve.deployment(
         name=_deployment_name("tuner", model.name),
-        # A tenth of a second of work now and then.
+        # A tenth of a second of work now and then; a search keeps to its own share of a core.
         ray_actor_options={"num_cpus": 0.1},
         **TUNER_DEPLOYMENT_OPTIONS,
     )(TunerDeployment)
-    return deployment.bind(model.name, model.tuner, scheduler)
+    return deployment.bind(model.name, model.tuner, scheduler, state_uri)
 
 
 def _pool(name: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Application) -> Application:

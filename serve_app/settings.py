@@ -181,7 +181,9 @@ class ModelSettings:
     def is_tuned(self) -> bool:
         """Whether a tuner runs beside the scheduler."""
         mode = self.tuner.mode
-        return learns_queues(self.scheduler.policy) if mode == "auto" else mode
+        if mode == "auto":
+            return learns_queues(self.scheduler.policy) or self.tuner.parameters is not None
+        return mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,10 +32,22 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "--api-key", default=os.environ.get(_KEY_VARIABLE), help=f"a key with `admin` ({_KEY_VARIABLE})"
     )
     parser.add_argument("--lanes", type=positive_int, default=15, help="lanes of the queue (%(default)s)")
+    tuner = parser.add_mutually_exclusive_group()
+    tuner.add_argument(
+        "--freeze-tuner",
+        action="store_true",
+        help="return every model to its values in force, and try no others",
+    )
+    tuner.add_argument("--thaw-tuner", action="store_true", help="let the tuners go on")
     parser.add_argument("--json", action="store_true", help="print what the application says, as JSON")
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.freeze_tuner or args.thaw_tuner:
+        word = "freeze" if args.freeze_tuner else "thaw"
+        for model in fetched(args.url, f"/debug/tuner/{word}", args.api_key, method="POST")["models"]:
+            say(f"{model['model']}: {model.get('error') or word}")
+        return 0
     status = fetched(args.url, "/debug/status", args.api_key)
     queue = fetched(args.url, "/debug/queue", args.api_key)
     if args.json:
@@ -49,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def fetched(url: str, path: str, api_key: str | None) -> Document:
+def fetched(url: str, path: str, api_key: str | None, method: str = "GET") -> Document:
     """What the application answers.
 
     Raises:
@@ -59,7 +71,7 @@ def fetched(url: str, path: str, api_key: str | None) -> Document:
     if not address.startswith(("http://", "https://")):
         raise StatusError(f"{url!r} is no address: give it with http:// or https://")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(address, headers=headers)  # noqa: S310 - the scheme was looked at
+    request = urllib.request.Request(address, headers=headers, method=method)  # noqa: S310 - the scheme was looked at
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - see above
             document: Any = json.load(answer)

@@ -62,6 +62,9 @@ QUEUE: dict[str, Any] = {
 }
 
 
+FROZEN: list[str] = []
+
+
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.headers.get("authorization") != "Bearer k1":
@@ -69,6 +72,14 @@ class Handler(BaseHTTPRequestHandler):
             return
         documents = {"/debug/status": STATUS, "/debug/queue": QUEUE, "/other/debug/status": {"hello": 1}}
         body = json.dumps(documents[self.path]).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        body = json.dumps({"models": [{"model": "demo", "asked": self.path}]}).encode()
+        FROZEN.append(self.path)
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -128,3 +139,11 @@ def test_what_is_no_gateway_is_named(url: str) -> None:
         fetched("file:///etc/passwd", "/x", None)
     with pytest.raises(StatusError, match="does not answer"):
         fetched("http://127.0.0.1:9", "/debug/status", None)
+
+
+def test_one_command_freezes_and_thaws_every_tuner(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    FROZEN.clear()
+    assert main(["status", "--url", url, "--api-key", "k1", "--freeze-tuner"]) == 0
+    assert main(["status", "--url", url, "--api-key", "k1", "--thaw-tuner"]) == 0
+    assert FROZEN == ["/debug/tuner/freeze", "/debug/tuner/thaw"]
+    assert capsys.readouterr().out == "demo: freeze\ndemo: thaw\n"

@@ -86,7 +86,10 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         found: Mapping[str, Any] = await scheduler.status.remote()
         return found
 
-    return SchedulerViews(queue=queue, status=status)
+    async def freeze(reason: str) -> None:
+        await (scheduler.freeze_tuning.remote(reason) if reason else scheduler.thaw_tuning.remote())
+
+    return SchedulerViews(queue=queue, status=status, freeze=freeze)
 
 
 def _locator(scheduler: DeploymentHandle[Any]) -> Callable[[], Awaitable[Endpoint]]:

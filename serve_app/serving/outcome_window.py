@@ -107,8 +107,8 @@ def _row(command: Conclude, over: _Open, event: Event, now: float) -> Row:
 
 def record_of(row: Row) -> RequestRecord:
     """The record of a row, times on the scheduler's clock."""
-    request_id, arrived_at, dispatched_at, first_token_at, finished_at, outcome, *rest = row
-    prompt_tokens, output_tokens, tenant, priority, pool = rest
+    request_id, arrived_at, dispatched_at, first_token_at, finished_at, outcome = row[:6]
+    prompt_tokens, output_tokens, tenant, priority, pool = row[6:]
     return RequestRecord(
         request_id=request_id,
         arrived_at=arrived_at,

@@ -1,4 +1,5 @@
 import random
+from typing import Any
 
 import pytest
 
@@ -10,10 +11,9 @@ from serve_app.scheduling.isolation import IsolationSettings, PrefillIsolation
 from tests.builders import World, dispatched
 
 
-def world(**changes: object) -> World:
-    isolation = IsolationSettings(
-        **{"prior_boundary_tokens": 300, "max_long_prefills": 1, "quiet_s": 1e6, **changes}
-    )  # type: ignore[arg-type]
+def world(**changes: Any) -> World:
+    usual = {"prior_boundary_tokens": 300, "max_long_prefills": 1, "quiet_s": 1e6}
+    isolation = IsolationSettings(**{**usual, **changes})
     made = World(policy="fcfs-isolated", isolation=isolation, routing=RoutingSettings(pools=("only",)))
     made.join("r1", "only", kv_tokens=20_000)
     return made

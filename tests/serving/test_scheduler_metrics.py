@@ -70,7 +70,7 @@ def test_the_error_of_predicted_waits_is_counted_with_its_sign() -> None:
     metrics.predicted(entry)
     assert "error_seconds_count{" not in metrics.exposition(EMPTY), "nothing had been predicted"
     entry.dispatched_at = 5.0
-    entry.prediction = Prediction(kind=(1, 6), at=1.0, plain_s=2.0, wait_s=3.2)
+    entry.prediction = Prediction(kind=(1, 6, False), at=1.0, plain_s=2.0, wait_s=3.2)
     metrics.predicted(entry)
     text = metrics.exposition(EMPTY)
     for line in (

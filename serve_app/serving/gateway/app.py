@@ -44,10 +44,12 @@ class SchedulerViews:
     Attributes:
         queue: who waits where, and why.
         status: replicas, learned queues, what the tuner does.
+        freeze: stops its tuner, for the reason given; lets it go on where there is none.
     """
 
     queue: View
     status: View
+    freeze: Callable[[str], Awaitable[None]]
 
 
 """Asks a model's scheduler who waits where, and why."""
@@ -100,6 +102,8 @@ class Gateway:
             "/metrics": ("GET", self._metrics),
             "/debug/queue": ("GET", partial(self._show, lambda views: views.queue)),
             "/debug/status": ("GET", partial(self._show, lambda views: views.status)),
+            "/debug/tuner/freeze": ("POST", partial(self._freeze, "frozen by an admin")),
+            "/debug/tuner/thaw": ("POST", partial(self._freeze, "")),
         }
 
     def __repr__(self) -> str:
@@ -207,6 +211,18 @@ class Gateway:
         for model, views in self._views.items():
             try:
                 models.append(await asyncio.wait_for(chosen(views)(), _VIEW_TIMEOUT_S))
+            except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
+                models.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
+        await send_json(arrival.send, 200, encode({"models": models}), [])
+
+    async def _freeze(self, reason: str, arrival: Arrival) -> None:
+        """Stop every model's tuner, or let it go on; for admins."""
+        self._intake.authenticate(arrival).check_admin()
+        models: list[Mapping[str, Any]] = []
+        for model, views in self._views.items():
+            try:
+                await asyncio.wait_for(views.freeze(reason), _VIEW_TIMEOUT_S)
+                models.append({"model": model, "frozen": reason})
             except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
                 models.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
         await send_json(arrival.send, 200, encode({"models": models}), [])
