@@ -13,33 +13,26 @@ them offline.
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Any
 
-from serve_app.engines.profiles import load_profile
 from serve_app.metrics.record import RequestRecord
-from serve_app.routing.replica import ReplicaSpec
 from serve_app.scheduling import SchedulerSettings
 from serve_app.serving.learned_queues import Observed
 from serve_app.serving.outcome_window import record_of
 from serve_app.serving.state_store import StateError, StateStore
 from serve_app.serving.tuner_desk import Retune
-from serve_app.simulation.replica import ReplicaPlan
-from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings, speed_factor, with_speed
-from serve_app.tuning.objective import ObjectiveSettings, reward_of
-from serve_app.tuning.optimiser import make_optimiser
+from serve_app.tuning.digital_twin import TwinPlan
+from serve_app.tuning.objective import reward_of
+from serve_app.tuning.parameter_search import ParameterTuningSettings, engines_of, search
 from serve_app.tuning.rollout import Rollout
-from serve_app.tuning.rollout_settings import Apply, RolloutSettings
+from serve_app.tuning.rollout_settings import Apply
 from serve_app.tuning.search_space import Part, SearchSpace
-from serve_app.tuning.study import Finding, Study
-from serve_app.tuning.study_run import Budget, Step, run_study
-from serve_app.tuning.study_settings import StudySettings
+from serve_app.tuning.study import Finding
 from serve_app.tuning.traffic import TrafficLog
 from serve_app.tuning.tunable import Tunable, parameters_of, space_of
-from serve_app.tuning.twin_processes import TwinProcesses
 
 logger = logging.getLogger("ray.serve")
 
@@ -47,44 +40,6 @@ _RECENT = 50_000
 """Outcomes that slices are judged by: two slices at 400 requests/s."""
 _AUDITS_SHOWN = 12
 _STUDIES_KEPT = 50
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterTuningSettings:
-    """How one model's settings are tuned while it runs.
-
-    Attributes:
-        profile: the engine profile of the twin, by name or path; for emulated engines their own. How much
-            slower or faster the real engines are is measured and made up for.
-        rollout: its `mode` says whether what wins is tried (`on`), recorded (`advise`) or nothing is (`off`).
-    """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-    profile: str
-    # Between the end of a search and the next one.
-    every_s: float = 300.0
-    # Requests that must have been seen: fewer are no sample of the traffic.
-    min_requests: int = 600
-    # CPU seconds of a search, and the share of a core that it takes meanwhile.
-    search_cpu_s: float = 40.0
-    core_share: float = 0.25
-    search: Literal["tpe", "random"] = "tpe"
-    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
-    twin: TwinSettings = field(default_factory=TwinSettings)
-    study: StudySettings = field(default_factory=StudySettings)
-    rollout: RolloutSettings = field(default_factory=RolloutSettings)
-
-    def __post_init__(self) -> None:
-        for name in ("every_s", "search_cpu_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"parameters.{name} must be a positive number, got {getattr(self, name)}")
-        if not 0 < self.core_share <= 1:
-            raise ValueError(f"parameters.core_share must be above 0 and at most 1, got {self.core_share}")
-        if self.min_requests < 1:
-            raise ValueError(f"parameters.min_requests must be at least 1, got {self.min_requests}")
-        # Raises for a profile that is not there, which is better told at the start than after ten minutes.
-        load_profile(self.profile)
 
 
 class ParameterTuner:
@@ -293,54 +248,3 @@ def _space(settings: SchedulerSettings) -> SearchSpace:
     """What can be tried under a running scheduler."""
     names = [each.name for each in parameters_of(settings) if each.part is Part.SCHEDULER]
     return space_of(Tunable(scheduler=settings), only=names)
-
-
-def engines_of(replicas: list[ReplicaSpec], profile: str) -> tuple[ReplicaPlan, ...]:
-    """Simulated replicas like those that are connected, at the pace of a profile."""
-    known = load_profile(profile)
-    return tuple(
-        ReplicaPlan(
-            replica_id=spec.replica_id,
-            pool=spec.pool,
-            engine=known.model_settings(
-                kv_tokens=spec.kv_tokens,
-                max_model_len=spec.max_model_len,
-                max_num_seqs=spec.max_num_seqs,
-                max_num_batched_tokens=max(known.max_num_batched_tokens, spec.max_num_seqs),
-                long_prefill_token_threshold=known.step_time.chunk_tokens(),
-            ),
-            step_time=known.step_time,
-        )
-        for spec in replicas
-    )
-
-
-class _StoppedError(Exception):
-    """The tuner ends, and its search with it."""
-
-
-def search(
-    plan: TwinPlan, observed: list[RequestRecord], settings: ParameterTuningSettings, stop: threading.Event
-) -> tuple[Finding, float]:
-    """A whole study, in this thread, at its share of a core.
-
-    Returns:
-        What it found, and by how much the engines are slower than their profile.
-    """
-    factor = speed_factor(observed, DigitalTwin(plan).records(plan.space.current, 0)) or 1.0
-    plan = replace(plan, engines=with_speed(plan.engines, factor))
-    optimiser = make_optimiser(settings.search, plan.space, seed=plan.settings.seed)
-    study = Study(optimiser, settings.study, independent_windows=plan.independent_windows)
-    worked_s = time.thread_time()
-
-    def rest(_: Step) -> None:
-        nonlocal worked_s
-        if stop.wait((time.thread_time() - worked_s) * (1 / settings.core_share - 1)):
-            raise _StoppedError
-        worked_s = time.thread_time()
-
-    budget = Budget(clock=time.thread_time, seconds=settings.search_cpu_s)
-    with TwinProcesses(plan) as twin:
-        run_study(study, settings.study, twin, budget, rest)
-    assert study.finding is not None
-    return study.finding, factor

@@ -13,10 +13,11 @@ from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
 from serve_app.serving.learned_queues import Observed
 from serve_app.serving.outcome_window import Row
-from serve_app.serving.parameter_tuner import ParameterTuner, ParameterTuningSettings, engines_of
+from serve_app.serving.parameter_tuner import ParameterTuner
 from serve_app.serving.state_store import StateStore
 from serve_app.serving.tuner_desk import Retune
 from serve_app.tuning.digital_twin import TwinSettings
+from serve_app.tuning.parameter_search import ParameterTuningSettings, engines_of
 from serve_app.tuning.rollout_settings import RolloutSettings
 from serve_app.tuning.study_settings import StudySettings
 from tests.builders import spec

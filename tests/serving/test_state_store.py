@@ -59,7 +59,7 @@ def test_what_was_saved_is_loaded_by_another_one(uri: str) -> None:
 def test_the_same_is_not_written_again(uri: str) -> None:
     store = StateStore(uri, "scheduler", "m")
     assert store.save(DOCUMENT)
-    assert not store.save(dict(reversed(DOCUMENT.items())))
+    assert not store.save(dict(reversed(list(DOCUMENT.items()))))
     later = StateStore(uri, "scheduler", "m")
     later.load()
     assert not later.save(DOCUMENT)
