@@ -74,7 +74,7 @@ class AdaptiveThresholdSettings:
     tolerance_ratio: float = 0.15
     # A border moves at most so far at once, and then stays for so long: what has moved shows only when those
     # who came under the old border are done.
-    max_step_octaves: float = 1.0
+    max_step_octaves: float = 2.0
     dwell_s: float = 30.0
     # Between two looks at the demand.
     interval_s: float = 1.0

@@ -77,6 +77,9 @@ class PoolRouter:
             AdaptiveThreshold(settings.adaptive_b_short, settings.b_short_tokens) if adapts else None
         )
 
+    def __repr__(self) -> str:
+        return f"<PoolRouter {self.b_short_tokens} {self._threshold or 'fixed'}>"
+
     @property
     def b_short_tokens(self) -> int:
         """The border of the pools, as it stands."""

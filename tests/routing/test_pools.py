@@ -3,9 +3,12 @@ import dataclasses
 import pytest
 
 from serve_app.request import PromptShape, Request
+from serve_app.routing.adaptive_threshold import AdaptiveThresholdSettings
 from serve_app.routing.estimate import TokenEstimate
+from serve_app.routing.ledger import ReplicaState
 from serve_app.routing.pools import PoolRouter, RoutingSettings, least_budget_tokens
-from tests.builders import request
+from serve_app.routing.rate import DecayingRate
+from tests.builders import report, request, spec
 
 LIMITS = {"short": 1_000, "long": 4_000}
 
@@ -73,9 +76,60 @@ def test_a_pool_without_replicas_may_be_a_home_but_nobody_spills_into_it() -> No
     assert router({}).longest_context() is None
 
 
+ADAPTIVE = AdaptiveThresholdSettings(enabled=True, b_short_min=64, memory_s=1.0, dwell_s=0.0)
+
+
+def replicas(*pools: str) -> list[ReplicaState]:
+    return [
+        ReplicaState(
+            spec(f"r{number}", pool), number, DecayingRate(1.0, 0.0), kv_budget=10_000, report=report()
+        )
+        for number, pool in enumerate(pools)
+    ]
+
+
+def test_an_adaptive_border_moves_to_where_the_pools_loads_are_even() -> None:
+    adaptive = router(adaptive_b_short=ADAPTIVE)
+    for prompt_tokens in (50, 150) * 50:
+        adaptive.came(estimate(prompt_tokens))
+    fleet = replicas("short", "long")
+    moves = [move for now in range(5) if (move := adaptive.adapt(fleet, float(now))) is not None]
+    assert [move.was_tokens for move in moves][:1] == [600]
+    # Budgets are 150 and 250.
+    assert 150 <= adaptive.b_short_tokens < 250
+    assert adaptive.route(estimated_request(), estimate(50)) == ("short", "long")
+    assert adaptive.route(estimated_request(), estimate(150)) == ("long", "short")
+
+
+def test_lost_replicas_are_no_capacity_and_a_pool_without_any_moves_nothing() -> None:
+    adaptive = router(adaptive_b_short=ADAPTIVE)
+    for prompt_tokens in (50, 150) * 50:
+        adaptive.came(estimate(prompt_tokens))
+    fleet = replicas("short", "long")
+    fleet[1].joined = False
+    assert [adaptive.adapt(fleet, float(now)) for now in range(5)] == [None] * 5
+
+
+def test_a_border_that_is_fixed_or_has_one_side_only_never_moves() -> None:
+    for settled in (router(), router(pools=("short",), adaptive_b_short=ADAPTIVE)):
+        for _ in range(200):
+            settled.came(estimate(100))
+        fleet = replicas("short", "long")
+        assert [settled.adapt(fleet, float(now)) for now in range(5)] == [None] * 5
+        settled.restore(100, 5.0)
+        assert settled.b_short_tokens == 600
+    adaptive = router(adaptive_b_short=ADAPTIVE)
+    adaptive.restore(100, 5.0)
+    assert adaptive.b_short_tokens == 100
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"b_short_tokens": 50, "adaptive_b_short": ADAPTIVE},
+            "b_short_tokens of 50 is where the border begins, so it must lie between .* got 64 and None",
+        ),
         ({"pools": ()}, "one or two pools"),
         ({"pools": ("a", "a")}, "must differ"),
         ({"b_short_tokens": 0}, "b_short_tokens must be at least 1, got 0"),
