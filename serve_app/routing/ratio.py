@@ -57,8 +57,8 @@ class RatioSettings:
     beta: float = 0.95
     # Margin in mean absolute deviations. More sends fewer requests to a pool that is too short for them,
     # and more that would have fitted to the long one. Measured (scripts/bench_estimator.py, B_short 4,096):
-    # with the router's own margin of a tenth beside it, 1 sends 3 % to the long pool needlessly and none to
-    # one that is too short; 2 sends 5 to 7 % and none; 0.5 sends 2 % and up to 0.03 %.
+    # with the router's own margin of a tenth beside it, 1 sends 3 % to the long pool needlessly and 0.01 % to
+    # one that is too short; 2 sends 5 to 7 % and none; 0.5 sends 2 % and 0.06 %.
     gamma: float = 1.0
     # The deviation is taken for at least this share of the mean: after many requests that are all alike the
     # next one may still be different.
