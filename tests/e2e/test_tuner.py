@@ -5,6 +5,7 @@ import asyncio
 import httpx
 import pytest
 
+from serve_app.cli import main
 from tests.e2e.served import Served, wait_for
 
 # The first test of a session waits until the application has started.
@@ -62,3 +63,20 @@ def is_narrow(name: str) -> bool:
 def bounds(name: str) -> tuple[int, int]:
     low, high = name.split("-")
     return int(low), int(high)
+
+
+def test_one_command_shows_the_application_and_another_freezes_its_tuner(
+    app: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(*options: str) -> str:
+        assert main(["status", "--url", app.url, *options]) == 0
+        return capsys.readouterr().out
+
+    wait_for(lambda: "tuner: advise, watching" in shown(), 30, "the parameter tuner")
+    page = shown()
+    assert "demo" in page
+    assert "short" in page
+    assert shown("--freeze-tuner") == "demo: freeze\n"
+    assert "frozen by an admin" in shown()
+    assert shown("--thaw-tuner") == "demo: thaw\n"
+    wait_for(lambda: "tuner: advise, watching" in shown(), 30, "the tuner to go on")
