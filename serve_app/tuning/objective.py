@@ -86,13 +86,8 @@ def reward_of(records: Sequence[RequestRecord], settings: ObjectiveSettings) -> 
     """
     counted = judged(records, settings.targets)
     classes = by_class(counted, settings.targets)
-    if len(counted) < settings.min_requests:
-        reason = f"{len(counted)} requests can be judged, {settings.min_requests} are needed"
-        return Reward(value=None, classes=classes, requests=len(counted), reason=reason)
-    ended = sum(record.completed for record in records)
-    measured_ratio = sum(record.completed for record in counted) / ended if ended else 1.0
-    if measured_ratio < settings.min_measured_ratio:
-        reason = f"only {measured_ratio:.0%} of the completed requests have a time to first token"
+    reason = _objection(records, counted, settings)
+    if reason:
         return Reward(value=None, classes=classes, requests=len(counted), reason=reason)
     if settings.kind == "paper":
         terms = paper_terms(counted, settings.paper)
@@ -102,5 +97,22 @@ def reward_of(records: Sequence[RequestRecord], settings: ObjectiveSettings) -> 
         value = settings.slo.value(terms)
     if not math.isfinite(value):
         reason = f"the reward is not finite: {value}"
-        return Reward(value=None, terms={}, classes=classes, requests=len(counted), reason=reason)
+        return Reward(value=None, classes=classes, requests=len(counted), reason=reason)
     return Reward(value=value, terms=terms, classes=classes, requests=len(counted))
+
+
+def _objection(
+    records: Sequence[RequestRecord], counted: Sequence[RequestRecord], settings: ObjectiveSettings
+) -> str:
+    """Why these requests have no reward; empty when they have one."""
+    if len(counted) < settings.min_requests:
+        return f"{len(counted)} requests can be judged, {settings.min_requests} are needed"
+    completed = sum(record.completed for record in records)
+    measured_ratio = sum(record.completed for record in counted) / completed if completed else 1.0
+    if measured_ratio < settings.min_measured_ratio:
+        return f"only {measured_ratio:.0%} of the completed requests have a time to first token"
+    sent = [record for record in counted if record.dispatched_at is not None]
+    # Without names there would seem to be no queues at all, which the paper's objective takes for ideal.
+    if settings.kind == "paper" and sum(not record.length_queue for record in sent) > len(sent) / 2:
+        return "most requests do not say in which length queue they waited"
+    return ""

@@ -71,10 +71,12 @@ class Budget:
     Attributes:
         seconds: for all of it; the search ends early enough for the confirmation. None sets no limit.
         clock: seconds, on any clock that only goes forward.
+        rest: called after each window: where whoever may take only a share of a core waits.
     """
 
     clock: Callable[[], float]
     seconds: float | None = None
+    rest: Callable[[], object] = lambda: None
 
 
 def run_study(
@@ -97,6 +99,7 @@ def run_study(
         for job, played in twin.play(study.jobs()):
             course.played[job.candidate, job.window] = played
             study.tell(job, played.reward.value)
+            budget.rest()
             seconds = budget.clock() - began
             first_s = first_s or seconds
             if searching and _is_over(budget, settings, seconds, _each_s(course, seconds - first_s)):

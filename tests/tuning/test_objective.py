@@ -106,6 +106,12 @@ def test_the_terms_of_the_paper_by_hand() -> None:
     assert PaperObjective().value(terms) == pytest.approx(expected)
 
 
+def test_without_the_names_of_queues_the_objective_of_the_paper_has_no_reward() -> None:
+    found = reward_of([served(0.1, length_queue=""), served(0.1, length_queue="")], PAPER)
+    assert found.value is None
+    assert "length queue" in found.reason
+
+
 def test_who_was_never_dispatched_waited_to_its_end() -> None:
     gone = record(arrived_at=0.0, dispatched_at=None, first_token_at=None, finished_at=20.0, length_queue="")
     terms = paper_terms([gone], PaperObjective())

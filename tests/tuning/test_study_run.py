@@ -67,6 +67,13 @@ def test_hardly_any_time_leaves_the_settings_as_they_are() -> None:
     assert [step.trials for step in steps] == [1]
 
 
+def test_there_is_a_rest_after_every_window() -> None:
+    twin, machine, rests = Bowl(), study(SETTINGS), []
+    budget = Budget(clock=twin.clock, rest=lambda: rests.append(twin.now))
+    course = run_study(machine, SETTINGS, twin, budget)
+    assert len(rests) == len(course.played)
+
+
 def test_the_windows_of_a_candidate_are_kept() -> None:
     _, course, _, _ = played(None)
     assert len(course.rounds_of(0, range(8))) == 8
