@@ -162,8 +162,9 @@ def main() -> int:
         for fleet in args.fleets or experiment.fleets
         for scenario in args.scenarios or experiment.scenarios
         for load in args.loads or experiment.fleets[fleet].loads
-        for variant in args.variants or experiment.variants
+        # Seed by seed, so that what there is of a table that was cut short can be compared.
         for seed in range(args.seeds or experiment.seeds)
+        for variant in args.variants or experiment.variants
     ]
     found: dict[Run, Figures] = {}
     if args.out is not None:
