@@ -173,11 +173,13 @@ def learning_curve(lessons: Lessons, options: argparse.Namespace) -> list[dict[s
             upto = after * len(lesson) // AFTER[-1]
             learn(estimator, lesson[learned:upto])
             learned = upto
+            everything: list[Judged] = []
             for category in TextCategory:
                 samples = [one for one in lessons.unseen if one.shape.category is category]
                 found = judge(estimator, samples, lessons.boundary)
                 judged.setdefault((after, category.value), []).extend(found)
-                judged.setdefault((after, "all"), []).extend(found)
+                everything += found
+            judged.setdefault((after, "all"), []).extend(everything)
     return [{"after": after, "category": name, **shares(items)} for (after, name), items in judged.items()]
 
 
