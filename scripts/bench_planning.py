@@ -36,13 +36,13 @@ from pydantic import TypeAdapter, ValidationError
 from serve_app.command import positive_int, progress_bar
 from serve_app.errors import ServeAppError, SettingsError
 from serve_app.metrics.slo import Slo
+from serve_app.planning.candidates import SearchSpace
 from serve_app.planning.closed_form import request_share_saving, work_share, work_share_saving
 from serve_app.planning.costs import CostTable
 from serve_app.planning.length_mix import LengthMix
 from serve_app.planning.paper_model import A100, PaperEngine
 from serve_app.planning.plan import Effort, make_plan
 from serve_app.planning.results import plan_as_json
-from serve_app.planning.search import SearchSpace
 from serve_app.planning.verification import Demand
 from serve_app.provenance import commit, hardware, load_average
 from serve_app.simulation.workload import TraceChoice, choose_trace
@@ -57,11 +57,7 @@ _STRICT: Mapping[str, Any] = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One plan.
-
-    Attributes:
-        published: what a paper says of it, for the table.
-    """
+    """One plan; fields as the arguments of `python -m serve_app plan`."""
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
@@ -75,10 +71,10 @@ class Case:
     long_profiles: tuple[str, ...] = ()
     b_short_tokens: tuple[int, ...] = (1_024, 2_048, 4_096, 8_192)
     worst_case_slots: int | None = None
+    output_known: bool = False
     variants: bool = True
     candidates: int = 2
     requests: int | None = None
-    published: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +266,7 @@ def played(cases: Sequence[Case], experiment: PlanningExperiment, args: argparse
                 ),
                 rate_per_s=case.rate_per_s,
                 slo=Slo(ttft_s=case.ttft_s, tpot_s=case.tpot_s),
+                output_known=case.output_known,
             )
             plan = make_plan(space(case), demand, costs, effort)
             row = {

@@ -8,7 +8,7 @@ import yaml
 
 from serve_app.command import positive_float, positive_int
 from serve_app.metrics.slo import Slo
-from serve_app.planning.search import SearchSpace
+from serve_app.planning.candidates import SearchSpace
 from serve_app.planning.verification import Demand
 from serve_app.scheduling.policies import POLICIES
 from serve_app.simulation.workload import TraceChoice
@@ -36,6 +36,12 @@ def _configure_demand(group: "argparse._ArgumentGroup") -> None:
     )
     group.add_argument(
         "--slo-tpot-s", type=positive_float, default=0.08, help="limit of the P99 TPOT (%(default)s)"
+    )
+    group.add_argument(
+        "--max-output",
+        choices=("default", "known"),
+        default="default",
+        help="whether requests state their true output length in max_tokens; default: they state none",
     )
     group.add_argument(
         "--long-above",
@@ -67,7 +73,7 @@ def _configure_fleets(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--worst-case-seqs",
         type=positive_int,
-        help="max_num_seqs of the worst-case fleet (KV cache over the longest context)",
+        help="max_num_seqs of the worst-case fleet (KV cache over the longest context, at most 64K)",
     )
     group.add_argument(
         "--profile-settings-only",
@@ -129,6 +135,7 @@ def demand(args: argparse.Namespace) -> Demand:
         rate_per_s=args.rate,
         slo=Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s),
         long_above_tokens=args.long_above,
+        output_known=args.max_output == "known",
         policy=args.policy,
         scheduler=dict(_setting(text) for text in args.set),
     )

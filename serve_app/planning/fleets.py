@@ -21,6 +21,8 @@ WORST_CASE = "worst-case-homogeneous"
 PAGED = "paged-homogeneous"
 POOLS = "pools"
 
+_PAPER_CONTEXT = 65_536
+
 Counts = Mapping[str, int]
 """Replicas by pool."""
 
@@ -97,14 +99,13 @@ class FleetPlan:
         }
 
 
-def worst_case_slots(profile: str, context_tokens: int | None = None) -> int:
+def worst_case_slots(profile: str) -> int:
     """Sequences that fit into the KV cache if each has the longest context: the papers' `max_num_seqs`.
 
-    Args:
-        context_tokens: the longest context; None is the profile's own.
+    The longest context is the profile's own, or the papers' 64K if that is shorter.
     """
     engine = load_profile(profile)
-    context = context_tokens or engine.max_model_len
+    context = min(engine.max_model_len, _PAPER_CONTEXT)
     return max(1, min(engine.max_num_seqs, engine.kv_tokens // context))
 
 

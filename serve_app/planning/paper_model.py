@@ -19,7 +19,7 @@ import numpy as np
 
 from serve_app.planning.erlang import wait_quantile_s
 from serve_app.planning.length_mix import LengthMix
-from serve_app.planning.queueing import UTILISATION_CAP
+from serve_app.planning.performance import UTILISATION_CAP
 
 _REFERENCE_CONTEXT = 8_192
 

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from serve_app.engines.profiles import load_profile
+from serve_app.planning.candidates import Candidate, PlanResult, SearchSpace
 from serve_app.planning.costs import CostTable
 from serve_app.planning.length_mix import LengthMix
-from serve_app.planning.search import Candidate, Planner, PlanResult, SearchSpace
+from serve_app.planning.search import Planner
 from serve_app.planning.verification import Demand, Verification, Verifier, stand_in_share
 from serve_app.simulation.workload import FittedTrace, choose_trace, fit
 
@@ -73,7 +74,7 @@ def make_plan(
         ServeAppError: a trace, a profile or a setting is not there.
     """
     workload = _workload(space, demand)
-    mix = LengthMix.of(workload.trace)
+    mix = LengthMix.of(workload.trace, output_known=demand.output_known)
     planner = Planner(space, demand, mix, costs, on_step)
     undivided = planner.paged[0]
     share = stand_in_share(sum(undivided.counts.values()), effort.stand_in_replicas)

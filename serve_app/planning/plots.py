@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from serve_app.planning.candidates import PlanResult, SizedFleet
 from serve_app.planning.fleets import PAGED, POOLS, WORST_CASE
-from serve_app.planning.search import PlanResult, SizedFleet
 from serve_app.planning.verification import Verification, Verifier, at_full_size
 
 _LOOKS = {WORST_CASE: ("C3", "v"), PAGED: ("C0", "o"), POOLS: ("C2", "s")}

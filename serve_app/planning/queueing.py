@@ -20,7 +20,6 @@ between replicas, preemption. It gives a first guess and a shape; the simulator 
 """
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -28,12 +27,9 @@ from numpy.typing import NDArray
 
 from serve_app.engines.emulation.settings import EngineModelSettings
 from serve_app.engines.step_time import StepTimeModel
-from serve_app.metrics.slo import Slo
 from serve_app.planning.erlang import wait_quantile_s
 from serve_app.planning.length_mix import LengthMix
-
-UTILISATION_CAP = 0.85
-"""Share of its capacity that a pool is sized to at most, as in the papers: beyond it waits grow steeply."""
+from serve_app.planning.performance import OperatingPoint, Performance
 
 _Floats = NDArray[np.float64]
 
@@ -44,54 +40,10 @@ _PLACES: _Floats = np.arange(_BINS, dtype=np.float64)
 _LONGEST_ITERATION_S = 5.0
 # Solutions are no finer than the grid.
 _TOLERANCE = 1e-4
+# Steps towards a solution; one that takes more is at the edge of what an engine can carry.
+_MOST_STEPS = 80
 # KV cache that sequences may fill; the rest is rounding to blocks.
 _KV_FILL = 0.97
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperatingPoint:
-    """One replica at a constant rate.
-
-    Attributes:
-        iteration_s, iteration_sd_s: mean and standard deviation of its iterations.
-        sequences: mean number in the batch.
-        service_s: mean time of a request in the batch.
-        first_token_s: P99 over requests of the time from admission to the first token.
-        tpot_s: P99 over requests of the time per output token.
-    """
-
-    rate_per_s: float
-    iteration_s: float
-    iteration_sd_s: float
-    sequences: float
-    service_s: float
-    first_token_s: float
-    tpot_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Performance:
-    """A pool as the model sees it; infinite times where it cannot keep up.
-
-    Attributes:
-        utilisation: rate over capacity.
-        p99_wait_s: for a place in a batch.
-    """
-
-    replicas: int
-    utilisation: float
-    p99_wait_s: float
-    p99_ttft_s: float
-    p99_tpot_s: float
-    sequences: float
-
-    def meets(self, slo: Slo, utilisation_cap: float = UTILISATION_CAP) -> bool:
-        """Whether both P99 limits hold below the utilisation cap."""
-        return (
-            self.utilisation <= utilisation_cap
-            and (slo.ttft_s is None or self.p99_ttft_s <= slo.ttft_s)
-            and (slo.tpot_s is None or self.p99_tpot_s <= slo.tpot_s)
-        )
 
 
 class PoolModel:
@@ -214,22 +166,25 @@ class PoolModel:
         return math.inf if solved is None else rate_per_s * self._mean_iterations * solved
 
     def _iteration_s(self, rate_per_s: float) -> float | None:
-        """The smallest t with t = E[step | t], by secants from below; None when there is none.
+        """The smallest t with t = E[step | t], from below; None when there is none.
 
-        What a step takes beyond t is convex in t, positive at 0, and falls towards the solution: a chord
-        through two points on this side of it ends on this side. Where it stops falling there is no solution.
+        What a step takes beyond t is positive at 0 and falls towards the solution, mostly along a convex
+        curve, where a chord through two points on this side of the solution ends on this side. A mixture's
+        experts bend it the other way at first: where it rises, t grows by all of it, which never passes the
+        solution either; and a chord that has passed it is halved.
         """
         before, seconds = 0.0, self._expected_step_s(rate_per_s, 0.0)
         excess_before = seconds
-        for _ in range(60):
+        for _ in range(_MOST_STEPS):
             excess = self._expected_step_s(rate_per_s, seconds) - seconds
+            if excess < -_TOLERANCE * seconds:
+                seconds = (before + seconds) / 2
+                continue
             if excess < _TOLERANCE * seconds:
                 return seconds
             slope = (excess - excess_before) / (seconds - before)
-            if slope >= -1e-6:
-                return None
             before, excess_before = seconds, excess
-            seconds -= excess / slope
+            seconds += excess if slope > -1e-3 else excess / -slope
             if seconds > _LONGEST_ITERATION_S:
                 return None
         return None

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.metrics.confidence import Interval
+from serve_app.planning.candidates import Candidate, PlanResult, SizedFleet
 from serve_app.planning.closed_form import ClosedForm
-from serve_app.planning.search import Candidate, PlanResult, SizedFleet
+from serve_app.planning.fleets import WORST_CASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Saving:
 def saving(of: SizedFleet, against: SizedFleet) -> Saving:
     """What a fleet saves."""
     steps = [
-        (0.25 if one.share < 1 else 1.0)
+        (0.25 if one.share < 1 and one.plan.name != WORST_CASE else 1.0)
         * one.usd_per_hour
         / sum(one.verification.counts.values())
         / against.usd_per_hour

@@ -9,7 +9,8 @@ from serve_app.planning.closed_form import ClosedForm, work_share
 from serve_app.planning.costs import CostTable
 from serve_app.planning.fleets import FleetPlan
 from serve_app.planning.length_mix import LengthMix
-from serve_app.planning.queueing import UTILISATION_CAP, Performance, PoolModel
+from serve_app.planning.performance import UTILISATION_CAP, Performance
+from serve_app.planning.queueing import PoolModel
 
 # More replicas than anybody has: limits that these do not meet are out of reach for the engine itself.
 _MOST_REPLICAS = 1_000_000

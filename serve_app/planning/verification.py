@@ -21,7 +21,7 @@ from serve_app.metrics.statistics import percentile
 from serve_app.planning.fleets import Counts, FleetPlan
 from serve_app.simulation.batch import run_all
 from serve_app.simulation.run import RunResult, RunSettings
-from serve_app.simulation.workload import TraceChoice
+from serve_app.simulation.workload import Disclosure, TraceChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,7 @@ class Demand:
         rate_per_s: of the whole fleet.
         slo: P99 limits.
         long_above_tokens: a request of more, prompt and answer, counts as long in the figures.
+        output_known: requests state the length of their answer in `max_tokens`; otherwise they state none.
         policy: of the scheduler.
         scheduler: its settings that are not the defaults, by dotted path.
     """
@@ -41,6 +42,7 @@ class Demand:
     rate_per_s: float
     slo: Slo
     long_above_tokens: int = 4_096
+    output_known: bool = False
     policy: str = "ewsjf"
     scheduler: Mapping[str, object] = field(default_factory=dict)
 
@@ -208,6 +210,7 @@ class Verifier:
                 trace=demand.trace,
                 seed=seed,
                 rate_per_s=demand.rate_per_s,
+                disclosure=Disclosure(output_known=demand.output_known),
                 scheduler=demand.scheduler,
                 slo=demand.slo,
             )

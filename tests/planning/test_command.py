@@ -53,7 +53,7 @@ def test_a_large_fleet_is_simulated_as_a_stand_in_and_that_is_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    assert plan("--rate", "120", "--stand-in", "6", "--seeds", "1", "--json", str(out)) == 0
+    assert plan("--rate", "300", "--stand-in", "4", "--seeds", "1", "--json", str(out)) == 0
     captured = capsys.readouterr()
     assert "of its size, numbers scaled up" in captured.out
     assert "fewer than three seeds" in captured.err

@@ -26,3 +26,16 @@ def test_a_border_splits_by_the_whole_budget() -> None:
 def test_every_prompt_needs_its_output() -> None:
     with pytest.raises(ValueError, match="3 and 2 lengths"):
         LengthMix(np.array([1, 2, 3]), np.array([1, 2]))
+
+
+def test_without_max_tokens_a_high_quantile_of_answers_counts_as_the_answer() -> None:
+    requests = tuple(
+        TraceRequest(arrival_s=0.0, prompt_tokens=100, output_tokens=output) for output in range(1, 101)
+    )
+    trace = Trace(name="t", source="test", requests=requests)
+    told, untold = (LengthMix.of(trace, output_known=known) for known in (True, False))
+    assert told.share_up_to(150) == pytest.approx(0.5)
+    assert untold.allowed_outputs == 100
+    assert (untold.share_up_to(199), untold.share_up_to(200)) == (0.0, 1.0)
+    short, _ = untold.split(200)
+    assert short.allowed_outputs == 100

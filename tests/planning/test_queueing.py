@@ -7,7 +7,7 @@ import pytest
 from serve_app.engines.profiles import load_profile
 from serve_app.engines.step_time import StepTimeModel
 from serve_app.metrics.slo import Slo
-from serve_app.planning.queueing import Performance
+from serve_app.planning.performance import Performance
 from tests.planning.builders import STEP_TIME, mix, pool_model
 
 CHAT = mix(*[(200, 100)] * 3, (1_000, 50))
@@ -49,6 +49,19 @@ def test_steps_take_what_the_engine_model_takes(name: str) -> None:
         )
         (computed,) = model._step_s(np.array([float(prompt_tokens)]), decoding * 101 / 100)
         assert computed == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama3-70b-a100-tp4", "qwen3-235b-a22b-mi300x-tp8"])
+def test_every_rate_below_capacity_has_its_operating_point(name: str) -> None:
+    lengths = mix(*[(200, 150)] * 18, (3_000, 300), (6_000, 100))
+    model = pool_model(lengths, step_time=load_profile(name).step_time, max_num_seqs=256, chunk=128)
+    points = [model.at_rate(share / 20 * model.capacity_per_s) for share in range(1, 20)]
+    assert all(point is not None for point in points)
+    iterations = [point.iteration_s for point in points if point is not None]
+    assert iterations == sorted(iterations)
+    # Capacity is where the batch is full or prefill takes all time, not where a solver gives up.
+    assert points[-1] is not None
+    assert points[-1].sequences > 0.5 * model.slots or iterations[-1] > 2 * iterations[0]
 
 
 def test_an_engine_ends_where_its_slots_or_its_prefill_do() -> None:

@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 
 from serve_app.errors import SettingsError
+from serve_app.planning.candidates import SearchSpace
 from serve_app.planning.costs import CostTable
 from serve_app.planning.length_mix import LengthMix
-from serve_app.planning.search import Planner, SearchSpace
+from serve_app.planning.search import Planner
 from serve_app.planning.verification import Verifier
 from serve_app.simulation.workload import choose_trace
 from tests.planning.builders import demand, mix
