@@ -138,7 +138,11 @@ def parameters_of(settings: SchedulerSettings, context_of_short: int | None = No
 
 
 def _pools(settings: SchedulerSettings, context_of_short: int | None) -> Iterator[Parameter]:
-    if len(settings.routing.pools) < 2 or context_of_short is None or context_of_short <= _LEAST_B_SHORT:
+    routing = settings.routing
+    # A border that moves by itself would undo whatever is set.
+    if len(routing.pools) < 2 or routing.adaptive_b_short.enabled:
+        return
+    if context_of_short is None or context_of_short <= _LEAST_B_SHORT:
         return
     # What is at home in the short pool must fit there.
     yield Parameter(
@@ -210,5 +214,9 @@ def started_from(tunable: Tunable, parameters: Sequence[Parameter], start: Mappi
             raise SettingsError(
                 f"cannot start from {name}: there are {', '.join(p.name for p in parameters)}"
             )
+        wanted = (int,) if by_name[name].integer else (int, float)
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            kind = "a whole number" if by_name[name].integer else "a number"
+            raise SettingsError(f"{name} must be {kind}, got {value!r}")
         tunable = tunable.with_setting(by_name[name], value)
     return tunable

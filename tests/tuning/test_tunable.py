@@ -3,6 +3,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from serve_app.errors import SettingsError
+from serve_app.routing.adaptive_threshold import AdaptiveThresholdSettings
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.engine_priority import EnginePrioritySettings
@@ -66,6 +67,12 @@ def test_the_border_of_the_pools_stays_within_the_context_of_the_short_one() -> 
     assert space_of(OURS, context_of_short=4_096)["b_short_tokens"].high == 4_096
 
 
+def test_a_border_that_adapts_by_itself_is_not_tuned() -> None:
+    adaptive = RoutingSettings(adaptive_b_short=AdaptiveThresholdSettings(enabled=True))
+    adapting = Tunable(scheduler=SchedulerSettings(model="m", routing=adaptive))
+    assert "b_short_tokens" not in space_of(adapting, context_of_short=8_192).names
+
+
 def test_a_part_of_the_space_can_be_chosen() -> None:
     assert space_of(OURS, only=["b_u", "alpha"]).names == ("b_u", "alpha")
     with pytest.raises(SettingsError, match="cannot tune c_u"):
@@ -81,6 +88,10 @@ def test_a_start_is_given_by_name_or_path_and_need_not_be_sensible() -> None:
         started_from(OURS, parameters, {"speed": 1})
     with pytest.raises(SettingsError, match="target_waiting"):
         started_from(OURS, parameters, {"target_waiting": 0})
+    with pytest.raises(SettingsError, match="b_u must be a number, got 'much'"):
+        started_from(OURS, parameters, {"b_u": "much"})
+    with pytest.raises(SettingsError, match=r"target_waiting must be a whole number, got 2\.5"):
+        started_from(OURS, parameters, {"target_waiting": 2.5})
 
 
 def test_the_yaml_gives_the_very_settings_that_were_found() -> None:
