@@ -19,7 +19,7 @@ _KEPT = 10_000
 """Outcomes kept between two pulls: ten seconds at 1,000 requests/s; about 3 MB."""
 
 # In the order of `_row`. Tuples travel between actors at a third of the cost of objects.
-Row = tuple[str, float, float | None, float | None, float, str, int, int, str, str, str]
+Row = tuple[str, float, float | None, float | None, float, str, int, int, str, str, str, str]
 
 
 @dataclass(slots=True)
@@ -31,6 +31,7 @@ class _Open:
     tenant: str
     priority: PriorityClass
     pool: str = ""
+    length_queue: str = ""
     dispatched_at: float | None = None
     first_token_at: float | None = None
 
@@ -63,7 +64,8 @@ class OutcomeWindow:
                 sent = self._open.get(command.request_id)
                 if sent is not None:
                     # Sent again after a replica was lost, it waits for its first token anew.
-                    sent.dispatched_at, sent.first_token_at, sent.pool = now, None, command.pool
+                    sent.dispatched_at, sent.first_token_at = now, None
+                    sent.pool, sent.length_queue = command.pool, command.length_queue
             elif isinstance(command, Conclude):
                 over = self._open.pop(command.request_id, None)
                 if over is not None:
@@ -102,13 +104,14 @@ def _row(command: Conclude, over: _Open, event: Event, now: float) -> Row:
         over.tenant,
         over.priority.value,
         over.pool,
+        over.length_queue,
     )
 
 
 def record_of(row: Row) -> RequestRecord:
     """The record of a row, times on the scheduler's clock."""
     request_id, arrived_at, dispatched_at, first_token_at, finished_at, outcome = row[:6]
-    prompt_tokens, output_tokens, tenant, priority, pool = row[6:]
+    prompt_tokens, output_tokens, tenant, priority, pool, length_queue = row[6:]
     return RequestRecord(
         request_id=request_id,
         arrived_at=arrived_at,
@@ -121,4 +124,5 @@ def record_of(row: Row) -> RequestRecord:
         tenant=tenant,
         priority=PriorityClass(priority),
         pool=pool,
+        length_queue=length_queue,
     )

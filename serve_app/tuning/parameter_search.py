@@ -15,7 +15,7 @@ from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.optimiser import make_optimiser
 from serve_app.tuning.rollout_settings import RolloutSettings
 from serve_app.tuning.study import Finding, Study
-from serve_app.tuning.study_run import Budget, Step, run_study
+from serve_app.tuning.study_run import Budget, run_study
 from serve_app.tuning.study_settings import StudySettings
 from serve_app.tuning.twin_processes import TwinProcesses
 
@@ -99,14 +99,14 @@ def search(
     study = Study(optimiser, settings.study, independent_windows=plan.independent_windows)
     worked_s = time.thread_time()
 
-    def rest(_: Step) -> None:
+    def rest() -> None:
         nonlocal worked_s
         if stop.wait((time.thread_time() - worked_s) * (1 / settings.core_share - 1)):
             raise _StoppedError
         worked_s = time.thread_time()
 
-    budget = Budget(clock=time.thread_time, seconds=settings.search_cpu_s)
+    budget = Budget(clock=time.thread_time, seconds=settings.search_cpu_s, rest=rest)
     with TwinProcesses(plan) as twin:
-        run_study(study, settings.study, twin, budget, rest)
+        run_study(study, settings.study, twin, budget)
     assert study.finding is not None
     return study.finding, factor
