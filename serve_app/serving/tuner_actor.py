@@ -94,7 +94,7 @@ class TunerActor:
             self._parameters = ParameterTuner(model, settings.parameters, store)
         self._delivered: tuple[int, PartitionChange] | None = None
         self._is_alone = False
-        self._shown: Mapping[str, Any] = {}
+        self._shown: tuple[int, Mapping[str, Any]] | None = None
         self._was_searching = False
         # In an empty context: Serve cancels what was started in the context of a request along with it.
         self._turns = self._loop.create_task(self._run(), context=contextvars.Context())
@@ -141,10 +141,10 @@ class TunerActor:
         orders = parameters.turn(observed)
         for order in orders:
             await self._ask(self._told(self._scheduler.retune(order)))
-        document = parameters.document()
-        if document != self._shown:
-            await self._ask(self._told(self._scheduler.show_tuner(document)))
-            self._shown = document
+        # A new scheduler has been shown nothing.
+        shown = (observed.incarnation, parameters.document())
+        if shown != self._shown and await self._ask(self._told(self._scheduler.show_tuner(shown[1]))):
+            self._shown = shown
         if orders or parameters.is_searching is not self._was_searching:
             await parameters.save()
         self._was_searching = parameters.is_searching
