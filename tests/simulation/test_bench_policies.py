@@ -27,6 +27,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_an_interrupted_experiment_goes_on_where_it_was(tmp_path: Path) -> None:
     experiment, out = tmp_path / "experiment.yaml", tmp_path / "deep" / "out.jsonl"
     experiment.write_text(EXPERIMENT)

@@ -41,6 +41,7 @@ def test_bad_settings_are_replaced_by_better_ones_ready_to_paste(
             assert found["classes"][side][name]["ttft_p50_s"] <= found["classes"][side][name]["ttft_p99_s"]
 
 
+@pytest.mark.slow
 def test_the_same_command_finds_the_same(tmp_path: Path) -> None:
     found = []
     for name in ("first", "second"):
