@@ -8,6 +8,7 @@ No state but the trials: proposal n follows from the seed, n and what was told b
 that was stored and restored goes on with the very proposals that it would have made.
 """
 
+import abc
 import random
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -45,7 +46,7 @@ class Optimiser(Protocol):
         ...
 
 
-class _Search:
+class _Search(abc.ABC):
     """What both methods share: the beginning, the memory, and how draws become values."""
 
     method = ""
@@ -117,8 +118,9 @@ class _Search:
                 break
         return values
 
+    @abc.abstractmethod
     def _draws(self, number: int, chance: random.Random) -> dict[str, float]:
-        raise NotImplementedError
+        """A uniform draw from [0, 1] for each parameter."""
 
 
 class RandomSearch(_Search):

@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.app import SchedulerViews
 from serve_app.serving.gateway.prefix import PrefixSettings, engine_salt
 
 from .builders import MODEL, TOKEN, Engine, FakeDispatcher, chat, gateway, replies, serving
@@ -247,70 +246,6 @@ async def test_model_names_may_contain_slashes() -> None:
     app = Gateway(GatewaySettings(models=(ServedModel(name=name),)), {name: FakeDispatcher([])}, "gw")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
         assert (await http.get(f"/v1/models/{name}")).json()["id"] == name
-
-
-@pytest.mark.parametrize("path", ["/debug/queue", "/debug/status"])
-async def test_each_scheduler_is_looked_into_and_a_silent_one_is_named(path: str) -> None:
-    async def shown() -> dict[str, object]:
-        return {"model": "a", "waiting": 3}
-
-    async def of_another() -> dict[str, object]:
-        return {"model": "not this"}
-
-    async def silent() -> dict[str, object]:
-        raise ConnectionError("gone")
-
-    models = (ServedModel(name="a"), ServedModel(name="b"))
-    dispatchers = {"a": FakeDispatcher([]), "b": FakeDispatcher([])}
-    keys = (ApiKey(tenant="ops", key="k1", admin=True), ApiKey(tenant="t", key="k2"))
-    settings = GatewaySettings(models=models, keys=keys)
-
-    async def frozen(_: str) -> None:
-        raise AssertionError
-
-    wanted = SchedulerViews(queue=shown, status=of_another, freeze=frozen)
-    if path == "/debug/status":
-        wanted = SchedulerViews(queue=of_another, status=shown, freeze=frozen)
-    views = {"a": wanted, "b": SchedulerViews(queue=silent, status=silent, freeze=frozen)}
-    app = Gateway(settings, dispatchers, "gw", views)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
-        answer = await http.get(path, headers={"authorization": "Bearer k1"})
-        first, second = answer.json()["models"]
-        refused = await http.get(path, headers={"authorization": "Bearer k2"})
-    assert first == {"model": "a", "waiting": 3}
-    assert second["model"] == "b"
-    assert "gone" in second["error"]
-    assert refused.json()["error"]["code"] == "not_allowed"
-
-
-async def test_admins_freeze_and_thaw_every_tuner() -> None:
-    heard: list[tuple[str, str]] = []
-
-    async def nothing() -> dict[str, object]:
-        return {}
-
-    def views(model: str) -> SchedulerViews:
-        async def freeze(reason: str) -> None:
-            if model == "b" and not reason:
-                raise ConnectionError("gone")
-            heard.append((model, reason))
-
-        return SchedulerViews(queue=nothing, status=nothing, freeze=freeze)
-
-    models = (ServedModel(name="a"), ServedModel(name="b"))
-    keys = (ApiKey(tenant="ops", key="k1", admin=True), ApiKey(tenant="t", key="k2"))
-    dispatchers = {"a": FakeDispatcher([]), "b": FakeDispatcher([])}
-    settings = GatewaySettings(models=models, keys=keys)
-    app = Gateway(settings, dispatchers, "gw", {name: views(name) for name in "ab"})
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
-        admin, other = ({"authorization": f"Bearer {key}"} for key in ("k1", "k2"))
-        assert (await http.post("/debug/tuner/freeze", headers=other)).status_code == 401
-        assert heard == []
-        await http.post("/debug/tuner/freeze", headers=admin)
-        assert heard == [("a", "frozen by an admin"), ("b", "frozen by an admin")]
-        answer = (await http.post("/debug/tuner/thaw", headers=admin)).json()["models"]
-    assert answer[0] == {"model": "a", "frozen": ""}
-    assert "gone" in answer[1]["error"]
 
 
 async def test_a_gateway_mounted_below_a_prefix_finds_its_routes() -> None:
