@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.partition import Partition
-from serve_app.serving.outcome_window import Row
+from serve_app.tuning.outcome_window import Row
 
 _KEPT = 10_000
 """Lengths kept between two pulls: ten seconds at 1,000 requests/s; 80 kB."""

@@ -27,7 +27,7 @@ from serve_app.serving.learned_state import STATE_KIND, learned_state, objection
 from serve_app.serving.scheduler_shell import SchedulerShell, ShellParts
 from serve_app.serving.state_keeper import StateKeeper
 from serve_app.serving.state_store import StateStore
-from serve_app.serving.tuner_desk import Retune
+from serve_app.tuning.retune import Retune
 
 logger = logging.getLogger("ray.serve")
 

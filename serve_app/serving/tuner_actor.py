@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 from serve_app.serving.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.parameter_tuner import ParameterTuner
 from serve_app.serving.state_store import StateStore
-from serve_app.serving.tuner_desk import Retune
 from serve_app.tuning.parameter_search import ParameterTuningSettings
+from serve_app.tuning.retune import Retune
 from serve_app.tuning.strategic import PartitionChange, StrategicLoop, StrategicSettings
 
 logger = logging.getLogger("ray.serve")

@@ -8,7 +8,7 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.serving.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.state_store import StateStore
 from serve_app.serving.tuner_actor import TunerActor, TunerSettings
-from serve_app.serving.tuner_desk import Retune
+from serve_app.tuning.retune import Retune
 
 # Options for `serve.deployment`. It has no requests to wait for at its end, and nobody waits for it.
 TUNER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {

@@ -19,29 +19,13 @@ from serve_app.scheduling.events import Arrived, Event, PartitionChanged, Retune
 from serve_app.scheduling.policies.inputs import prompt_tokens
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.serving.learned_queues import LearnedQueues, Observed, PartitionUpdate
-from serve_app.serving.outcome_window import OutcomeWindow
 from serve_app.serving.scheduler_metrics import SchedulerMetrics
+from serve_app.tuning.outcome_window import OutcomeWindow
+from serve_app.tuning.retune import Retune
 from serve_app.tuning.settings_path import value_at, with_values
 from serve_app.tuning.tunable import with_weights
 
 logger = logging.getLogger("ray.serve")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retune:
-    """Values to put in force.
-
-    Attributes:
-        values: by the path of the setting (`isolation.max_long_prefills`); all that are tuned, not only those
-            that change.
-        valid_s: for how long; then those that were in force for good come back, unless another order came.
-            None: for good.
-        reason: for the log.
-    """
-
-    values: Mapping[str, float]
-    valid_s: float | None = None
-    reason: str = ""
 
 
 class Host(Protocol):

@@ -96,7 +96,7 @@ class World:
         for number, plan in enumerate(self.plans):
             replica = SimulatedReplica(plan, self.timeline, self._step_ended)
             self.replicas[plan.replica_id] = replica
-            self._feed(ev.ReplicaJoined(replica.spec))
+            self.feed(ev.ReplicaJoined(replica.spec))
             # Real replicas do not report in step either.
             first_at = self.settings.report_interval_s * number / len(self.plans)
             self.timeline.at(first_at, Rank.REPORT, partial(self._report, replica))
@@ -115,7 +115,8 @@ class World:
 
     # The scheduler
 
-    def _feed(self, event: ev.Event) -> None:
+    def feed(self, event: ev.Event) -> None:
+        """Tell the scheduler of something that happens now, and carry out what it wants done."""
         now = self.timeline.now
         commands = self.scheduler.handle(event, now)
         if self.on_decision is not None:
@@ -138,7 +139,7 @@ class World:
     def _wake_up(self, planned: float) -> None:
         if planned == self._wake_at:
             self._wake_at = None
-            self._feed(ev.Woke())
+            self.feed(ev.Woke())
 
     def _after_latency(self, rank: Rank, action: Callable[[], None]) -> None:
         self.timeline.at(self.timeline.now + self.settings.control_latency_s, rank, action)
@@ -148,7 +149,7 @@ class World:
     def _arrive(self, simulated: SimulatedRequest) -> None:
         self._to_come -= 1
         self._live[simulated.request.request_id] = simulated
-        self._feed(ev.Arrived(simulated.request))
+        self.feed(ev.Arrived(simulated.request))
         if self.learner is not None:
             entry = self.scheduler.entry(simulated.request.request_id)
             if entry is not None:
@@ -159,7 +160,7 @@ class World:
         partition = self.learner.due(self.timeline.now) if self.learner is not None else None
         if partition is not None:
             self.partitions.append((self.timeline.now, partition))
-            self._feed(ev.PartitionChanged(partition))
+            self.feed(ev.PartitionChanged(partition))
 
     def _dispatch(self, command: Dispatch) -> None:
         simulated = self._live[command.request_id]
@@ -177,7 +178,7 @@ class World:
             failure = ev.DispatchFailed(
                 request.request_id, replica.spec.replica_id, ev.DispatchFailure.TOO_LONG
             )
-            self._after_latency(Rank.NEWS, lambda: self._feed(failure))
+            self._after_latency(Rank.NEWS, lambda: self.feed(failure))
             return
         simulated.sequence = EngineSequence(
             request.request_id,
@@ -221,7 +222,7 @@ class World:
     def _step_ended(self, outcome: StepOutcome) -> None:
         for sequence in outcome.first_tokens:
             first = ev.FirstToken(sequence.sequence_id)
-            self._after_latency(Rank.NEWS, partial(self._feed, first))
+            self._after_latency(Rank.NEWS, partial(self.feed, first))
         for sequence in outcome.finished:
             usage = Usage(
                 prompt_tokens=sequence.prompt_tokens,
@@ -229,11 +230,11 @@ class World:
                 cached_tokens=sequence.cached_tokens,
             )
             finished = ev.Finished(sequence.sequence_id, Outcome.COMPLETED, usage)
-            self._after_latency(Rank.NEWS, partial(self._feed, finished))
+            self._after_latency(Rank.NEWS, partial(self.feed, finished))
 
     def _report(self, replica: SimulatedReplica) -> None:
         event = ev.ReplicaReported(replica.spec.replica_id, replica.report())
-        self._after_latency(Rank.REPORT, lambda: self._feed(event))
+        self._after_latency(Rank.REPORT, lambda: self.feed(event))
         if not self._is_over or self.timeline.now == 0.0:
             self.timeline.at(
                 self.timeline.now + self.settings.report_interval_s,

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +15,7 @@ from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.optimiser import make_optimiser
 from serve_app.tuning.rollout_settings import RolloutSettings
 from serve_app.tuning.study import Finding, Study
-from serve_app.tuning.study_run import Budget, run_study
+from serve_app.tuning.study_run import Budget, Twin, run_study
 from serve_app.tuning.study_settings import StudySettings
 from serve_app.tuning.twin_processes import TwinProcesses
 
@@ -78,35 +78,71 @@ def engines_of(replicas: Sequence[ReplicaSpec], profile: str) -> tuple[ReplicaPl
     )
 
 
-class _StoppedError(Exception):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTask:
+    """A search to carry out.
+
+    Attributes:
+        plan: the twin, of engines at the pace of their profile.
+        observed: how the requests of its traffic were served in production.
+    """
+
+    plan: TwinPlan
+    observed: Sequence[RequestRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """What came of a search.
+
+    Attributes:
+        speed_factor: by how much the engines are slower than their profile.
+        seconds: that the study took, on the clock of its budget.
+    """
+
+    finding: Finding
+    speed_factor: float
+    seconds: float
+
+
+class StoppedError(Exception):
     """The tuner ends, and its search with it."""
 
 
 def search(
-    plan: TwinPlan,
-    observed: Sequence[RequestRecord],
+    task: SearchTask,
     settings: ParameterTuningSettings,
-    stop: threading.Event,
-) -> tuple[Finding, float]:
-    """A whole study, in this thread, at its share of a core.
+    budget: Budget,
+    watched: Callable[[Twin], Twin] = lambda twin: twin,
+) -> Searched:
+    """A whole study, in this thread.
 
-    Returns:
-        What it found, and by how much the engines are slower than their profile.
+    Args:
+        watched: wraps the twin, for whoever wants to see its windows.
     """
-    factor = speed_factor(observed, DigitalTwin(plan).records(plan.space.current, 0)) or 1.0
+    plan = task.plan
+    factor = speed_factor(task.observed, DigitalTwin(plan).records(plan.space.current, 0)) or 1.0
     plan = replace(plan, engines=with_speed(plan.engines, factor))
     optimiser = make_optimiser(settings.search, plan.space, seed=plan.settings.seed)
     study = Study(optimiser, settings.study, independent_windows=plan.independent_windows)
+    with TwinProcesses(plan) as twin:
+        course = run_study(study, settings.study, watched(twin), budget)
+    assert study.finding is not None
+    return Searched(finding=study.finding, speed_factor=factor, seconds=course.seconds)
+
+
+def search_aside(task: SearchTask, settings: ParameterTuningSettings, stop: threading.Event) -> Searched:
+    """A search in this thread, at its share of a core.
+
+    Raises:
+        StoppedError: `stop` was set meanwhile.
+    """
     worked_s = time.thread_time()
 
     def rest() -> None:
         nonlocal worked_s
         if stop.wait((time.thread_time() - worked_s) * (1 / settings.core_share - 1)):
-            raise _StoppedError
+            raise StoppedError
         worked_s = time.thread_time()
 
-    budget = Budget(clock=time.thread_time, seconds=settings.search_cpu_s, rest=rest)
-    with TwinProcesses(plan) as twin:
-        run_study(study, settings.study, twin, budget)
-    assert study.finding is not None
-    return study.finding, factor
+    return search(task, settings, Budget(clock=time.thread_time, seconds=settings.search_cpu_s, rest=rest))

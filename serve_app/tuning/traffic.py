@@ -56,6 +56,15 @@ class TrafficLog:
         """The requests that arrived in a stretch of time, `end` not included."""
         return [record for record in self._records if start <= record.arrived_at < end]
 
+    def recent(self, until: float) -> list[RequestRecord]:
+        """The requests of the span that ends with the last arrival before `until`, by arrival."""
+        records = [record for record in self._records if record.arrived_at < until]
+        latest = max((record.arrived_at for record in records), default=0.0)
+        return sorted(
+            (record for record in records if record.arrived_at >= latest - self._span_s),
+            key=lambda record: (record.arrived_at, record.request_id),
+        )
+
     def trace(self, until: float) -> Trace | None:
         """The requests that arrived before `until` as a trace that begins at 0; None when there are none.
 
@@ -66,14 +75,9 @@ class TrafficLog:
             until: when the oldest request came that is not over yet, on the clock of the records. After it,
                 only those are known that were served quickly, which is no sample of what came.
         """
-        records = [record for record in self._records if record.arrived_at < until]
-        if not records:
+        kept = self.recent(until)
+        if not kept:
             return None
-        latest = max(record.arrived_at for record in records)
-        kept = sorted(
-            (record for record in records if record.arrived_at >= latest - self._span_s),
-            key=lambda record: (record.arrived_at, record.request_id),
-        )
         outputs = _OutputLengths(kept)
         start = kept[0].arrived_at
         requests = tuple(

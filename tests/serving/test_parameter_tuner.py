@@ -12,12 +12,12 @@ from serve_app.errors import Outcome
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
 from serve_app.serving.learned_queues import Observed
-from serve_app.serving.outcome_window import Row
 from serve_app.serving.parameter_tuner import ParameterTuner
 from serve_app.serving.state_store import StateStore
-from serve_app.serving.tuner_desk import Retune
 from serve_app.tuning.digital_twin import TwinSettings
+from serve_app.tuning.outcome_window import Row
 from serve_app.tuning.parameter_search import ParameterTuningSettings, engines_of
+from serve_app.tuning.retune import Retune
 from serve_app.tuning.rollout_settings import RolloutSettings
 from serve_app.tuning.study_settings import StudySettings
 from tests.builders import spec
@@ -89,8 +89,8 @@ async def test_a_search_begins_with_enough_traffic_and_leaves_its_figures() -> N
 async def test_a_candidate_is_tried_in_slices_and_dropped_when_it_serves_worse() -> None:
     made = tuner()
     made.turn(observed(0.0, []))
-    rollout = made._rollout
-    assert rollout is not None
+    assert made._loop is not None
+    rollout = made._loop.rollout
     better = {**rollout.incumbent, "target_waiting": 6}
     rollout.propose(better, 0.0, "for the test")
     applied: list[Retune] = []
@@ -111,8 +111,8 @@ async def test_a_candidate_is_tried_in_slices_and_dropped_when_it_serves_worse()
 async def test_freezing_ends_a_trial() -> None:
     made = tuner()
     made.turn(observed(0.0, []))
-    assert made._rollout is not None
-    made._rollout.propose({**made._rollout.incumbent, "target_waiting": 6}, 0.0, "for the test")
+    assert made._loop is not None
+    made._loop.rollout.propose({**made._loop.rollout.incumbent, "target_waiting": 6}, 0.0, "for the test")
     (order,) = made.turn(observed(1.0, [], frozen="an incident"))
     assert (order.valid_s, order.values[TARGET]) == (None, 3)
     made.turn(observed(2.0, []))
@@ -122,9 +122,9 @@ async def test_freezing_ends_a_trial() -> None:
 async def test_a_new_scheduler_gets_the_values_in_force_for_good() -> None:
     made = tuner()
     made.turn(observed(100.0, []))
-    assert made._rollout is not None
-    adopted = {**made._rollout.incumbent, "target_waiting": 5}
-    made._rollout.incumbent = adopted
+    assert made._loop is not None
+    adopted = {**made._loop.rollout.incumbent, "target_waiting": 5}
+    made._loop.rollout.incumbent = adopted
     (order,) = made.turn(observed(3.0, [], incarnation=2))
     assert (order.values[TARGET], order.valid_s) == (5, None)
 
@@ -133,8 +133,8 @@ async def test_values_survive_a_restart_unless_the_settings_have_changed(tmp_pat
     store = StateStore(str(tmp_path), "tuner", "m")
     made = tuner(store=store)
     made.turn(observed(100.0, []))
-    assert made._rollout is not None
-    made._rollout.incumbent = {**made._rollout.incumbent, "target_waiting": 5}
+    assert made._loop is not None
+    made._loop.rollout.incumbent = {**made._loop.rollout.incumbent, "target_waiting": 5}
     await made.save()
     again = tuner(store=StateStore(str(tmp_path), "tuner", "m"))
     await again.load()

@@ -12,8 +12,8 @@ from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.dispatching import Grant, Refusal
 from serve_app.serving.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.tuner_actor import TunerActor, TunerSettings
-from serve_app.serving.tuner_desk import Retune
 from serve_app.tuning import StrategicSettings
+from serve_app.tuning.retune import Retune
 from tests.serving.channel.harness import FAST, World, scheduler_settings, submission, until
 
 QUICK = TunerSettings(pull_interval_s=0.01, strategic=StrategicSettings(first_after=40))

@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from serve_app.errors import ChannelError, SettingsError
-from serve_app.serving.tuner_desk import Retune
+from serve_app.tuning.retune import Retune
 from tests.serving.channel.harness import FAST, World, scheduler_settings, until
 
 TARGET = "backpressure.target_waiting"

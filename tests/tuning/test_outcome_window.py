@@ -2,7 +2,7 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import events as ev
-from serve_app.serving.outcome_window import OutcomeWindow, record_of
+from serve_app.tuning.outcome_window import OutcomeWindow, record_of
 from tests.builders import World
 
 

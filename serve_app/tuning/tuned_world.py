@@ -1,0 +1,174 @@
+"""A simulated production that is tuned while it runs: the loop of the live tuner, at simulated time.
+
+The scheduler, its engines and its requests are those of `simulation.world`. Every second the tuner's loop
+(`parameter_loop`) sees what the live one would be told, and what it orders is done as the live scheduler's
+desk does it: values for good stay, values on trial run out. A search is carried out when it is ordered, and
+its result comes as much later as it would have taken beside a live scheduler.
+
+So that a run can be repeated to the byte, the clock of a search counts simulated requests, at a stated pace.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from serve_app.metrics.record import RequestRecord
+from serve_app.scheduling import SchedulerSettings
+from serve_app.scheduling.events import Arrived, Retuned
+from serve_app.scheduling.retuning import checked_retuning
+from serve_app.simulation.partitions import PartitionLearner
+from serve_app.simulation.replica import ReplicaPlan
+from serve_app.simulation.timeline import Rank
+from serve_app.simulation.world import Decision, SimulatedRequest, World, WorldSettings
+from serve_app.tuning.digital_twin import Played
+from serve_app.tuning.outcome_window import OutcomeWindow, record_of
+from serve_app.tuning.parameter_loop import ParameterLoop, Seen
+from serve_app.tuning.parameter_search import ParameterTuningSettings, Searched, SearchTask, search
+from serve_app.tuning.retune import Retune
+from serve_app.tuning.scoreboard import Job
+from serve_app.tuning.settings_path import with_values
+from serve_app.tuning.study_run import Budget, Twin
+from serve_app.tuning.tunable import with_weights
+
+Searcher = Callable[[SearchTask], Searched]
+
+LOOK_INTERVAL_S = 1.0
+"""Between two looks of the tuner, as of the live one when it tunes values."""
+
+
+def counting_search(settings: ParameterTuningSettings, pace_requests_per_s: float) -> Searcher:
+    """Searches whose clock counts simulated requests.
+
+    Args:
+        pace_requests_per_s: how many a core simulates in a second; what `settings.search_cpu_s` is spent at.
+
+    Raises:
+        ValueError: the pace is not positive.
+    """
+    if not 0 < pace_requests_per_s < math.inf:
+        raise ValueError(f"pace_requests_per_s must be a positive number, got {pace_requests_per_s}")
+
+    def searcher(task: SearchTask) -> Searched:
+        counted = _Counted()
+        budget = Budget(clock=lambda: counted.requests / pace_requests_per_s, seconds=settings.search_cpu_s)
+        return search(task, settings, budget, counted.around)
+
+    return searcher
+
+
+class _Counted:
+    """A twin that counts what it plays."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self._twin: Twin | None = None
+
+    def around(self, twin: Twin) -> Twin:
+        self._twin = twin
+        return self
+
+    def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Played]]:
+        assert self._twin is not None
+        for job, played in self._twin.play(jobs):
+            self.requests += played.requests
+            yield job, played
+
+
+@dataclass(slots=True)
+class TunedWorld:
+    """One run.
+
+    Args:
+        searcher: carries out a search; its `seconds` are those of one core.
+        learner: of length queues, as for `World`.
+        on_decision: as for `World`.
+
+    Attributes:
+        loop: the tuner's.
+        orders: what it ordered, each with its time.
+        searches: how many were carried out.
+    """
+
+    scheduler_settings: SchedulerSettings
+    plans: Sequence[ReplicaPlan]
+    tuning: ParameterTuningSettings
+    searcher: Searcher
+    settings: WorldSettings = field(default_factory=WorldSettings)
+    learner: PartitionLearner | None = None
+    on_decision: Callable[[Decision], None] | None = None
+    world: World = field(init=False)
+    loop: ParameterLoop = field(init=False)
+    orders: list[tuple[float, Retune]] = field(init=False, default_factory=list)
+    searches: int = field(init=False, default=0)
+    _outcomes: OutcomeWindow = field(init=False, default_factory=OutcomeWindow)
+    _for_good: SchedulerSettings = field(init=False)
+    # What a search has found, and when it would have ended beside a live scheduler.
+    _found: tuple[float, Searched] | None = field(init=False, default=None)
+    _last_arrival: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self.world = World(self.scheduler_settings, self.plans, self.settings, self._note, self.learner)
+        self._for_good = with_weights(self.scheduler_settings)
+        self.loop = ParameterLoop(self._for_good, self.tuning, 0.0)
+
+    def run(self, requests: Sequence[SimulatedRequest]) -> list[RequestRecord]:
+        """Play all requests to their end and return their records; the tuner looks until the last arrives."""
+        self._last_arrival = max((each.request.arrived_at for each in requests), default=0.0)
+        self._plan_look()
+        return self.world.run(requests)
+
+    def _note(self, decision: Decision) -> None:
+        """The scheduler has handled an event; its commands are still to be carried out."""
+        event = decision.event
+        if isinstance(event, Arrived):
+            entry = self.world.scheduler.entry(event.request.request_id)
+            if entry is not None:
+                self._outcomes.arrived(entry)
+        self._outcomes.fed(event, list(decision.commands), decision.at)
+        if self.on_decision is not None:
+            self.on_decision(decision)
+
+    def _plan_look(self) -> None:
+        at = self.world.timeline.now + LOOK_INTERVAL_S
+        if at <= self._last_arrival:
+            self.world.timeline.at(at, Rank.NEWS, self._look)
+
+    def _look(self) -> None:
+        now = self.world.timeline.now
+        seen = Seen(
+            at=now,
+            settled_until=self._outcomes.settled_until(now),
+            records=[record_of(row) for row in self._outcomes.take()],
+            replicas=[plan.spec for plan in self.plans],
+        )
+        self._carry_out(self.loop.see(seen))
+        if self._found is not None and now >= self._found[0]:
+            (_, result), self._found = self._found, None
+            self._carry_out(self.loop.searched(result, now))
+        task = self.loop.search_due(seen)
+        if task is not None:
+            result = self.searcher(task)
+            self.searches += 1
+            self._found = (now + result.seconds / self.tuning.core_share, result)
+        self._plan_look()
+
+    def _carry_out(self, orders: Sequence[Retune]) -> None:
+        for order in orders:
+            self.orders.append((self.world.timeline.now, order))
+            self._retune(order)
+
+    def _retune(self, order: Retune) -> None:
+        """As `serving.tuner_desk` does it; the parity test holds them together."""
+        wanted = with_values(self._for_good, order.values)
+        self.world.feed(Retuned(checked_retuning(self.world.scheduler.settings, wanted)))
+        if order.valid_s is None:
+            self._for_good = wanted
+        else:
+            count, at = len(self.orders), self.world.timeline.now + order.valid_s
+            self.world.timeline.at(at, Rank.NEWS, partial(self._go_back, count))
+
+    def _go_back(self, count: int) -> None:
+        """The time of an order is over; nothing happens when another one came since."""
+        if count == len(self.orders):
+            self.world.feed(Retuned(self._for_good))

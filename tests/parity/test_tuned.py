@@ -1,0 +1,136 @@
+"""The tuner beside the live scheduler and the one beside the simulated scheduler do the same.
+
+The live side is the real shell with its tuner's desk, and the real `ParameterTuner` that the actor drives,
+on a loop whose clock jumps; the simulated side is `TunedWorld`. Both are given the same finding by whoever
+searches. What is compared is every decision of the schedulers with its time, and what the tuners noted.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+
+from serve_app.serving.parameter_tuner import ParameterTuner
+from serve_app.simulation.timeline import Rank
+from serve_app.simulation.world import Decision, SimulatedRequest
+from serve_app.tuning.comparison import Comparison
+from serve_app.tuning.history import Proposal
+from serve_app.tuning.objective import ObjectiveSettings
+from serve_app.tuning.parameter_search import ParameterTuningSettings, Searched, SearchTask
+from serve_app.tuning.rollout_settings import Act, Audit, RolloutSettings
+from serve_app.tuning.search_space import Values
+from serve_app.tuning.study import Finding
+from serve_app.tuning.tuned_world import LOOK_INTERVAL_S, TunedWorld
+from tests.parity import test_live_and_simulated as untuned
+from tests.parity.jumping_loop import run_jumping
+from tests.simulation.builders import mixed_requests
+
+# Does not end at the very moment of a look, when either may come first.
+SEARCH_S = 2.3
+TUNING = ParameterTuningSettings(
+    profile="laptop",
+    every_s=5.0,
+    min_requests=60,
+    core_share=0.5,
+    objective=ObjectiveSettings(min_requests=10),
+    rollout=RolloutSettings(
+        mode="on", slice_s=5.0, settle_s=1.0, pairs=2, max_step=1.0, cool_down_s=4.0, failure_cool_down_s=4.0
+    ),
+)
+SMALL: Values = {"target_waiting": 1, "max_long_prefills": 1}
+AWFUL: Values = {
+    "a_u": 0.01,
+    "b_u": 5.0,
+    "max_long_prefills": 8,
+    "max_longest_prefills": 8,
+    "short_work_share": 0.05,
+    "target_waiting": 16,
+}
+
+
+def found(values: Values, task: SearchTask) -> Searched:
+    """A finding that was confident of these values, whatever the traffic."""
+    comparison = Comparison(mean=0.1, low=0.05, high=0.15, windows=4)
+    return Searched(
+        finding=Finding(
+            best=Proposal(1, {**task.plan.space.current, **values}),
+            search=comparison,
+            confirmation=comparison,
+            confident=True,
+            reason="for the test",
+            trials=2,
+        ),
+        speed_factor=1.0,
+        seconds=SEARCH_S,
+    )
+
+
+def requests(rate_per_s: float) -> list[SimulatedRequest]:
+    made = mixed_requests(round(60 * rate_per_s), rate_per_s=rate_per_s, seed=5)
+    for simulated in made:
+        object.__setattr__(simulated.request, "expires_at", simulated.request.arrived_at + untuned.TIMEOUT_S)
+    return made
+
+
+class TunedLiveWorld(untuned.LiveWorld):
+    """The live world with the tuner that its actor would drive."""
+
+    def __init__(self, rate_per_s: float, values: Values) -> None:
+        super().__init__(requests(rate_per_s), "ewsjf")
+
+        async def searcher(task: SearchTask) -> Searched:
+            result = found(values, task)
+            await asyncio.sleep(result.seconds / TUNING.core_share)
+            return result
+
+        self.tuner = ParameterTuner("m", TUNING, searcher=searcher)
+        # Outcomes are collected from the first time on that somebody asks.
+        self.shell.tuner.observed(outcomes=True)
+        self.timeline.at(LOOK_INTERVAL_S, Rank.NEWS, self.look)
+
+    def look(self) -> None:
+        for order in self.tuner.turn(self.shell.tuner.observed(outcomes=True)):
+            self.shell.tuner.retune(order)
+        if self.timeline.now + LOOK_INTERVAL_S <= self.last_arrival:
+            self.timeline.at(self.timeline.now + LOOK_INTERVAL_S, Rank.NEWS, self.look)
+
+
+def simulated(rate_per_s: float, values: Values) -> tuple[untuned.Decisions, Sequence[Audit]]:
+    log: list[Decision] = []
+    world = TunedWorld(
+        untuned.scheduler_settings("ewsjf"),
+        untuned.plans(),
+        TUNING,
+        partial(found, values),
+        settings=untuned.WORLD,
+        on_decision=log.append,
+    )
+    world.run(requests(rate_per_s))
+    return [(step.at, step.commands) for step in log if step.commands], world.loop.rollout.audit
+
+
+@pytest.mark.parametrize(
+    ("rate_per_s", "values", "verdict"), [(10.0, SMALL, Act.ADOPTED), (15.0, AWFUL, Act.ROLLED_BACK)]
+)
+def test_the_tuner_of_a_simulated_production_does_what_the_live_one_does(
+    rate_per_s: float, values: Values, verdict: Act
+) -> None:
+    expected, audit = simulated(rate_per_s, values)
+
+    async def live() -> tuple[untuned.Decisions, Sequence[Audit]]:
+        world = TunedLiveWorld(rate_per_s, values)
+        decisions = await world.run()
+        assert world.tuner._loop is not None
+        return decisions, world.tuner._loop.rollout.audit
+
+    decisions, live_audit = run_jumping(live)
+    acts = [each.act for each in audit]
+    assert verdict in acts, acts
+    assert live_audit == audit
+    assert decisions == expected
+
+
+def test_values_on_trial_change_what_the_scheduler_decides() -> None:
+    (small, _), (awful, _) = simulated(15.0, SMALL), simulated(15.0, AWFUL)
+    assert small != awful
