@@ -19,7 +19,7 @@ _KEPT = 10_000
 """Outcomes kept between two pulls: ten seconds at 1,000 requests/s; about 3 MB."""
 
 # In the order of `_row`. Tuples travel between actors at a third of the cost of objects.
-Row = tuple[str, float, float | None, float | None, float, str, int, int, str, str, str, str]
+Row = tuple[str, float, float | None, float | None, float, str, int, int, str, str, str, str, str]
 
 
 @dataclass(slots=True)
@@ -31,6 +31,7 @@ class _Open:
     tenant: str
     priority: PriorityClass
     pool: str = ""
+    replica: str = ""
     length_queue: str = ""
     dispatched_at: float | None = None
     first_token_at: float | None = None
@@ -65,7 +66,8 @@ class OutcomeWindow:
                 if sent is not None:
                     # Sent again after a replica was lost, it waits for its first token anew.
                     sent.dispatched_at, sent.first_token_at = now, None
-                    sent.pool, sent.length_queue = command.pool, command.length_queue
+                    sent.pool, sent.replica = command.pool, command.replica_id
+                    sent.length_queue = command.length_queue
             elif isinstance(command, Conclude):
                 over = self._open.pop(command.request_id, None)
                 if over is not None:
@@ -104,6 +106,7 @@ def _row(command: Conclude, over: _Open, event: Event, now: float) -> Row:
         over.tenant,
         over.priority.value,
         over.pool,
+        over.replica,
         over.length_queue,
     )
 
@@ -111,7 +114,7 @@ def _row(command: Conclude, over: _Open, event: Event, now: float) -> Row:
 def record_of(row: Row) -> RequestRecord:
     """The record of a row, times on the scheduler's clock."""
     request_id, arrived_at, dispatched_at, first_token_at, finished_at, outcome = row[:6]
-    prompt_tokens, output_tokens, tenant, priority, pool, length_queue = row[6:]
+    prompt_tokens, output_tokens, tenant, priority, pool, replica, length_queue = row[6:]
     return RequestRecord(
         request_id=request_id,
         arrived_at=arrived_at,
@@ -124,5 +127,6 @@ def record_of(row: Row) -> RequestRecord:
         tenant=tenant,
         priority=PriorityClass(priority),
         pool=pool,
+        replica=replica,
         length_queue=length_queue,
     )

@@ -147,7 +147,8 @@ class ParameterLoop:
             settings=replace(self._settings.twin, seed=len(self._studies)),
         )
         # Of this very traffic: those of an earlier mix would say that the engines have changed their pace.
-        return SearchTask(plan=plan, observed=tuple(self._traffic.recent(seen.settled_until)))
+        observed = tuple(self._traffic.recent(seen.settled_until))
+        return SearchTask(plan=plan, observed=observed, settled_until=seen.settled_until)
 
     def searched(self, result: Searched, now: float) -> list[Retune]:
         """The search has ended: propose what it found."""

@@ -10,7 +10,8 @@ from serve_app.engines.profiles import load_profile
 from serve_app.metrics.record import RequestRecord
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.simulation.replica import ReplicaPlan
-from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings, speed_factor, with_speed
+from serve_app.tuning.digital_twin import TwinPlan, TwinSettings, with_speed
+from serve_app.tuning.engine_pace import engine_pace
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.optimiser import make_optimiser
 from serve_app.tuning.rollout_settings import RolloutSettings
@@ -85,10 +86,12 @@ class SearchTask:
     Attributes:
         plan: the twin, of engines at the pace of their profile.
         observed: how the requests of its traffic were served in production.
+        settled_until: when the oldest request arrived that was not over yet.
     """
 
     plan: TwinPlan
     observed: Sequence[RequestRecord]
+    settled_until: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +124,7 @@ def search(
         watched: wraps the twin, for whoever wants to see its windows.
     """
     plan = task.plan
-    factor = speed_factor(task.observed, DigitalTwin(plan).records(plan.space.current, 0)) or 1.0
+    factor = engine_pace(task.observed, plan.engines, task.settled_until, budget.rest) or 1.0
     plan = replace(plan, engines=with_speed(plan.engines, factor))
     optimiser = make_optimiser(settings.search, plan.space, seed=plan.settings.seed)
     study = Study(optimiser, settings.study, independent_windows=plan.independent_windows)

@@ -50,7 +50,7 @@ def rows(count: int, start: float, span_s: float, ttft_s: float = 0.05) -> list[
         first = at + ttft_s
         outcome = Outcome.COMPLETED.value
         made.append(
-            (f"r{at}", at, at, first, first + 0.3, outcome, tokens, 30, "t", "default", "only", "1-2048")
+            (f"r{at}", at, at, first, first + 0.3, outcome, tokens, 30, "t", "default", "only", "r1", "1-2048")
         )
     return made
 

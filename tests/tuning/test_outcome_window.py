@@ -36,7 +36,7 @@ def test_an_answered_request_leaves_its_times_and_the_engines_counts() -> None:
     assert (record.first_token_at, record.finished_at) == (0.5, 1.6)
     assert (record.prompt_tokens, record.output_tokens) == (43, 9)
     assert (record.tenant, record.priority, record.pool) == ("a", PriorityClass.INTERACTIVE, "only")
-    assert record.length_queue == "all"
+    assert (record.replica, record.length_queue) == ("s1", "all")
     assert record.completed
     assert world.window.take() == []
 
