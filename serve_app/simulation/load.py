@@ -51,12 +51,21 @@ class _Key:
 
 @lru_cache(maxsize=256)
 def _measured(key: _Key, choice: TraceChoice, seed: int) -> float:
-    plans = key.fleet.plans()
+    return saturated_rate_of(key.fleet, choose_trace(choice, seed))
+
+
+def saturated_rate_of(fleet: FleetSettings, trace: Trace) -> float:
+    """As `saturated_rate_per_s`, for requests that no name stands for; nothing of it is remembered.
+
+    Args:
+        fleet: without a chunk limit for long prefills, unless that is to count.
+    """
+    plans = fleet.plans()
     in_batches = sum(plan.engine.max_num_seqs for plan in plans)
-    trace = fit(choose_trace(choice, seed), max(plan.engine.max_model_len for plan in plans)).trace
-    backlog = _backlog(trace, max(_LEAST_REQUESTS, _LEAST_TURNOVERS * in_batches))
+    fitted = fit(trace, max(plan.engine.max_model_len for plan in plans)).trace
+    backlog = _backlog(fitted, max(_LEAST_REQUESTS, _LEAST_TURNOVERS * in_batches))
     requests = list(requests_of(backlog, Disclosure(), plans[0].engine.block_size))
-    records = World(scheduler_settings("fcfs", key.fleet.routing, {}), plans).run(requests)
+    records = World(scheduler_settings("fcfs", fleet.routing, {}), plans).run(requests)
     ends = sorted(record.finished_at for record in records if record.completed)
     first = _TURNOVERS_TO_FILL * in_batches
     last_dispatch = max(record.dispatched_at for record in records if record.dispatched_at is not None)
