@@ -46,8 +46,7 @@ def saturated_rates(runs: Sequence[RunSettings], *, jobs: int) -> list[float]:
 
 
 def _what_load_depends_on(run: RunSettings) -> str:
-    engine = replace(run.fleet.engine, long_prefill_token_threshold=None)
-    parts: tuple[FleetSettings, TraceChoice, int] = (replace(run.fleet, engine=engine), run.trace, run.seed)
+    parts: tuple[FleetSettings, TraceChoice, int] = (run.fleet.without_chunk_limits(), run.trace, run.seed)
     return repr(parts)
 
 

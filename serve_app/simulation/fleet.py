@@ -1,7 +1,7 @@
 """Which replicas are simulated? How many in each pool, of which profile, with what changed in its engine."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from serve_app.engines.emulation.settings import EngineModelSettings
@@ -94,6 +94,19 @@ class FleetSettings:
     def gpus(self) -> int:
         """GPUs under the whole fleet."""
         return sum(count * load_profile(self.profile_of(pool)).gpus for pool, count in self.replicas.items())
+
+    def without_chunk_limits(self) -> "FleetSettings":
+        """The same replicas, with the chunk limit for long prefills in no engine changed."""
+        by_pool = {
+            pool: replace(changes, engine=replace(changes.engine, long_prefill_token_threshold=None))
+            for pool, changes in self.by_pool.items()
+        }
+        return replace(
+            self,
+            engine=replace(self.engine, long_prefill_token_threshold=None),
+            # Without those that change nothing any more, equal replicas are equal settings.
+            by_pool={pool: changes for pool, changes in by_pool.items() if changes != _UNCHANGED},
+        )
 
     def profile_of(self, pool: str) -> str:
         """Name or path of the engine profile of a pool."""

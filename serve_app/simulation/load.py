@@ -32,8 +32,7 @@ def saturated_rate_per_s(fleet: FleetSettings, choice: TraceChoice, seed: int) -
     Raises:
         TraceError: there is no such trace, or nothing in it fits the engines.
     """
-    engine = replace(fleet.engine, long_prefill_token_threshold=None)
-    return _measured(_Key(replace(fleet, engine=engine)), choice, seed)
+    return _measured(_Key(fleet.without_chunk_limits()), choice, seed)
 
 
 class _Key:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from serve_app.simulation.batch import at_load, run_all, saturated_rates
-from serve_app.simulation.fleet import EngineChanges, FleetSettings
+from serve_app.simulation.fleet import EngineChanges, FleetSettings, PoolChanges
 from serve_app.simulation.load import saturated_rate_per_s
 from serve_app.simulation.run import RunSettings, simulate
 from serve_app.simulation.workload import TraceChoice
@@ -54,6 +54,18 @@ def test_the_chunk_limit_under_test_has_no_part_in_what_load_means() -> None:
     assert saturated_rate_per_s(chunked, PAPER_MIX, 0) == saturated_rate_per_s(ONE, PAPER_MIX, 0)
     smaller = replace(ONE, engine=EngineChanges(max_num_seqs=4))
     assert saturated_rate_per_s(smaller, PAPER_MIX, 0) < saturated_rate_per_s(ONE, PAPER_MIX, 0)
+
+
+def test_a_chunk_limit_of_one_pool_has_no_part_in_it_either() -> None:
+    two = FleetSettings(profile="laptop", replicas={"short": 1, "long": 1}, b_short_tokens=1_024)
+    limit = PoolChanges(engine=EngineChanges(long_prefill_token_threshold=64))
+    chunked = replace(two, by_pool={"long": limit})
+    rate = saturated_rate_per_s(two, PAPER_MIX, 0)
+    assert saturated_rate_per_s(chunked, PAPER_MIX, 0) == rate
+    assert saturated_rates([run(fleet=two), run(fleet=chunked)], jobs=1) == [rate, rate]
+    # What else is changed in that pool counts.
+    fewer = PoolChanges(engine=EngineChanges(long_prefill_token_threshold=64, max_num_seqs=2))
+    assert saturated_rate_per_s(replace(two, by_pool={"long": fewer}), PAPER_MIX, 0) < rate
 
 
 def test_policies_at_one_load_have_one_rate() -> None:
