@@ -23,11 +23,12 @@ times per output token still differ, the slower pool's speed is taken for less, 
 at a time.
 
 Why it does not flap:
-- The loads must differ by more than `tolerance_ratio` of their sum, and by more than chance explains: the
-  histogram stands for a certain number of equal requests (Kish's effective sample size n), and a share of
-  n draws has a standard error of at most 1 / (2 sqrt(n)).
-- The best border must be better than the present one by half of that; where one length makes up much of the
-  demand, no border is even, and the better of the two neighbours is kept.
+- The loads must differ by more than `tolerance_ratio` of their sum, and by more than chance explains: by four
+  standard errors of the averages, in which a request counts by what it takes *and* how long it stays
+  (`serve_app/routing/demand.py`).
+- The best border must be better than the present one by half of the tolerance. Where one length makes up much
+  of the demand no border is even, and the zero lies between two neighbours. Then chance makes one better as
+  much as the other worse, so that twice the error is asked for.
 - A move is followed by `dwell_s` without another, and is at most `max_step_octaves` long.
 - Each time that the other pool turns out to be the slower one, what is learned of the speed from then on
   counts half; it recovers within half an hour or so.
@@ -37,15 +38,12 @@ without replicas: no moves. Borders lie on a grid of eight to the octave.
 """
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, ClassVar
 
-_PER_OCTAVE = 8
-_OCTAVES = 21  # up to two million tokens
-_EDGES = [round(2 ** (place / _PER_OCTAVE)) for place in range(_OCTAVES * _PER_OCTAVE + 1)]
+from serve_app.routing.demand import EDGES, PER_OCTAVE, Demand, Loads, PoolCapacity, place_below
+
 # The lower bound when none is given, as a share of the border that the settings begin with.
 _LOWEST_RATIO = 1 / 32
 # How much of a difference in pace goes into the speed at a time; the time in which that recovers; the most
@@ -53,8 +51,9 @@ _LOWEST_RATIO = 1 / 32
 _GAIN = 0.5
 _GAIN_RECOVERY_S = 1_800.0
 _MOST_SPEED_RATIO = 4.0
-# Standard errors beyond which a difference is no chance. The loads are looked at some hundred times an hour.
-_SURE = 3.0
+# Standard errors beyond which a difference is no chance. An average over a minute is a new one sixty times an
+# hour, and wanders beyond three standard errors in one hour out of two, beyond four in one out of sixteen.
+_SURE = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +93,9 @@ class AdaptiveThresholdSettings:
             raise ValueError(
                 f"adaptive_b_short.tolerance_ratio must be between 0 and 1, got {self.tolerance_ratio}"
             )
-        if not self.max_step_octaves >= 1 / _PER_OCTAVE:
+        if not self.max_step_octaves >= 1 / PER_OCTAVE:
             raise ValueError(
-                f"adaptive_b_short.max_step_octaves must be at least {1 / _PER_OCTAVE}, the distance of two "
+                f"adaptive_b_short.max_step_octaves must be at least {1 / PER_OCTAVE}, the distance of two "
                 f"borders, got {self.max_step_octaves}"
             )
         if not self.dwell_s >= 0:
@@ -107,21 +106,6 @@ class AdaptiveThresholdSettings:
         if self.b_short_min is not None:
             return self.b_short_min
         return max(1, int(b_short_tokens * _LOWEST_RATIO))
-
-
-@dataclass(frozen=True, slots=True)
-class PoolCapacity:
-    """What all replicas of a pool hold together.
-
-    Attributes:
-        context_tokens: the context limit of its smallest replica.
-        tpot_s: mean time per output token lately; None when nothing was generated, or nobody told.
-    """
-
-    kv_tokens: int
-    sequences: int
-    context_tokens: int
-    tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,41 +140,35 @@ class AdaptiveThreshold:
         self._settings = settings
         self.b_short_tokens = b_short_tokens
         self._lowest = settings.lowest(b_short_tokens)
-        # By length: the KV tokens and the number of the requests that are there now, and their averages.
-        self._tokens, self._count = [0] * len(_EDGES), [0] * len(_EDGES)
-        self._mean_tokens, self._mean_count = [0.0] * len(_EDGES), [0.0] * len(_EDGES)
-        # Sums of the tokens of those that came, and of their squares, fading like the averages.
-        self._came, self._came_squared = 0.0, 0.0
-        self._sampled_at: float | None = None
+        self._demand = Demand(settings.memory_s)
         self._stays_until = -math.inf
         self._speeds = _Speeds(settings.memory_s)
 
     def __repr__(self) -> str:
-        there = sum(self._count)
-        return f"<AdaptiveThreshold {self.b_short_tokens} requests={there} n={self._effective_count():.0f}>"
+        return f"<AdaptiveThreshold {self.b_short_tokens} requests={len(self._demand)}>"
 
-    def came(self, budget_tokens: int, kv_tokens: int) -> None:
-        """A request is there: it waits or runs.
+    def came(self, budget_tokens: int, kv_tokens: int) -> float:
+        """A request is there: it waits or runs. Returns what `left` is to be given.
 
         Args:
             budget_tokens: the most it may take; decides where it is at home.
             kv_tokens: what it is expected to hold of a KV cache.
         """
-        place = _place_of(budget_tokens)
-        self._tokens[place] += kv_tokens
-        self._count[place] += 1
-        self._came += kv_tokens
-        self._came_squared += kv_tokens * kv_tokens
+        return self._demand.came(budget_tokens, kv_tokens)
 
-    def left(self, budget_tokens: int, kv_tokens: int) -> None:
-        """A request that came is over. The arguments must be those with which it came."""
-        place = _place_of(budget_tokens)
-        self._tokens[place] -= kv_tokens
-        self._count[place] -= 1
+    def left(self, budget_tokens: int, kv_tokens: int, came_at: float) -> None:
+        """A request that came is over.
+
+        Args:
+            budget_tokens, kv_tokens: those with which it came.
+            came_at: what `came` returned.
+        """
+        self._demand.left(budget_tokens, kv_tokens, came_at)
 
     def is_due(self, now: float) -> bool:
         """Whether it is time for another look."""
-        return self._sampled_at is None or now >= self._sampled_at + self._settings.interval_s
+        last = self._demand.sampled_at
+        return last is None or now >= last + self._settings.interval_s
 
     def adapt(
         self, short: PoolCapacity | None, long: PoolCapacity | None, now: float
@@ -201,23 +179,21 @@ class AdaptiveThreshold:
             short, long: the capacity of the pools; None while a pool has no replica.
             now: seconds; never less than at the call before.
         """
-        self._sample(now)
+        self._demand.sample(now)
         if short is None or long is None:
             return None
         if now < self._stays_until:
             return None
         self._speeds.observe(short.tpot_s, long.tpot_s, now)
-        loads = _Loads(self._mean_tokens, self._mean_count, short, long)
-        loads.speed_ratio = self._speeds.ratio
-        present = _place_below(self.b_short_tokens)
-        uneven = max(self._settings.tolerance_ratio, _SURE * self._standard_error())
-        if abs(loads.imbalance(present)) <= uneven:
+        loads = self._demand.loads(short, long, self._speeds.ratio)
+        present = place_below(self.b_short_tokens)
+        chance = _SURE * loads.standard_error(present)
+        if abs(loads.imbalance(present)) <= max(self._settings.tolerance_ratio, chance):
             # Only what is left when the loads are even can be speed.
             self._speeds.learn(self._settings, now)
             return None
-        allowed = self._allowed(short)
-        target = loads.best(allowed, present)
-        if abs(loads.imbalance(target)) > abs(loads.imbalance(present)) - uneven / 2:
+        target = loads.best(self._allowed(short), present)
+        if not self._is_better(loads, target, present, chance):
             return None
         return self._move(target, present, loads, now)
 
@@ -227,40 +203,30 @@ class AdaptiveThreshold:
         self.b_short_tokens = min(max(b_short_tokens, self._lowest), highest)
         self._stays_until = now + self._settings.dwell_s
 
-    def _sample(self, now: float) -> None:
-        last = self._sampled_at
-        self._sampled_at = now
-        if last is None:
-            return
-        weight = -math.expm1((last - now) / self._settings.memory_s)
-        for means, present in ((self._mean_tokens, self._tokens), (self._mean_count, self._count)):
-            for place, value in enumerate(present):
-                mean = means[place]
-                if mean or value:
-                    means[place] = mean + weight * (value - mean)
-        self._came *= 1 - weight
-        self._came_squared *= 1 - weight
+    def _is_better(self, loads: Loads, target: int, present: int, chance: float) -> bool:
+        """Whether the loads are surely more even at the target than at present.
 
-    def _effective_count(self) -> float:
-        """How many requests of equal size would vary as much as those that came lately."""
-        return self._came * self._came / self._came_squared if self._came_squared > 0 else 0.0
-
-    def _standard_error(self) -> float:
-        """Of the imbalance: it is twice a share, less one."""
-        count = self._effective_count()
-        return 1 / math.sqrt(count) if count > 0 else math.inf
+        At both borders chance errs by the same amount and in the same direction: those between them do not
+        matter. When the zero lies between two borders, the error makes one the better as much as the other
+        the worse, and counts for both.
+        """
+        before, after = loads.imbalance(present), loads.imbalance(target)
+        gain = abs(before) - abs(after)
+        beyond = abs(after / before) if before * after < 0 else 0.0
+        needed = chance * (1 + beyond) if beyond else 0.0
+        return gain >= max(self._settings.tolerance_ratio / 2, needed)
 
     def _allowed(self, short: PoolCapacity) -> range:
         """The places that a border may have."""
         highest = min(self._settings.b_short_max or short.context_tokens, short.context_tokens)
-        return range(bisect_left(_EDGES, self._lowest), _place_below(highest) + 1)
+        return range(bisect_left(EDGES, self._lowest), place_below(highest) + 1)
 
-    def _move(self, target: int, present: int, loads: "_Loads", now: float) -> ThresholdMoved | None:
-        step = int(self._settings.max_step_octaves * _PER_OCTAVE)
+    def _move(self, target: int, present: int, loads: Loads, now: float) -> ThresholdMoved | None:
+        step = int(self._settings.max_step_octaves * PER_OCTAVE)
         place = min(max(target, present - step), present + step)
-        if _EDGES[place] == self.b_short_tokens:
+        if EDGES[place] == self.b_short_tokens:
             return None
-        was, self.b_short_tokens = self.b_short_tokens, _EDGES[place]
+        was, self.b_short_tokens = self.b_short_tokens, EDGES[place]
         self._stays_until = now + self._settings.dwell_s
         self._speeds.restart()
         return ThresholdMoved(
@@ -321,50 +287,3 @@ class _Speeds:
         ratio = self.ratio * (long_s / short_s) ** self._gain
         self.ratio = min(max(ratio, 1 / _MOST_SPEED_RATIO), _MOST_SPEED_RATIO)
         self.restart()
-
-
-class _Loads:
-    """The loads of both pools for every place of the border.
-
-    Attributes:
-        speed_ratio: of the short pool to the long one.
-    """
-
-    def __init__(
-        self, tokens: list[float], count: list[float], short: PoolCapacity, long: PoolCapacity
-    ) -> None:
-        self.speed_ratio = 1.0
-        self._tokens, self._count = list(accumulate(tokens)), list(accumulate(count))
-        self._of_short, self._of_long = short, long
-
-    def short(self, place: int) -> float:
-        pool = self._of_short
-        room = max(self._tokens[place] / pool.kv_tokens, self._count[place] / pool.sequences)
-        return room / self.speed_ratio
-
-    def long(self, place: int) -> float:
-        pool = self._of_long
-        tokens, count = self._tokens[-1] - self._tokens[place], self._count[-1] - self._count[place]
-        return max(tokens / pool.kv_tokens, count / pool.sequences, 0.0)
-
-    def imbalance(self, place: int) -> float:
-        short, long = self.short(place), self.long(place)
-        return (short - long) / (short + long) if short + long > 0 else 0.0
-
-    def best(self, allowed: Iterable[int], present: int) -> int:
-        """The evenest place, of several the nearest to the present one; that itself if none is allowed."""
-        return min(
-            allowed,
-            key=lambda place: (round(abs(self.imbalance(place)), 9), abs(place - present)),
-            default=present,
-        )
-
-
-def _place_of(budget_tokens: int) -> int:
-    """The first place whose border makes such a request short."""
-    return min(bisect_left(_EDGES, budget_tokens), len(_EDGES) - 1)
-
-
-def _place_below(tokens: int) -> int:
-    """The last place whose border is at most `tokens`."""
-    return max(bisect_right(_EDGES, tokens) - 1, 0)

@@ -14,9 +14,9 @@ from serve_app.request import Request
 from serve_app.routing.adaptive_threshold import (
     AdaptiveThreshold,
     AdaptiveThresholdSettings,
-    PoolCapacity,
     ThresholdMoved,
 )
+from serve_app.routing.demand import PoolCapacity
 from serve_app.routing.estimate import TokenEstimate
 from serve_app.routing.ledger import ReplicaState
 
@@ -90,15 +90,20 @@ class PoolRouter:
         if self._threshold is not None:
             self._threshold.restore(b_short_tokens, now)
 
-    def came(self, estimate: TokenEstimate) -> None:
-        """A request waits or runs from now on."""
-        if self._threshold is not None:
-            self._threshold.came(estimate.budget_tokens, estimate.expected_tokens)
+    def came(self, estimate: TokenEstimate) -> float:
+        """A request waits or runs from now on. Returns what `left` is to be given."""
+        if self._threshold is None:
+            return 0.0
+        return self._threshold.came(estimate.budget_tokens, estimate.expected_tokens)
 
-    def left(self, estimate: TokenEstimate) -> None:
-        """A request that came is over."""
+    def left(self, estimate: TokenEstimate, came_at: float) -> None:
+        """A request that came is over.
+
+        Args:
+            came_at: what `came` returned.
+        """
         if self._threshold is not None:
-            self._threshold.left(estimate.budget_tokens, estimate.expected_tokens)
+            self._threshold.left(estimate.budget_tokens, estimate.expected_tokens, came_at)
 
     def adapt(self, replicas: Iterable[ReplicaState], now: float) -> ThresholdMoved | None:
         """Move the border if that is due; then whoever waits has to be routed again.

@@ -26,6 +26,7 @@ class Entry:
         above_tokens: context limit of the longest engine that refused it as too long.
         queued: it stands in the waiting room.
         replica_id: where it runs; None while it waits, and when it is over.
+        counted_at: when it came, by the clock of the router's demand.
         hold: what its replica's ledger holds for it.
         engine_priority: what its engine was told, None for nothing.
         grade: of its whole prefill by the boundaries of when it was let in, see `isolation`.
@@ -50,6 +51,7 @@ class Entry:
     above_tokens: int = 0
     queued: bool = False
     replica_id: str | None = None
+    counted_at: float = 0.0
     hold: Hold = NOTHING
     grade: int = 0
     engine_priority: int | None = None

@@ -373,7 +373,7 @@ class Scheduler:
 
     def _remember(self, entry: Entry) -> None:
         self._entries.add(entry)
-        self.router.came(entry.estimate)
+        entry.counted_at = self.router.came(entry.estimate)
 
     def _queue(self, entry: Entry) -> None:
         self.room.add(entry)
@@ -445,4 +445,4 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         if (entry := self._entries.pop(request.request_id)) is not None:
-            self.router.left(entry.estimate)
+            self.router.left(entry.estimate, entry.counted_at)

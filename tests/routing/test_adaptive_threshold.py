@@ -1,14 +1,15 @@
 import dataclasses
 import math
+from collections import deque
 
 import pytest
 
 from serve_app.routing.adaptive_threshold import (
     AdaptiveThreshold,
     AdaptiveThresholdSettings,
-    PoolCapacity,
     ThresholdMoved,
 )
+from serve_app.routing.demand import PoolCapacity
 
 POOL = PoolCapacity(kv_tokens=400_000, sequences=10_000, context_tokens=16_384)
 
@@ -21,17 +22,19 @@ class Demand:
         self.threshold = AdaptiveThreshold(settings, b_short_tokens)
         self.now = 0.0
         self.moves: list[ThresholdMoved] = []
-        self.there: dict[int, int] = {}
+        self.came: dict[int, deque[float]] = {}
+
+    @property
+    def there(self) -> dict[int, int]:
+        return {tokens: len(came) for tokens, came in self.came.items()}
 
     def come(self, count: int, tokens: int) -> None:
-        self.there[tokens] = self.there.get(tokens, 0) + count
         for _ in range(count):
-            self.threshold.came(tokens, tokens)
+            self.came.setdefault(tokens, deque()).append(self.threshold.came(tokens, tokens))
 
     def leave(self, count: int, tokens: int) -> None:
-        self.there[tokens] -= count
         for _ in range(count):
-            self.threshold.left(tokens, tokens)
+            self.threshold.left(tokens, tokens, self.came[tokens].popleft())
 
     def stay(
         self, seconds: int, short: PoolCapacity | None = POOL, long: PoolCapacity | None = POOL
