@@ -4,10 +4,11 @@
     .venv/bin/python scripts/bench_threshold.py          # configs/experiments/adaptive_threshold.yaml
     .venv/bin/python scripts/bench_threshold.py --scenarios flip --seeds 1 --out out/threshold.jsonl
 
-The traffic is made of chats (the lengths of LMSYS-Chat-1M) and of documents (lognormal prompts of some
-thousand tokens). A scenario says which share of the requests are documents while time goes on; the rate
-follows the share, so that the load stays what it is called. Engines are the same for all variants, both pools
-have the context that their profile or the experiment gives them, and only the border between them differs.
+The traffic is made of chats (lengths of a published trace) and of documents (lognormal prompts of some
+thousand tokens). A scenario says of which mix they are, and which share of the requests are documents while
+time goes on; the rate follows the share, so that the load stays what it is called. Engines are the same for
+all variants, both pools have the context that their profile or the experiment gives them, and only the border
+between them differs.
 
 Load 1.0 is the rate at which the same replicas finish a backlog of the mix, first come first served.
 
@@ -34,7 +35,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,7 +43,7 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import TypeAdapter
 
-from serve_app.command import positive_int, progress_bar
+from serve_app.command import positive_float, positive_int, progress_bar
 from serve_app.metrics.confidence import interval_95, paired_difference_95
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.slo import Slo, slo_attainment_ratio
@@ -98,26 +99,55 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """What lengths depend on.
+
+    Attributes:
+        chats: the recipe of their lengths.
+        documents_mean, documents_cv: of the documents' prompts, in tokens.
+        answers_mean: of the documents' answers, in tokens.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    chats: str = "lmsys"
+    documents_mean: float = 5_000.0
+    documents_cv: float = 0.8
+    answers_mean: float = 200.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Traffic.
+
+    Attributes:
+        documents: (share of the time, share of documents) points with straight lines between them.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    documents: tuple[tuple[float, float], ...]
+    mix: Mix = field(default_factory=Mix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
     """The whole table.
 
     Attributes:
-        scenarios: by name, (share of the time, share of documents) points with straight lines between them.
+        first_seed: the seeds count from here.
         duration_s: of one run.
-        documents_mean, documents_cv: of the documents' prompts.
     """
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     policy: str
     fleets: Mapping[str, Fleet]
-    scenarios: Mapping[str, tuple[tuple[float, float], ...]]
+    scenarios: Mapping[str, Scenario]
     variants: Mapping[str, Variant]
     seeds: int = 3
+    first_seed: int = 0
     duration_s: float = 1_200.0
-    documents_mean: float = 5_000.0
-    documents_cv: float = 0.8
-    answers_mean: float = 200.0
     ttft_s: float = 2.0
     tpot_s: float = 0.1
     short_at_tokens: int = 1_024
@@ -157,13 +187,16 @@ def main() -> int:
         print(table(read(args.read)))
         return 0
     experiment = TypeAdapter(Experiment).validate_python(yaml.safe_load(args.config.read_text()))
+    if args.duration_s is not None:
+        experiment = replace(experiment, duration_s=args.duration_s)
+    first = experiment.first_seed if args.first_seed is None else args.first_seed
     runs = [
         Run(fleet, scenario, load, variant, seed)
         for fleet in args.fleets or experiment.fleets
         for scenario in args.scenarios or experiment.scenarios
         for load in args.loads or experiment.fleets[fleet].loads
         # Seed by seed, so that what there is of a table that was cut short can be compared.
-        for seed in range(args.seeds or experiment.seeds)
+        for seed in range(first, first + (args.seeds or experiment.seeds))
         for variant in args.variants or experiment.variants
     ]
     found: dict[Run, Figures] = {}
@@ -191,6 +224,8 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", nargs="+", help="only these (all)")
     parser.add_argument("--loads", type=float, nargs="+", help="instead of the fleet's own")
     parser.add_argument("--seeds", type=positive_int, help="(the experiment's)")
+    parser.add_argument("--first-seed", type=int, help="(the experiment's)")
+    parser.add_argument("--duration-s", type=positive_float, help="of one run (the experiment's)")
     parser.add_argument("--jobs", type=positive_int, default=1, help="processes (%(default)s)")
     parser.add_argument("--read", type=Path, nargs="+", help="print the table of files that --out wrote")
     parser.add_argument("--out", type=Path, help="write every run as a line of JSON")
@@ -265,9 +300,10 @@ def figures_of(
 
 def drifting(experiment: Experiment, run: Run) -> Trace:
     """The requests of a scenario: a Poisson stream whose rate keeps the load while the mix drifts."""
-    fleet, points = experiment.fleets[run.fleet], experiment.scenarios[run.scenario]
+    fleet, scenario = experiment.fleets[run.fleet], experiment.scenarios[run.scenario]
+    points = scenario.documents
     low, high = min(share for _, share in points), max(share for _, share in points)
-    seconds_of = {share: seconds_each(fleet, *mix(experiment), share) for share in {low, high}}
+    seconds_of = {share: seconds_each(fleet, scenario.mix, share) for share in {low, high}}
     rng = stream(run.seed, "arrivals and kinds")
     at, arrivals = 0.0, []
     while True:
@@ -278,7 +314,7 @@ def drifting(experiment: Experiment, run: Run) -> Trace:
         if at >= experiment.duration_s:
             break
         arrivals.append((at, bool(rng.random() < share)))
-    return requests_as_trace(run.scenario, arrivals, run.seed, mix(experiment), fleet.context)
+    return requests_as_trace(run.scenario, arrivals, run.seed, scenario.mix, fleet.context)
 
 
 def documents_share(points: Sequence[tuple[float, float]], when: float) -> float:
@@ -289,23 +325,16 @@ def documents_share(points: Sequence[tuple[float, float]], when: float) -> float
     return points[-1][1]
 
 
-Mix = tuple[float, float, float]
-
-
-def mix(experiment: Experiment) -> Mix:
-    """What the lengths of documents depend on."""
-    return experiment.documents_mean, experiment.documents_cv, experiment.answers_mean
-
-
 def requests_as_trace(
     name: str, arrivals: Sequence[tuple[float, bool]], seed: int, of: Mix, context: int
 ) -> Trace:
     """Requests with lengths by their kind: True is a document."""
-    mean, cv, answers = of
-    chats = RECIPES["lmsys"].lengths(len(arrivals), stream(seed, "chats"))
+    chats = RECIPES[of.chats].lengths(len(arrivals), stream(seed, "chats"))
     rng = stream(seed, "documents")
-    prompts = LognormalLengths(mean=mean, cv=cv, max_tokens=1_000_000).sample(len(arrivals), rng)
-    outputs = LognormalLengths(mean=answers, cv=0.6, max_tokens=2_048).sample(len(arrivals), rng)
+    prompts = LognormalLengths(mean=of.documents_mean, cv=of.documents_cv, max_tokens=1_000_000).sample(
+        len(arrivals), rng
+    )
+    outputs = LognormalLengths(mean=of.answers_mean, cv=0.6, max_tokens=2_048).sample(len(arrivals), rng)
     documents = (prompts, outputs)
     requests = []
     for place, (at, is_document) in enumerate(arrivals):
@@ -333,9 +362,9 @@ def _seconds_each(fleet_json: str, of: Mix, share: float) -> float:
     return (ends[last] - ends[first]) / (last - first)
 
 
-def seconds_each(fleet: Fleet, mean: float, cv: float, answers: float, share: float) -> float:
+def seconds_each(fleet: Fleet, of: Mix, share: float) -> float:
     """Seconds that the whole fleet needs for one request of a mix when it never runs out of work."""
-    return _seconds_each(json.dumps(asdict(fleet)), (mean, cv, answers), share)
+    return _seconds_each(json.dumps(asdict(fleet)), of, share)
 
 
 COLUMNS: tuple[tuple[str, Callable[[Figures], float], str], ...] = (
