@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,15 @@ def write_json(path: Path, document: Mapping[str, object]) -> None:
     """Write a result; figures that do not exist are null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def given_arguments(args: argparse.Namespace, *, leave_out: Collection[str] = ()) -> dict[str, object]:
+    """What the command was given, for the provenance of a result: paths and infinity, no JSON, are texts."""
+    return {
+        name: str(value) if isinstance(value, Path) or value == math.inf else value
+        for name, value in vars(args).items()
+        if name != "command" and name not in leave_out
+    }
 
 
 def positive_float(text: str) -> float:

@@ -6,7 +6,6 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import uvloop
 
@@ -16,7 +15,7 @@ from serve_app.bench.connection import BenchError, ConnectionPool, Target
 from serve_app.bench.endpoint import preemptions_so_far, served_models
 from serve_app.bench.load import LATE_AFTER_S, LoadResult, LoadSettings, OpenLoop
 from serve_app.bench.report import from_zero, run_as_json, table, write_records
-from serve_app.command import Command, progress_bar, say, warn, write_json
+from serve_app.command import Command, given_arguments, progress_bar, say, warn, write_json
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.summary import Summary, summarise
 from serve_app.provenance import provenance
@@ -86,7 +85,7 @@ def _after_warm_up(records: list[RequestRecord], warm_up_s: float) -> list[Reque
 
 def _write(args: argparse.Namespace, trace: Trace, load: LoadResult, summary: Summary, cpu_s: float) -> None:
     if args.json is not None:
-        settings = {name: _plain(value) for name, value in vars(args).items() if name not in _NOT_SETTINGS}
+        settings = given_arguments(args, leave_out=_NOT_SETTINGS)
         run = {"policy": args.label, "seed": args.seed, "load": None, "rate_per_s": trace.rate_per_s}
         run |= run_as_json(summary, load, arguments.rules(args), cpu_s)
         write_json(args.json, {"runs": [run], "provenance": provenance(trace, settings, [args.seed])})
@@ -97,10 +96,6 @@ def _write(args: argparse.Namespace, trace: Trace, load: LoadResult, summary: Su
         from serve_app.bench.plots import write_plots  # noqa: PLC0415 - see above
 
         write_plots(args.plot, load.records, f"{args.label}: {trace.name}", args.short_at)
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value
 
 
 def _warnings(load: LoadResult) -> Iterator[str]:

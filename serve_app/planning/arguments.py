@@ -4,14 +4,14 @@ import argparse
 import os
 from pathlib import Path
 
-import yaml
-
 from serve_app.command import positive_float, positive_int
 from serve_app.metrics.slo import Slo
 from serve_app.planning.candidates import SearchSpace
 from serve_app.planning.verification import Demand
 from serve_app.scheduling.policies import POLICIES
+from serve_app.simulation.arguments import setting
 from serve_app.simulation.workload import TraceChoice
+from serve_app.simulation.workload_arguments import configure_trace
 
 TRACE_ARRIVALS = "trace"
 """Keep the arrivals of the trace, squeezed to the rate."""
@@ -25,10 +25,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_demand(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument(
-        "--trace",
-        required=True,
-        help="azure-code, azure-conv, lmsys, paper-mix, or a trace file; several joined by + are merged",
+    configure_trace(
+        group,
+        arrivals="poisson",
+        arrivals_help=f"poisson, gamma:CV, on-off:ON,OFF in requests, or {TRACE_ARRIVALS}: the trace's own "
+        "pattern, squeezed to the rate (%(default)s)",
     )
     group.add_argument("--rate", type=positive_float, required=True, help="requests per second at the peak")
     group.add_argument(
@@ -50,13 +51,6 @@ def _configure_demand(group: "argparse._ArgumentGroup") -> None:
         metavar="TOKENS",
         help="a request of more, prompt and answer, counts as long in the figures (%(default)s)",
     )
-    group.add_argument(
-        "--arrivals",
-        default="poisson",
-        help=f"poisson, gamma:CV, on-off:ON,OFF in requests, or {TRACE_ARRIVALS}: the trace's own pattern, "
-        "squeezed to the rate (%(default)s)",
-    )
-    group.add_argument("--traces-folder", type=Path, help="where trace files lie (EWSJF_TRACES)")
 
 
 def _configure_fleets(group: "argparse._ArgumentGroup") -> None:
@@ -137,15 +131,8 @@ def demand(args: argparse.Namespace) -> Demand:
         long_above_tokens=args.long_above,
         output_known=args.max_output == "known",
         policy=args.policy,
-        scheduler=dict(_setting(text) for text in args.set),
+        scheduler=dict(setting(text, "--set") for text in args.set),
     )
-
-
-def _setting(text: str) -> tuple[str, object]:
-    path, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"--set takes PATH=VALUE, got {text!r}")
-    return path.strip(), yaml.safe_load(value)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -1,9 +1,8 @@
 """`python -m serve_app plan`: how many GPUs, in which pools, and what splitting saves."""
 
 import argparse
-from pathlib import Path
 
-from serve_app.command import Command, progress_bar, say, warn, write_json
+from serve_app.command import Command, given_arguments, progress_bar, say, warn, write_json
 from serve_app.planning import arguments
 from serve_app.planning.costs import CostTable
 from serve_app.planning.plan import Effort, Plan, make_plan, steps
@@ -26,8 +25,7 @@ def _run(args: argparse.Namespace) -> int:
     for line in _warnings(plan, args.seeds):
         warn(line)
     if args.json is not None:
-        given = {name: _plain(value) for name, value in vars(args).items() if name != "command"}
-        found = provenance(plan.workload.trace, given, effort.seeds)
+        found = provenance(plan.workload.trace, given_arguments(args), effort.seeds)
         twice = {name: one.as_json() for name, one in plan.twice.items()}
         document = plan_as_json(plan.result) | {"stand_ins_at_twice_the_size": twice}
         write_json(args.json, document | {"provenance": found})
@@ -78,10 +76,6 @@ def _warnings(plan: Plan, seeds: int) -> list[str]:
     if seeds < 3:
         lines.append(f"--seeds {seeds}: fewer than three seeds give no useful interval")
     return lines
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value
 
 
 COMMAND = Command(

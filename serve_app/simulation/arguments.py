@@ -15,7 +15,8 @@ from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
 from serve_app.simulation.misjudgement import LengthNoise
 from serve_app.simulation.partitions import LEARNED, PRIOR, PartitionSource, partition_source
 from serve_app.simulation.run import RunSettings, SloByLength, policy_names
-from serve_app.simulation.workload import Disclosure, TraceChoice
+from serve_app.simulation.workload import Disclosure
+from serve_app.simulation.workload_arguments import configure_replicas, configure_workload, trace_choice
 from serve_app.simulation.world import WorldSettings
 
 _DEFAULT_POLICY = "ewsjf"
@@ -30,22 +31,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_workload(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument(
-        "--trace",
-        required=True,
-        help="azure-code, azure-conv, lmsys, paper-mix, or a trace file; several joined by + are merged",
-    )
-    rate = group.add_mutually_exclusive_group()
-    rate.add_argument("--load", type=positive_float, help="share of the rate that saturates the fleet: 0.9")
-    rate.add_argument("--rate", type=positive_float, help="requests per second (the trace's own)")
-    group.add_argument("--requests", type=positive_int, help="how many (a thousand, or all of a file)")
+    configure_workload(group, requests_help="how many (a thousand, or all of a file)")
     group.add_argument("--seeds", type=positive_int, default=1, help="runs of each policy (%(default)s)")
     group.add_argument("--first-seed", type=int, default=0, help="the seeds count from here (%(default)s)")
-    group.add_argument("--tenants", help="8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
-    group.add_argument("--priorities", help="shares of priority classes: interactive=1,batch=3")
-    group.add_argument("--arrivals", help="poisson, gamma:CV or on-off:ON,OFF in requests (the trace's own)")
     group.add_argument("--flip-mix", action="store_true", help="exchange short and long shares half-way")
-    group.add_argument("--traces-folder", type=Path, help="where trace files lie (EWSJF_TRACES)")
 
 
 def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
@@ -90,15 +79,9 @@ def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
 
 
 def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--profile", default="llama2-70b-h100-tp4", help="name or YAML file (%(default)s)")
-    size = group.add_mutually_exclusive_group()
-    size.add_argument("--replicas", type=positive_int, default=4, help="in one pool (%(default)s)")
-    size.add_argument("--pools", type=pools, metavar="short:N,long:M", help="replicas of two pools")
-    group.add_argument(
-        "--b-short",
-        type=positive_int,
-        default=8_192,
-        help="with two pools: the context of the short one, and the budget that is at home there",
+    configure_replicas(
+        group,
+        b_short_help="with two pools: the context of the short one, and the budget that is at home there",
     )
     group.add_argument("--balance", type=Balance, choices=list(Balance), default=Balance.LEAST_OUTSTANDING)
     for name in (
@@ -156,7 +139,7 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
         RunSettings(
             policy=policy.strip(),
             fleet=fleet(args),
-            trace=_trace(args),
+            trace=trace_choice(args, flip_mix_at=args.short_at if args.flip_mix else None),
             seed=seed,
             rate_per_s=args.rate,
             disclosure=Disclosure(
@@ -195,18 +178,6 @@ def fleet(args: argparse.Namespace) -> FleetSettings:
     )
 
 
-def _trace(args: argparse.Namespace) -> TraceChoice:
-    return TraceChoice(
-        name=args.trace,
-        requests=args.requests,
-        tenants=args.tenants,
-        priorities=args.priorities,
-        folder=args.traces_folder,
-        arrivals=args.arrivals,
-        flip_mix_at=args.short_at if args.flip_mix else None,
-    )
-
-
 def _slo(args: argparse.Namespace) -> SloByLength:
     return SloByLength(
         ttft_s=args.slo_ttft_s,
@@ -227,14 +198,3 @@ def setting(text: str, option: str) -> tuple[str, object]:
 def _share(text: str) -> float:
     """An argument type: a finite number of at least 0."""
     return 0.0 if text.strip() in {"0", "0.0"} else positive_float(text)
-
-
-def pools(text: str) -> dict[str, int]:
-    """An argument type: `short:3,long:1`."""
-    try:
-        counts = {name.strip(): int(count) for name, count in (part.split(":") for part in text.split(","))}
-    except ValueError:
-        counts = {}
-    if sorted(counts) != ["long", "short"] or min(counts.values()) < 1:
-        raise argparse.ArgumentTypeError(f"write short:N,long:M with at least one of each, got {text!r}")
-    return {"short": counts["short"], "long": counts["long"]}

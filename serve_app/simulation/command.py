@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from serve_app.command import Command, progress_bar, say, warn, write_json
+from serve_app.command import Command, given_arguments, progress_bar, say, warn, write_json
 from serve_app.errors import SettingsError
 from serve_app.provenance import provenance
 from serve_app.simulation import arguments
@@ -112,15 +112,9 @@ def _save_partition(path: Path, results: Sequence[RunResult]) -> None:
 
 
 def _provenance(args: argparse.Namespace, results: list[RunResult]) -> dict[str, object]:
-    own = {"command", "jobs"}
-    given = {name: _plain(value) for name, value in vars(args).items() if name not in own}
+    given = given_arguments(args, leave_out={"jobs"})
     seeds = sorted({result.settings.seed for result in results})
     return provenance(results[0].workload.trace, given, seeds)
-
-
-def _plain(value: object) -> object:
-    """Infinity and paths are no JSON."""
-    return str(value) if isinstance(value, Path) or value == float("inf") else value
 
 
 def _checked(learned: PartitionSource, args: argparse.Namespace) -> int:

@@ -8,12 +8,12 @@ from pathlib import Path
 from serve_app.command import positive_float, positive_int
 from serve_app.errors import SettingsError
 from serve_app.metrics.summary import SHORT_AT_TOKENS
-from serve_app.simulation.arguments import pools, setting
+from serve_app.simulation.arguments import setting
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.load import saturated_rate_per_s
 from serve_app.simulation.run import RunSettings, fitted_trace
 from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.workload import TraceChoice
+from serve_app.simulation.workload_arguments import configure_replicas, configure_workload, trace_choice
 from serve_app.tuning.digital_twin import TwinPlan, TwinSettings, with_speed
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.optimiser import METHODS
@@ -29,29 +29,15 @@ _TARGET = ClassTarget()
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add every argument."""
-    _configure_workload(parser.add_argument_group("workload"))
+    configure_workload(
+        parser.add_argument_group("workload"),
+        requests=5_000,
+        requests_help="to draw windows from (%(default)s)",
+    )
     _configure_system(parser.add_argument_group("scheduler and fleet"))
     _configure_objective(parser.add_argument_group("objective"))
     _configure_search(parser.add_argument_group("search"))
     parser.add_argument("--json", type=Path, metavar="OUT", help="write what was found, with provenance")
-
-
-def _configure_workload(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument(
-        "--trace",
-        required=True,
-        help="azure-code, azure-conv, lmsys, paper-mix, or a trace file; several joined by + are merged",
-    )
-    rate = group.add_mutually_exclusive_group()
-    rate.add_argument("--load", type=positive_float, help="share of the rate that saturates the fleet: 0.9")
-    rate.add_argument("--rate", type=positive_float, help="requests per second (the trace's own)")
-    group.add_argument(
-        "--requests", type=positive_int, default=5_000, help="to draw windows from (%(default)s)"
-    )
-    group.add_argument("--tenants", help="8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
-    group.add_argument("--priorities", help="shares of priority classes: interactive=1,batch=3")
-    group.add_argument("--arrivals", help="poisson, gamma:CV or on-off:ON,OFF in requests (the trace's own)")
-    group.add_argument("--traces-folder", type=Path, help="where trace files lie (EWSJF_TRACES)")
 
 
 def _configure_system(group: "argparse._ArgumentGroup") -> None:
@@ -71,13 +57,7 @@ def _configure_system(group: "argparse._ArgumentGroup") -> None:
         help="a tuned parameter in force, by its short name or path, such as b_u=5; may be repeated",
     )
     group.add_argument("--only", default="", metavar="NAME[,NAME...]", help="tune only these parameters")
-    group.add_argument("--profile", default="llama2-70b-h100-tp4", help="name or YAML file (%(default)s)")
-    size = group.add_mutually_exclusive_group()
-    size.add_argument("--replicas", type=positive_int, default=4, help="in one pool (%(default)s)")
-    size.add_argument("--pools", type=pools, metavar="short:N,long:M", help="replicas of two pools")
-    group.add_argument(
-        "--b-short", type=positive_int, default=8_192, help="with two pools: the context of the short one"
-    )
+    configure_replicas(group, b_short_help="with two pools: the context of the short one")
     group.add_argument(
         "--speed-factor",
         type=positive_float,
@@ -134,7 +114,7 @@ def plan_of(args: argparse.Namespace) -> TwinPlan:
     parameters = parameters_of(tunable.scheduler, args.b_short)
     tunable = started_from(tunable, parameters, _settings(args.start, "--start"))
     run = RunSettings(
-        policy=args.policy, fleet=fleet, trace=_trace(args), seed=args.seed, rate_per_s=args.rate
+        policy=args.policy, fleet=fleet, trace=trace_choice(args), seed=args.seed, rate_per_s=args.rate
     )
     if args.load is not None:
         run = replace(run, rate_per_s=args.load * saturated_rate_per_s(fleet, run.trace, args.seed))
@@ -169,17 +149,6 @@ def _fleet(args: argparse.Namespace) -> FleetSettings:
 
 def _settings(texts: list[str], option: str) -> dict[str, object]:
     return dict(setting(text, option) for text in texts)
-
-
-def _trace(args: argparse.Namespace) -> TraceChoice:
-    return TraceChoice(
-        name=args.trace,
-        requests=args.requests,
-        tenants=args.tenants,
-        priorities=args.priorities,
-        folder=args.traces_folder,
-        arrivals=args.arrivals,
-    )
 
 
 def _objective(args: argparse.Namespace) -> ObjectiveSettings:

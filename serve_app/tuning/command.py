@@ -3,9 +3,8 @@
 import argparse
 import math
 import time
-from pathlib import Path
 
-from serve_app.command import Command, progress_bar, say, write_json
+from serve_app.command import Command, given_arguments, progress_bar, say, write_json
 from serve_app.provenance import provenance
 from serve_app.tuning import arguments
 from serve_app.tuning.digital_twin import TwinPlan
@@ -38,8 +37,8 @@ def _run(args: argparse.Namespace) -> int:
     say(f"{_heading(plan)}\n\n{report(plan, settings, finding, course)}")
     if args.json is not None:
         document = as_json(plan, settings, finding, course)
-        given = {name: _plain(value) for name, value in vars(args).items() if name != "command"}
-        write_json(args.json, document | {"provenance": provenance(plan.traffic, given, [args.seed])})
+        found = provenance(plan.traffic, given_arguments(args), [args.seed])
+        write_json(args.json, document | {"provenance": found})
     return 0
 
 
@@ -50,11 +49,6 @@ def _heading(plan: TwinPlan) -> str:
         f"{trace.name}: {len(trace.requests):,} requests {rate}, windows of "
         f"{plan.settings.window_requests:,}; {len(plan.engines)} engines; objective {plan.objective.kind}"
     )
-
-
-def _plain(value: object) -> object:
-    """Paths are no JSON."""
-    return str(value) if isinstance(value, Path) else value
 
 
 COMMAND = Command(

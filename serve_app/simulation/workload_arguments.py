@@ -1,0 +1,80 @@
+"""The arguments that say what is played, and on how many replicas; several commands share them."""
+
+import argparse
+from pathlib import Path
+
+from serve_app.command import positive_float, positive_int
+from serve_app.simulation.workload import TraceChoice
+
+_ARRIVALS = "poisson, gamma:CV or on-off:ON,OFF in requests (the trace's own)"
+
+
+def configure_workload(
+    group: "argparse._ArgumentGroup", *, requests_help: str, requests: int | None = None
+) -> None:
+    """Add what `trace_choice` reads, and the rate or the load.
+
+    Args:
+        requests: how many, unless it is said.
+    """
+    configure_trace(group)
+    rate = group.add_mutually_exclusive_group()
+    rate.add_argument("--load", type=positive_float, help="share of the rate that saturates the fleet: 0.9")
+    rate.add_argument("--rate", type=positive_float, help="requests per second (the trace's own)")
+    group.add_argument("--requests", type=positive_int, default=requests, help=requests_help)
+    group.add_argument("--tenants", help="8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
+    group.add_argument("--priorities", help="shares of priority classes: interactive=1,batch=3")
+
+
+def configure_trace(
+    group: "argparse._ArgumentGroup", *, arrivals: str | None = None, arrivals_help: str = _ARRIVALS
+) -> None:
+    """Add `--trace`, where it lies, and how its requests arrive.
+
+    Args:
+        arrivals: of which kind they are, unless it is said; None keeps the trace's own.
+    """
+    group.add_argument(
+        "--trace",
+        required=True,
+        help="azure-code, azure-conv, lmsys, paper-mix, or a trace file; several joined by + are merged",
+    )
+    group.add_argument("--arrivals", default=arrivals, help=arrivals_help)
+    group.add_argument("--traces-folder", type=Path, help="where trace files lie (EWSJF_TRACES)")
+
+
+def configure_replicas(group: "argparse._ArgumentGroup", *, b_short_help: str) -> None:
+    """Add the engines' profile, their number in one pool or two, and the border between two."""
+    group.add_argument("--profile", default="llama2-70b-h100-tp4", help="name or YAML file (%(default)s)")
+    size = group.add_mutually_exclusive_group()
+    size.add_argument("--replicas", type=positive_int, default=4, help="in one pool (%(default)s)")
+    size.add_argument("--pools", type=pools, metavar="short:N,long:M", help="replicas of two pools")
+    group.add_argument("--b-short", type=positive_int, default=8_192, help=b_short_help)
+
+
+def trace_choice(args: argparse.Namespace, *, flip_mix_at: int | None = None) -> TraceChoice:
+    """The trace that `configure_workload` asks for.
+
+    Args:
+        flip_mix_at: see `TraceChoice`.
+    """
+    return TraceChoice(
+        name=args.trace,
+        requests=args.requests,
+        tenants=args.tenants,
+        priorities=args.priorities,
+        folder=args.traces_folder,
+        arrivals=args.arrivals,
+        flip_mix_at=flip_mix_at,
+    )
+
+
+def pools(text: str) -> dict[str, int]:
+    """An argument type: `short:3,long:1`."""
+    try:
+        counts = {name.strip(): int(count) for name, count in (part.split(":") for part in text.split(","))}
+    except ValueError:
+        counts = {}
+    if sorted(counts) != ["long", "short"] or min(counts.values()) < 1:
+        raise argparse.ArgumentTypeError(f"write short:N,long:M with at least one of each, got {text!r}")
+    return {"short": counts["short"], "long": counts["long"]}
