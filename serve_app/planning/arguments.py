@@ -11,7 +11,7 @@ from serve_app.planning.verification import Demand
 from serve_app.scheduling.policies import POLICIES
 from serve_app.simulation.arguments import setting
 from serve_app.simulation.workload import TraceChoice
-from serve_app.simulation.workload_arguments import configure_trace
+from serve_app.simulation.workload_arguments import configure_max_output, configure_trace
 
 TRACE_ARRIVALS = "trace"
 """Keep the arrivals of the trace, squeezed to the rate."""
@@ -38,12 +38,7 @@ def _configure_demand(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--slo-tpot-s", type=positive_float, default=0.08, help="limit of the P99 TPOT (%(default)s)"
     )
-    group.add_argument(
-        "--max-output",
-        choices=("default", "known"),
-        default="default",
-        help="whether requests state their true output length in max_tokens; default: they state none",
-    )
+    configure_max_output(group)
     group.add_argument(
         "--long-above",
         type=positive_int,

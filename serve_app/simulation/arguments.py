@@ -16,7 +16,12 @@ from serve_app.simulation.misjudgement import LengthNoise
 from serve_app.simulation.partitions import LEARNED, PRIOR, PartitionSource, partition_source
 from serve_app.simulation.run import RunSettings, SloByLength, policy_names
 from serve_app.simulation.workload import Disclosure
-from serve_app.simulation.workload_arguments import configure_replicas, configure_workload, trace_choice
+from serve_app.simulation.workload_arguments import (
+    configure_max_output,
+    configure_replicas,
+    configure_workload,
+    trace_choice,
+)
 from serve_app.simulation.world import WorldSettings
 
 _DEFAULT_POLICY = "ewsjf"
@@ -58,12 +63,7 @@ def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
         help=f"length queues of the policies that learn them: {LEARNED} in the run, {PRIOR} (an octave "
         "each), or a YAML list of {min, max, mean, count} (%(default)s)",
     )
-    group.add_argument(
-        "--max-output",
-        choices=("default", "known"),
-        default="default",
-        help="whether requests state their true output length in max_tokens; default: they state none",
-    )
+    configure_max_output(group)
     group.add_argument(
         "--length-noise",
         type=_share,

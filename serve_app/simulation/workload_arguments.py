@@ -43,6 +43,16 @@ def configure_trace(
     group.add_argument("--traces-folder", type=Path, help="where trace files lie (EWSJF_TRACES)")
 
 
+def configure_max_output(group: "argparse._ArgumentGroup") -> None:
+    """Add what requests tell of their answers' length."""
+    group.add_argument(
+        "--max-output",
+        choices=("default", "known"),
+        default="default",
+        help="whether requests state their true output length in max_tokens; default: they state none",
+    )
+
+
 def configure_replicas(group: "argparse._ArgumentGroup", *, b_short_help: str) -> None:
     """Add the engines' profile, their number in one pool or two, and the border between two."""
     group.add_argument("--profile", default="llama2-70b-h100-tp4", help="name or YAML file (%(default)s)")
