@@ -4,8 +4,12 @@ The slices come in the order incumbent, candidate, candidate, incumbent, and so 
 steadily then favours neither side. Two neighbours are a pair, and the difference of their rewards is one
 observation. What cannot be measured never counts as good: a pair without a reward on both sides is void and
 is made up for; when too many are, or when only the candidate's side has none, the trial has failed.
+
+Harm ends a trial early when it is beyond the margin and beyond what the traffic does by itself (`swings`); a
+gain counts in the end when it is beyond that.
 """
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +19,7 @@ from serve_app.tuning.comparison import compare
 from serve_app.tuning.history import finite
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.rollout_settings import RolloutSettings, Slice
+from serve_app.tuning.swings import Swings
 
 
 class Standing(StrEnum):
@@ -43,10 +48,11 @@ class Canary:
 
     Args:
         now: when its first slice, one of the incumbent, begins.
+        swings: what neighbouring slices differed by before it began.
     """
 
-    def __init__(self, settings: RolloutSettings, now: float) -> None:
-        self._settings = settings
+    def __init__(self, settings: RolloutSettings, now: float, swings: Swings | None = None) -> None:
+        self._settings, self._swings = settings, swings or Swings()
         self._begun = [now]
         self._ended: list[float] = []
         self._rewards: dict[int, Reward] = {}
@@ -131,21 +137,27 @@ class Canary:
             figures |= {"low": found.low, "high": found.high}
         # One pair alone has to be far off to end a trial; from two on the mean counts.
         limit = settings.margin if len(known) > 1 else 3 * settings.margin
+        allowance = settings.swing_allowance / math.sqrt(len(known))
+        swing = allowance * self._swings.reward
+        limit = max(limit, settings.margin + swing)
+        figures |= {"limit": limit, "swing": swing}
         if mean < -limit:
             return _failed("the reward is below the incumbent's by more than the margin", figures)
-        worst = self._worst_class()
+        worst = self._worst_class(allowance)
         if worst is not None:
-            figures |= {"attainment_difference": worst[1]}
-            if worst[1] < -settings.attainment_margin:
-                return _failed(f"class {worst[0]} keeps its targets less often than before", figures)
+            name, change, class_limit = worst
+            figures |= {"attainment_difference": change, "attainment_limit": class_limit}
+            if change < -class_limit:
+                return _failed(f"class {name} keeps its targets less often than before", figures)
         if len(known) < settings.pairs:
             return Verdict(Standing.OPEN, figures=figures)
-        if not mean > 0:
-            return _failed("the reward is no better than the incumbent's", figures)
+        if not mean > swing:
+            by_itself = " by more than it swings by itself" if mean > 0 else ""
+            return _failed(f"the reward is no better than the incumbent's{by_itself}", figures)
         return Verdict(Standing.WON, "the reward is better than the incumbent's", figures)
 
-    def _worst_class(self) -> tuple[str, float] | None:
-        """The class that lost most of its attainment, and how much, over all judged slices."""
+    def _worst_class(self, allowance: float) -> tuple[str, float, float] | None:
+        """The class nearest to its limit or farthest beyond: how its attainment changed, and the limit."""
         sides: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
         for number, reward in self._rewards.items():
             for name, figures in reward.classes.items():
@@ -160,7 +172,15 @@ class Canary:
             for name in sides[0].keys() & sides[1].keys()
             if min(sides[0][name][1], sides[1][name][1]) >= least
         }
-        return min(changes.items(), key=lambda change: (change[1], change[0]), default=None)
+        limits = {
+            name: self._settings.attainment_margin + allowance * self._swings.attainment.get(name, 0.0)
+            for name in changes
+        }
+        return min(
+            ((name, change, limits[name]) for name, change in changes.items()),
+            key=lambda each: (each[1] + each[2], each[0]),
+            default=None,
+        )
 
     def _pairs(self) -> list[tuple[Reward, Reward]]:
         """Incumbent and candidate of each pair of which both slices are judged."""

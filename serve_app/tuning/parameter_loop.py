@@ -28,6 +28,7 @@ from serve_app.tuning.retune import Retune
 from serve_app.tuning.rollout import Rollout
 from serve_app.tuning.rollout_settings import Apply
 from serve_app.tuning.search_space import Part, SearchSpace
+from serve_app.tuning.swings import swings_of
 from serve_app.tuning.traffic import TrafficLog
 from serve_app.tuning.tunable import Tunable, parameters_of, space_of
 
@@ -79,6 +80,8 @@ class ParameterLoop:
         # Times of a scheduler before are on another clock.
         self._traffic, self._next_search_at = TrafficLog(), now
         self._recent: deque[RequestRecord] = deque(maxlen=_RECENT)
+        # Since when nothing was changed, and until when all that came is over.
+        self._steady_since = self._settled_until = now
 
     def __repr__(self) -> str:
         searching = " searching" if self._searching else ""
@@ -111,6 +114,7 @@ class ParameterLoop:
     def see(self, seen: Seen) -> list[Retune]:
         """Time has passed and requests are over; to be called every second or so."""
         now = self._now = seen.at
+        self._settled_until = seen.settled_until
         applies: list[Apply] = []
         for record in seen.records:
             self._traffic.add(record)
@@ -167,7 +171,14 @@ class ParameterLoop:
         if not finding.confident or finding.best is None or found is None:
             return []
         reason = f"reward {found.mean:+.4f} in the twin, over {finding.trials} candidates"
-        return self._orders(self.rollout.propose(finding.best.values, now, reason))
+        swings = swings_of(
+            self._recent,
+            self._steady_since,
+            self._settled_until,
+            self._settings.objective,
+            self._settings.rollout,
+        )
+        return self._orders(self.rollout.propose(finding.best.values, now, reason, swings))
 
     def search_failed(self, now: float) -> None:
         """The search has ended without a result; the next one comes when it would have come."""
@@ -205,6 +216,8 @@ class ParameterLoop:
         self._next_search_at = now + self._settings.every_s
 
     def _orders(self, applies: Sequence[Apply]) -> list[Retune]:
+        if applies:
+            self._steady_since = self._now
         paths = {each.name: each.path for each in _space(self._configured)}
         latest = self.rollout.audit[-1] if self.rollout.audit else None
         reason = f"{latest.act.value}: {latest.reason}" if latest else "tuned before"

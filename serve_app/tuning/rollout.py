@@ -11,8 +11,9 @@ Rules:
   returns to the incumbent's when that time is over and nothing else was said.
 - Whatever ends a trial, be it a verdict, a freeze, another mode, other settings from outside, or a restart,
   the incumbent is put in force in the same call, unless the step was adopted.
-- Adopted is what was measurably better: a mean reward above the incumbent's over all pairs, no class that
-  lost more than its margin. A missing reward, a constant one, or one that is not finite adopts nothing.
+- Adopted is what was measurably better: a mean reward above the incumbent's over all pairs, by more than the
+  traffic's own swings; no class that lost more than its margin and these. A missing reward, a constant one,
+  or one that is not finite adopts nothing.
 - After a step nothing is tried for a while, after a dropped one longer; and never while frozen.
 """
 
@@ -26,6 +27,7 @@ from serve_app.tuning.history import values_in
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.rollout_settings import Act, Apply, Audit, Mode, RolloutSettings, Slice
 from serve_app.tuning.search_space import SearchSpace, Values
+from serve_app.tuning.swings import Swings
 
 _VERSION = 1
 _AUDITS_KEPT = 1_000
@@ -77,11 +79,14 @@ class Rollout:
 
     # What happens
 
-    def propose(self, candidate: Values, now: float, reason: str = "") -> list[Apply]:
+    def propose(
+        self, candidate: Values, now: float, reason: str = "", swings: Swings | None = None
+    ) -> list[Apply]:
         """A candidate has won in the twin.
 
         Args:
             reason: how it won, for the audit.
+            swings: what slices under the incumbent differ by themselves; None is strict.
         """
         if objection := self._objection(now):
             return self._note(now, Act.REFUSED, objection, candidate)
@@ -94,7 +99,7 @@ class Rollout:
         if self.mode == "advise":
             self._rests_until = now + self._settings.cool_down_s
             return self._note(now, Act.ADVISED, reason, step)
-        self.target, self._canary = step, Canary(self._settings, now)
+        self.target, self._canary = step, Canary(self._settings, now, swings)
         return self._note(now, Act.STARTED, reason, step)
 
     def tick(self, now: float) -> list[Apply]:

@@ -41,6 +41,10 @@ class RolloutSettings:
     # 100 requests, that share is known to 2 or 3 of 100.
     attainment_margin: float = 0.05
     min_class_requests: int = 100
+    # Both margins are widened by so many standard errors of what neighbouring slices differ by themselves
+    # (`swings`), and a gain has to be above as many. 0 takes every step back that looks worse and adopts
+    # every one that looks better, which near saturation is chance.
+    swing_allowance: float = 1.0
     # After a step was adopted, and after one was dropped.
     cool_down_s: float = 600.0
     failure_cool_down_s: float = 1_800.0
@@ -53,7 +57,7 @@ class RolloutSettings:
         for name in ("slice_s", "judge_limit_s", "margin", "attainment_margin"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"rollout.{name} must be a positive number, got {getattr(self, name)}")
-        for name in ("cool_down_s", "failure_cool_down_s"):
+        for name in ("cool_down_s", "failure_cool_down_s", "swing_allowance"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"rollout.{name} must be at least 0, got {getattr(self, name)}")
         if not 0 <= self.settle_s < self.slice_s:

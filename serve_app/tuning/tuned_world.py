@@ -110,7 +110,8 @@ class TunedWorld:
     def __post_init__(self) -> None:
         self.world = World(self.scheduler_settings, self.plans, self.settings, self._note, self.learner)
         self._for_good = with_weights(self.scheduler_settings)
-        self.loop = ParameterLoop(self._for_good, self.tuning, 0.0)
+        # As a live one, it begins with its first look.
+        self.loop = ParameterLoop(self._for_good, self.tuning, LOOK_INTERVAL_S)
 
     def run(self, requests: Sequence[SimulatedRequest]) -> list[RequestRecord]:
         """Play all requests to their end and return their records; the tuner looks until the last arrives."""

@@ -3,14 +3,15 @@ import pytest
 from serve_app.tuning.canary import Canary, Standing, Verdict
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.rollout_settings import RolloutSettings
+from serve_app.tuning.swings import Swings
 from tests.tuning.rewards import told
 
 QUICK = RolloutSettings(slice_s=10.0, settle_s=2.0, pairs=3, void_pairs=1, judge_limit_s=30.0)
 
 
-def run(rewards: list[Reward]) -> tuple[Canary, Verdict]:
+def run(rewards: list[Reward], swings: Swings | None = None) -> tuple[Canary, Verdict]:
     """Judge one slice after the other; incumbent, candidate, candidate, incumbent..."""
-    canary, verdict = Canary(QUICK, 0.0), Verdict(Standing.OPEN)
+    canary, verdict = Canary(QUICK, 0.0, swings), Verdict(Standing.OPEN)
     for number, reward in enumerate(rewards):
         canary.advance(10.0 * (number + 1))
         (part,) = canary.to_judge(10.0 * (number + 1), 1e9)
@@ -109,3 +110,29 @@ def test_a_pair_without_figures_is_made_up_for_but_not_for_ever() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_reward_that_is_not_finite_is_none(value: float) -> None:
     assert run([told(0.5), told(value)])[1].standing is Standing.FAILED
+
+
+def test_what_the_traffic_does_by_itself_ends_no_trial() -> None:
+    # One pair of -0.2 is far off where slices are alike, and nothing where they differ by 0.3.
+    assert run(pairs(-0.2))[1].standing is Standing.FAILED
+    swinging = Swings(reward=0.3)
+    assert run(pairs(-0.2), swinging)[1].standing is Standing.OPEN
+    assert run(pairs(-0.2, 0.5, 0.4), swinging)[1].standing is Standing.WON
+    # Beyond margin and swing it is harm, and what is better by less than the swing is not adopted.
+    assert run(pairs(-0.4), swinging)[1].standing is Standing.FAILED
+    assert run(pairs(-0.25, -0.25), swinging)[1].standing is Standing.FAILED
+    verdict = run(pairs(0.1, 0.2, 0.1), swinging)[1]
+    assert verdict.standing is Standing.FAILED
+    assert "by more than it swings by itself" in verdict.reason
+    assert run(pairs(0.1, 0.2, 0.1))[1].standing is Standing.WON
+
+
+def test_a_class_may_swing_as_it_does_by_itself_and_no_further() -> None:
+    before, after = {"default long": (200, 0.9)}, {"default long": (200, 0.7)}
+    rewards = [told(0.5, before), told(0.6, after)]
+    assert run(rewards)[1].standing is Standing.FAILED
+    assert run(rewards, Swings(attainment={"default long": 0.2}))[1].standing is Standing.OPEN
+    assert run(rewards, Swings(attainment={"default short": 0.9}))[1].standing is Standing.FAILED
+    verdict = run(rewards, Swings(attainment={"default long": 0.1}))[1]
+    assert verdict.standing is Standing.FAILED
+    assert verdict.figures["attainment_limit"] == pytest.approx(0.15)
