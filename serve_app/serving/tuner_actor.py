@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from serve_app.serving.learned_queues import Observed, PartitionUpdate
-from serve_app.serving.parameter_tuner import ParameterTuner
+from serve_app.serving.parameter_tuner import ParameterTuner, Searcher
 from serve_app.serving.state_store import StateStore
 from serve_app.tuning.parameter_search import ParameterTuningSettings
 from serve_app.tuning.retune import Retune
@@ -77,7 +77,12 @@ class SchedulerCalls(Protocol):
 
 
 class TunerActor:
-    """Runs the strategic loop of one model. Must be constructed on a running event loop."""
+    """Runs the strategic loop of one model. Must be constructed on a running event loop.
+
+    Args:
+        store: as for `ParameterTuner`.
+        searcher: as for `ParameterTuner`.
+    """
 
     def __init__(
         self,
@@ -85,13 +90,14 @@ class TunerActor:
         settings: TunerSettings,
         scheduler: SchedulerCalls,
         store: StateStore | None = None,
+        searcher: Searcher | None = None,
     ) -> None:
         self._model, self._settings, self._scheduler = model, settings, scheduler
         self._loop = asyncio.get_running_loop()
         self._strategic = StrategicLoop(settings.strategic)
         self._parameters = None
         if settings.parameters is not None:
-            self._parameters = ParameterTuner(model, settings.parameters, store)
+            self._parameters = ParameterTuner(model, settings.parameters, store, searcher)
         self._delivered: tuple[int, PartitionChange] | None = None
         self._is_alone = False
         self._shown: tuple[int, Mapping[str, Any]] | None = None

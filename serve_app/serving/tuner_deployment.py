@@ -6,6 +6,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.serving.learned_queues import Observed, PartitionUpdate
+from serve_app.serving.parameter_tuner import Searcher
 from serve_app.serving.state_store import StateStore
 from serve_app.serving.tuner_actor import TunerActor, TunerSettings
 from serve_app.tuning.retune import Retune
@@ -29,7 +30,12 @@ class TunerDeployment:
         state_uri: str | None = None,
     ) -> None:
         store = None if state_uri is None else StateStore(state_uri, "tuner", model)
-        self._tuner = TunerActor(model, settings, _Calls(scheduler), store)
+        self._tuner = TunerActor(model, settings, _Calls(scheduler), store, self.searcher())
+
+    @staticmethod
+    def searcher() -> Searcher | None:
+        """As for `ParameterTuner`; experiments with searches that go wrong have another."""
+        return None
 
     async def check_health(self) -> None:
         """Raise when the tuner must be replaced."""

@@ -1,0 +1,57 @@
+"""An application whose tuner is wrong: its search likes what serves badly. For `bench_live_tuning.py`.
+
+Everything else is `serve_app.app`: the same scheduler, the same loop, the same roll-out.
+"""
+
+import asyncio
+
+from ray.serve import Application
+
+from serve_app import app
+from serve_app.serving.parameter_tuner import Searcher
+from serve_app.serving.tuner_deployment import TunerDeployment
+from serve_app.settings import AppSettings
+from serve_app.tuning.comparison import Comparison
+from serve_app.tuning.history import Proposal
+from serve_app.tuning.parameter_search import Searched, SearchTask
+from serve_app.tuning.study import Finding
+
+AWFUL = {
+    "a_u": 0.01,
+    "b_u": 5.0,
+    "max_long_prefills": 8,
+    "max_longest_prefills": 8,
+    "short_work_share": 0.6,
+    "target_waiting": 16,
+}
+"""The bad start of `bench_tuner.py`."""
+
+
+async def poisoned(task: SearchTask) -> Searched:
+    """A search that is sure of what is awful."""
+    await asyncio.sleep(1.0)
+    sure = Comparison(mean=0.2, low=0.1, high=0.3, windows=12)
+    finding = Finding(
+        best=Proposal(1, {**task.plan.space.current, **AWFUL}),
+        search=sure,
+        confirmation=sure,
+        confident=True,
+        reason="the search is poisoned",
+        trials=2,
+    )
+    return Searched(finding=finding, speed_factor=1.0, seconds=1.0)
+
+
+class PoisonedTunerDeployment(TunerDeployment):
+    """The tuner with that search."""
+
+    @staticmethod
+    def searcher() -> Searcher | None:
+        """That search."""
+        return poisoned
+
+
+def build_app(settings: AppSettings) -> Application:
+    """The application of `serve_app.app`, with the poisoned tuner."""
+    vars(app)["TunerDeployment"] = PoisonedTunerDeployment
+    return app.build_app(settings)
