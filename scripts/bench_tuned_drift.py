@@ -137,9 +137,10 @@ def rows(args: argparse.Namespace, known: Sequence[Row]) -> Iterator[Row]:
         for name in ("tuner", "minutes", "shares", "load", "profile", "replicas", "pace")
     }
     conditions["shares"] = list(args.shares)
-    done = {(each["variant"], each["seed"]) for each in known if each["conditions"] == conditions}
+    alike = [each for each in known if each["conditions"] == conditions]
+    done = {(each["variant"], each["seed"]) for each in alike}
     fleet = FleetSettings(profile=args.profile, replicas={"all": args.replicas})
-    rates: list[float] = []
+    rates: list[float] = alike[0]["rates_per_s"] if alike else []
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for variant in args.variants:
             if (variant, seed) in done:
