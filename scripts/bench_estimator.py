@@ -28,6 +28,12 @@ The table of choices: after so many observations per category, for each beta, we
 gamma, floor and margin (`cut_margin_ratio` of the router). `drift` is after 500 observations of half of the
 sources and 25 of the others, judged on the others.
 
+The table of intervals has one figure for each order of observation (`--seeds`), its mean, and half the width
+of the 95 % interval of Student's t over the orders. The mean over tokenizers takes, for each order, the mean
+of all of them. `fixed` is 4 bytes per token; it has no interval, as no order changes it, and neither has an
+estimator that has seen nothing. Other bodies would differ too: the interval is of the order alone.
+`--intervals` measures and prints this table only.
+
 What it cannot show: the mix of a real service. Source texts of one category differ more than one tenant's
 prompts do, so errors here are an upper end.
 """
@@ -48,8 +54,11 @@ from estimator_experiments import (
     kinds_of_bodies,
     learning_curve,
     measure_times,
+    repeated,
 )
 from estimator_texts import read_texts, tokenizers
+
+from serve_app.metrics.confidence import interval_95
 
 ROOT = Path(__file__).resolve().parent.parent
 ERRORS = ("signed", "median", "p95", "under", "least>")
@@ -68,8 +77,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.only not in tokenizer.name:
             continue
         lessons = Lessons(tokenizer, texts, options)
+        if options.intervals:
+            found["tokenizers"][tokenizer.name] = {"repeated": repeated(lessons, options)}
+            continue
         result: dict[str, Any] = {"fixed": fixed_ratio(lessons), "curve": learning_curve(lessons, options)}
         result["kinds"] = kinds_of_bodies(lessons)
+        result["repeated"] = repeated(lessons, options)
         if options.choices:
             result["choices"] = choices(lessons, options)
         found["tokenizers"][tokenizer.name] = result
@@ -112,9 +125,61 @@ def print_rows(rows: Rows, keys: tuple[str, ...], columns: tuple[str, ...] = (*E
         )
 
 
+def together(tables: list[Rows]) -> Rows:
+    """Rows of the same name over several tokenizers: seed by seed, each tokenizer counting alike."""
+    keys = ("after", "category", "margin")
+    groups: dict[tuple[Any, ...], Rows] = {}
+    for row in (row for table in tables for row in table):
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return [
+        dict(zip(keys, key, strict=True))
+        | {
+            column: [sum(values) / len(values) for values in zip(*(row[column] for row in rows), strict=True)]
+            for column in rows[0]
+            if column not in keys
+        }
+        for key, rows in groups.items()
+    ]
+
+
+def print_repeated(rows: Rows, *, categories: tuple[str, ...] | None = None) -> None:
+    """Means over the orders of observation, with half the width of their intervals."""
+    columns = ("median", *DECIDERS)
+    heads = [name.replace("overflow", "over").replace("uniform", "uni") for name in columns]
+    head = "".join(f"{key:>10}" for key in ("category", "after", "margin"))
+    print(head + "".join(f"{name:>16}" for name in heads))
+    for row in sorted(rows, key=lambda row: row["category"]):
+        if categories is not None and row["category"] not in categories:
+            continue
+        cells = "".join(f"{plus_minus(row[column]):>16}" for column in columns)
+        print(f"{row['category']:>10}{row['after']:>10}{row['margin']:>10}{cells}")
+
+
+def plus_minus(values: list[float]) -> str:
+    """The mean in percent, and half the width of its 95 % interval; the mean alone where nothing varies."""
+    interval = interval_95(values)
+    if interval.high is None or max(values) == min(values):
+        return f"{interval.mean:.2%}"
+    return f"{interval.mean:.2%} +-{100 * (interval.high - interval.mean):.2f}"
+
+
+def report_repeated(results: dict[str, Any]) -> None:
+    """The tables of intervals: each tokenizer over all categories, then all tokenizers by category."""
+    tables = {name: result["repeated"] for name, result in results.items() if "repeated" in result}
+    for name, rows in tables.items():
+        print(f"\n{name}: intervals over the order of observation")
+        print_repeated(rows, categories=("all",))
+    if tables:
+        print(f"\nmean over {len(tables)} tokenizers: intervals over the order of observation")
+        print_repeated(together(list(tables.values())))
+
+
 def report(found: dict[str, Any]) -> None:
     """Every table."""
-    results = found["tokenizers"]
+    report_repeated(found["tokenizers"])
+    results = {name: result for name, result in found["tokenizers"].items() if "curve" in result}
+    if not results:
+        return
     for name, microseconds in found["microseconds"].items():
         print(f"{name:30}{microseconds:8.1f} us")
     print("\n4 bytes per token, never taught")
@@ -185,6 +250,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--no-choices", dest="choices", action="store_false", help="leave out the longest table"
     )
+    parser.add_argument(
+        "--intervals", action="store_true", help="only the table with intervals, which is quick"
+    )
     parser.add_argument("--json", type=Path, help="write the results")
     parser.add_argument(
         "--merge", type=Path, nargs="+", help="report results written before, and measure nothing"
@@ -207,7 +275,7 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(found))
     report(found)
-    if options.plot:
+    if options.plot and not options.intervals:
         plot(found, options.plot)
     return 0
 

@@ -21,6 +21,7 @@ from serve_app.routing.text import classify
 OUTPUT_TOKENS = 256
 AFTER = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 CHOICES_AFTER = (0, 10, 50, 500)
+REPEATED_AFTER = (0, 10, 50, 200, 1000)
 GAMMAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 # How it learns: beta, and the tokens from which on an observation counts in full.
 LEARNING = ((0.9, 64), (0.95, 64), (0.98, 64), (0.99, 64), (0.95, 256), (0.95, 1024), (0.98, 1024))
@@ -183,6 +184,47 @@ def learning_curve(lessons: Lessons, options: argparse.Namespace) -> list[dict[s
     return [{"after": after, "category": name, **shares(items)} for (after, name), items in judged.items()]
 
 
+def repeated(lessons: Lessons, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Error, wrong pools and overflow by category and margin, each order of observation by itself.
+
+    Each figure is a list with one value for each seed. The estimator as shipped learns; rows with `after` of
+    "fixed" are 4 bytes per token, which no order changes.
+    """
+    values: dict[tuple[str, str, float], dict[str, list[float]]] = {}
+    for seed in range(options.seeds):
+        lesson = lessons.lesson(REPEATED_AFTER[-1], seeded(1_000 + seed))
+        estimator, learned = TokenEstimator(EstimatorSettings()), 0
+        for after in REPEATED_AFTER:
+            upto = after * len(lesson) // REPEATED_AFTER[-1]
+            learn(estimator, lesson[learned:upto])
+            learned = upto
+            _file(values, str(after), lessons, estimator)
+        _file(values, "fixed", lessons, _untaught())
+    return [
+        {"after": after, "category": category, "margin": margin, **figures}
+        for (after, category, margin), figures in values.items()
+    ]
+
+
+def _file(
+    values: dict[tuple[str, str, float], dict[str, list[float]]],
+    after: str,
+    lessons: Lessons,
+    estimator: TokenEstimator,
+) -> None:
+    """Add what one estimator does now, for each category and all of them, with each margin."""
+    everything: list[Judged] = []
+    groups: dict[str, list[Judged]] = {}
+    for category in TextCategory:
+        samples = [one for one in lessons.unseen if one.shape.category is category]
+        groups[category.value] = judge(estimator, samples, lessons.boundary)
+        everything += groups[category.value]
+    for (category, judged), margin in product((groups | {"all": everything}).items(), MARGINS):
+        figures = values.setdefault((after, category, margin), {})
+        for column, share in shares(judged, margin).items():
+            figures.setdefault(column, []).append(share)
+
+
 def kinds_of_bodies(lessons: Lessons) -> list[dict[str, Any]]:
     """The columns by kind of body and by source, after 200 observations of each category and 50 images."""
     estimator = TokenEstimator(EstimatorSettings())
@@ -247,17 +289,19 @@ def _with(learned: TokenEstimator, gamma: float, floor: float) -> TokenEstimator
 
 def fixed_ratio(lessons: Lessons) -> dict[str, Any]:
     """The columns of 4 bytes per token for everything, which nothing teaches: the papers' comparison."""
-    usual = EstimatorSettings().ratio
+    return shares(judge(_untaught(), lessons.unseen, lessons.boundary), 0.0)
+
+
+def _untaught() -> TokenEstimator:
+    """Four bytes per token, without any margin of its own."""
     ratio = replace(
-        usual,
+        EstimatorSettings().ratio,
         gamma=0.0,
         cold_bytes_per_token=dict.fromkeys(TextCategory, 4.0),
         cold_tool_bytes_per_token=4.0,
         cold_deviation_ratio=0.0,
     )
-    return shares(
-        judge(TokenEstimator(EstimatorSettings(ratio=ratio)), lessons.unseen, lessons.boundary), 0.0
-    )
+    return TokenEstimator(EstimatorSettings(ratio=ratio))
 
 
 def measure_times(texts: dict[str, str]) -> dict[str, float]:
