@@ -219,8 +219,8 @@ def _file(
         samples = [one for one in lessons.unseen if one.shape.category is category]
         groups[category.value] = judge(estimator, samples, lessons.boundary)
         everything += groups[category.value]
-    for (category, judged), margin in product((groups | {"all": everything}).items(), MARGINS):
-        figures = values.setdefault((after, category, margin), {})
+    for (name, judged), margin in product((groups | {"all": everything}).items(), MARGINS):
+        figures = values.setdefault((after, name, margin), {})
         for column, share in shares(judged, margin).items():
             figures.setdefault(column, []).append(share)
 

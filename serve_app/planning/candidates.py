@@ -57,9 +57,10 @@ class Candidate:
         return {pool: sized.replicas for pool, sized in self.pools.items()}
 
     @property
-    def rank(self) -> tuple[float, float]:
-        """Cheaper first; of those that cost the same, the one with more to spare."""
-        return self.usd_per_hour, sum(sized.performance.utilisation for sized in self.pools.values())
+    def rank(self) -> tuple[bool, float, float]:
+        """Those within the limits first, then the cheaper; at one cost, whoever has more to spare."""
+        beyond = not all(sized.within_limits for sized in self.pools.values())
+        return beyond, self.usd_per_hour, sum(sized.performance.utilisation for sized in self.pools.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

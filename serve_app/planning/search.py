@@ -25,7 +25,8 @@ from serve_app.simulation.fleet import EngineChanges
 _LEAST_SHARE = 0.002
 # Prompt tokens in an iteration beside the profile's own: fewer protect TPOT, more shorten prefills.
 _BATCHED_TOKENS = (1_024, 8_192)
-# Chunks of a long prefill, as multiples of what decode steps hardly feel.
+# Chunks of a long prefill, as multiples of what decode steps hardly feel. No limit at all (0) suits a pool
+# where everybody is long, since there it keeps nobody from anything shorter.
 _CHUNKS = (2, 4)
 
 
@@ -104,33 +105,39 @@ class Planner:
 
     def _pool_rank(
         self, pool: PoolPlan, part: LengthMix, rate_per_s: float, border: int
-    ) -> tuple[float, float]:
+    ) -> tuple[bool, float, float]:
         # The plan of an undivided fleet serves as the plan of one pool.
         plan = replace(fleets.paged_fleet(pool), b_short_tokens=border)
         (model,) = plan.models(part).values()
         sized = sized_pool(model, rate_per_s, self._demand.slo)
-        return sized.replicas * self._costs.usd_per_hour(pool.profile), sized.performance.utilisation
+        usd_per_hour = sized.replicas * self._costs.usd_per_hour(pool.profile)
+        return not sized.within_limits, usd_per_hour, sized.performance.utilisation
 
     def _pools(self, profile: str) -> list[PoolPlan]:
         return [PoolPlan(profile=profile, engine=engine) for engine in self._variants(profile)]
 
     def _variants(self, name: str) -> list[EngineChanges]:
-        """The profile's own settings first, then others: one setting at a time."""
+        """The profile's own settings first, then other budgets and chunks, and more seats."""
         plain = EngineChanges()
         if not self._space.variants:
             return [plain]
         profile = load_profile(name)
-        chunk = profile.step_time.chunk_tokens()
-        others = [
-            replace(plain, max_num_batched_tokens=tokens)
+        budgets = [
+            tokens
             for tokens in _BATCHED_TOKENS
             if tokens != profile.max_num_batched_tokens and tokens >= profile.max_num_seqs
         ]
-        if chunk:
+        others = [replace(plain, max_num_batched_tokens=tokens) for tokens in budgets]
+        if chunk := profile.step_time.chunk_tokens():
             others += [
                 replace(plain, long_prefill_token_threshold=times * chunk)
                 for times in _CHUNKS
                 if times * chunk <= profile.max_num_batched_tokens
+            ]
+            # Without a chunk limit the budget is the chunk.
+            others += [
+                replace(plain, long_prefill_token_threshold=0, max_num_batched_tokens=tokens)
+                for tokens in [None, *budgets]
             ]
         seats = 2 * profile.max_num_seqs
         others.append(
