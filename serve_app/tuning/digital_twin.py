@@ -7,10 +7,9 @@ Refine-and-Prune finds under the candidate's own parameters.
 
 What it does not know: prefixes, so it has no cache hits; requests that wait when a window begins, so each
 begins with an empty fleet and a first part that is not measured; and how far the engine model is from the
-engines, which `speed_factor` corrects as a whole.
+engines, which `with_speed` corrects as a whole by what `engine_pace` measures.
 """
 
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -32,9 +31,6 @@ from serve_app.tuning.search_space import SearchSpace, Values
 from serve_app.tuning.traffic import resampled
 from serve_app.tuning.tunable import Tunable
 from serve_app.workloads.trace import Trace
-
-_SLOWEST, _FASTEST = 0.25, 4.0
-"""A factor beyond these is a mistake of measurement or the wrong profile; neither is put right by scaling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,21 +184,6 @@ class DigitalTwin:
 def _partition(lengths: tuple[int, ...], settings: RefineAndPruneSettings) -> Partition:
     """Queues of the traffic; many candidates share their parameters."""
     return refine_and_prune(lengths, settings)
-
-
-def speed_factor(observed: Sequence[RequestRecord], simulated: Sequence[RequestRecord]) -> float | None:
-    """By how much the engines are slower than their model: median TPOT observed over median TPOT simulated.
-
-    Both of the same settings and about the same traffic, since TPOT grows with the batch.
-
-    Returns:
-        The factor for `with_speed`, kept within 0.25 and 4; None when either side has no TPOT.
-    """
-    real = [record.tpot_s for record in observed if record.completed and record.tpot_s is not None]
-    model = [record.tpot_s for record in simulated if record.completed and record.tpot_s is not None]
-    if not real or not model or not statistics.median(model) > 0:
-        return None
-    return min(max(statistics.median(real) / statistics.median(model), _SLOWEST), _FASTEST)
 
 
 def with_speed(engines: Sequence[ReplicaPlan], factor: float) -> tuple[ReplicaPlan, ...]:

@@ -7,13 +7,12 @@ import pytest
 from serve_app.scheduling import SchedulerSettings
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.workload import TraceChoice, choose_trace
-from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings, speed_factor, with_speed
+from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings, with_speed
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.scoreboard import Job
 from serve_app.tuning.tunable import Tunable, space_of
 from serve_app.tuning.twin_processes import TwinProcesses
 from serve_app.workloads.transform import scale_to_rate
-from tests.metrics.builders import record
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 2})
 
@@ -108,16 +107,6 @@ def test_slower_engines_are_slower() -> None:
             ) == pytest.approx(
                 2 * engine.step_time.step_s(prefill_tokens=tokens, sequences=3, context_tokens=40)
             )
-
-
-def test_the_speed_factor_is_the_ratio_of_median_tpots() -> None:
-    def paced(tpot_s: float):  # type: ignore[no-untyped-def]
-        return [record(finished_at=12.0 + 10 * tpot_s, request_id=str(number)) for number in range(5)]
-
-    assert speed_factor(paced(0.06), paced(0.04)) == pytest.approx(1.5)
-    assert speed_factor(paced(9.0), paced(0.04)) == 4.0
-    assert speed_factor([], paced(0.04)) is None
-    assert speed_factor([record(output_tokens=1)], paced(0.04)) is None
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
