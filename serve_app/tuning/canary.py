@@ -6,7 +6,7 @@ observation. What cannot be measured never counts as good: a pair without a rewa
 is made up for; when too many are, or when only the candidate's side has none, the trial has failed.
 
 Harm ends a trial early when it is beyond the margin and beyond what the traffic does by itself (`swings`); a
-gain counts in the end when it is beyond that.
+gain counts in the end when it is beyond that, and beyond the scatter of the trial's own pairs.
 """
 
 import math
@@ -151,7 +151,9 @@ class Canary:
                 return _failed(f"class {name} keeps its targets less often than before", figures)
         if len(known) < settings.pairs:
             return Verdict(Standing.OPEN, figures=figures)
-        if not mean > swing:
+        # The trial's own scatter counts as well: what was seen before it may have been too little to tell.
+        scatter = statistics.stdev(differences) / math.sqrt(len(known)) if len(known) > 1 else 0.0
+        if not mean > max(swing, settings.swing_allowance * scatter):
             by_itself = " by more than it swings by itself" if mean > 0 else ""
             return _failed(f"the reward is no better than the incumbent's{by_itself}", figures)
         return Verdict(Standing.WON, "the reward is better than the incumbent's", figures)

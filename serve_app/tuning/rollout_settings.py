@@ -42,8 +42,8 @@ class RolloutSettings:
     attainment_margin: float = 0.05
     min_class_requests: int = 100
     # Both margins are widened by so many standard errors of what neighbouring slices differ by themselves
-    # (`swings`), and a gain has to be above as many. 0 takes every step back that looks worse and adopts
-    # every one that looks better, which near saturation is chance.
+    # (`swings`), and a gain has to be above as many, of these and of the trial's own pairs. 0 takes every
+    # step back that looks worse and adopts every one that looks better, which near saturation is chance.
     swing_allowance: float = 1.0
     # After a step was adopted, and after one was dropped.
     cool_down_s: float = 600.0

@@ -56,6 +56,13 @@ def test_a_slice_ends_in_time_even_if_nobody_looked() -> None:
     assert [part.end for part in canary.to_judge(500.0, 500.0)] == [10.0, 20.0]
 
 
+def test_a_gain_within_the_scatter_of_its_own_pairs_is_not_adopted() -> None:
+    # Nothing is known of the traffic before, so nothing but the pairs can tell that this is chance.
+    verdict = run(pairs(0.6, -0.04, -0.01))[1]
+    assert verdict.figures["mean_difference"] > 0
+    assert verdict.standing is Standing.FAILED
+
+
 def test_better_in_all_is_won() -> None:
     assert run(pairs(0.1, -0.01, 0.1))[1].standing is Standing.WON
 
