@@ -210,7 +210,8 @@ def grid_cases(grid: Grid, out: Path) -> Iterator[Case]:
     for ratio in grid.long_ratios:
         for short in grid.short:
             for long in grid.long:
-                name = f"{short[0]}+{short[1]}-{long[0]}+{long[1]}-{ratio:g}"
+                # No plus sign: it would name two traces to merge.
+                name = f"{short[0]}_{short[1]}-{long[0]}_{long[1]}-{ratio:g}"
                 path = out.with_suffix("") / f"{name}.csv"
                 write_mix(path, grid, ratio, short, long)
                 border = (sum(short) + sum(long)) // 2

@@ -15,6 +15,10 @@ Variants: `fixed` keeps the values it starts with, `tuned` tunes them; `good` st
 defaults, `bad` from those of `bench_tuner.py` (an engine queue so long that no order matters, and urgency
 that turns every order into that of arrival).
 
+Tuners (`--tuner`): `usual` is the product's default; `quick` tries a step in at most twelve minutes and
+searches on half as much, so that an hour and a half shows several steps; `naive` is `quick` with a guard that
+takes back every step that looks worse than the margin and adopts every one that looks better.
+
 Phases, in shares of the time: `first` 0 to 1/8; `before` 1/4 to 1/2, where the mix flips; `flip` 1/2 to 5/8;
 `after` 3/4 to 1. Columns (means over seeds, ± half the 95 % interval of Student's t):
 
@@ -79,7 +83,9 @@ _QUICK = ParameterTuningSettings(
     rollout=RolloutSettings(mode="on", max_step=0.5, pairs=6, cool_down_s=60.0, failure_cool_down_s=240.0),
 )
 _USUAL = ParameterTuningSettings(profile="laptop", rollout=RolloutSettings(mode="on"))
-TUNERS = {"quick": _QUICK, "usual": _USUAL}
+# A guard that knows nothing of what traffic does by itself.
+_NAIVE = replace(_QUICK, rollout=replace(_QUICK.rollout, swing_allowance=0.0, false_adoption=1.0))
+TUNERS = {"quick": _QUICK, "usual": _USUAL, "naive": _NAIVE}
 
 
 def main() -> int:

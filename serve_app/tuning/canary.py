@@ -5,8 +5,14 @@ steadily then favours neither side. Two neighbours are a pair, and the differenc
 observation. What cannot be measured never counts as good: a pair without a reward on both sides is void and
 is made up for; when too many are, or when only the candidate's side has none, the trial has failed.
 
-Harm ends a trial early when it is beyond the margin and beyond what the traffic does by itself (`swings`); a
-gain counts in the end when it is beyond that, and beyond the scatter of the trial's own pairs.
+Harm ends a trial early when it is beyond the margin and beyond what the traffic does by itself (`swings`).
+
+A gain is proven when the sum of the differences exceeds z * sigma * sqrt(n), where n pairs are planned, sigma
+is the larger of the swing before the trial and the scatter of its own pairs, and z the normal quantile of
+1 - p / 2. By the reflection principle the sum of n differences without a gain is above that at *any* time
+with a chance of at most p, so a trial may end as soon as it is: what is clear takes three pairs, what is not
+takes all. (The boundary of O'Brien and Fleming, Biometrics 35, 1979, in continuous time.) Where no swing is
+known, few pairs say too little about sigma, and only the last look counts.
 """
 
 import math
@@ -21,12 +27,17 @@ from serve_app.tuning.objective import Reward
 from serve_app.tuning.rollout_settings import RolloutSettings, Slice
 from serve_app.tuning.swings import Swings
 
+_FIRST_LOOK = 3
+"""Pairs before a gain can be proven: a scatter of two is no scatter."""
+
 
 class Standing(StrEnum):
     """How a trial stands."""
 
     OPEN = "open"
     FAILED = "failed"
+    # It looks better, within what may be chance.
+    UNPROVEN = "unproven"
     WON = "won"
 
 
@@ -149,14 +160,27 @@ class Canary:
             figures |= {"attainment_difference": change, "attainment_limit": class_limit}
             if change < -class_limit:
                 return _failed(f"class {name} keeps its targets less often than before", figures)
-        if len(known) < settings.pairs:
+        needed = self._needed(differences)
+        figures["needed"] = needed
+        is_last = len(known) >= settings.pairs
+        may_look = is_last or (self._swings.reward > 0 and len(known) >= _FIRST_LOOK)
+        if may_look and mean > needed:
+            return Verdict(Standing.WON, "the reward is better than the incumbent's", figures)
+        if not is_last:
             return Verdict(Standing.OPEN, figures=figures)
-        # The trial's own scatter counts as well: what was seen before it may have been too little to tell.
-        scatter = statistics.stdev(differences) / math.sqrt(len(known)) if len(known) > 1 else 0.0
-        if not mean > max(swing, settings.swing_allowance * scatter):
-            by_itself = " by more than it swings by itself" if mean > 0 else ""
-            return _failed(f"the reward is no better than the incumbent's{by_itself}", figures)
-        return Verdict(Standing.WON, "the reward is better than the incumbent's", figures)
+        if mean > 0:
+            reason = "the reward is no better than the incumbent's by more than it swings by itself"
+            return Verdict(Standing.UNPROVEN, reason, figures)
+        return _failed("the reward is no better than the incumbent's", figures)
+
+    def _needed(self, differences: list[float]) -> float:
+        """The mean difference that proves a gain after so many pairs; never negative."""
+        sigma = self._swings.reward
+        if len(differences) > 1:
+            # What was seen before the trial may have been too little to tell.
+            sigma = max(sigma, statistics.stdev(differences))
+        quantile = statistics.NormalDist().inv_cdf(1.0 - self._settings.false_adoption / 2)
+        return quantile * sigma * math.sqrt(self._settings.pairs) / len(differences)
 
     def _worst_class(self, allowance: float) -> tuple[str, float, float] | None:
         """The class nearest to its limit or farthest beyond: how its attainment changed, and the limit."""

@@ -11,10 +11,10 @@ Rules:
   returns to the incumbent's when that time is over and nothing else was said.
 - Whatever ends a trial, be it a verdict, a freeze, another mode, other settings from outside, or a restart,
   the incumbent is put in force in the same call, unless the step was adopted.
-- Adopted is what was measurably better: a mean reward above the incumbent's over all pairs, by more than the
-  traffic's own swings; no class that lost more than its margin and these. A missing reward, a constant one,
-  or one that is not finite adopts nothing.
-- After a step nothing is tried for a while, after a dropped one longer; and never while frozen.
+- Adopted is what was proven better, as soon as the pairs prove it: a reward above the incumbent's by more
+  than the traffic's own swings explain; no class that lost more than its margin and these. A missing reward,
+  a constant one, or one that is not finite adopts nothing.
+- After a step nothing is tried for a while, after one that looked no better longer; and never while frozen.
 """
 
 from collections import deque
@@ -187,6 +187,10 @@ class Rollout:
     def _concluded(self, verdict: Verdict, now: float) -> list[Apply]:
         if verdict.standing is Standing.FAILED:
             return self._give_up(now, verdict.reason, verdict)
+        if verdict.standing is Standing.UNPROVEN:
+            applies = self._give_up(now, verdict.reason, verdict)
+            self._rests_until = now + self._settings.cool_down_s
+            return applies
         if verdict.standing is Standing.OPEN:
             return []
         assert self.target is not None

@@ -29,7 +29,8 @@ class RolloutSettings:
     slice_s: float = 60.0
     # Of each, the first seconds that are not judged: what was sent before still fills the engines.
     settle_s: float = 10.0
-    # Pairs of slices, one of each side. Eight are a quarter of an hour in all.
+    # Pairs of slices, one of each side, at most: what is clear is decided sooner. Eight are a quarter of an
+    # hour in all.
     pairs: int = 8
     # Pairs that may come to nothing for lack of figures before the trial is given up.
     void_pairs: int = 3
@@ -42,10 +43,12 @@ class RolloutSettings:
     attainment_margin: float = 0.05
     min_class_requests: int = 100
     # Both margins are widened by so many standard errors of what neighbouring slices differ by themselves
-    # (`swings`), and a gain has to be above as many, of these and of the trial's own pairs. 0 takes every
-    # step back that looks worse and adopts every one that looks better, which near saturation is chance.
+    # (`swings`). 0 takes every step back that looks worse, which near saturation is chance.
     swing_allowance: float = 1.0
-    # After a step was adopted, and after one was dropped.
+    # At most with this chance a step that changes nothing is adopted, however often it is looked at
+    # meanwhile; harm of half a swing has a tenth of it. 1 adopts every step that looks better.
+    false_adoption: float = 0.1
+    # After a step was adopted or looked better without proof, and after one that looked no better.
     cool_down_s: float = 600.0
     failure_cool_down_s: float = 1_800.0
 
@@ -60,6 +63,10 @@ class RolloutSettings:
         for name in ("cool_down_s", "failure_cool_down_s", "swing_allowance"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"rollout.{name} must be at least 0, got {getattr(self, name)}")
+        if not 0 < self.false_adoption <= 1:
+            raise ValueError(
+                f"rollout.false_adoption must be above 0 and at most 1, got {self.false_adoption}"
+            )
         if not 0 <= self.settle_s < self.slice_s:
             raise ValueError(
                 "rollout.settle_s must be at least 0 and below slice_s, got "

@@ -2,9 +2,8 @@
 
 Near saturation a queue builds up for a minute and drains for another, and rewards swing by ten times what a
 candidate could change. A trial whose first pair looks bad by less than that has told nothing yet, nor has one
-that ends a little better. So harm and gain are both asked to be beyond one standard error of the mean of the
-pairs; the swing of one pair is the root mean square of the differences of neighbouring slices, of the same
-length, under the values in force.
+that ends a little better. So harm and gain are both measured against the swing of one pair (`canary`): the
+root mean square of the differences of neighbouring slices, of the same length, under the values in force.
 """
 
 import itertools

@@ -1,3 +1,5 @@
+from random import Random
+
 import pytest
 
 from serve_app.tuning.canary import Canary, Standing, Verdict
@@ -60,7 +62,7 @@ def test_a_gain_within_the_scatter_of_its_own_pairs_is_not_adopted() -> None:
     # Nothing is known of the traffic before, so nothing but the pairs can tell that this is chance.
     verdict = run(pairs(0.6, -0.04, -0.01))[1]
     assert verdict.figures["mean_difference"] > 0
-    assert verdict.standing is Standing.FAILED
+    assert verdict.standing is Standing.UNPROVEN
 
 
 def test_better_in_all_is_won() -> None:
@@ -124,12 +126,13 @@ def test_what_the_traffic_does_by_itself_ends_no_trial() -> None:
     assert run(pairs(-0.2))[1].standing is Standing.FAILED
     swinging = Swings(reward=0.3)
     assert run(pairs(-0.2), swinging)[1].standing is Standing.OPEN
-    assert run(pairs(-0.2, 0.5, 0.4), swinging)[1].standing is Standing.WON
+    assert run(pairs(-0.2, 0.5, 0.9), swinging)[1].standing is Standing.UNPROVEN
+    assert run(pairs(0.2, 0.5, 0.4), swinging)[1].standing is Standing.WON
     # Beyond margin and swing it is harm, and what is better by less than the swing is not adopted.
     assert run(pairs(-0.4), swinging)[1].standing is Standing.FAILED
     assert run(pairs(-0.25, -0.25), swinging)[1].standing is Standing.FAILED
     verdict = run(pairs(0.1, 0.2, 0.1), swinging)[1]
-    assert verdict.standing is Standing.FAILED
+    assert verdict.standing is Standing.UNPROVEN
     assert "by more than it swings by itself" in verdict.reason
     assert run(pairs(0.1, 0.2, 0.1))[1].standing is Standing.WON
 
@@ -143,3 +146,40 @@ def test_a_class_may_swing_as_it_does_by_itself_and_no_further() -> None:
     verdict = run(rewards, Swings(attainment={"default long": 0.1}))[1]
     assert verdict.standing is Standing.FAILED
     assert verdict.figures["attainment_limit"] == pytest.approx(0.15)
+
+
+def concluded(rewards: list[Reward], swings: Swings, settings: RolloutSettings) -> tuple[Standing, int]:
+    """How a trial ends, and after how many pairs."""
+    canary, verdict, taken = Canary(settings, 0.0, swings), Verdict(Standing.OPEN), 0
+    while verdict.standing is Standing.OPEN and taken < len(rewards):
+        canary.advance(settings.slice_s * (taken + 1))
+        verdict = canary.judge(taken, rewards[taken])
+        taken += 1
+    return verdict.standing, taken // 2
+
+
+def test_a_step_without_a_gain_is_adopted_as_seldom_as_stated_and_harm_hardly_ever() -> None:
+    settings, noise = RolloutSettings(), Random(0)
+    won, took = {}, {}
+    for gain in (-0.05, 0.0, 0.2):
+        trials = [
+            concluded(
+                pairs(*(gain + noise.gauss(0.0, 0.1) for _ in range(settings.pairs))),
+                Swings(reward=0.1),
+                settings,
+            )
+            for _ in range(1_000)
+        ]
+        won[gain] = sum(end is Standing.WON for end, _ in trials) / 1_000
+        took[gain] = sum(count for _, count in trials) / 1_000
+    assert won[0.0] <= settings.false_adoption
+    assert won[-0.05] <= 0.01
+    assert won[0.2] >= 0.95
+    # What is clear is adopted before half of the pairs are over.
+    assert took[0.2] < settings.pairs / 2
+
+
+def test_without_a_known_swing_a_gain_is_proven_by_all_pairs_only() -> None:
+    settings, alike = RolloutSettings(pairs=5), pairs(*[0.2] * 5)
+    assert concluded(alike, Swings(), settings) == (Standing.WON, 5)
+    assert concluded(alike, Swings(reward=0.01), settings) == (Standing.WON, 3)
