@@ -94,7 +94,9 @@ def _grown(counts: Counts, last: Verification, guess: Counts) -> Counts | None:
     pool = max(counts, key=lambda name: max(_excess(run, name, last.demand.slo) for run in last.runs))
     if counts[pool] >= _MOST_OF_GUESS * guess[pool] + 1:
         return None
-    return {**counts, pool: counts[pool] + _stride(counts[pool]) // (2 if len(last.runs) > 1 else 1) or 1}
+    stride = _stride(counts[pool])
+    # With all seeds it is nearly there.
+    return {**counts, pool: counts[pool] + (stride if len(last.runs) == 1 else max(1, stride // 2))}
 
 
 def _excess(run: RunFigures, pool: str, slo: Slo) -> float:

@@ -72,11 +72,24 @@ def test_a_good_guess_takes_few_simulations() -> None:
     assert len(invented.asked) <= 6
 
 
-def test_other_seeds_have_the_last_word() -> None:
-    invented = Invented(need={"all": 20}, second_seed={"all": 22})
-    found = smallest_fleet(invented, ONE, {"all": 20}, costs=CostTable.load(), seeds=range(2))
+@pytest.mark.parametrize(("first", "second"), [(20, 22), (2, 3), (10, 13)])
+def test_other_seeds_have_the_last_word(first: int, second: int) -> None:
+    invented = Invented(need={"all": first}, second_seed={"all": second})
+    found = smallest_fleet(invented, ONE, {"all": first}, costs=CostTable.load(), seeds=range(2))
     assert found is not None
-    assert found.counts == {"all": 22}
+    assert found.counts == {"all": second}
+
+
+@given(st.tuples(*[st.integers(1, 40)] * 4))
+def test_two_pools_are_found_under_all_seeds_whatever_their_sizes(needs: tuple[int, int, int, int]) -> None:
+    first, second = ({"short": needs[at], "long": needs[at + 1]} for at in (0, 2))
+    invented = Invented(need=first, second_seed=second)
+    found = smallest_fleet(invented, TWO, first, costs=CostTable.load(), seeds=range(2))
+    if found is None:
+        # Only what is far beyond the guess may be given up.
+        assert any(second[pool] > 4 * first[pool] for pool in first)
+    else:
+        assert all(found.counts[pool] >= max(first[pool], second[pool]) for pool in first)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
