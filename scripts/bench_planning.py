@@ -6,7 +6,8 @@
     .venv/bin/python scripts/bench_planning.py grid --out out/grid.jsonl
 
 `published` simulates nothing: it computes the papers' tables again with the papers' own engine model, where
-slots are reserved for the longest context, beside the figures that they print.
+slots are reserved for the longest context, beside the figures that they print. `alpha implied` is the share
+of short requests that their closed form needs with the rates per instance that they state.
 
 `cases` runs the planner on each case of the experiment file, which is `python -m serve_app plan` with a file
 of arguments: the project's scheduler in the project's simulator, physical engine profiles, and both
@@ -23,6 +24,7 @@ What it cannot show: real engines (see `calibrate`), and loads that change while
 import argparse
 import csv
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,6 +49,9 @@ from serve_app.planning.verification import Demand
 from serve_app.provenance import commit, hardware, load_average
 from serve_app.simulation.workload import TraceChoice, choose_trace
 from serve_app.workloads.streams import stream
+
+# Requests per second of one instance of 2604.08075: of the short pool, and of one undivided or long.
+PRINTED_SHORT_RATE, PRINTED_WHOLE_RATE = 11.2, 2.8
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_EXPERIMENT = ROOT / "configs" / "experiments" / "planning.yaml"
@@ -169,11 +174,22 @@ def chosen(cases: Sequence[Case], only: str) -> list[Case]:
 def published_table(experiment: PlanningExperiment) -> str:
     """The papers' rows: as they print them, and as their own engine model gives them."""
     head = ["trace", "printed", "GPUs", "saving", "alpha", "w_s", "rho", "by requests", "by work"]
+    head.append("alpha implied")
     lines = []
     for row in experiment.published:
         mix = LengthMix.of(choose_trace(TraceChoice(name=row["trace"], requests=20_000), 0))
-        lines.append([row["trace"], row["printed"], *recomputed(A100, mix, row)])
-    return markdown(head, lines)
+        lines.append([row["trace"], row["printed"], *recomputed(A100, mix, row), implied(row)])
+    rates = {row["rate_per_s"] for row in experiment.published}
+    whole = ", ".join(f"{math.ceil(rate / PRINTED_WHOLE_RATE)} for {rate:g}/s" for rate in sorted(rates))
+    note = f"{PRINTED_WHOLE_RATE} requests per second of an instance make {whole}, whatever the trace."
+    return f"{markdown(head, lines)}\n\n{note}"
+
+
+def implied(row: Mapping[str, Any]) -> str:
+    """The share of short requests that a printed closed form needs; a dash where none is printed."""
+    if "closed_form" not in row:
+        return "-"
+    return f"{row['closed_form'] / (1 - PRINTED_WHOLE_RATE / PRINTED_SHORT_RATE):.2f}"
 
 
 def recomputed(engine: PaperEngine, mix: LengthMix, row: Mapping[str, Any]) -> list[str]:
