@@ -7,7 +7,7 @@ of its throughput, and ours nothing, as it stays below.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -15,9 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 from serve_app.errors import SettingsError
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.policies import make_policy
-from serve_app.scheduling.policies.ewsjf import EwsjfPaper
-from serve_app.scheduling.policies.settings import PAPER_WEIGHTS
 from serve_app.simulation.workload import MODEL
 
 # More than any trace holds.
@@ -44,8 +41,6 @@ def scheduler_settings(
         "max_waiting": _UNLIMITED,
         "backpressure": {"tpot_gate_s": None},
     }
-    if any(path.startswith("ewsjf.weights.") for path in changes):
-        _plant(tree, "ewsjf.weights", _weights_of(policy))
     for path, value in changes.items():
         _plant(tree, path, value)
     # The last word on these two is the caller's: the fleet decides which pools there are.
@@ -59,12 +54,6 @@ def scheduler_settings(
     chosen = settings.routing
     routing = replace(routing, spill=chosen.spill, adaptive_b_short=chosen.adaptive_b_short)
     return replace(settings, policy=policy, routing=routing)
-
-
-def _weights_of(policy: str) -> dict[str, float]:
-    """The weights in force when none are given; settings that name one take the paper's for the others."""
-    weighs = make_policy(policy)
-    return asdict(weighs.default_weights if isinstance(weighs, EwsjfPaper) else PAPER_WEIGHTS)
 
 
 def _plant(tree: dict[str, Any], path: str, value: object) -> None:

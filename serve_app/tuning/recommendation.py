@@ -35,7 +35,7 @@ def report(plan: TwinPlan, settings: StudySettings, finding: Finding, course: Co
 
 def settings_yaml(plan: TwinPlan, values: Values) -> str:
     """The values as they stand below a model in the application's settings."""
-    return yaml.safe_dump(as_model_settings(plan.tunable, plan.space, values), sort_keys=False)
+    return yaml.safe_dump(as_model_settings(plan.space, values), sort_keys=False)
 
 
 def as_json(plan: TwinPlan, settings: StudySettings, finding: Finding, course: Course) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def as_json(plan: TwinPlan, settings: StudySettings, finding: Finding, course: C
         "best": None if best is None else dict(best.values),
         "search": None if finding.search is None else finding.search.as_json(),
         "confirmation": None if finding.confirmation is None else finding.confirmation.as_json(),
-        "recommended": as_model_settings(plan.tunable, plan.space, best.values)
+        "recommended": as_model_settings(plan.space, best.values)
         if best is not None and finding.confident
         else None,
         "rewards": {

@@ -12,7 +12,7 @@ from serve_app.errors import SettingsError
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.policies import make_policy
 from serve_app.scheduling.policies.ewsjf import EwsjfPaper
-from serve_app.scheduling.policies.settings import ScoreWeights
+from serve_app.scheduling.policies.settings import GivenWeights
 from serve_app.tuning.partition_settings import RefineAndPruneSettings
 from serve_app.tuning.search_space import Parameter, Part, Scale, SearchSpace, Values
 from serve_app.tuning.settings_path import value_at, with_value
@@ -114,9 +114,10 @@ class Tunable:
 def with_weights(settings: SchedulerSettings) -> SchedulerSettings:
     """The same settings with the weights of the score written down: the policy's, if none are given."""
     policy = make_policy(settings.policy)
-    if settings.ewsjf.weights is not None or not isinstance(policy, EwsjfPaper):
+    if not isinstance(policy, EwsjfPaper):
         return settings
-    return replace(settings, ewsjf=replace(settings.ewsjf, weights=policy.default_weights))
+    weights = GivenWeights.all_of(settings.ewsjf.weights.over(policy.default_weights))
+    return replace(settings, ewsjf=replace(settings.ewsjf, weights=weights))
 
 
 def parameters_of(settings: SchedulerSettings, context_of_short: int | None = None) -> tuple[Parameter, ...]:
@@ -177,21 +178,11 @@ def space_of(
     return SearchSpace(chosen, {each.name: tunable.value(each) for each in chosen})
 
 
-def as_model_settings(tunable: Tunable, space: SearchSpace, values: Values) -> dict[str, Any]:
-    """What to write into a model's settings so that it has these values.
-
-    Weights are written as a whole: what is left out there is the paper's, not the policy's.
-    """
+def as_model_settings(space: SearchSpace, values: Values) -> dict[str, Any]:
+    """What to write into a model's settings so that it has these values."""
     tree: dict[str, Any] = {}
-    tuned = tunable.with_values(values, space)
     for parameter in space:
-        if parameter.path.startswith("ewsjf.weights."):
-            weights = tuned.scheduler.ewsjf.weights or ScoreWeights()
-            _plant(
-                tree, "scheduler.ewsjf.weights", {name: getattr(weights, name) for name in weights.__slots__}
-            )
-        else:
-            _plant(tree, parameter.model_path, values[parameter.name])
+        _plant(tree, parameter.model_path, values[parameter.name])
     return tree
 
 

@@ -10,7 +10,7 @@ from serve_app.scheduling.backpressure import BackpressureSettings
 from serve_app.scheduling.commands import Command
 from serve_app.scheduling.events import Finished, FirstToken, Retuned
 from serve_app.scheduling.isolation import IsolationSettings
-from serve_app.scheduling.policies.settings import EwsjfSettings, ScoreWeights
+from serve_app.scheduling.policies.settings import EwsjfSettings, GivenWeights
 from tests.builders import World, dispatched
 
 
@@ -51,7 +51,7 @@ def test_boundaries_follow_other_shares_of_what_was_learned() -> None:
 
 
 def test_other_weights_change_who_goes_next_and_nobody_is_lost() -> None:
-    def order(weights: ScoreWeights) -> list[str]:
+    def order(weights: GivenWeights) -> list[str]:
         made = world(backpressure=BackpressureSettings(target_waiting=1))
         made.arrive("running")
         made.arrive("old long", prompt_tokens=900)
@@ -62,8 +62,8 @@ def test_other_weights_change_who_goes_next_and_nobody_is_lost() -> None:
         served.append(made.feed(FirstToken(dispatched(served[0])[0][0])))
         return [dispatched(commands)[0][0] for commands in served]
 
-    assert order(ScoreWeights(a_u=0.0, b_u=0.01)) == ["new short", "old long"]
-    assert order(ScoreWeights(a_u=1.0, b_u=5.0)) == ["old long", "new short"]
+    assert order(GivenWeights(a_u=0.0, b_u=0.01)) == ["new short", "old long"]
+    assert order(GivenWeights(a_u=1.0, b_u=5.0)) == ["old long", "new short"]
 
 
 def test_what_queues_and_promises_are_built_on_cannot_change() -> None:

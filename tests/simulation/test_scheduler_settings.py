@@ -15,8 +15,7 @@ def test_one_weight_that_is_set_leaves_the_others_as_the_policy_has_them(
     policy: str, default: ScoreWeights
 ) -> None:
     settings = scheduler_settings(policy, ROUTING, {"ewsjf.weights.a_u": 0.5})
-    assert settings.ewsjf.weights == replace(default, a_u=0.5)
-    assert scheduler_settings(policy, ROUTING, {}).ewsjf.weights is None, "the policy's own are in force"
+    assert settings.ewsjf.weights.over(default) == replace(default, a_u=0.5)
 
 
 def test_an_unknown_weight_or_an_impossible_one_is_refused() -> None:

@@ -56,7 +56,7 @@ class EwsjfPaper(OrderingPolicy):
 
     def __init__(self, inputs: PolicyInputs) -> None:
         settings = inputs.ewsjf
-        self._weights = settings.weights or self.default_weights
+        self._weights = settings.weights.over(self.default_weights)
         self._prefill_cost = inputs.prefill_cost
         self.queues = QueueMap(
             prior_partition(),
@@ -105,7 +105,7 @@ class EwsjfPaper(OrderingPolicy):
 
     def retune(self, settings: EwsjfSettings) -> None:
         """Other weights."""
-        self._weights = settings.weights or self.default_weights
+        self._weights = settings.weights.over(self.default_weights)
 
     def replace_partition(self, partition: Partition) -> bool:
         """New learned queues; all who wait are queued anew."""

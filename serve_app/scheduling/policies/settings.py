@@ -1,7 +1,7 @@
 """Settings of EWSJF: the score's weights and the life of queues."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 
@@ -39,13 +39,42 @@ waiting is not the score's task: `promotion` sets it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GivenWeights:
+    """Weights that somebody has set; the policy has its own for those that are None."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    w_base: float | None = None
+    a_u: float | None = None
+    b_u: float | None = None
+    a_f: float | None = None
+    b_f: float | None = None
+    floor: float | None = None
+
+    def __post_init__(self) -> None:
+        self.over(PAPER_WEIGHTS)
+
+    @classmethod
+    def all_of(cls, weights: ScoreWeights) -> "GivenWeights":
+        """Every weight written down."""
+        return cls(**asdict(weights))
+
+    def over(self, others: ScoreWeights) -> ScoreWeights:
+        """These, and `others` where none is given."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return ScoreWeights(
+            **{name: getattr(others, name) if value is None else value for name, value in given.items()}
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EwsjfSettings:
     """How the EWSJF policies queue and score."""
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
-    # The paper's defaults for the paper's policy. Ours ages less (`OWN_WEIGHTS`) unless weights are given.
-    weights: ScoreWeights | None = None
+    # The paper's policy has the paper's defaults, ours ages less (`OWN_WEIGHTS`).
+    weights: GivenWeights = field(default_factory=GivenWeights)
     # How far beyond a queue's bounds a length still belongs to it (Algorithm 2): 1.10 and 0.90 in the paper.
     tolerance_ratio: float = 0.10
     # Width of a bubble queue when the queue below it has none to copy.

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -7,7 +8,13 @@ from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.events import Finished, FirstToken, PartitionChanged
 from serve_app.scheduling.partition import LengthInterval, Partition
 from serve_app.scheduling.policies.ewsjf import density_weighted_score
-from serve_app.scheduling.policies.settings import EwsjfSettings, ScoreWeights
+from serve_app.scheduling.policies.settings import (
+    OWN_WEIGHTS,
+    PAPER_WEIGHTS,
+    EwsjfSettings,
+    GivenWeights,
+    ScoreWeights,
+)
 from tests.builders import World, dispatched
 
 
@@ -26,6 +33,24 @@ def test_the_score_of_a_hand_worked_example() -> None:
     # b = 99, q = 4: 4/100 * (1 + (1e-4*99 + 1) * 2/0.5 + (-5e-5*99 + 0.5) * ln 100)
     expected = 0.04 * (1 + 1.0099 * 4 + 0.49505 * math.log(100))
     assert score(99, waited_s=2.0, queue_weight=4.0, prefill_s=0.5) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("policy_weights", [OWN_WEIGHTS, PAPER_WEIGHTS])
+def test_a_weight_that_is_given_leaves_the_others_as_the_policy_has_them(
+    policy_weights: ScoreWeights,
+) -> None:
+    given = EwsjfSettings(weights=GivenWeights(a_f=0.25)).weights
+    assert given.over(policy_weights) == replace(policy_weights, a_f=0.25)
+    assert GivenWeights.all_of(given.over(policy_weights)).over(ScoreWeights()) == replace(
+        policy_weights, a_f=0.25
+    )
+
+
+def test_weights_that_cannot_be_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"weights\.floor must be positive, got -1"):
+        GivenWeights(floor=-1.0)
+    with pytest.raises(ValueError, match=r"weights\.w_base must not be negative, got -0.5"):
+        GivenWeights(w_base=-0.5)
 
 
 def test_the_fairness_weight_is_clamped_for_long_queues() -> None:
