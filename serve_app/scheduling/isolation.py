@@ -16,6 +16,8 @@ What counts as long is learned, since no constant fits all traffic: the first bo
 which the shorter prompts make up about `short_work_share` of all prefill work, moved into a gap of the
 lengths where there is one near; above the second lies `longest_work_share` of it. Short prompts can never
 delay each other by more than their share.
+
+Where news is late, the limits grow so that as many prefills are in the engines as they allow (`news_lag`).
 """
 
 import itertools
@@ -23,6 +25,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from serve_app.scheduling.news_lag import NewsLag
 
 _BUCKETS_PER_OCTAVE = 8
 _RELEARN_EVERY = 64
@@ -69,11 +73,13 @@ class IsolationSettings:
     # profile). Otherwise a backlog of long prompts alone would run at half of the engines' throughput.
     quiet_s: float = 2.0
     quiet_long_prefills: int = 8
+    # Seconds to an engine and back that do not count as late news: a part of an iteration costs nothing.
+    usual_lag_s: float = 0.05
     # Share of a length's weight that is left after 1,000 requests; forgets old traffic.
     keep_per_thousand: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("max_long_prefills", "max_relief", "max_owed"):
+        for name in ("max_long_prefills", "max_relief", "max_owed", "usual_lag_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"isolation.{name} must be 0 (off) or more, got {getattr(self, name)}")
         for name in ("short_work_share", "longest_work_share", "keep_per_thousand"):
@@ -100,11 +106,13 @@ class PrefillIsolation:
     """Learns where "long" begins, and how many long prefills a replica may have in flight.
 
     Args:
+        lag: how late first tokens are heard of.
         wanted: the policy asks for it; baselines do not.
     """
 
-    def __init__(self, settings: IsolationSettings, *, wanted: bool) -> None:
+    def __init__(self, settings: IsolationSettings, lag: NewsLag, *, wanted: bool) -> None:
         self._settings = settings
+        self._lag = lag
         self._wanted = wanted
         self._work: dict[int, float] = {}
         self._observed = 0
@@ -159,7 +167,10 @@ class PrefillIsolation:
             relief += min(settings.max_owed, int(behind_requests / settings.owed_requests))
         if now - self._short_at > settings.quiet_s:
             relief = max(relief, settings.quiet_long_prefills - settings.max_long_prefills)
-        return (settings.max_long_prefills + relief, settings.max_longest_prefills + relief)[:grade]
+        stretch = self._lag.stretch(settings.usual_lag_s)
+        long = round(settings.max_long_prefills * stretch)
+        longest = round(settings.max_longest_prefills * stretch)
+        return (long + relief, longest + relief)[:grade]
 
     def _learn(self) -> None:
         settings = self._settings

@@ -38,6 +38,7 @@ from serve_app.scheduling.entry import NOTHING, Entry
 from serve_app.scheduling.entry_book import EntryBook
 from serve_app.scheduling.expiry import ExpiryHeap
 from serve_app.scheduling.isolation import PrefillIsolation
+from serve_app.scheduling.news_lag import NewsLag
 from serve_app.scheduling.placement import Placement
 from serve_app.scheduling.policies import make_policy
 from serve_app.scheduling.policies.inputs import PolicyInputs
@@ -80,7 +81,8 @@ class Scheduler:
         )
         self._engine_priorities = EnginePriorities(settings.engine_priority)
         self.estimator = TokenEstimator(settings.estimator)
-        self.isolation = PrefillIsolation(settings.isolation, wanted=self._policy.isolates)
+        self._prefills = PrefillWatch(self.ledger, self.prefill_cost, lag := NewsLag())
+        self.isolation = PrefillIsolation(settings.isolation, lag, wanted=self._policy.isolates)
         self.affinity = PrefixAffinity(
             settings.affinity,
             self.prefill_cost,
@@ -88,7 +90,6 @@ class Scheduler:
         )
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.room, self.ledger, placement, self._policy)
-        self._prefills = PrefillWatch(self.ledger, self.prefill_cost)
         self.router = PoolRouter(settings.routing, self.ledger.context_limit)
         self.admission = Admission(settings, self.room, now)
         self._expiry = ExpiryHeap()

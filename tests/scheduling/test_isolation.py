@@ -8,6 +8,7 @@ from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import FirstToken, Woke
 from serve_app.scheduling.isolation import IsolationSettings, PrefillIsolation
+from serve_app.scheduling.news_lag import NewsLag
 from tests.builders import World, dispatched
 
 
@@ -81,13 +82,13 @@ def test_short_batch_work_is_not_protected() -> None:
 
 
 def test_a_tenant_far_behind_its_share_may_have_more() -> None:
-    isolation = PrefillIsolation(IsolationSettings(owed_requests=10.0, max_owed=2), wanted=True)
+    isolation = PrefillIsolation(IsolationSettings(owed_requests=10.0, max_owed=2), NewsLag(), wanted=True)
     behind = (0.0, 9.9, 10.0, 25.0, 1e6)
     assert [isolation.limits(1, 0.0, 0.0, each) for each in behind] == [(2,), (2,), (3,), (4,), (4,)]
 
 
 def test_relief_has_an_end() -> None:
-    isolation = PrefillIsolation(IsolationSettings(relief_s=1.0, max_relief=2), wanted=True)
+    isolation = PrefillIsolation(IsolationSettings(relief_s=1.0, max_relief=2), NewsLag(), wanted=True)
     waits_s = (0.0, 0.9, 1.0, 2.5, 100.0)
     assert [isolation.limits(1, 0.0, waited_s) for waited_s in waits_s] == [(2,), (2,), (3,), (4,), (4,)]
     assert [isolation.limits(2, 0.0, waited_s) for waited_s in waits_s] == [
@@ -113,7 +114,7 @@ def test_an_unstreamed_long_prefill_is_over_after_its_usual_time() -> None:
 
 
 def learned(lengths: list[int]) -> float:
-    isolation = PrefillIsolation(IsolationSettings(), wanted=True)
+    isolation = PrefillIsolation(IsolationSettings(), NewsLag(), wanted=True)
     for length in lengths:
         isolation.observe(length)
     return isolation.boundary_tokens
@@ -135,7 +136,7 @@ def test_the_boundary_follows_the_traffic(scale: int) -> None:
 
 
 def graded(lengths: list[int]) -> PrefillIsolation:
-    isolation = PrefillIsolation(IsolationSettings(), wanted=True)
+    isolation = PrefillIsolation(IsolationSettings(), NewsLag(), wanted=True)
     for length in lengths:
         isolation.observe(length)
     return isolation
@@ -166,7 +167,7 @@ def test_before_enough_is_seen_the_prior_holds() -> None:
 
 
 def test_equal_lengths_are_all_short() -> None:
-    isolation = PrefillIsolation(IsolationSettings(), wanted=True)
+    isolation = PrefillIsolation(IsolationSettings(), NewsLag(), wanted=True)
     for _ in range(400):
         isolation.observe(700)
     assert isolation.grade(300) == 0
