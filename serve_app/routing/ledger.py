@@ -45,6 +45,7 @@ class ReplicaState:
         dispatches: requests sent to it so far.
         unseen: requests sent that its last report cannot have counted.
         pending_prefill_tokens: prompt tokens of the prefills that have not ended.
+        reserved_tokens: kept free for one request that waits, see `scheduling.reservations`.
         gated: its last reports said that it is too busy, whatever its queue.
     """
 
@@ -59,6 +60,7 @@ class ReplicaState:
     unstarted: int = 0
     unseen: int = 0
     held_tokens: int = 0
+    reserved_tokens: int = 0
     long_prefills: tuple[int, int] = (0, 0)
     dispatches: int = 0
     pending_prefill_tokens: int = 0
@@ -71,8 +73,8 @@ class ReplicaState:
 
     @property
     def free_tokens(self) -> int:
-        """KV tokens not promised to anybody; negative when estimates were exceeded by a fixed charge."""
-        return self.kv_budget - self.held_tokens
+        """KV tokens not promised to anybody; negative while more is kept for somebody than is free."""
+        return self.kv_budget - self.held_tokens - self.reserved_tokens
 
     @property
     def reported_queue(self) -> int:
@@ -314,6 +316,11 @@ class ReplicaLedger:
         self._refresh(state, now)
         self._forget_if_done(state)
 
+    def reserve(self, state: ReplicaState, tokens: int, now: float) -> None:
+        """Keep so many tokens of a replica for a request that waits; 0 gives them back."""
+        state.reserved_tokens = tokens
+        self._refresh(state, now)
+
     def limits_changed(self, now: float) -> None:
         """The rules of backpressure are others now."""
         for state in self._replicas.values():
@@ -342,6 +349,16 @@ class ReplicaLedger:
     def is_open(self, replica_id: str, now: float) -> bool:
         """Whether the replica may take one more request, its free tokens apart."""
         return self._is_open(self._replicas[replica_id], now)
+
+    def is_usable(self, state: ReplicaState) -> bool:
+        """Whether the replica will take requests again, even if it has no room for any now."""
+        report = state.report
+        return state.joined and report is not None and not (report.draining or state.stale or state.shunned)
+
+    def roomiest(self, pool: str) -> ReplicaState | None:
+        """The usable replica of `pool` with the most free tokens; None when none is usable."""
+        usable = [each for each in self if each.spec.pool == pool and self.is_usable(each)]
+        return min(usable, key=lambda state: (-state.free_tokens, state.order), default=None)
 
     def __repr__(self) -> str:
         return f"<ReplicaLedger joined={self._joined} {list(self._replicas.values())}>"
@@ -388,10 +405,7 @@ class ReplicaLedger:
         return None
 
     def _is_open(self, state: ReplicaState, now: float) -> bool:
-        report = state.report
-        if not state.joined or report is None or report.draining or state.stale or state.shunned:
-            return False
-        return not state.gated and self._backpressure.admits(state, now)
+        return self.is_usable(state) and not state.gated and self._backpressure.admits(state, now)
 
     def _refresh(self, state: ReplicaState, now: float) -> None:
         """File the replica anew after its room has changed."""

@@ -1,7 +1,8 @@
 """Who goes next, and to which replica? The order of service, from the outside in.
 
 1. Whoever came back from a replica: it had been served in time.
-2. Whoever has waited past its class's bound, or was promised a place, at a bounded rate (`promotion`).
+2. Whoever has waited past its class's bound, or was promised a place, at a bounded rate (`promotion`); if it
+   fits nowhere, room is kept for it (`reservations`).
 3. A class below that is owed its floor share (`class_floors`).
 4. The classes in their order; inside a class the tenants by their turns (`fairness`); among tenants whose
    turn it is, and inside each of them, the heads of the lanes by the policy's score.
@@ -20,6 +21,7 @@ from serve_app.scheduling.expiry import ExpiryHeap
 from serve_app.scheduling.placement import Fit, Placement
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.promotion import Promotion
+from serve_app.scheduling.reservations import Reservations
 from serve_app.scheduling.settings import SchedulerSettings
 from serve_app.scheduling.waiting_room import WaitingRoom
 
@@ -32,6 +34,9 @@ class Dispatcher:
 
     Args:
         room, ledger, placement, policy: those of the scheduler, which owns them.
+
+    Attributes:
+        reservations: room that is kept for who has waited too long.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Dispatcher:
         self._promotion = Promotion(settings.promotion) if policy.promotes else None
         self._overdue = ExpiryHeap(self._overdue_at)
         self._floors = ClassFloors(settings.class_floors)
+        self.reservations = Reservations(ledger)
 
     def queued(self, entry: Entry) -> None:
         """A request has come into the room."""
@@ -59,6 +65,7 @@ class Dispatcher:
 
     def run(self, now: float, send: Send) -> None:
         """Dispatch whatever fits."""
+        self.reservations.prune(now)
         if not self._room:
             return
         self._policy.round_began()
@@ -99,9 +106,10 @@ class Dispatcher:
         return filled
 
     def _took(self, entry: Entry, now: float) -> None:
+        room_was_kept = self.reservations.dispatched(entry, now)
         self._policy.took(entry)
         if self._promotion is not None:
-            self._promotion.took(entry, now)
+            self._promotion.took(entry, now, room_was_kept=room_was_kept)
         self._floors.took(entry.request.priority, self._room.waiting_classes())
 
     def _choose(self, pool: str, now: float, *, at_home: bool) -> tuple[Entry, ReplicaState, Hold] | None:
@@ -112,7 +120,9 @@ class Dispatcher:
         # Most heads that do not fit are like one that did not fit before: at least as many tokens, as
         # limited.
         misfits: dict[tuple[tuple[int, ...], bool], int] = {}
-        for head, quiet in self._order(pool, now, at_home=at_home):
+        first = self.reservations.lift(pool, now) if at_home else None
+        first = first or self._promoted(pool, now, at_home=at_home)
+        for head, quiet in self._order(pool, now, first, at_home=at_home):
             tokens = min(head.estimate.expected_tokens, limit)
             limits = self._limits(head, now)
             replica = None
@@ -123,7 +133,15 @@ class Dispatcher:
             placed = self._placement.choose(head, replica, Fit(pool, tokens, quiet), now)
             if placed is not None:
                 return head, *placed
+            if head is first and at_home:
+                self._keep_room(head, pool, tokens, now)
         return None
+
+    def _keep_room(self, head: Entry, pool: str, tokens: int, now: float) -> None:
+        kept = self.reservations.of(pool)
+        # Who has room kept and waits for something else as well, such as isolation, does not lose it.
+        if (kept is not None and kept.entry is head) or self._ledger.best(pool, tokens, now) is None:
+            self.reservations.keep(head, pool, tokens, now)
 
     def _limits(self, entry: Entry, now: float) -> tuple[int, ...]:
         """How many long prefills may be in flight on a replica that gets this one."""
@@ -132,13 +150,19 @@ class Dispatcher:
         waited_s = now - entry.request.arrived_at
         return self._isolation.limits(entry.grade, now, waited_s, self._room.behind_requests(entry.request))
 
-    def _order(self, pool: str, now: float, *, at_home: bool) -> Iterator[tuple[Entry, bool]]:
-        """Heads in the order of service, each with whether it must find a quiet engine."""
+    def _order(
+        self, pool: str, now: float, first: Entry | None, *, at_home: bool
+    ) -> Iterator[tuple[Entry, bool]]:
+        """Heads in the order of service, each with whether it must find a quiet engine.
+
+        Args:
+            first: who has waited too long.
+        """
         room = self._room
         for head in room.returned_heads(pool, at_home=at_home):
             yield head, False
-        if (promoted := self._promoted(pool, now, at_home=at_home)) is not None:
-            yield promoted, False
+        if first is not None:
+            yield first, False
         for priority in self._floors.owed():
             for head in room.heads(priority, pool, now, at_home=at_home):
                 yield head, False
@@ -165,7 +189,9 @@ class Dispatcher:
             return "every replica is saturated, too busy, stale or draining"
         tokens = min(head.estimate.expected_tokens, limit)
         if self._ledger.best(pool, tokens, now) is None:
-            return f"no open replica has {tokens:,} free KV tokens"
+            kept = self.reservations.of(pool)
+            for_it = "" if kept is None or kept.entry is not head else "; room is being kept for it"
+            return f"no open replica has {tokens:,} free KV tokens{for_it}"
         limits = self._limits(head, now)
         if self._ledger.best(pool, tokens, now, long_limits=limits) is None:
             return "long prefills are under way on every open replica"

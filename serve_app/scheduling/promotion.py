@@ -68,9 +68,16 @@ class Promotion:
         overdue = [head for head in heads if self.is_overdue(head, now)]
         return min(overdue, key=lambda head: (head.request.arrived_at, head.sequence), default=None)
 
-    def took(self, entry: Entry, now: float) -> None:
-        """Count a dispatch."""
-        if self._allowed >= 1.0 and self.is_overdue(entry, now):
+    def took(self, entry: Entry, now: float, *, room_was_kept: bool = False) -> None:
+        """Count a dispatch.
+
+        Args:
+            room_was_kept: others have stood back for it, and have their turns before anybody is promoted
+                again.
+        """
+        if room_was_kept:
+            self._allowed = 0.0
+        elif self._allowed >= 1.0 and self.is_overdue(entry, now):
             self._allowed -= 1.0
         self._allowed = min(_SAVED, self._allowed + self._settings.promoted_share)
 

@@ -21,6 +21,7 @@ from serve_app.scheduling.backpressure import BackpressureSettings
 from serve_app.scheduling.commands import Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.scheduling.entry import Entry
 from serve_app.scheduling.isolation import IsolationSettings
+from serve_app.scheduling.promotion import PromotionSettings
 from tests.builders import report, request, spec
 from tests.builders import settings as scheduler_settings
 
@@ -33,6 +34,7 @@ SPECS = {
     "l1": spec("l1", "long", max_model_len=4_000, kv_tokens=6_000, max_num_seqs=3),
 }
 ROUTING = RoutingSettings(b_short_tokens=1_000)
+PROMOTION = PromotionSettings(interactive_s=0.5, default_s=1.0, batch_s=2.0, promoted_share=0.5)
 ISOLATION = IsolationSettings(
     max_long_prefills=2,
     max_longest_prefills=1,
@@ -69,6 +71,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 isolation=ISOLATION,
                 max_waiting=6,
                 max_attempts=2,
+                promotion=PromotionSettings(
+                    interactive_s=0.5, default_s=1.0, batch_s=2.0, promoted_share=0.5
+                ),
                 no_replica_grace_s=1.0,
                 routing=ROUTING,
                 # Without growth by pace, room follows from the machine's own books alone.
@@ -354,6 +359,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not held
 
     @invariant()
+    def keeps_room_only_for_who_waits(self) -> None:
+        """At most one request of each pool, and nothing stays behind when it has gone."""
+        kept = list(self.scheduler.dispatcher.reservations)
+        assert all(each.entry.request.request_id in self.waiting for each in kept)
+        assert len({each.entry.pools[0] for each in kept}) == len(kept)
+        for state in self.scheduler.ledger:
+            assert state.reserved_tokens == sum(each.tokens for each in kept if each.replica is state)
+
+    @invariant()
     def leaves_no_room_idle(self) -> None:
         """No head of a lane waits while a replica that could take it has room. Those behind it wait by the
         order's rule.
@@ -394,6 +408,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for count, limit in zip(state.long_prefills, limits[: head.grade], strict=False):
             if count >= limit + relief:
                 return False
+        reservation = self.scheduler.dispatcher.reservations.of(books.spec.pool)
+        if reservation is None or reservation.entry is not head:
+            held += state.reserved_tokens
         return min(head.estimate.expected_tokens, context) <= books.spec.kv_tokens - held
 
     def held(self, request_id: str) -> int:
