@@ -18,7 +18,7 @@ from serve_app.routing.adaptive_threshold import (
 )
 from serve_app.routing.demand import PoolCapacity
 from serve_app.routing.estimate import TokenEstimate
-from serve_app.routing.ledger import ReplicaState
+from serve_app.routing.replica_state import ReplicaState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

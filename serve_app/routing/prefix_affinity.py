@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from serve_app.request import Request, TextCategory
-from serve_app.routing.ledger import ReplicaState
 from serve_app.routing.prefill_cost import PrefillCost
 from serve_app.routing.prefix_blocks import cached_tokens
 from serve_app.routing.prefix_index import PrefixIndex
 from serve_app.routing.replica import ReplicaSpec
+from serve_app.routing.replica_state import ReplicaState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

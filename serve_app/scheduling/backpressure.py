@@ -27,8 +27,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from serve_app.routing.ledger import ReplicaState
 from serve_app.routing.prefill_cost import PrefillCost
+from serve_app.routing.replica_state import ReplicaState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,8 @@ queue is empty, unless it is owed its floor.
 from collections.abc import Callable, Iterator
 
 from serve_app.request import PriorityClass
-from serve_app.routing.ledger import Hold, ReplicaLedger, ReplicaState
+from serve_app.routing.ledger import ReplicaLedger
+from serve_app.routing.replica_state import Hold, ReplicaState
 from serve_app.scheduling.class_floors import ClassFloors
 from serve_app.scheduling.entry import Entry
 from serve_app.scheduling.expiry import ExpiryHeap

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from serve_app.request import Request
 from serve_app.routing.estimate import TokenEstimate
-from serve_app.routing.ledger import Hold
+from serve_app.routing.replica_state import Hold
 from serve_app.scheduling.prediction import Prediction
 
 NOTHING = Hold(0)

@@ -7,8 +7,9 @@ isolation may let it go to that one while the others are closed to it.
 
 from dataclasses import dataclass
 
-from serve_app.routing.ledger import Hold, ReplicaLedger, ReplicaState
+from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.prefix_affinity import PrefixAffinity, Wanted
+from serve_app.routing.replica_state import Hold, ReplicaState
 from serve_app.scheduling.entry import Entry
 from serve_app.scheduling.isolation import PrefillIsolation
 

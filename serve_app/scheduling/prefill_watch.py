@@ -7,8 +7,9 @@ as over after its usual time, as learned from the others.
 import heapq
 from dataclasses import replace
 
-from serve_app.routing.ledger import ReplicaLedger, ReplicaState
+from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.prefill_cost import PrefillCost
+from serve_app.routing.replica_state import ReplicaState
 from serve_app.scheduling.entry import Entry
 from serve_app.scheduling.news_lag import NewsLag
 

@@ -11,7 +11,8 @@ Ours. The idea is that of a reservation under backfilling (Lifka, "The ANL/IBM S
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from serve_app.routing.ledger import ReplicaLedger, ReplicaState
+from serve_app.routing.ledger import ReplicaLedger
+from serve_app.routing.replica_state import ReplicaState
 from serve_app.scheduling.entry import Entry
 
 

@@ -23,10 +23,11 @@ from typing import Any
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Request
 from serve_app.routing.estimate import TokenEstimator
-from serve_app.routing.ledger import Hold, ReplicaLedger, ReplicaState
+from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
 from serve_app.routing.prefill_cost import PrefillCost
 from serve_app.routing.prefix_affinity import PrefixAffinity
+from serve_app.routing.replica_state import Hold, ReplicaState
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.admission import Admission, Refusal, too_long
 from serve_app.scheduling.backpressure import EngineBackpressure

@@ -5,9 +5,9 @@ import pytest
 from serve_app.request import PromptShape, Request
 from serve_app.routing.adaptive_threshold import AdaptiveThresholdSettings
 from serve_app.routing.estimate import TokenEstimate
-from serve_app.routing.ledger import ReplicaState
 from serve_app.routing.pools import PoolRouter, RoutingSettings, least_budget_tokens
 from serve_app.routing.rate import DecayingRate
+from serve_app.routing.replica_state import ReplicaState
 from tests.builders import report, request, spec
 
 LIMITS = {"short": 1_000, "long": 4_000}

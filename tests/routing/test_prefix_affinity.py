@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.request import PromptShape
-from serve_app.routing.ledger import Hold, ReplicaLedger, ReplicaState
+from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.prefill_cost import PrefillCost, PrefillCostSettings
 from serve_app.routing.prefix_affinity import Able, AffinitySettings, PrefixAffinity, Wanted
+from serve_app.routing.replica_state import Hold, ReplicaState
 from tests.builders import report, request, spec
 
 SESSION = tuple(range(1, 9))  # eight blocks, 1,024 tokens
