@@ -10,6 +10,7 @@ dropped when it comes to the top, and the heap is rebuilt when most of it is mar
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from serve_app.request import PriorityClass, Request, Usage
@@ -82,6 +83,7 @@ class WaitingRoom:
     Attributes:
         shares: the books of each class's tenants, kept also where they decide nothing.
         waiting_tokens: expected tokens of all who wait.
+        waiting_at: requests above the batch class that wait, by home pool.
     """
 
     def __init__(self, policy: OrderingPolicy, fairness: FairnessSettings) -> None:
@@ -95,6 +97,7 @@ class WaitingRoom:
         self._is_fair = fairness.mode is not FairnessMode.OFF
         self.shares = {priority: FairShares(fairness) for priority in PriorityClass}
         self.waiting_tokens = 0
+        self.waiting_at: Counter[str] = Counter()
 
     def add(self, entry: Entry) -> None:
         """Queue a request; one that came back from a replica goes to the front."""
@@ -205,7 +208,9 @@ class WaitingRoom:
         desk = self._desks[entry.request.priority][entry.request.tenant]
         if not lane:
             del desk.lanes[lane.name]
+        self._count_at_home(entry, -1)
         entry.pools = pools
+        self._count_at_home(entry, 1)
         self._file(entry, desk)
 
     def charge(self, entry: Entry) -> None:
@@ -291,7 +296,12 @@ class WaitingRoom:
             for desk in desks.values():
                 yield from desk.lanes.values()
 
+    def _count_at_home(self, entry: Entry, by: int) -> None:
+        if entry.request.priority is not PriorityClass.BATCH:
+            self.waiting_at[entry.pools[0]] += by
+
     def _count(self, entry: Entry, desk: _Desk, by: int) -> None:
+        self._count_at_home(entry, by)
         tokens = by * entry.estimate.expected_tokens
         desk.waiting += by
         desk.tokens += tokens

@@ -4,11 +4,13 @@ Requests reach a replica past Serve's own counting, so Serve's default policy wo
 Instead each replica records its load (`PoolReplica.record_autoscaling_stats`), Serve carries the figures to
 its controller, and `PoolPolicy` decides there.
 
-Inputs: per replica the requests that it holds, how many of them wait in the engine's own queue, and the use
-of its KV cache, each as a mean over the look-back window; and how old these figures are.
-Behaviour: scale up to the number that meets the targets for requests and for KV cache; and by one more than
-run while the engines do not keep up, whatever the targets say: the scheduler keeps their own queues filled
-just as long as requests wait for the pool, so a queue in the engine stands for a queue in front of the pool.
+Inputs: per replica the requests that it holds, how many of them wait in the engine's own queue, its share of
+those that wait in the scheduler for its pool, and the use of its KV cache, each as a mean over the look-back
+window; and how old these figures are.
+Behaviour: scale up to the number that meets the targets for requests, held or waiting, and for KV cache; and
+by one more than run while the engines do not keep up, whatever the targets say. Most of a queue stands in the
+scheduler, where prefill isolation and the limit on time per output token hold requests back from engines that
+look idle. Batch work that waits there calls for nobody: it is meant for what others leave.
 Scale down only when the load would fit into fewer replicas with room to spare, so that a load on the border
 does not move replicas to and fro. A replica that has not recorded for a while (it may be saturated, cut off,
 or just started) adds nothing to the load and forbids scaling down; with no figures at all the number stays as
@@ -24,6 +26,7 @@ from typing import Any, ClassVar, Protocol
 ONGOING = "ongoing_requests"
 WAITING = "waiting_requests"
 KV_USAGE = "kv_usage_ratio"
+QUEUED = "queued_requests"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,7 @@ class AutoscalingSettings:
     max_replicas: int = 1
     # Replicas at deployment; the minimum when not given.
     initial_replicas: int | None = None
-    # Requests per replica, running and queued for it, that the pool is sized for. Near the engine's
+    # Requests per replica, running or waiting for its pool, that the pool is sized for. Near the engine's
     # max_num_seqs a replica is full; half of it leaves room for a burst while a new one starts.
     target_ongoing_requests: float = 32.0
     # KV use that the pool is sized for. Long prompts fill the cache before they fill the batch.
@@ -101,6 +104,7 @@ class ReplicaLoad:
 
     ongoing: float | None = None
     waiting: float | None = None
+    queued: float | None = None
     kv_usage_ratio: float | None = None
 
 
@@ -137,7 +141,7 @@ def desired_replicas(loads: Sequence[ReplicaLoad], current_target: int, targets:
 
 def _replicas_for(loads: Sequence[ReplicaLoad], targets: Targets, filled_ratio: float) -> int:
     """Replicas that hold these loads when each is filled to `filled_ratio` of its targets."""
-    ongoing = sum(load.ongoing or 0.0 for load in loads)
+    ongoing = sum((load.ongoing or 0.0) + (load.queued or 0.0) for load in loads)
     kv_usage = sum(load.kv_usage_ratio or 0.0 for load in loads)
     by_requests = ongoing / (targets.ongoing * filled_ratio)
     by_kv = kv_usage / (targets.kv_usage_ratio * filled_ratio)
@@ -208,5 +212,6 @@ class PoolPolicy:
         return ReplicaLoad(
             ongoing=means.get(ONGOING, {}).get(replica),
             waiting=means.get(WAITING, {}).get(replica),
+            queued=means.get(QUEUED, {}).get(replica),
             kv_usage_ratio=means.get(KV_USAGE, {}).get(replica),
         )

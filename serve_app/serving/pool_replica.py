@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from serve_app.engines.engine import Engine, EngineLimits, EngineLoad
 from serve_app.errors import EngineError
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.serving.autoscaling import KV_USAGE, ONGOING, WAITING
+from serve_app.serving.autoscaling import KV_USAGE, ONGOING, QUEUED, WAITING
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.settings import ChannelSettings
@@ -110,6 +110,7 @@ class PoolReplica:
             ONGOING: float(open_requests),
             WAITING: float(load.waiting),
             KV_USAGE: float(load.kv_usage_ratio),
+            QUEUED: 0.0 if self._client is None else self._client.queued,
         }
 
     async def stop(self) -> None:

@@ -77,7 +77,7 @@ class SchedulerShell:
         self._secret = secrets.token_urlsafe(32)
         self._metrics = SchedulerMetrics(settings.model, parts.incarnation)
         self._gateways = GatewayDesk(self, parts.channel.gateway_grace_s)
-        self._replicas = ReplicaDesk(self.feed, self._gateways.tell_all)
+        self._replicas = ReplicaDesk(self.feed, self._gateways.tell_all, self._waiting_at)
         timeouts = {priority: settings.queue_timeout_s.of(priority) for priority in PriorityClass}
         identity = Identity(secret=self._secret, incarnation=parts.incarnation, queue_timeouts_s=timeouts)
         self._server = ChannelServer(
@@ -205,6 +205,9 @@ class SchedulerShell:
     def queue_timeout_s(self, priority: PriorityClass) -> float:
         """Return how long a request of this class waits when it names no time."""
         return self._settings.queue_timeout_s.of(priority)
+
+    def _waiting_at(self, pool: str) -> int:
+        return self.core.room.waiting_at[pool]
 
     def knows_replica(self, replica_id: str) -> bool:
         """Whether the replica is connected."""

@@ -178,7 +178,8 @@ class TunerActor:
     async def _ask(self, call: Awaitable[Answer]) -> Answer | None:
         """The scheduler's answer; None while there is none to be had, which the log tells once."""
         try:
-            answer = await asyncio.wait_for(call, _CALL_TIMEOUT_S)
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
+                answer = await call
         except Exception as error:  # noqa: BLE001 - whatever it is, the next turn tries again
             if not self._is_alone:
                 logger.warning("event=tuner_without_scheduler model=%s reason=%r", self._model, error)

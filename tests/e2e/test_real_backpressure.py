@@ -66,7 +66,8 @@ async def test_the_queue_of_a_real_engine_stays_at_its_target(app: Served, serve
     waiting_in_engine, running, waiting_outside = zip(*seen, strict=True)
     assert max(waiting_in_engine) <= TARGET
     assert max(running) == SEQUENCES
-    assert max(waiting_outside) >= FLOOD - SEQUENCES - TARGET - 2
+    # How many are there at once depends on how fast the machine lets them come in beside the engine's work.
+    assert max(waiting_outside) > SEQUENCES + TARGET
     # As long as anybody waits outside, the batch is full but for the moment in which one leaves it.
     busy = [running for _, running, outside in seen if outside > SEQUENCES]
     assert sum(busy) > 0.85 * SEQUENCES * len(busy)

@@ -5,6 +5,7 @@ lists the invariants; the methods bear the same names.
 """
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
@@ -324,6 +325,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.room.waiting_tokens == sum(
             entry.estimate.expected_tokens for entry in self.scheduler.room
         )
+        wait = [entry for entry in self.scheduler.room if entry.request.priority is not BATCH]
+        assert +self.scheduler.room.waiting_at == Counter(entry.pools[0] for entry in wait)
 
     @invariant()
     def concludes_each_request_once(self) -> None:

@@ -55,6 +55,15 @@ def test_engines_that_do_not_keep_up_get_one_more_than_run() -> None:
     assert desired_replicas(saturated, 3, TARGETS) == 3
 
 
+def test_what_waits_in_the_scheduler_counts_as_if_it_ran() -> None:
+    """Isolation and gates keep it from engines that look idle."""
+    held_back = [ReplicaLoad(ongoing=3.0, waiting=0.0, queued=14.0, kv_usage_ratio=0.1)] * 2
+    assert desired_replicas(held_back, 2, TARGETS) == 4
+    assert desired_replicas(held_back, 4, TARGETS) == 4
+    nearly_gone = [ReplicaLoad(ongoing=3.0, waiting=0.0, queued=1.0, kv_usage_ratio=0.1)] * 2
+    assert desired_replicas(nearly_gone, 2, TARGETS) == 1
+
+
 def test_a_queue_in_one_engine_of_many_is_no_reason_to_grow() -> None:
     busy = ReplicaLoad(ongoing=6.0, waiting=2.0, kv_usage_ratio=0.1)
     calm = ReplicaLoad(ongoing=6.0, waiting=0.0, kv_usage_ratio=0.1)

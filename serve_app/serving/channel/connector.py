@@ -6,7 +6,6 @@ once; a connection that held for a while makes the next search begin at once.
 """
 
 import asyncio
-import contextlib
 import contextvars
 import logging
 import random
@@ -101,8 +100,7 @@ class Connector:
             self._resident.down()
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait([self._task])
 
     # What the link calls.
 
@@ -157,7 +155,10 @@ class Connector:
 
     async def _connect(self) -> None:
         """Find the scheduler and be let in."""
-        endpoint = await asyncio.wait_for(self._locate(), self._settings.locate_s)
+        # Not `wait_for`, which drops a cancellation that comes with the answer (Python 3.11): `close` would
+        # wait for ever.
+        async with asyncio.timeout(self._settings.locate_s):
+            endpoint = await self._locate()
         self._refuse_older(endpoint.incarnation)
         loop = asyncio.get_running_loop()
         self._lost.clear()

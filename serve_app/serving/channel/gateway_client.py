@@ -174,7 +174,8 @@ class GatewayClient:
         self._scrapes[serial] = answer
         self._link.send(Scrape(serial))
         try:
-            return await asyncio.wait_for(answer, _EXPOSITION_S)
+            async with asyncio.timeout(_EXPOSITION_S):
+                return await answer
         except TimeoutError:
             return ""
         finally:

@@ -17,7 +17,7 @@ from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.dispatching import ReplicaAddress, Submission
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +203,12 @@ class Refused(Message, frozen=True):
     retry_after_s: float | None
 
 
+class Queued(Message, frozen=True):
+    """Answer to `Report`: a replica's share of the requests that wait for its pool, batch work apart."""
+
+    requests: float
+
+
 class Exposition(Message, frozen=True):
     """Answer to `Scrape`."""
 
@@ -214,4 +220,5 @@ FromGateway = Submit | PutBack | Running | SnapshotEnd | First | Finish | Cancel
 FromReplica = Register | Report
 FromPeer = Heartbeat | Hello | Bye | FromGateway | FromReplica
 ToGateway = ReplicaTable | Granted | Refused | Exposition
-FromScheduler = Heartbeat | Welcome | Rejected | ToGateway
+ToReplica = Queued
+FromScheduler = Heartbeat | Welcome | Rejected | ToGateway | ToReplica

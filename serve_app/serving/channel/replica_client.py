@@ -11,7 +11,7 @@ from serve_app.errors import ChannelError
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.connector import Connector, Locate
 from serve_app.serving.channel.link import Link
-from serve_app.serving.channel.messages import Register, Report, Role, Welcome
+from serve_app.serving.channel.messages import Queued, Register, Report, Role, Welcome
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.dispatching import ReplicaAddress
 
@@ -25,6 +25,9 @@ class ReplicaClient:
         locate: finds the scheduler; in production a call on a Ray handle.
         load: the replica's present state. While it fails or hangs nothing is reported, so that the
             scheduler, after its limit for old reports, sends no more requests here.
+
+    Attributes:
+        queued: this replica's share of the requests that wait for its pool; 0 while nobody tells.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class ReplicaClient:
         self._report: ReplicaReport | None = None
         self._reported_at = 0.0
         self._load_works = True
+        self.queued = 0.0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -69,8 +73,7 @@ class ReplicaClient:
         """Say goodbye and stop."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait([self._task])
         await self._connector.close()
 
     # What the connector calls.
@@ -84,12 +87,16 @@ class ReplicaClient:
         self._wake.set()
 
     def said(self, message: Any) -> None:
-        """A scheduler has nothing to say to a replica."""
+        """Take the answer to a report."""
+        if isinstance(message, Queued):
+            self.queued = message.requests
+            return
         raise ChannelError(f"a scheduler does not say {type(message).__name__} to a replica")
 
     def down(self) -> None:
         """The engine goes on; there is nobody to report to."""
         self._link = None
+        self.queued = 0.0
 
     def beat(self) -> None:
         """Reports have their own rhythm."""
@@ -101,7 +108,9 @@ class ReplicaClient:
             if self._link is not None:
                 await self._report_once()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._settings.report_s)
+                # Not `wait_for`: it may drop a cancellation, as in the connector.
+                async with asyncio.timeout(self._settings.report_s):
+                    await self._wake.wait()
             self._wake.clear()
 
     async def _report_once(self) -> None:

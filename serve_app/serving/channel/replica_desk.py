@@ -4,8 +4,12 @@ A replica that cannot be heard is given no new requests at once; nothing more fo
 connection. What it runs stays in the core's ledger until the gateways, which see it directly, say how it
 ended: a glitch of this channel fails no request. When the replica is back it joins again, with the
 limits it states then, and finds its running requests still counted.
+
+Each report is answered with the replica's share of its pool's queue, if that has changed: autoscaling asks
+replicas for their load, and what waits here is load that no engine shows.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +17,14 @@ from serve_app.errors import ChannelError
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling.events import Event, ReplicaJoined, ReplicaLost, ReplicaReported
 from serve_app.serving.channel.link import Link
-from serve_app.serving.channel.messages import Message, Register, ReplicaEntry, ReplicaTable, Report
+from serve_app.serving.channel.messages import (
+    Message,
+    Queued,
+    Register,
+    ReplicaEntry,
+    ReplicaTable,
+    Report,
+)
 from serve_app.serving.dispatching import ReplicaAddress
 
 
@@ -23,6 +34,7 @@ class _Replica:
     spec: ReplicaSpec
     address: ReplicaAddress
     report: ReplicaReport | None = None
+    told_queued: float = 0.0
 
     @property
     def draining(self) -> bool:
@@ -30,11 +42,22 @@ class _Replica:
 
 
 class ReplicaDesk:
-    """Turns what replicas say into events, and keeps the table."""
+    """Turns what replicas say into events, and keeps the table.
 
-    def __init__(self, feed: Callable[[Event], None], tell_gateways: Callable[[ReplicaTable], None]) -> None:
+    Args:
+        waiting_at: requests that wait for a pool.
+    """
+
+    def __init__(
+        self,
+        feed: Callable[[Event], None],
+        tell_gateways: Callable[[ReplicaTable], None],
+        waiting_at: Callable[[str], int],
+    ) -> None:
         self._feed = feed
         self._tell_gateways = tell_gateways
+        self._waiting_at = waiting_at
+        self._joined: Counter[str] = Counter()
         self._replicas: dict[str, _Replica] = {}
         self.table = ReplicaTable([])
 
@@ -92,9 +115,18 @@ class ReplicaDesk:
         if replica.draining != was_draining:
             self._publish()
         self._feed(ReplicaReported(replica_id, message.report))
+        self._tell_queue(replica)
+
+    def _tell_queue(self, replica: _Replica) -> None:
+        pool = replica.spec.pool
+        share = self._waiting_at(pool) / max(1, self._joined[pool])
+        if share != replica.told_queued:
+            replica.told_queued = share
+            replica.link.send(Queued(share))
 
     def _publish(self) -> None:
         self.table = ReplicaTable(
             [ReplicaEntry(replica.address, replica.draining) for replica in self._replicas.values()]
         )
+        self._joined = Counter(replica.spec.pool for replica in self._replicas.values())
         self._tell_gateways(self.table)
