@@ -59,7 +59,7 @@ from serve_app.tuning.parameter_search import ParameterTuningSettings
 from serve_app.tuning.rollout_settings import Act, Audit, RolloutSettings
 from serve_app.tuning.study_settings import StudySettings
 from serve_app.tuning.tunable import Tunable, parameters_of, started_from
-from serve_app.tuning.tuned_world import TunedWorld, counting_search
+from serve_app.tuning.tuned_world import TunedWorld, counting_replay, counting_search
 from serve_app.workloads.lengths import LognormalLengths, MixedLengths, UniformLengths
 from serve_app.workloads.streams import stream
 from serve_app.workloads.trace import Trace, TraceRequest
@@ -211,6 +211,7 @@ def play(args: argparse.Namespace, fleet: FleetSettings, trace: Trace, variant: 
         tuning,
         counting_search(tuning, args.pace),
         learner=LearnedPartitions(StrategicSettings()).learner(),
+        replayer=counting_replay(args.pace),
     )
     fitted = fit(trace, max(plan.engine.max_model_len for plan in plans)).trace
     records = world.run(list(requests_of(fitted, Disclosure(), plans[0].engine.block_size)))

@@ -16,12 +16,20 @@ from serve_app.serving.learned_queues import Observed
 from serve_app.serving.state_store import StateError, StateStore
 from serve_app.tuning.outcome_window import record_of
 from serve_app.tuning.parameter_loop import ParameterLoop, Seen
-from serve_app.tuning.parameter_search import ParameterTuningSettings, Searched, SearchTask, search_aside
+from serve_app.tuning.parameter_search import (
+    ParameterTuningSettings,
+    Searched,
+    SearchTask,
+    replay_aside,
+    search_aside,
+)
+from serve_app.tuning.replay import Replayed, ReplayTask
 from serve_app.tuning.retune import Retune
 
 logger = logging.getLogger("ray.serve")
 
 Searcher = Callable[[SearchTask], Coroutine[Any, Any, Searched]]
+Replayer = Callable[[ReplayTask], Coroutine[Any, Any, Replayed]]
 
 
 class ParameterTuner:
@@ -30,6 +38,7 @@ class ParameterTuner:
     Args:
         store: where values in force and decisions survive a restart; None keeps nothing.
         searcher: carries out a search; None: in a thread, at its share of a core.
+        replayer: the same for a replay.
     """
 
     def __init__(
@@ -38,12 +47,15 @@ class ParameterTuner:
         settings: ParameterTuningSettings,
         store: StateStore | None = None,
         searcher: Searcher | None = None,
+        replayer: Replayer | None = None,
     ) -> None:
         self._model, self._settings, self._store = model, settings, store
         self._loop: ParameterLoop | None = None
         self._incarnation: int | None = None
         self._searcher = searcher or self._search_aside
         self._search: asyncio.Task[Searched] | None = None
+        self._replayer = replayer or self._replay_aside
+        self._replay: asyncio.Task[Replayed] | None = None
         self._stop = threading.Event()
         self._saved: Mapping[str, Any] | None = None
         self._store_is_away = False
@@ -55,6 +67,11 @@ class ParameterTuner:
     def is_searching(self) -> bool:
         """Whether a search is under way."""
         return self._search is not None
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether slices are being replayed."""
+        return self._replay is not None
 
     def stop(self) -> None:
         """Search no more; a search that is under way ends after its window."""
@@ -98,9 +115,9 @@ class ParameterTuner:
         )
         orders += self._loop.see(seen)
         orders += self._end_search(self._loop, observed.at)
-        task = None if self._stop.is_set() else self._loop.search_due(seen)
-        if task is not None:
-            self._search = asyncio.get_running_loop().create_task(self._searcher(task))
+        orders += self._end_replay(self._loop, observed.at)
+        if not self._stop.is_set():
+            self._begin_work(self._loop, seen)
         return orders
 
     def document(self) -> dict[str, Any]:
@@ -123,8 +140,31 @@ class ParameterTuner:
             logger.warning("event=tuner_state_refused model=%s reason=%r", self._model, str(error))
             return []
 
+    def _begin_work(self, loop: ParameterLoop, seen: Seen) -> None:
+        """Have carried out what is due."""
+        search_task = loop.search_due(seen)
+        if search_task is not None:
+            self._search = asyncio.get_running_loop().create_task(self._searcher(search_task))
+        replay_task = loop.replay_due()
+        if replay_task is not None:
+            self._replay = asyncio.get_running_loop().create_task(self._replayer(replay_task))
+
     async def _search_aside(self, task: SearchTask) -> Searched:
         return await asyncio.to_thread(search_aside, task, self._settings, self._stop)
+
+    async def _replay_aside(self, task: ReplayTask) -> Replayed:
+        return await asyncio.to_thread(replay_aside, task, self._settings, self._stop)
+
+    def _end_replay(self, loop: ParameterLoop, now: float) -> list[Retune]:
+        """Tell the loop of a replay that has ended."""
+        if self._replay is None or not self._replay.done():
+            return []
+        ended, self._replay = self._replay, None
+        if ended.cancelled() or ended.exception() is not None:
+            if not ended.cancelled() and not self._stop.is_set():
+                logger.error("event=tuner_replay_failed model=%s", self._model, exc_info=ended.exception())
+            return loop.replay_failed(now)
+        return loop.replayed(ended.result(), now)
 
     def _end_search(self, loop: ParameterLoop, now: float) -> list[Retune]:
         """Tell the loop of a search that has ended."""

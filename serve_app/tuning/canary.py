@@ -7,6 +7,11 @@ is made up for; when too many are, or when only the candidate's side has none, t
 
 Harm ends a trial early when it is beyond the margin and beyond what the traffic does by itself (`swings`).
 
+Where the twin can say what the values in force would have made of each slice, differences are cleared of that
+first (`control_variate`), and it is what the traffic does *apart from that* that harm and gain are held
+against. A pair then waits for what was expected of it; harm that is plain without does not. If an expectation
+is missing, the trial goes on as if there had been none.
+
 A gain is proven when the sum of the differences exceeds z * sigma * sqrt(n), where n pairs are planned, sigma
 is the larger of the swing before the trial and the scatter of its own pairs, and z the normal quantile of
 1 - p / 2. By the reflection principle the sum of n differences without a gain is above that at *any* time
@@ -17,11 +22,12 @@ known, few pairs say too little about sigma, and only the last look counts.
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from serve_app.tuning.comparison import compare
+from serve_app.tuning.control_variate import Control
 from serve_app.tuning.history import finite
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.rollout_settings import RolloutSettings, Slice
@@ -29,6 +35,8 @@ from serve_app.tuning.swings import Swings
 
 _FIRST_LOOK = 3
 """Pairs before a gain can be proven: a scatter of two is no scatter."""
+_PLAIN = 3.0
+"""Times the limit at which harm needs no expectation: the traffic alone would hardly ever do that."""
 
 
 class Standing(StrEnum):
@@ -54,19 +62,36 @@ class Verdict:
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two neighbouring slices that are judged, by their numbers."""
+
+    incumbent: int
+    candidate: int
+
+
 class Canary:
     """One trial of one step.
 
     Args:
         now: when its first slice, one of the incumbent, begins.
         swings: what neighbouring slices differed by before it began.
+        control: how to clear differences of what the twin expects; None: nobody will say what it does.
     """
 
-    def __init__(self, settings: RolloutSettings, now: float, swings: Swings | None = None) -> None:
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        now: float,
+        swings: Swings | None = None,
+        control: Control | None = None,
+    ) -> None:
         self._settings, self._swings = settings, swings or Swings()
+        self._control = control
         self._begun = [now]
         self._ended: list[float] = []
         self._rewards: dict[int, Reward] = {}
+        self._expected: dict[int, Reward] = {}
 
     def __repr__(self) -> str:
         return f"<Canary slices={len(self._ended)} judged={len(self._rewards)}>"
@@ -100,12 +125,7 @@ class Canary:
         """
         limit_s = self._settings.judge_limit_s
         return [
-            Slice(
-                number=number,
-                of_candidate=_of_candidate(number),
-                start=min(self._begun[number] + self._settings.settle_s, end),
-                end=end,
-            )
+            self._slice(number)
             for number, end in enumerate(self._ended)
             if number not in self._rewards and (settled_until >= end or now >= end + limit_s)
         ]
@@ -120,41 +140,84 @@ class Canary:
             self._rewards[number] = reward
         return self.verdict()
 
+    def to_expect(self) -> list[Slice]:
+        """Slices of pairs that can be weighed, but for what the twin expects of them."""
+        if self._control is None:
+            return []
+        missing = [
+            number
+            for pair in self._known(self._pairs())
+            for number in sorted((pair.incumbent, pair.candidate))
+            if number not in self._expected
+        ]
+        return [self._slice(number) for number in missing]
+
+    def expect(self, expected: Mapping[int, Reward]) -> Verdict:
+        """What the values in force would have made of some slices; how the trial stands now."""
+        self._expected |= expected
+        if any(finite(reward.value) is None for reward in expected.values()):
+            self._control = None
+        return self.verdict()
+
+    def expect_nothing(self) -> Verdict:
+        """Nobody can say what the twin expects; how the trial stands without."""
+        self._control = None
+        return self.verdict()
+
     def verdict(self) -> Verdict:
         """How the trial stands."""
         pairs = self._pairs()
-        for incumbent, candidate in pairs:
-            if _value(candidate) is None and _value(incumbent) is not None:
+        for pair in pairs:
+            candidate = self._rewards[pair.candidate]
+            if self._value(pair.candidate) is None and self._value(pair.incumbent) is not None:
                 return _failed(f"no reward under the candidate: {candidate.reason or 'it is not finite'}")
-        sides = [(_value(candidate), _value(incumbent)) for incumbent, candidate in pairs]
-        known = [(mine, theirs) for mine, theirs in sides if mine is not None and theirs is not None]
+        known = self._known(pairs)
         void = len(pairs) - len(known)
         if void > self._settings.void_pairs:
             return _failed(f"{void} pairs of slices could not be measured", {"void_pairs": void})
+        if self._control is not None:
+            plain = self._plain_harm(known)
+            if plain is not None:
+                return plain
+            known = [pair for pair in known if {pair.incumbent, pair.candidate} <= self._expected.keys()]
         return self._weighed(known) if known else Verdict(Standing.OPEN)
 
-    def _weighed(self, known: list[tuple[float, float]]) -> Verdict:
+    def _plain_harm(self, known: list[_Pair]) -> Verdict | None:
+        """Harm that is far beyond all that the traffic does by itself, if that is known."""
+        if not known or not self._swings.reward > 0:
+            return None
+        mean = statistics.fmean(self._raw(pair) for pair in known)
+        swing = self._settings.swing_allowance * self._swings.reward / math.sqrt(len(known))
+        limit = _PLAIN * (self._settings.margin + swing)
+        if mean >= -limit:
+            return None
+        figures = {"pairs": float(len(known)), "mean_difference": mean, "limit": limit, "swing": swing}
+        return _failed("the reward is far below the incumbent's", figures)
+
+    def _weighed(self, known: list[_Pair]) -> Verdict:
         settings = self._settings
-        differences = [mine - theirs for mine, theirs in known]
+        differences = [self._cleared(pair) for pair in known]
         mean = statistics.fmean(differences)
         found = compare(dict(enumerate(differences)), dict.fromkeys(range(len(known)), 0.0))
         figures = {
             "pairs": float(len(known)),
             "mean_difference": mean,
-            "candidate_reward": statistics.fmean(mine for mine, _ in known),
-            "incumbent_reward": statistics.fmean(theirs for _, theirs in known),
+            "candidate_reward": self._mean(pair.candidate for pair in known),
+            "incumbent_reward": self._mean(pair.incumbent for pair in known),
         }
+        if self._control is not None:
+            figures["uncleared_difference"] = statistics.fmean(self._raw(pair) for pair in known)
         if found.low is not None and found.high is not None:
             figures |= {"low": found.low, "high": found.high}
         # One pair alone has to be far off to end a trial; from two on the mean counts.
         limit = settings.margin if len(known) > 1 else 3 * settings.margin
         allowance = settings.swing_allowance / math.sqrt(len(known))
-        swing = allowance * self._swings.reward
+        swing = allowance * self._left.reward
         limit = max(limit, settings.margin + swing)
         figures |= {"limit": limit, "swing": swing}
         if mean < -limit:
             return _failed("the reward is below the incumbent's by more than the margin", figures)
-        worst = self._worst_class(allowance)
+        worst = self._worst_class(known, allowance)
         if worst is not None:
             name, change, class_limit = worst
             figures |= {"attainment_difference": change, "attainment_limit": class_limit}
@@ -163,7 +226,7 @@ class Canary:
         needed = self._needed(differences)
         figures["needed"] = needed
         is_last = len(known) >= settings.pairs
-        may_look = is_last or (self._swings.reward > 0 and len(known) >= _FIRST_LOOK)
+        may_look = is_last or (self._left.reward > 0 and len(known) >= _FIRST_LOOK)
         if may_look and mean > needed:
             return Verdict(Standing.WON, "the reward is better than the incumbent's", figures)
         if not is_last:
@@ -173,33 +236,37 @@ class Canary:
             return Verdict(Standing.UNPROVEN, reason, figures)
         return _failed("the reward is no better than the incumbent's", figures)
 
+    @property
+    def _left(self) -> Swings:
+        """What slices of one side differ by, cleared of what is expected where that is known."""
+        return self._swings if self._control is None else self._control.left
+
     def _needed(self, differences: list[float]) -> float:
         """The mean difference that proves a gain after so many pairs; never negative."""
-        sigma = self._swings.reward
+        sigma = self._left.reward
         if len(differences) > 1:
             # What was seen before the trial may have been too little to tell.
             sigma = max(sigma, statistics.stdev(differences))
         quantile = statistics.NormalDist().inv_cdf(1.0 - self._settings.false_adoption / 2)
         return quantile * sigma * math.sqrt(self._settings.pairs) / len(differences)
 
-    def _worst_class(self, allowance: float) -> tuple[str, float, float] | None:
+    def _worst_class(self, known: list[_Pair], allowance: float) -> tuple[str, float, float] | None:
         """The class nearest to its limit or farthest beyond: how its attainment changed, and the limit."""
-        sides: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
-        for number, reward in self._rewards.items():
-            for name, figures in reward.classes.items():
-                kept, requests = sides[_of_candidate(number)].setdefault(name, [0.0, 0.0])
-                sides[_of_candidate(number)][name] = [
-                    kept + figures.requests * figures.attainment_ratio,
-                    requests + figures.requests,
-                ]
+        sides = [pair.candidate for pair in known], [pair.incumbent for pair in known]
+        mine, theirs = (_attained(self._rewards[number] for number in side) for side in sides)
         least = self._settings.min_class_requests
         changes = {
-            name: sides[1][name][0] / sides[1][name][1] - sides[0][name][0] / sides[0][name][1]
-            for name in sides[0].keys() & sides[1].keys()
-            if min(sides[0][name][1], sides[1][name][1]) >= least
+            name: mine[name][0] - theirs[name][0]
+            for name in mine.keys() & theirs.keys()
+            if min(mine[name][1], theirs[name][1]) >= least
         }
+        if self._control is not None:
+            mine, theirs = (_attained(self._expected[number] for number in side) for side in sides)
+            for name in changes.keys() & mine.keys() & theirs.keys():
+                slope = self._control.attainment.get(name, 1.0)
+                changes[name] -= slope * (mine[name][0] - theirs[name][0])
         limits = {
-            name: self._settings.attainment_margin + allowance * self._swings.attainment.get(name, 0.0)
+            name: self._settings.attainment_margin + allowance * self._left.attainment.get(name, 0.0)
             for name in changes
         }
         return min(
@@ -208,18 +275,53 @@ class Canary:
             default=None,
         )
 
-    def _pairs(self) -> list[tuple[Reward, Reward]]:
-        """Incumbent and candidate of each pair of which both slices are judged."""
-        pairs = []
-        for first in range(0, len(self._ended) - 1, 2):
-            if first in self._rewards and first + 1 in self._rewards:
-                sides = sorted((first, first + 1), key=_of_candidate)
-                pairs.append((self._rewards[sides[0]], self._rewards[sides[1]]))
-        return pairs
+    def _pairs(self) -> list[_Pair]:
+        """Those of which both slices are judged."""
+        return [
+            _Pair(*sorted((first, first + 1), key=_of_candidate))
+            for first in range(0, len(self._ended) - 1, 2)
+            if first in self._rewards and first + 1 in self._rewards
+        ]
+
+    def _known(self, pairs: list[_Pair]) -> list[_Pair]:
+        """Those with a reward on both sides."""
+        return [
+            pair
+            for pair in pairs
+            if self._value(pair.candidate) is not None and self._value(pair.incumbent) is not None
+        ]
+
+    def _raw(self, pair: _Pair) -> float:
+        """Candidate less incumbent, of a pair with rewards."""
+        return _less(self._rewards[pair.candidate], self._rewards[pair.incumbent])
+
+    def _cleared(self, pair: _Pair) -> float:
+        """The same, without what is the traffic's."""
+        if self._control is None:
+            return self._raw(pair)
+        expected = _less(self._expected[pair.candidate], self._expected[pair.incumbent])
+        return self._raw(pair) - self._control.reward * expected
+
+    def _value(self, number: int) -> float | None:
+        return finite(self._rewards[number].value)
+
+    def _mean(self, numbers: Iterable[int]) -> float:
+        return statistics.fmean(value for number in numbers if (value := self._value(number)) is not None)
+
+    def _slice(self, number: int) -> Slice:
+        """A slice that is over, without its beginning."""
+        end = self._ended[number]
+        return Slice(
+            number=number,
+            of_candidate=_of_candidate(number),
+            start=min(self._begun[number] + self._settings.settle_s, end),
+            end=end,
+        )
 
     def _wants_more(self) -> bool:
         """Whether another slice is needed: pairs that came to nothing are made up for."""
-        void = sum(_value(mine) is None or _value(theirs) is None for mine, theirs in self._pairs())
+        pairs = self._pairs()
+        void = len(pairs) - len(self._known(pairs))
         return len(self._ended) < 2 * (self._settings.pairs + void)
 
 
@@ -228,8 +330,21 @@ def _of_candidate(number: int) -> bool:
     return number % 4 in (1, 2)
 
 
-def _value(reward: Reward) -> float | None:
-    return finite(reward.value)
+def _less(mine: Reward, theirs: Reward) -> float:
+    """The difference of two rewards that are there."""
+    assert mine.value is not None
+    assert theirs.value is not None
+    return mine.value - theirs.value
+
+
+def _attained(rewards: Iterable[Reward]) -> dict[str, tuple[float, int]]:
+    """By class, the share of its requests within the targets over all these slices, and how many they are."""
+    sums: dict[str, tuple[float, int]] = {}
+    for reward in rewards:
+        for name, figures in reward.classes.items():
+            kept, requests = sums.get(name, (0.0, 0))
+            sums[name] = kept + figures.requests * figures.attainment_ratio, requests + figures.requests
+    return {name: (kept / requests, requests) for name, (kept, requests) in sums.items() if requests}
 
 
 def _failed(reason: str, figures: Mapping[str, float] | None = None) -> Verdict:

@@ -10,7 +10,7 @@ begins with an empty fleet and a first part that is not measured; and how far th
 engines, which `with_speed` corrects as a whole by what `engine_pace` measures.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from serve_app.scheduling.policies import learns_queues
 from serve_app.simulation.partitions import FixedPartition
 from serve_app.simulation.replica import ReplicaPlan
 from serve_app.simulation.workload import Disclosure, fit, requests_of
-from serve_app.simulation.world import SimulatedRequest, World, WorldSettings
+from serve_app.simulation.world import Decision, SimulatedRequest, World, WorldSettings
 from serve_app.tuning.objective import ObjectiveSettings, Reward, reward_of
 from serve_app.tuning.partition_settings import RefineAndPruneSettings
 from serve_app.tuning.refine_and_prune import refine_and_prune
@@ -104,8 +104,8 @@ class DigitalTwin:
     """Plays windows in this process. The same plan, values and number give the same records."""
 
     def __init__(self, plan: TwinPlan) -> None:
-        longest = max(each.engine.max_model_len for each in plan.engines)
-        self._plan = replace(plan, traffic=fit(plan.traffic, longest).trace)
+        self._longest = max(each.engine.max_model_len for each in plan.engines)
+        self._plan = replace(plan, traffic=fit(plan.traffic, self._longest).trace)
         self._lengths = tuple(one.prompt_tokens for one in self._plan.traffic.requests)
         self._estimates = self._learned_estimates()
 
@@ -122,17 +122,6 @@ class DigitalTwin:
 
     def records(self, values: Values, number: int) -> list[RequestRecord]:
         """Every request of window `number` under these values, by arrival."""
-        plan = self._plan
-        tunable = plan.tunable.with_values(values, plan.space)
-        learner = None
-        if learns_queues(tunable.scheduler.policy):
-            learner = FixedPartition(_partition(self._lengths, tunable.refine_and_prune)).learner()
-        world = World(tunable.scheduler, plan.engines, plan.world, None, learner)
-        self._teach(world)
-        played = world.run(list(self._requests(number)))
-        return sorted(played, key=lambda record: (record.arrived_at, record.request_id))
-
-    def _requests(self, number: int) -> Iterator[SimulatedRequest]:
         settings = self._plan.settings
         window = resampled(
             self._plan.traffic,
@@ -141,8 +130,34 @@ class DigitalTwin:
             seed=settings.seed,
             number=number,
         )
+        return self._served(values, window)
+
+    def serve(
+        self, values: Values, arrivals: Trace, on_decision: Callable[[Decision], None] | None = None
+    ) -> list[RequestRecord]:
+        """Every request of a trace that fits the engines, under these values, by arrival.
+
+        Args:
+            on_decision: called with every decision of the scheduler.
+        """
+        return self._served(values, fit(arrivals, self._longest).trace, on_decision)
+
+    def _served(
+        self, values: Values, arrivals: Trace, on_decision: Callable[[Decision], None] | None = None
+    ) -> list[RequestRecord]:
+        plan = self._plan
+        tunable = plan.tunable.with_values(values, plan.space)
+        learner = None
+        if learns_queues(tunable.scheduler.policy):
+            learner = FixedPartition(_partition(self._lengths, tunable.refine_and_prune)).learner()
+        world = World(tunable.scheduler, plan.engines, plan.world, on_decision, learner)
+        self._teach(world)
+        played = world.run(list(self._requests(arrivals)))
+        return sorted(played, key=lambda record: (record.arrived_at, record.request_id))
+
+    def _requests(self, arrivals: Trace) -> Iterator[SimulatedRequest]:
         timeouts = self._plan.tunable.scheduler.queue_timeout_s
-        for simulated in requests_of(window, Disclosure(), self._plan.engines[0].engine.block_size):
+        for simulated in requests_of(arrivals, Disclosure(), self._plan.engines[0].engine.block_size):
             request = simulated.request
             expires_at = request.arrived_at + timeouts.of(request.priority)
             named = replace(request, expires_at=expires_at, model=self._plan.tunable.scheduler.model)

@@ -21,19 +21,25 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.routing.snapshot import Snapshot
 from serve_app.scheduling import SchedulerSettings
-from serve_app.tuning.digital_twin import TwinPlan
-from serve_app.tuning.objective import reward_of
+from serve_app.simulation.replica import ReplicaPlan
+from serve_app.tuning.control_variate import Control, control_of
+from serve_app.tuning.digital_twin import TwinPlan, with_speed
+from serve_app.tuning.objective import Reward, reward_of
 from serve_app.tuning.parameter_search import ParameterTuningSettings, Searched, SearchTask, engines_of
+from serve_app.tuning.replay import LEAD_SLICES, Replayed, ReplayTask
 from serve_app.tuning.retune import Retune
 from serve_app.tuning.rollout import Rollout
 from serve_app.tuning.rollout_settings import Apply
 from serve_app.tuning.search_space import Part, SearchSpace
-from serve_app.tuning.swings import swings_of
+from serve_app.tuning.swings import Stretch, Swings, rewards_in, steady_slices, swings_of
 from serve_app.tuning.traffic import TrafficLog
 from serve_app.tuning.tunable import Tunable, parameters_of, space_of
+from serve_app.workloads.trace import Trace
 
 _RECENT = 50_000
 """Outcomes that slices are judged by: two slices at 400 requests/s."""
+_TELLING_SLICES = 3
+"""Slices that say more of how the traffic swings than what was known before."""
 _AUDITS_SHOWN = 12
 _STUDIES_KEPT = 50
 
@@ -70,7 +76,9 @@ class ParameterLoop:
     def __init__(self, configured: SchedulerSettings, settings: ParameterTuningSettings, now: float) -> None:
         self._settings = settings
         self._studies: deque[dict[str, Any]] = deque(maxlen=_STUDIES_KEPT)
-        self._searching = False
+        self._searching = self._replaying = False
+        # By how much engines were slower than their profile when that was measured last.
+        self._speed_factor = 1.0
         self._start(configured, now)
 
     def _start(self, configured: SchedulerSettings, now: float) -> None:
@@ -80,8 +88,14 @@ class ParameterLoop:
         # Times of a scheduler before are on another clock.
         self._traffic, self._next_search_at = TrafficLog(), now
         self._recent: deque[RequestRecord] = deque(maxlen=_RECENT)
-        # Since when nothing was changed, and until when all that came is over.
-        self._steady_since = self._settled_until = now
+        # Since when nothing was changed, and what came of the slices since then.
+        self._steady_since = now
+        self._steady: tuple[Reward, ...] = ()
+        # What they said of the traffic, the last time that there were enough.
+        self._swings, self._control = Swings(), Control()
+        # The replay that a trial waits for, since when, and whether it is still to be handed out.
+        self._awaited: ReplayTask | None = None
+        self._awaited_since, self._is_replay_due = now, False
 
     def __repr__(self) -> str:
         searching = " searching" if self._searching else ""
@@ -114,7 +128,6 @@ class ParameterLoop:
     def see(self, seen: Seen) -> list[Retune]:
         """Time has passed and requests are over; to be called every second or so."""
         now = self._now = seen.at
-        self._settled_until = seen.settled_until
         applies: list[Apply] = []
         for record in seen.records:
             self._traffic.add(record)
@@ -128,7 +141,31 @@ class ParameterLoop:
             arrived = [each for each in self._recent if part.start <= each.arrived_at < part.end]
             reward = reward_of(arrived, self._settings.objective)
             applies += self.rollout.judged(part, reward, now, seen.settled_until)
-        return self._orders(applies)
+        return self._orders(applies + self._await_replay(seen))
+
+    def replay_due(self) -> ReplayTask | None:
+        """Slices to replay now; `replayed` or `replay_failed` has to follow before there is another."""
+        if self._replaying or not self._is_replay_due:
+            return None
+        self._replaying, self._is_replay_due = True, False
+        return self._awaited
+
+    def replayed(self, result: Replayed, now: float) -> list[Retune]:
+        """The replay has ended: what the twin expects of some slices."""
+        self._replaying = False
+        if result.task is not self._awaited:
+            return []
+        self._awaited = None
+        expected = dict(zip(result.task.numbers, result.expected, strict=True))
+        return self._orders(self.rollout.expected(result.task.trial, expected, now))
+
+    def replay_failed(self, now: float) -> list[Retune]:
+        """The replay has ended without a result; the trial goes on without."""
+        self._replaying = False
+        if self._awaited is None:
+            return []
+        self._awaited = None
+        return self._orders(self.rollout.not_expected(now))
 
     def search_due(self, seen: Seen) -> SearchTask | None:
         """A search to carry out now; `searched` or `search_failed` has to follow before there is another."""
@@ -139,20 +176,19 @@ class ParameterLoop:
         traffic = self._traffic.trace(seen.settled_until)
         if traffic is None or len(traffic.requests) < self._settings.min_requests:
             return None
-        configured = _space(self._configured)
-        tunable = Tunable(scheduler=self._configured).with_values(self.rollout.incumbent, configured)
         self._searching = True
-        plan = TwinPlan(
-            tunable=tunable,
-            space=_space(tunable.scheduler),
-            engines=engines_of(seen.replicas, self._settings.profile),
-            traffic=traffic,
-            objective=self._settings.objective,
-            settings=replace(self._settings.twin, seed=len(self._studies)),
-        )
+        plan = self._plan_of(traffic, engines_of(seen.replicas, self._settings.profile))
+        plan = replace(plan, settings=replace(plan.settings, seed=len(self._studies)))
+        slices = steady_slices(self._steady_since, seen.settled_until, self._settings.rollout)
+        self._steady = rewards_in(slices, self._recent, self._settings.objective)
         # Of this very traffic: those of an earlier mix would say that the engines have changed their pace.
         observed = tuple(self._traffic.recent(seen.settled_until))
-        return SearchTask(plan=plan, observed=observed, settled_until=seen.settled_until)
+        return SearchTask(
+            plan=plan,
+            observed=observed,
+            settled_until=seen.settled_until,
+            steady=self._task_of(plan, slices) if self._settings.rollout.control_variates else None,
+        )
 
     def searched(self, result: Searched, now: float) -> list[Retune]:
         """The search has ended: propose what it found."""
@@ -170,15 +206,14 @@ class ParameterLoop:
         )
         if not finding.confident or finding.best is None or found is None:
             return []
+        self._speed_factor = result.speed_factor
         reason = f"reward {found.mean:+.4f} in the twin, over {finding.trials} candidates"
-        swings = swings_of(
-            self._recent,
-            self._steady_since,
-            self._settled_until,
-            self._settings.objective,
-            self._settings.rollout,
-        )
-        return self._orders(self.rollout.propose(finding.best.values, now, reason, swings))
+        if len(self._steady) >= _TELLING_SLICES:
+            self._swings = swings_of(self._steady)
+            if result.steady is not None:
+                self._control = control_of(self._steady, result.steady.expected)
+        control = self._control if self._settings.rollout.control_variates else None
+        return self._orders(self.rollout.propose(finding.best.values, now, reason, self._swings, control))
 
     def search_failed(self, now: float) -> None:
         """The search has ended without a result; the next one comes when it would have come."""
@@ -210,6 +245,53 @@ class ParameterLoop:
     def state(self) -> dict[str, Any]:
         """What a restart has to know, in plain values."""
         return {"rollout": self.rollout.state(self._now), "studies": list(self._studies)}
+
+    def _await_replay(self, seen: Seen) -> list[Apply]:
+        """Ask for what the trial waits for, and do without what does not come."""
+        if self._awaited is not None:
+            if seen.at - self._awaited_since <= self._settings.rollout.judge_limit_s:
+                return []
+            self._awaited, self._is_replay_due = None, False
+            return self.rollout.not_expected(seen.at)
+        parts = self.rollout.to_expect()
+        if not parts:
+            return []
+        traffic = self._traffic.trace(seen.settled_until)
+        task = None
+        if seen.replicas and traffic is not None:
+            engines = with_speed(engines_of(seen.replicas, self._settings.profile), self._speed_factor)
+            plan = self._plan_of(traffic, engines)
+            task = self._task_of(plan, [Stretch(part.start, part.end) for part in parts])
+        if task is None:
+            return self.rollout.not_expected(seen.at)
+        self._awaited = replace(task, numbers=tuple(part.number for part in parts), trial=self.rollout.trials)
+        self._awaited_since, self._is_replay_due = seen.at, True
+        return []
+
+    def _plan_of(self, traffic: Trace, engines: tuple[ReplicaPlan, ...]) -> TwinPlan:
+        """The twin of what is in force."""
+        tunable = Tunable(scheduler=self._configured)
+        tunable = tunable.with_values(self.rollout.incumbent, _space(self._configured))
+        return TwinPlan(
+            tunable=tunable,
+            space=_space(tunable.scheduler),
+            engines=engines,
+            traffic=traffic,
+            objective=self._settings.objective,
+            settings=self._settings.twin,
+        )
+
+    def _task_of(self, plan: TwinPlan, slices: Sequence[Stretch]) -> ReplayTask | None:
+        """The replay of some slices; None when there are none, or not all that came in them is known."""
+        if not slices:
+            return None
+        settings = self._settings.rollout
+        begin = slices[0].start - settings.settle_s - LEAD_SLICES * settings.slice_s
+        arrivals = self._traffic.stretch(begin, slices[-1].end)
+        if arrivals is None:
+            return None
+        stretches = tuple(Stretch(each.start - begin, each.end - begin) for each in slices)
+        return ReplayTask(plan=plan, arrivals=arrivals, stretches=stretches)
 
     def _end_search(self, now: float) -> None:
         self._searching = False

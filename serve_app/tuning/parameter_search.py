@@ -14,6 +14,7 @@ from serve_app.tuning.digital_twin import TwinPlan, TwinSettings, with_speed
 from serve_app.tuning.engine_pace import engine_pace
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.optimiser import make_optimiser
+from serve_app.tuning.replay import Replayed, ReplayTask, replay
 from serve_app.tuning.rollout_settings import RolloutSettings
 from serve_app.tuning.study import Finding, Study
 from serve_app.tuning.study_run import Budget, Twin, run_study
@@ -87,11 +88,13 @@ class SearchTask:
         plan: the twin, of engines at the pace of their profile.
         observed: how the requests of its traffic were served in production.
         settled_until: when the oldest request arrived that was not over yet.
+        steady: slices of the traffic, to be replayed if something is found; None asks for nothing.
     """
 
     plan: TwinPlan
     observed: Sequence[RequestRecord]
     settled_until: float
+    steady: ReplayTask | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +103,14 @@ class Searched:
 
     Attributes:
         speed_factor: by how much the engines are slower than their profile.
-        seconds: that the study took, on the clock of its budget.
+        seconds: that all of it took, on the clock of its budget.
+        steady: what came of the slices that the task asks for, if they were replayed.
     """
 
     finding: Finding
     speed_factor: float
     seconds: float
+    steady: Replayed | None = None
 
 
 class StoppedError(Exception):
@@ -131,7 +136,15 @@ def search(
     with TwinProcesses(plan) as twin:
         course = run_study(study, settings.study, watched(twin), budget)
     assert study.finding is not None
-    return Searched(finding=study.finding, speed_factor=factor, seconds=course.seconds)
+    began, steady = budget.clock(), None
+    if task.steady is not None and study.finding.confident:
+        steady = replay(replace(task.steady, plan=plan), budget.rest)
+    return Searched(
+        finding=study.finding,
+        speed_factor=factor,
+        seconds=course.seconds + budget.clock() - began,
+        steady=steady,
+    )
 
 
 def search_aside(task: SearchTask, settings: ParameterTuningSettings, stop: threading.Event) -> Searched:
@@ -140,12 +153,27 @@ def search_aside(task: SearchTask, settings: ParameterTuningSettings, stop: thre
     Raises:
         StoppedError: `stop` was set meanwhile.
     """
+    rest = _rests(settings.core_share, stop)
+    return search(task, settings, Budget(clock=time.thread_time, seconds=settings.search_cpu_s, rest=rest))
+
+
+def replay_aside(task: ReplayTask, settings: ParameterTuningSettings, stop: threading.Event) -> Replayed:
+    """A replay in this thread, at its share of a core.
+
+    Raises:
+        StoppedError: `stop` was set meanwhile.
+    """
+    return replay(task, _rests(settings.core_share, stop))
+
+
+def _rests(core_share: float, stop: threading.Event) -> Callable[[], None]:
+    """What to call now and then, so that this thread takes no more than its share of a core."""
     worked_s = time.thread_time()
 
     def rest() -> None:
         nonlocal worked_s
-        if stop.wait((time.thread_time() - worked_s) * (1 / settings.core_share - 1)):
+        if stop.wait((time.thread_time() - worked_s) * (1 / core_share - 1)):
             raise StoppedError
         worked_s = time.thread_time()
 
-    return search(task, settings, Budget(clock=time.thread_time, seconds=settings.search_cpu_s, rest=rest))
+    return rest

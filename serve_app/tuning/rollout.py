@@ -18,11 +18,13 @@ Rules:
 """
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from serve_app.errors import SettingsError
 from serve_app.routing.snapshot import Snapshot, number, text
 from serve_app.tuning.canary import Canary, Standing, Verdict
+from serve_app.tuning.control_variate import Control
 from serve_app.tuning.history import values_in
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.rollout_settings import Act, Apply, Audit, Mode, RolloutSettings, Slice
@@ -46,6 +48,7 @@ class Rollout:
         target: the step on trial; None between trials.
         frozen: the reason, while nothing may be tried; empty otherwise.
         mode: see `RolloutSettings`.
+        trials: how many were begun.
     """
 
     def __init__(self, space: SearchSpace, incumbent: Values, settings: RolloutSettings) -> None:
@@ -54,6 +57,7 @@ class Rollout:
         self._configured = self.incumbent = space.checked(incumbent)
         self.target: dict[str, float] | None = None
         self.frozen = ""
+        self.trials = 0
         self._canary: Canary | None = None
         self._in_force = self.incumbent
         self._rests_until = -float("inf")
@@ -80,13 +84,19 @@ class Rollout:
     # What happens
 
     def propose(
-        self, candidate: Values, now: float, reason: str = "", swings: Swings | None = None
+        self,
+        candidate: Values,
+        now: float,
+        reason: str = "",
+        swings: Swings | None = None,
+        control: Control | None = None,
     ) -> list[Apply]:
         """A candidate has won in the twin.
 
         Args:
             reason: how it won, for the audit.
             swings: what slices under the incumbent differ by themselves; None is strict.
+            control: how to clear slices of what the twin expects, of which `expected` has to tell then.
         """
         if objection := self._objection(now):
             return self._note(now, Act.REFUSED, objection, candidate)
@@ -99,7 +109,8 @@ class Rollout:
         if self.mode == "advise":
             self._rests_until = now + self._settings.cool_down_s
             return self._note(now, Act.ADVISED, reason, step)
-        self.target, self._canary = step, Canary(self._settings, now, swings)
+        self.target, self._canary = step, Canary(self._settings, now, swings, control)
+        self.trials += 1
         return self._note(now, Act.STARTED, reason, step)
 
     def tick(self, now: float) -> list[Apply]:
@@ -134,6 +145,24 @@ class Rollout:
         why = reward.reason or f"slice {part.number} of the {side}"
         self._note(now, Act.JUDGED, why, figures={"slice": part.number, "requests": reward.requests, **told})
         return self._concluded(verdict, now)
+
+    def to_expect(self) -> list[Slice]:
+        """Slices to tell of with `expected`: those that the trial waits for."""
+        return [] if self._canary is None else self._canary.to_expect()
+
+    def expected(self, trial: int, rewards: Mapping[int, Reward], now: float) -> list[Apply]:
+        """What the incumbent would have made of some slices, by their numbers.
+
+        Args:
+            trial: as `trials` was when they were asked for; what is said of another is not listened to.
+        """
+        if self._canary is None or trial != self.trials:
+            return []
+        return self._concluded(self._canary.expect(rewards), now)
+
+    def not_expected(self, now: float) -> list[Apply]:
+        """Nobody can say what the incumbent would have made of the slices; the trial goes on without."""
+        return [] if self._canary is None else self._concluded(self._canary.expect_nothing(), now)
 
     def freeze(self, now: float, reason: str) -> list[Apply]:
         """Return to the incumbent, and try nothing until `thaw`."""

@@ -45,6 +45,9 @@ class RolloutSettings:
     # Both margins are widened by so many standard errors of what neighbouring slices differ by themselves
     # (`swings`). 0 takes every step back that looks worse, which near saturation is chance.
     swing_allowance: float = 1.0
+    # Whether differences are cleared of what the twin expects of the same requests (`control_variate`). Costs
+    # some CPU seconds for each pair, within the tuner's share of a core.
+    control_variates: bool = True
     # At most with this chance a step that changes nothing is adopted, however often it is looked at
     # meanwhile; harm of half a swing has a tenth of it. 1 adopts every step that looks better.
     false_adoption: float = 0.1

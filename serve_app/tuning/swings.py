@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from serve_app.metrics.record import RequestRecord
 from serve_app.tuning.objective import ObjectiveSettings, Reward, reward_of
@@ -17,6 +18,13 @@ from serve_app.tuning.rollout_settings import RolloutSettings
 
 _SLICES = 12
 """Slices that are looked back at: a root mean square of 11 differences is known to a quarter."""
+
+
+class Stretch(NamedTuple):
+    """A stretch of time: from `start` to `end`, which is not included."""
+
+    start: float
+    end: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,41 +40,48 @@ class Swings:
     attainment: Mapping[str, float] = field(default_factory=dict)
 
 
-def swings_of(
-    records: Iterable[RequestRecord],
-    begin: float,
-    end: float,
-    objective: ObjectiveSettings,
-    settings: RolloutSettings,
-) -> Swings:
-    """The swings from `begin`, since when nothing was changed, to `end`, before which all requests are over.
+def steady_slices(begin: float, end: float, settings: RolloutSettings) -> tuple[Stretch, ...]:
+    """The last slices from `begin`, since when nothing was changed, to `end`; each without its beginning."""
+    slice_s = settings.slice_s
+    count = max(0, min(_SLICES, int((end - begin) // slice_s)))
+    starts = [end - (count - place) * slice_s for place in range(count)]
+    return tuple(Stretch(start + settings.settle_s, start + slice_s) for start in starts)
+
+
+def rewards_in(
+    stretches: Sequence[Stretch], records: Iterable[RequestRecord], objective: ObjectiveSettings
+) -> tuple[Reward, ...]:
+    """The reward of the requests that arrived in each stretch.
 
     Args:
-        records: of the requests that arrived meanwhile, in any order, and others.
+        stretches: one after the other.
+        records: of these requests, in any order, and others.
     """
-    slice_s = settings.slice_s
-    count = min(_SLICES, int((end - begin) // slice_s))
-    parts: list[list[RequestRecord]] = [[] for _ in range(max(0, count))]
+    parts: list[list[RequestRecord]] = [[] for _ in stretches]
     for record in records:
-        place, into_s = divmod(record.arrived_at - (end - count * slice_s), slice_s)
-        if 0 <= place < count and into_s >= settings.settle_s:
-            parts[int(place)].append(record)
-    rewards = [reward_of(part, objective) for part in parts]
+        for part, stretch in zip(parts, stretches, strict=True):
+            if stretch.start <= record.arrived_at < stretch.end:
+                part.append(record)
+                break
+    return tuple(reward_of(part, objective) for part in parts)
+
+
+def swings_of(rewards: Sequence[Reward]) -> Swings:
+    """The swings of slices under the same values, in their order."""
     names = {name for reward in rewards for name in reward.classes}
     return Swings(
-        reward=_swing([reward.value for reward in rewards]),
-        attainment={
-            name: _swing([_attainment(reward, name) for reward in rewards]) for name in sorted(names)
-        },
+        reward=swing([reward.value for reward in rewards]),
+        attainment={name: swing([attainment(reward, name) for reward in rewards]) for name in sorted(names)},
     )
 
 
-def _attainment(reward: Reward, name: str) -> float | None:
+def attainment(reward: Reward, name: str) -> float | None:
+    """The share of a class within its targets; None when none of it came."""
     figures = reward.classes.get(name)
     return None if figures is None else figures.attainment_ratio
 
 
-def _swing(values: Sequence[float | None]) -> float:
+def swing(values: Sequence[float | None]) -> float:
     """Root mean square of the differences of neighbours that are both known; 0 without any."""
     squares = [
         (after - before) ** 2

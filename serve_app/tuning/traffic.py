@@ -62,7 +62,7 @@ class TrafficLog:
         latest = max((record.arrived_at for record in records), default=0.0)
         return sorted(
             (record for record in records if record.arrived_at >= latest - self._span_s),
-            key=lambda record: (record.arrived_at, record.request_id),
+            key=_by_arrival,
         )
 
     def trace(self, until: float) -> Trace | None:
@@ -76,21 +76,39 @@ class TrafficLog:
                 only those are known that were served quickly, which is no sample of what came.
         """
         kept = self.recent(until)
-        if not kept:
+        return _trace(kept, kept[0].arrived_at) if kept else None
+
+    def stretch(self, start: float, end: float) -> Trace | None:
+        """The requests that arrived in a stretch of time as a trace in which `start` is 0.
+
+        None when there are none, and when the first of them may be forgotten already.
+        """
+        is_whole = len(self._records) < (self._records.maxlen or 0)
+        kept = sorted(self.between(start, end), key=_by_arrival)
+        # Those kept go back to before the stretch, unless what was seen first is all there.
+        if not kept or not (is_whole or any(record.arrived_at < start for record in self._records)):
             return None
-        outputs = _OutputLengths(kept)
-        start = kept[0].arrived_at
-        requests = tuple(
-            TraceRequest(
-                arrival_s=record.arrived_at - start,
-                prompt_tokens=record.prompt_tokens,
-                output_tokens=outputs.of(record),
-                tenant=record.tenant,
-                priority=record.priority,
-            )
-            for record in kept
+        return _trace(kept, start)
+
+
+def _by_arrival(record: RequestRecord) -> tuple[float, str]:
+    return record.arrived_at, record.request_id
+
+
+def _trace(records: list[RequestRecord], start: float) -> Trace:
+    """A trace of them in which `start` is 0."""
+    outputs = _OutputLengths(records)
+    requests = tuple(
+        TraceRequest(
+            arrival_s=record.arrived_at - start,
+            prompt_tokens=record.prompt_tokens,
+            output_tokens=outputs.of(record),
+            tenant=record.tenant,
+            priority=record.priority,
         )
-        return Trace(name="live", source=f"the last {len(kept):,} requests", requests=requests)
+        for record in records
+    )
+    return Trace(name="live", source=f"{len(records):,} requests as they came", requests=requests)
 
 
 class _OutputLengths:

@@ -10,7 +10,7 @@ So that a run can be repeated to the byte, the clock of a search counts simulate
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from serve_app.metrics.record import RequestRecord
@@ -25,6 +25,7 @@ from serve_app.tuning.digital_twin import Played
 from serve_app.tuning.outcome_window import OutcomeWindow, record_of
 from serve_app.tuning.parameter_loop import ParameterLoop, Seen
 from serve_app.tuning.parameter_search import ParameterTuningSettings, Searched, SearchTask, search
+from serve_app.tuning.replay import Replayed, ReplayTask, replay
 from serve_app.tuning.retune import Retune
 from serve_app.tuning.scoreboard import Job
 from serve_app.tuning.settings_path import with_values
@@ -33,6 +34,10 @@ from serve_app.tuning.tunable import with_weights
 
 Searcher = Callable[[SearchTask], Searched]
 
+Replayer = Callable[[ReplayTask], Replayed]
+
+PACE_REQUESTS_PER_S = 2_000.0
+"""Requests that a core simulates in a second."""
 LOOK_INTERVAL_S = 1.0
 """Between two looks of the tuner, as of the live one when it tunes values."""
 
@@ -52,9 +57,21 @@ def counting_search(settings: ParameterTuningSettings, pace_requests_per_s: floa
     def searcher(task: SearchTask) -> Searched:
         counted = _Counted()
         budget = Budget(clock=lambda: counted.requests / pace_requests_per_s, seconds=settings.search_cpu_s)
-        return search(task, settings, budget, counted.around)
+        found = search(task, settings, budget, counted.around)
+        replayed = 0 if found.steady is None else found.steady.requests
+        return replace(found, seconds=found.seconds + replayed / pace_requests_per_s)
 
     return searcher
+
+
+def counting_replay(pace_requests_per_s: float = PACE_REQUESTS_PER_S) -> Replayer:
+    """Replays whose clock counts simulated requests, as `counting_search` does."""
+
+    def replayer(task: ReplayTask) -> Replayed:
+        result = replay(task)
+        return replace(result, seconds=result.requests / pace_requests_per_s)
+
+    return replayer
 
 
 class _Counted:
@@ -81,6 +98,7 @@ class TunedWorld:
 
     Args:
         searcher: carries out a search; its `seconds` are those of one core.
+        replayer: carries out a replay, in the same way.
         learner: of length queues, as for `World`.
         on_decision: as for `World`.
 
@@ -97,6 +115,7 @@ class TunedWorld:
     settings: WorldSettings = field(default_factory=WorldSettings)
     learner: PartitionLearner | None = None
     on_decision: Callable[[Decision], None] | None = None
+    replayer: Replayer = field(default_factory=counting_replay)
     world: World = field(init=False)
     loop: ParameterLoop = field(init=False)
     orders: list[tuple[float, Retune]] = field(init=False, default_factory=list)
@@ -105,6 +124,7 @@ class TunedWorld:
     _for_good: SchedulerSettings = field(init=False)
     # What a search has found, and when it would have ended beside a live scheduler.
     _found: tuple[float, Searched] | None = field(init=False, default=None)
+    _replayed: tuple[float, Replayed] | None = field(init=False, default=None)
     _last_arrival: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -147,12 +167,23 @@ class TunedWorld:
         if self._found is not None and now >= self._found[0]:
             (_, result), self._found = self._found, None
             self._carry_out(self.loop.searched(result, now))
-        task = self.loop.search_due(seen)
-        if task is not None:
-            result = self.searcher(task)
-            self.searches += 1
-            self._found = (now + result.seconds / self.tuning.core_share, result)
+        if self._replayed is not None and now >= self._replayed[0]:
+            (_, expected), self._replayed = self._replayed, None
+            self._carry_out(self.loop.replayed(expected, now))
+        self._begin_work(seen)
         self._plan_look()
+
+    def _begin_work(self, seen: Seen) -> None:
+        """Carry out at once what is due; its result comes when a live tuner would have it."""
+        search_task = self.loop.search_due(seen)
+        if search_task is not None:
+            found = self.searcher(search_task)
+            self.searches += 1
+            self._found = (seen.at + found.seconds / self.tuning.core_share, found)
+        replay_task = self.loop.replay_due()
+        if replay_task is not None:
+            replayed = self.replayer(replay_task)
+            self._replayed = (seen.at + replayed.seconds / self.tuning.core_share, replayed)
 
     def _carry_out(self, orders: Sequence[Retune]) -> None:
         for order in orders:

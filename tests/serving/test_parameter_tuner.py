@@ -11,14 +11,16 @@ import pytest
 from serve_app.errors import Outcome
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
+from serve_app.serving import parameter_tuner
 from serve_app.serving.learned_queues import Observed
 from serve_app.serving.parameter_tuner import ParameterTuner
 from serve_app.serving.state_store import StateStore
+from serve_app.tuning.control_variate import Control
 from serve_app.tuning.digital_twin import TwinSettings
 from serve_app.tuning.outcome_window import Row
 from serve_app.tuning.parameter_search import ParameterTuningSettings, engines_of
 from serve_app.tuning.retune import Retune
-from serve_app.tuning.rollout_settings import RolloutSettings
+from serve_app.tuning.rollout_settings import Act, RolloutSettings
 from serve_app.tuning.study_settings import StudySettings
 from tests.builders import spec
 
@@ -107,6 +109,32 @@ async def test_a_candidate_is_tried_in_slices_and_dropped_when_it_serves_worse()
     assert applied[-1].valid_s is None
     assert applied[-1].values[TARGET] == CONFIGURED.backpressure.target_waiting
     assert "rolled back" in [each["what"] for each in made.document()["audit"]]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_a_trial_waits_for_a_replay_in_a_thread_and_goes_on_without_one_that_breaks(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tuner()
+    made.turn(observed(0.0, []))
+    assert made._loop is not None
+    rollout = made._loop.rollout
+    better = {**rollout.incumbent, "target_waiting": 6}
+    rollout.propose(better, 0.0, "for the test", control=Control())
+    if broken:
+        monkeypatch.setattr(parameter_tuner, "replay_aside", None)
+    at, pairs = 0.0, []
+    while rollout.target is not None and at < 200.0:
+        at += 1.0
+        made.turn(observed(at, rows(12, at - 1.0, 1.0)))
+        # Not a second of the scheduler's clock goes by while it works.
+        while made.is_replaying:
+            await asyncio.sleep(0.02)
+            made.turn(observed(at, []))
+        pairs = [each for each in rollout.audit if each.act is Act.ROLLED_BACK]
+    (verdict,) = pairs
+    assert verdict.figures["pairs"] == 2
+    assert ("uncleared_difference" in verdict.figures) is not broken
 
 
 async def test_freezing_ends_a_trial() -> None:

@@ -3,6 +3,7 @@ from random import Random
 import pytest
 
 from serve_app.tuning.canary import Canary, Standing, Verdict
+from serve_app.tuning.control_variate import Control
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.rollout_settings import RolloutSettings
 from serve_app.tuning.swings import Swings
@@ -183,3 +184,106 @@ def test_without_a_known_swing_a_gain_is_proven_by_all_pairs_only() -> None:
     settings, alike = RolloutSettings(pairs=5), pairs(*[0.2] * 5)
     assert concluded(alike, Swings(), settings) == (Standing.WON, 5)
     assert concluded(alike, Swings(reward=0.01), settings) == (Standing.WON, 3)
+
+
+def cleared(
+    seen: list[tuple[float, float]], control: Control, settings: RolloutSettings = QUICK, swing: float = 0.5
+) -> tuple[Canary, Verdict]:
+    """Pairs of differences as (seen, expected), until the trial is over; the incumbent is always at 0.5."""
+    canary = Canary(settings, 0.0, Swings(reward=swing), control)
+    verdict = Verdict(Standing.OPEN)
+    rewards = pairs(*(each for each, _ in seen))
+    expected = pairs(*(each for _, each in seen))
+    for number, reward in enumerate(rewards):
+        canary.advance(settings.slice_s * (number + 1))
+        verdict = canary.judge(number, reward)
+        if verdict.standing is Standing.OPEN and number % 2:
+            wanted = [part.number for part in canary.to_expect()]
+            assert wanted == [number - 1, number]
+            verdict = canary.expect({each: expected[each] for each in wanted})
+        if verdict.standing is not Standing.OPEN:
+            break
+    return canary, verdict
+
+
+def test_what_the_twin_expects_of_the_traffic_is_no_difference_of_the_sides() -> None:
+    # Seen, pairs differ by chance and prove nothing; cleared, the candidate gains 0.1 in each.
+    seen = [(0.5, 0.4), (-0.3, -0.4), (0.1, 0.0)]
+    assert run(pairs(*(each for each, _ in seen)), Swings(reward=0.5))[1].standing is Standing.UNPROVEN
+    verdict = cleared(seen, Control(left=Swings(reward=0.02)))[1]
+    assert verdict.standing is Standing.WON
+    assert verdict.figures["mean_difference"] == pytest.approx(0.1)
+    assert verdict.figures["uncleared_difference"] == pytest.approx(0.1)
+    # Nothing of it is taken off where the twin was no guide before.
+    verdict = cleared(seen, Control(reward=0.0, left=Swings(reward=0.5)))[1]
+    assert verdict.standing is Standing.UNPROVEN
+
+
+def test_harm_that_good_luck_hides_is_found() -> None:
+    assert run(pairs(0.2), Swings(reward=0.5))[1].standing is Standing.OPEN
+    verdict = cleared([(0.2, 0.5)], Control(left=Swings(reward=0.02)))[1]
+    assert verdict.standing is Standing.FAILED
+    assert verdict.figures["mean_difference"] == pytest.approx(-0.3)
+
+
+def test_a_pair_waits_for_what_is_expected_and_plain_harm_does_not() -> None:
+    canary = Canary(QUICK, 0.0, Swings(reward=0.1), Control())
+    for number, reward in enumerate(pairs(-0.2)):
+        canary.advance(10.0 * (number + 1))
+        verdict = canary.judge(number, reward)
+    assert verdict.standing is Standing.OPEN
+    assert [part.number for part in canary.to_expect()] == [0, 1]
+    canary = Canary(QUICK, 0.0, Swings(reward=0.1), Control())
+    for number, reward in enumerate(pairs(-0.5)):
+        canary.advance(10.0 * (number + 1))
+        verdict = canary.judge(number, reward)
+    assert verdict.standing is Standing.FAILED
+    assert "far below" in verdict.reason
+
+
+@pytest.mark.parametrize("missing", ["never comes", "has no reward"])
+def test_without_an_expectation_a_trial_goes_on_as_if_there_had_been_none(missing: str) -> None:
+    canary = Canary(QUICK, 0.0, Swings(), Control())
+    for number, reward in enumerate(pairs(-0.2)):
+        canary.advance(10.0 * (number + 1))
+        verdict = canary.judge(number, reward)
+    assert verdict.standing is Standing.OPEN
+    verdict = canary.expect_nothing() if missing == "never comes" else canary.expect({0: told(None)})
+    assert verdict.standing is Standing.FAILED
+    assert canary.to_expect() == []
+
+
+def test_a_class_is_cleared_of_what_is_expected_of_it() -> None:
+    before, after = {"default long": (200, 0.9)}, {"default long": (200, 0.6)}
+    rewards, expected = [told(0.5, before), told(0.6, after)], [told(0.5, before), told(0.5, after)]
+    assert run(rewards)[1].standing is Standing.FAILED
+    canary = Canary(QUICK, 0.0, Swings(), Control())
+    for number, reward in enumerate(rewards):
+        canary.advance(10.0 * (number + 1))
+        canary.judge(number, reward)
+    assert canary.expect(dict(enumerate(expected))).standing is Standing.OPEN
+    canary = Canary(QUICK, 0.0, Swings(), Control())
+    for number, reward in enumerate(rewards):
+        canary.advance(10.0 * (number + 1))
+        canary.judge(number, reward)
+    verdict = canary.expect({0: expected[0], 1: expected[0]})
+    assert verdict.standing is Standing.FAILED
+    assert verdict.figures["attainment_difference"] == pytest.approx(-0.3)
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("twin", ["right", "wild", "contrary"])
+def test_however_wrong_the_twin_a_step_without_a_gain_is_adopted_as_seldom_as_stated(
+    twin: str, slope: float
+) -> None:
+    settings, noise = RolloutSettings(attainment_margin=1.0), Random(1)
+    won = 0
+    for _ in range(1_000):
+        seen = [noise.gauss(0.0, 0.1) for _ in range(settings.pairs)]
+        right = {"right": 0.9, "contrary": -0.9, "wild": 0.0}[twin]
+        told_of = [right * each + noise.gauss(0.0, 0.2 if twin == "wild" else 0.02) for each in seen]
+        left = ((1 - slope * right) ** 2 * 0.1**2 + slope**2 * (0.2 if twin == "wild" else 0.02) ** 2) ** 0.5
+        control = Control(reward=slope, left=Swings(reward=left))
+        verdict = cleared(list(zip(seen, told_of, strict=True)), control, settings, swing=0.1)[1]
+        won += verdict.standing is Standing.WON
+    assert won <= 1_000 * settings.false_adoption

@@ -1,6 +1,7 @@
 """The tuner's loop as a machine: what was seen goes in, orders and searches come out."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from serve_app.tuning.history import Proposal
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import ParameterLoop, Seen
 from serve_app.tuning.parameter_search import ParameterTuningSettings, Searched, SearchTask
+from serve_app.tuning.replay import replay
 from serve_app.tuning.rollout_settings import Act, RolloutSettings
 from serve_app.tuning.study import Finding
 from tests.builders import spec
@@ -25,8 +27,11 @@ SETTINGS = ParameterTuningSettings(
     every_s=50.0,
     min_requests=20,
     objective=ObjectiveSettings(min_requests=5),
-    rollout=RolloutSettings(mode="on", slice_s=10.0, settle_s=0.0, pairs=2, cool_down_s=20.0),
+    rollout=RolloutSettings(
+        mode="on", slice_s=10.0, settle_s=0.0, pairs=2, cool_down_s=20.0, control_variates=False
+    ),
 )
+CONTROLLED = replace(SETTINGS, rollout=replace(SETTINGS.rollout, control_variates=True, judge_limit_s=30.0))
 REPLICA = spec("r1", "only")
 
 
@@ -47,9 +52,11 @@ def seen(at: float, records: list[RequestRecord] | None = None, **changes: Any) 
     return Seen(at=at, **{**usual, **changes})
 
 
-def watched(until: int = 40, ttft_s: float = 0.2) -> ParameterLoop:
+def watched(
+    until: int = 40, ttft_s: float = 0.2, settings: ParameterTuningSettings = SETTINGS
+) -> ParameterLoop:
     """A loop that has seen a request a second."""
-    loop = ParameterLoop(CONFIGURED, SETTINGS, 0.0)
+    loop = ParameterLoop(CONFIGURED, settings, 0.0)
     for second in range(until):
         assert loop.see(seen(second + 1.0, [arrived(second, ttft_s)])) == []
     return loop
@@ -156,3 +163,82 @@ def test_a_broken_state_is_refused_and_the_loop_begins_without() -> None:
     with pytest.raises(ValueError, match="learned state"):
         again.begin(CONFIGURED, 0.0, {"rollout": {"version": 99}, "studies": []})
     assert again.rollout.incumbent["target_waiting"] == 3
+
+
+def on_trial() -> tuple[ParameterLoop, float]:
+    """A loop whose trial has a pair that waits for what the twin expects; and the time."""
+    loop = watched(settings=CONTROLLED)
+    task = loop.search_due(seen(40.0))
+    assert task is not None
+    assert task.steady is not None
+    # Slices of ten seconds since the beginning; what came before they did is not known.
+    assert [tuple(each) for each in task.steady.stretches] == [
+        (20.0, 30.0),
+        (30.0, 40.0),
+        (40.0, 50.0),
+        (50.0, 60.0),
+    ]
+    result = replace(found(6), steady=replay(task.steady))
+    assert loop.searched(result, 40.0) == []
+    now = 40.0
+    while loop.rollout.to_expect() == []:
+        now += 1.0
+        loop.see(seen(now, [arrived(now - 1.0)]))
+        assert now < 62.0
+    return loop, now
+
+
+def test_a_pair_waits_for_what_the_twin_expects_of_its_requests() -> None:
+    loop, now = on_trial()
+    task = loop.replay_due()
+    assert task is not None
+    assert task.numbers == (0, 1)
+    assert [round(each.end - each.start) for each in task.stretches] == [10, 10]
+    # Two slices before the first are played, too.
+    assert task.stretches[0].start == pytest.approx(20.0)
+    assert len(task.arrivals.requests) == pytest.approx(40, abs=1)
+    assert task.plan.tunable.scheduler.backpressure.target_waiting == 3
+    assert loop.replay_due() is None
+    loop.replayed(replay(task), now)
+    assert loop.rollout.to_expect() == []
+    for second in range(int(now), int(now) + 21):
+        loop.see(seen(second + 1.0, [arrived(second)]))
+    again = loop.replay_due()
+    assert again is not None
+    assert again.numbers == (2, 3)
+    loop.replayed(replay(again), now + 21)
+    verdict = loop.rollout.audit[-1]
+    assert verdict.act is Act.ROLLED_BACK
+    assert "uncleared_difference" in verdict.figures
+
+
+@pytest.mark.parametrize("end", ["fails", "comes too late"])
+def test_a_trial_goes_on_without_expectations_that_do_not_come(end: str) -> None:
+    loop, now = on_trial()
+    task = loop.replay_due()
+    assert task is not None
+    if end == "fails":
+        loop.replay_failed(now)
+    else:
+        for second in range(int(now), int(now) + 32):
+            loop.see(seen(second + 1.0, [arrived(second)]))
+        now += 32
+        assert loop.replayed(replay(task), now) == []
+    while loop.rollout.target is not None:
+        now += 1.0
+        loop.see(seen(now, [arrived(now - 1.0)]))
+        assert now < 120.0
+    assert loop.replay_due() is None
+    verdict = loop.rollout.audit[-1]
+    assert verdict.act is Act.ROLLED_BACK
+    assert verdict.figures["pairs"] == 2
+    assert "uncleared_difference" not in verdict.figures
+
+
+def test_what_is_expected_of_a_trial_that_is_over_is_not_listened_to() -> None:
+    loop, now = on_trial()
+    task = loop.replay_due()
+    assert task is not None
+    (order,) = loop.begin(CONFIGURED, 3.0)
+    assert order.valid_s is None
+    assert loop.replayed(replay(task), now) == []

@@ -5,7 +5,7 @@ import pytest
 from serve_app.metrics.record import RequestRecord
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.rollout_settings import RolloutSettings
-from serve_app.tuning.swings import swings_of
+from serve_app.tuning.swings import Swings, rewards_in, steady_slices, swings_of
 from tests.metrics.builders import record
 
 SETTINGS = RolloutSettings(slice_s=10.0, settle_s=2.0)
@@ -19,6 +19,10 @@ def arrived(at: float, ttft_s: float) -> RequestRecord:
     )
 
 
+def found(records: list[RequestRecord], begin: float, end: float) -> Swings:
+    return swings_of(rewards_in(steady_slices(begin, end, SETTINGS), records, OBJECTIVE))
+
+
 def slices(*ttfts_s: float) -> list[RequestRecord]:
     """Ten seconds of traffic at each pace; the first two of each are not judged, and are awful."""
     return [
@@ -29,32 +33,31 @@ def slices(*ttfts_s: float) -> list[RequestRecord]:
 
 
 def test_traffic_that_is_always_alike_does_not_swing() -> None:
-    found = swings_of(slices(0.2, 0.2, 0.2, 0.2), 0.0, 40.0, OBJECTIVE, SETTINGS)
-    assert found.reward == pytest.approx(0.0)
-    assert found.attainment == {"default short": 0.0}
+    swings = found(slices(0.2, 0.2, 0.2, 0.2), 0.0, 40.0)
+    assert swings.reward == pytest.approx(0.0)
+    assert swings.attainment == {"default short": 0.0}
 
 
 def test_a_swing_is_the_root_mean_square_of_what_neighbours_differ_by() -> None:
     # Within the target and beyond it, in turn: attainment 1, 0, 1, 1.
-    found = swings_of(slices(0.2, 5.0, 0.2, 0.2), 0.0, 40.0, OBJECTIVE, SETTINGS)
-    assert found.attainment["default short"] == pytest.approx((2 / 3) ** 0.5)
-    assert found.reward > 0.8
+    swings = found(slices(0.2, 5.0, 0.2, 0.2), 0.0, 40.0)
+    assert swings.attainment["default short"] == pytest.approx((2 / 3) ** 0.5)
+    assert swings.reward > 0.8
 
 
 def test_only_whole_slices_since_the_last_change_count() -> None:
     records = slices(5.0, 0.2, 0.2, 0.2)
     random.Random(0).shuffle(records)
-    assert swings_of(records, 10.0, 40.0, OBJECTIVE, SETTINGS).reward == pytest.approx(0.0)
-    assert swings_of(records, 9.0, 40.0, OBJECTIVE, SETTINGS).reward == pytest.approx(0.0)
-    assert swings_of(records, 0.0, 40.0, OBJECTIVE, SETTINGS).reward > 0.5
+    assert found(records, 10.0, 40.0).reward == pytest.approx(0.0)
+    assert found(records, 9.0, 40.0).reward == pytest.approx(0.0)
+    assert found(records, 0.0, 40.0).reward > 0.5
 
 
 @pytest.mark.parametrize("end", [-5.0, 0.0, 19.0])
 def test_without_two_slices_nothing_is_known_and_trials_are_strict(end: float) -> None:
-    assert swings_of(slices(0.2, 5.0), 0.0, end, OBJECTIVE, SETTINGS).reward == pytest.approx(0.0)
+    assert found(slices(0.2, 5.0), 0.0, end).reward == pytest.approx(0.0)
 
 
 def test_a_slice_that_cannot_be_measured_is_no_neighbour() -> None:
     few = [one for one in slices(0.2, 5.0, 0.2) if not 10.0 <= one.arrived_at < 17.0]
-    found = swings_of(few, 0.0, 30.0, OBJECTIVE, SETTINGS)
-    assert found.reward == pytest.approx(0.0)
+    assert found(few, 0.0, 30.0).reward == pytest.approx(0.0)

@@ -122,3 +122,17 @@ def test_the_requests_of_a_stretch_are_those_that_arrived_in_it() -> None:
     for at in (4.0, 2.0, 3.0):
         log.add(record(request_id=f"r{at}", arrived_at=at))
     assert [one.arrived_at for one in log.between(2.0, 4.0)] == [2.0, 3.0]
+
+
+def test_a_stretch_is_a_trace_that_begins_with_it_and_none_if_its_beginning_may_be_forgotten() -> None:
+    log = TrafficLog(capacity=4)
+    for at in (4.5, 2.0, 3.0):
+        log.add(record(request_id=f"r{at}", arrived_at=at))
+    found = log.stretch(1.0, 4.0)
+    assert found is not None
+    # The seconds before the first request are part of it.
+    assert [one.arrival_s for one in found.requests] == [1.0, 2.0]
+    assert log.stretch(5.0, 9.0) is None
+    log.add(record(request_id="full", arrived_at=6.0))
+    assert log.stretch(1.0, 4.0) is None
+    assert log.stretch(2.5, 9.0) is not None

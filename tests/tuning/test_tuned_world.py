@@ -14,10 +14,11 @@ from serve_app.tuning.digital_twin import TwinSettings
 from serve_app.tuning.history import Proposal
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_search import ParameterTuningSettings, Searched, SearchTask
+from serve_app.tuning.replay import Replayed, ReplayTask
 from serve_app.tuning.rollout_settings import Act, RolloutSettings
 from serve_app.tuning.study import Finding
 from serve_app.tuning.study_settings import StudySettings
-from serve_app.tuning.tuned_world import TunedWorld, counting_search
+from serve_app.tuning.tuned_world import TunedWorld, counting_replay, counting_search
 from serve_app.workloads.transform import scale_to_rate
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 1})
@@ -45,6 +46,21 @@ def world(tuning: ParameterTuningSettings = TUNING, **changes: object) -> TunedW
     given = {"searcher": counting_search(tuning, 1_000.0)} | changes
     scheduler = scheduler_settings("ewsjf", FLEET.routing, {})
     return TunedWorld(scheduler, FLEET.plans(isolated=True), tuning, **given)  # type: ignore[arg-type]
+
+
+def certain(task: SearchTask) -> Searched:
+    """A finding whatever the traffic."""
+    comparison = Comparison(mean=0.1, low=0.1, high=0.1, windows=2)
+    values = {**task.plan.space.current, "target_waiting": 5}
+    finding = Finding(
+        best=Proposal(1, values),
+        search=comparison,
+        confirmation=comparison,
+        confident=True,
+        reason="for the test",
+        trials=2,
+    )
+    return Searched(finding=finding, speed_factor=1.0, seconds=1.0)
 
 
 def test_a_search_ends_as_much_later_as_it_would_have_taken() -> None:
@@ -78,6 +94,26 @@ def test_the_same_run_comes_to_the_same_end() -> None:
     assert first.searches == second.searches >= 2
 
 
+def test_pairs_are_weighed_when_their_replay_would_have_ended() -> None:
+    replays: list[tuple[float, Replayed]] = []
+    plain = counting_replay(1_000.0)
+
+    def replayer(task: ReplayTask) -> Replayed:
+        replays.append((made.world.timeline.now, plain(task)))
+        return replays[-1][1]
+
+    made = world(searcher=certain, replayer=replayer)
+    made.run(requests(100 + 20 * 60))
+    audit = made.loop.rollout.audit
+    verdicts = [each for each in audit if each.act in (Act.ADOPTED, Act.ROLLED_BACK)]
+    assert verdicts
+    assert all("uncleared_difference" in each.figures for each in verdicts)
+    at, last = max(each for each in replays if each[0] <= verdicts[0].at)
+    assert last.task.numbers[-1] % 2 == 1
+    # At the first look after it.
+    assert 0.0 <= verdicts[0].at - (at + last.seconds / TUNING.core_share) <= 1.0
+
+
 def test_values_on_trial_run_out_when_the_tuner_says_no_more() -> None:
     seen: list[tuple[float, int]] = []
 
@@ -85,20 +121,7 @@ def test_values_on_trial_run_out_when_the_tuner_says_no_more() -> None:
         if isinstance(decision.event, Retuned):
             seen.append((decision.at, decision.event.settings.backpressure.target_waiting))
 
-    def searcher(task: SearchTask) -> Searched:
-        comparison = Comparison(mean=0.1, low=0.1, high=0.1, windows=2)
-        values = {**task.plan.space.current, "target_waiting": 5}
-        finding = Finding(
-            best=Proposal(1, values),
-            search=comparison,
-            confirmation=comparison,
-            confident=True,
-            reason="for the test",
-            trials=2,
-        )
-        return Searched(finding=finding, speed_factor=1.0, seconds=1.0)
-
-    made = world(searcher=searcher, on_decision=note)
+    made = world(searcher=certain, on_decision=note)
     # The tuner looks no more after the last arrival, in the middle of the candidate's first slice.
     made.run(requests(100 + 20 * 12))
     assert made.loop.rollout.audit[0].act is Act.STARTED
