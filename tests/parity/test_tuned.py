@@ -37,8 +37,16 @@ TUNING = ParameterTuningSettings(
     min_requests=60,
     core_share=0.5,
     objective=ObjectiveSettings(min_requests=10),
+    # Adopts whatever looks better: what matters here is that both sides do.
     rollout=RolloutSettings(
-        mode="on", slice_s=5.0, settle_s=1.0, pairs=2, max_step=1.0, cool_down_s=4.0, failure_cool_down_s=4.0
+        mode="on",
+        slice_s=5.0,
+        settle_s=1.0,
+        pairs=2,
+        max_step=1.0,
+        false_adoption=1.0,
+        cool_down_s=4.0,
+        failure_cool_down_s=4.0,
     ),
 )
 SMALL: Values = {"target_waiting": 1, "max_long_prefills": 1}
