@@ -28,7 +28,8 @@ Phases, in shares of the time: `first` 0 to 1/8; `before` 1/4 to 1/2, where the 
     tried       candidates that were tried in slices; adopted, rolled back; and searches without a winner
     worst pair  of slices: reward under the candidate less that under the incumbent beside it, lowest of all
 
-What it cannot show: how well the engine model fits real engines (here the twin's is that of production).
+What it cannot show: how well the engine model fits real engines. Here the twin's is that of production, unless
+`--twin-profile` names another one, which it then has to make do with.
 """
 
 import argparse
@@ -119,6 +120,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shares", type=float, nargs=2, default=(0.8, 0.3), help="short (%(default)s)")
     parser.add_argument("--load", type=positive_float, default=0.95, help="(%(default)s)")
     parser.add_argument("--profile", default="llama2-70b-h100-tp4", help="(%(default)s)")
+    parser.add_argument("--twin-profile", help="the twin's, when it is to be wrong (that of production)")
     parser.add_argument("--replicas", type=positive_int, default=1, help="(%(default)s)")
     parser.add_argument(
         "--pace",
@@ -143,6 +145,8 @@ def rows(args: argparse.Namespace, known: Sequence[Row]) -> Iterator[Row]:
         for name in ("tuner", "minutes", "shares", "load", "profile", "replicas", "pace")
     }
     conditions["shares"] = list(args.shares)
+    if args.twin_profile:
+        conditions["twin_profile"] = args.twin_profile
     alike = [each for each in known if each["conditions"] == conditions]
     done = {(each["variant"], each["seed"]) for each in alike}
     fleet = FleetSettings(profile=args.profile, replicas={"all": args.replicas})
@@ -197,7 +201,7 @@ def flipping(args: argparse.Namespace, rates: Sequence[float], seed: int) -> Tra
 def play(args: argparse.Namespace, fleet: FleetSettings, trace: Trace, variant: str) -> Row:
     """One run, in figures."""
     kind, start = variant.split("-")
-    tuning = replace(TUNERS[args.tuner], profile=args.profile)
+    tuning = replace(TUNERS[args.tuner], profile=args.twin_profile or args.profile)
     if kind == "fixed":
         tuning = replace(tuning, rollout=replace(tuning.rollout, mode="off"))
     configured = scheduler_settings("ewsjf", fleet.routing, {})
