@@ -28,8 +28,8 @@ Phases, in shares of the time: `first` 0 to 1/8; `before` 1/4 to 1/2, where the 
     tried       candidates that were tried in slices; adopted, rolled back; and searches without a winner
     worst pair  of slices: reward under the candidate less that under the incumbent beside it, lowest of all
 
-What it cannot show: how well the engine model fits real engines. Here the twin's is that of production, unless
-`--twin-profile` names another one, which it then has to make do with.
+What it cannot show: how well the engine model fits real engines. Here the twin's is that of production,
+unless `--twin-profile` names another one, which it then has to make do with.
 """
 
 import argparse

@@ -26,7 +26,7 @@ from serve_app.tuning.control_variate import Control, control_of
 from serve_app.tuning.digital_twin import TwinPlan, with_speed
 from serve_app.tuning.objective import Reward, reward_of
 from serve_app.tuning.parameter_search import ParameterTuningSettings, Searched, SearchTask, engines_of
-from serve_app.tuning.replay import LEAD_SLICES, Replayed, ReplayTask
+from serve_app.tuning.replay import LEADS_SLICES, MOST_REQUESTS, Replayed, ReplayTask
 from serve_app.tuning.retune import Retune
 from serve_app.tuning.rollout import Rollout
 from serve_app.tuning.rollout_settings import Apply
@@ -286,12 +286,13 @@ class ParameterLoop:
         if not slices:
             return None
         settings = self._settings.rollout
-        begin = slices[0].start - settings.settle_s - LEAD_SLICES * settings.slice_s
-        arrivals = self._traffic.stretch(begin, slices[-1].end)
-        if arrivals is None:
-            return None
-        stretches = tuple(Stretch(each.start - begin, each.end - begin) for each in slices)
-        return ReplayTask(plan=plan, arrivals=arrivals, stretches=stretches)
+        for lead in LEADS_SLICES:
+            begin = slices[0].start - settings.settle_s - lead * settings.slice_s
+            arrivals = self._traffic.stretch(begin, slices[-1].end)
+            if arrivals is not None and len(arrivals.requests) <= MOST_REQUESTS:
+                stretches = tuple(Stretch(each.start - begin, each.end - begin) for each in slices)
+                return ReplayTask(plan=plan, arrivals=arrivals, stretches=stretches)
+        return None
 
     def _end_search(self, now: float) -> None:
         self._searching = False

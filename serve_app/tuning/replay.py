@@ -1,8 +1,9 @@
 """What would the values in force have made of the requests that came in some slices? Played in the twin.
 
-The same requests at the same times, through the production scheduler on simulated engines; a little of what
-came before is played, too, so that the first slice begins with the queues that it began with. What it is good
-for is said in `control_variate`.
+The same requests at the same times, through the production scheduler on simulated engines. Some slices before
+are played, too, beginning with what was under way then: a fleet that began empty would do better at first,
+and one that began with what a candidate has left behind would not be that of the values in force. What it is
+good for is said in `control_variate`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +14,10 @@ from serve_app.tuning.objective import Reward
 from serve_app.tuning.swings import Stretch, rewards_in
 from serve_app.workloads.trace import Trace
 
-LEAD_SLICES = 2.0
-"""Slices that are played before the first that is asked for."""
+LEADS_SLICES = (6, 4, 3, 2)
+"""Slices that are played before the first that is asked for: as many as the traffic that is known allows."""
+MOST_REQUESTS = 20_000
+"""Played at once: ten seconds of a core. Where more come, fewer slices are played before."""
 _REST_EVERY = 2_000
 """Events of the scheduler between two rests: some 50 ms of work."""
 

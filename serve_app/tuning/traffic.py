@@ -79,20 +79,33 @@ class TrafficLog:
         return _trace(kept, kept[0].arrived_at) if kept else None
 
     def stretch(self, start: float, end: float) -> Trace | None:
-        """The requests that arrived in a stretch of time as a trace in which `start` is 0.
+        """What an empty fleet has to be given to stand as the real one did: a trace in which `start` is 0.
 
-        None when there are none, and when the first of them may be forgotten already.
+        First, all at 0, those that had come before and were not over; of answers under way only what was left
+        of them. Then those that came until `end`. None when nothing came, and when something may be
+        forgotten already.
         """
         is_whole = len(self._records) < (self._records.maxlen or 0)
-        kept = sorted(self.between(start, end), key=_by_arrival)
-        # Those kept go back to before the stretch, unless what was seen first is all there.
-        if not kept or not (is_whole or any(record.arrived_at < start for record in self._records)):
+        if not is_whole and start < min(record.arrived_at for record in self._records):
             return None
-        return _trace(kept, start)
+        open_then = [record for record in self._records if record.arrived_at < start < record.finished_at]
+        came = self.between(start, end)
+        if not came:
+            return None
+        begun = [_rest_of(record, start) for record in sorted(open_then, key=_by_arrival)]
+        return _trace([*begun, *sorted(came, key=_by_arrival)], start)
 
 
 def _by_arrival(record: RequestRecord) -> tuple[float, str]:
     return record.arrived_at, record.request_id
+
+
+def _rest_of(record: RequestRecord, now: float) -> RequestRecord:
+    """A request that is under way as if it came now, with as much of its answer as is still to be written."""
+    left = 1.0
+    if record.first_token_at is not None and record.first_token_at < now:
+        left = (record.finished_at - now) / (record.finished_at - record.first_token_at)
+    return replace(record, arrived_at=now, output_tokens=max(1, round(left * record.output_tokens)))
 
 
 def _trace(records: list[RequestRecord], start: float) -> Trace:

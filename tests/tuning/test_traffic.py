@@ -1,4 +1,5 @@
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -124,15 +125,32 @@ def test_the_requests_of_a_stretch_are_those_that_arrived_in_it() -> None:
     assert [one.arrived_at for one in log.between(2.0, 4.0)] == [2.0, 3.0]
 
 
-def test_a_stretch_is_a_trace_that_begins_with_it_and_none_if_its_beginning_may_be_forgotten() -> None:
+def test_a_stretch_begins_with_what_was_under_way() -> None:
+    log = TrafficLog()
+    over = record(request_id="over", arrived_at=1.0, dispatched_at=1.0, first_token_at=1.5, finished_at=9.0)
+    log.add(over)
+    for name, first in (("half written", 8.0), ("waits", 13.0)):
+        log.add(
+            replace(
+                over, request_id=name, first_token_at=first, finished_at=12.0 + first - 8.0, output_tokens=40
+            )
+        )
+    log.add(replace(over, request_id="came", arrived_at=12.0, finished_at=20.0, output_tokens=40))
+    log.add(replace(over, request_id="too late", arrived_at=15.0, finished_at=20.0))
+    found = log.stretch(10.0, 15.0)
+    assert found is not None
+    assert [(one.arrival_s, one.output_tokens) for one in found.requests] == [(0.0, 20), (0.0, 40), (2.0, 40)]
+
+
+def test_a_stretch_is_none_if_nothing_came_or_something_may_be_forgotten() -> None:
     log = TrafficLog(capacity=4)
     for at in (4.5, 2.0, 3.0):
-        log.add(record(request_id=f"r{at}", arrived_at=at))
+        log.add(record(request_id=f"r{at}", arrived_at=at, finished_at=at + 0.5))
     found = log.stretch(1.0, 4.0)
     assert found is not None
     # The seconds before the first request are part of it.
     assert [one.arrival_s for one in found.requests] == [1.0, 2.0]
     assert log.stretch(5.0, 9.0) is None
-    log.add(record(request_id="full", arrived_at=6.0))
+    log.add(record(request_id="full", arrived_at=6.0, finished_at=7.0))
     assert log.stretch(1.0, 4.0) is None
     assert log.stretch(2.5, 9.0) is not None
