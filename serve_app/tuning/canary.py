@@ -159,6 +159,12 @@ class Canary:
             self._control = None
         return self.verdict()
 
+    def clear_by(self, control: Control) -> Verdict:
+        """Another way to clear differences of what is expected; how the trial stands by it."""
+        if self._control is not None:
+            self._control = control
+        return self.verdict()
+
     def expect_nothing(self) -> Verdict:
         """Nobody can say what the twin expects; how the trial stands without."""
         self._control = None

@@ -88,13 +88,17 @@ class ParameterLoop:
         # Times of a scheduler before are on another clock.
         self._traffic, self._next_search_at = TrafficLog(), now
         self._recent: deque[RequestRecord] = deque(maxlen=_RECENT)
-        # Since when nothing was changed, and what came of the slices since then.
-        self._steady_since = now
+        # Since when nothing was changed, and until when all that came is over.
+        self._steady_since = self._settled_until = now
+        # Slices before the last trial, what came of them, and those of them that are to be replayed.
         self._steady: tuple[Reward, ...] = ()
-        # What they said of the traffic, the last time that there were enough.
+        self._to_replay: tuple[Stretch, ...] = ()
+        # What such slices said of the traffic, the last time that there were enough.
         self._swings, self._control = Swings(), Control()
-        # The replay that a trial waits for, since when, and whether it is still to be handed out.
+        # The replay that a trial waits for, since when, what came of its slices if they are steady ones, and
+        # whether it is still to be handed out.
         self._awaited: ReplayTask | None = None
+        self._awaited_for = self._steady
         self._awaited_since, self._is_replay_due = now, False
 
     def __repr__(self) -> str:
@@ -128,6 +132,7 @@ class ParameterLoop:
     def see(self, seen: Seen) -> list[Retune]:
         """Time has passed and requests are over; to be called every second or so."""
         now = self._now = seen.at
+        self._settled_until = seen.settled_until
         applies: list[Apply] = []
         for record in seen.records:
             self._traffic.add(record)
@@ -156,6 +161,9 @@ class ParameterLoop:
         if result.task is not self._awaited:
             return []
         self._awaited = None
+        if not result.task.numbers:
+            self._control = control_of(self._awaited_for, result.expected)
+            return self._orders(self.rollout.controlled(self._control, now))
         expected = dict(zip(result.task.numbers, result.expected, strict=True))
         return self._orders(self.rollout.expected(result.task.trial, expected, now))
 
@@ -179,16 +187,9 @@ class ParameterLoop:
         self._searching = True
         plan = self._plan_of(traffic, engines_of(seen.replicas, self._settings.profile))
         plan = replace(plan, settings=replace(plan.settings, seed=len(self._studies)))
-        slices = steady_slices(self._steady_since, seen.settled_until, self._settings.rollout)
-        self._steady = rewards_in(slices, self._recent, self._settings.objective)
         # Of this very traffic: those of an earlier mix would say that the engines have changed their pace.
         observed = tuple(self._traffic.recent(seen.settled_until))
-        return SearchTask(
-            plan=plan,
-            observed=observed,
-            settled_until=seen.settled_until,
-            steady=self._task_of(plan, slices) if self._settings.rollout.control_variates else None,
-        )
+        return SearchTask(plan=plan, observed=observed, settled_until=seen.settled_until)
 
     def searched(self, result: Searched, now: float) -> list[Retune]:
         """The search has ended: propose what it found."""
@@ -208,12 +209,16 @@ class ParameterLoop:
             return []
         self._speed_factor = result.speed_factor
         reason = f"reward {found.mean:+.4f} in the twin, over {finding.trials} candidates"
-        if len(self._steady) >= _TELLING_SLICES:
+        steady = steady_slices(self._steady_since, self._settled_until, self._settings.rollout)
+        if len(steady) >= _TELLING_SLICES:
+            self._steady = rewards_in(steady, self._recent, self._settings.objective)
             self._swings = swings_of(self._steady)
-            if result.steady is not None:
-                self._control = control_of(self._steady, result.steady.expected)
+            self._to_replay = steady
         control = self._control if self._settings.rollout.control_variates else None
-        return self._orders(self.rollout.propose(finding.best.values, now, reason, self._swings, control))
+        applies = self.rollout.propose(finding.best.values, now, reason, self._swings, control)
+        if self.rollout.target is None:
+            self._to_replay = ()
+        return self._orders(applies)
 
     def search_failed(self, now: float) -> None:
         """The search has ended without a result; the next one comes when it would have come."""
@@ -253,19 +258,23 @@ class ParameterLoop:
                 return []
             self._awaited, self._is_replay_due = None, False
             return self.rollout.not_expected(seen.at)
-        parts = self.rollout.to_expect()
-        if not parts:
+        if self.rollout.target is None:
             return []
-        traffic = self._traffic.trace(seen.settled_until)
-        task = None
-        if seen.replicas and traffic is not None:
+        # First how far the twin is to be believed, then what it expects.
+        steady, self._to_replay = self._to_replay, ()
+        parts = [] if steady else self.rollout.to_expect()
+        if not steady and not parts:
+            return []
+        slices = steady or tuple(Stretch(part.start, part.end) for part in parts)
+        task, traffic = None, self._traffic.trace(seen.settled_until)
+        if seen.replicas and traffic is not None and self._settings.rollout.control_variates:
             engines = with_speed(engines_of(seen.replicas, self._settings.profile), self._speed_factor)
-            plan = self._plan_of(traffic, engines)
-            task = self._task_of(plan, [Stretch(part.start, part.end) for part in parts])
+            task = self._task_of(self._plan_of(traffic, engines), slices)
         if task is None:
             return self.rollout.not_expected(seen.at)
-        self._awaited = replace(task, numbers=tuple(part.number for part in parts), trial=self.rollout.trials)
-        self._awaited_since, self._is_replay_due = seen.at, True
+        numbers = tuple(part.number for part in parts)
+        self._awaited = replace(task, numbers=numbers, trial=self.rollout.trials)
+        self._awaited_since, self._is_replay_due, self._awaited_for = seen.at, True, self._steady
         return []
 
     def _plan_of(self, traffic: Trace, engines: tuple[ReplicaPlan, ...]) -> TwinPlan:

@@ -88,13 +88,11 @@ class SearchTask:
         plan: the twin, of engines at the pace of their profile.
         observed: how the requests of its traffic were served in production.
         settled_until: when the oldest request arrived that was not over yet.
-        steady: slices of the traffic, to be replayed if something is found; None asks for nothing.
     """
 
     plan: TwinPlan
     observed: Sequence[RequestRecord]
     settled_until: float
-    steady: ReplayTask | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +101,12 @@ class Searched:
 
     Attributes:
         speed_factor: by how much the engines are slower than their profile.
-        seconds: that all of it took, on the clock of its budget.
-        steady: what came of the slices that the task asks for, if they were replayed.
+        seconds: that the study took, on the clock of its budget.
     """
 
     finding: Finding
     speed_factor: float
     seconds: float
-    steady: Replayed | None = None
 
 
 class StoppedError(Exception):
@@ -136,15 +132,7 @@ def search(
     with TwinProcesses(plan) as twin:
         course = run_study(study, settings.study, watched(twin), budget)
     assert study.finding is not None
-    began, steady = budget.clock(), None
-    if task.steady is not None and study.finding.confident:
-        steady = replay(replace(task.steady, plan=plan), budget.rest)
-    return Searched(
-        finding=study.finding,
-        speed_factor=factor,
-        seconds=course.seconds + budget.clock() - began,
-        steady=steady,
-    )
+    return Searched(finding=study.finding, speed_factor=factor, seconds=course.seconds)
 
 
 def search_aside(task: SearchTask, settings: ParameterTuningSettings, stop: threading.Event) -> Searched:

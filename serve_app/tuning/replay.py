@@ -30,7 +30,7 @@ class ReplayTask:
         plan: the twin, with what is in force, at the pace of the engines.
         arrivals: what came, from a while before the first slice to the end of the last.
         stretches: the slices in the seconds of `arrivals`, one after the other.
-        numbers: what the asker calls them.
+        numbers: what the asker calls them, if they are of a trial.
         trial: what the asker calls the trial that they are of.
     """
 

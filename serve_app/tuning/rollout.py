@@ -96,7 +96,8 @@ class Rollout:
         Args:
             reason: how it won, for the audit.
             swings: what slices under the incumbent differ by themselves; None is strict.
-            control: how to clear slices of what the twin expects, of which `expected` has to tell then.
+            control: how to clear slices of what the twin expects, as far as is known; `expected` has to tell
+                then. None: nobody will.
         """
         if objection := self._objection(now):
             return self._note(now, Act.REFUSED, objection, candidate)
@@ -159,6 +160,10 @@ class Rollout:
         if self._canary is None or trial != self.trials:
             return []
         return self._concluded(self._canary.expect(rewards), now)
+
+    def controlled(self, control: Control, now: float) -> list[Apply]:
+        """How to clear slices of what the twin expects, now that the time before is known better."""
+        return [] if self._canary is None else self._concluded(self._canary.clear_by(control), now)
 
     def not_expected(self, now: float) -> list[Apply]:
         """Nobody can say what the incumbent would have made of the slices; the trial goes on without."""
