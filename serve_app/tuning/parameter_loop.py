@@ -98,7 +98,7 @@ class ParameterLoop:
         # The replay that a trial waits for, since when, what came of its slices if they are steady ones, and
         # whether it is still to be handed out.
         self._awaited: ReplayTask | None = None
-        self._awaited_for = self._steady
+        self._awaited_for: tuple[Reward, ...] = ()
         self._awaited_since, self._is_replay_due = now, False
 
     def __repr__(self) -> str:
