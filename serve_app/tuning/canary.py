@@ -31,7 +31,7 @@ from serve_app.tuning.control_variate import Control
 from serve_app.tuning.history import finite
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.rollout_settings import RolloutSettings, Slice
-from serve_app.tuning.swings import Swings
+from serve_app.tuning.swings import Measured, Neighbours, Swings
 
 _FIRST_LOOK = 3
 """Pairs before a gain can be proven: a scatter of two is no scatter."""
@@ -164,6 +164,18 @@ class Canary:
         if self._control is not None:
             self._control = control
         return self.verdict()
+
+    def neighbours(self) -> list[Neighbours]:
+        """Slices that follow each other on one side, which tell how far the traffic swings."""
+        measured = {
+            number: Measured(reward, self._expected.get(number)) for number, reward in self._rewards.items()
+        }
+        last = max(measured, default=0)
+        return [
+            (measured[number], measured[number + 1])
+            for number in range(1, last, 2)
+            if number in measured and number + 1 in measured
+        ]
 
     def expect_nothing(self) -> Verdict:
         """Nobody can say what the twin expects; how the trial stands without."""

@@ -8,17 +8,16 @@ is, *however wrong the twin is*: a wrong one only takes away less of the scatter
 because they were served slowly, what arrives depends a little on who served.) Such a quantity is a control
 variate: Lavenberg and Welch, Management Science 27, 1981; for experiments with users, Deng et al., WSDM 2013.
 
-The constant is fitted to slices before the trial, which are all of one side: the slope of what neighbours
-differed by on what they were expected to, drawn towards 1 while there are few, and kept within 0 and 1.
+The constant is fitted to neighbouring slices of one side, of the time before the trial and of earlier
+trials: the slope of what they differed by on what they were expected to, drawn towards 1 while there are few,
+and kept within 0 and 1.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from serve_app.tuning.objective import Reward
-from serve_app.tuning.swings import Swings, attainment
+from serve_app.tuning.swings import Neighbours, Swings, attainment, classes_of
 
 _PRIOR_PAIRS = 2.0
 """Pairs of neighbours that a slope of 1 counts as: the twin is believed until some pairs speak against it."""
@@ -39,19 +38,17 @@ class Control:
     left: Swings = field(default_factory=Swings)
 
 
-def control_of(rewards: Sequence[Reward], expected: Sequence[Reward]) -> Control:
-    """The control that slices of one side suggest, given what the twin expected of each.
-
-    Raises:
-        ValueError: there is not one expectation for each slice.
-    """
-    if len(rewards) != len(expected):
-        raise ValueError(f"{len(rewards)} slices and {len(expected)} expectations: one for each is needed")
-    names = sorted({name for reward in rewards for name in reward.classes})
-    slope, left = _fit([one.value for one in rewards], [one.value for one in expected])
+def control_of(neighbours: Sequence[Neighbours]) -> Control:
+    """The control that slices of one side suggest, as far as the twin was asked what it expected of them."""
+    asked = [
+        (before.reward, after.reward, before.expected, after.expected)
+        for before, after in neighbours
+        if before.expected is not None and after.expected is not None
+    ]
+    slope, left = _fit([tuple(reward.value for reward in rewards) for rewards in asked])
     classes = {
-        name: _fit([attainment(one, name) for one in rewards], [attainment(one, name) for one in expected])
-        for name in names
+        name: _fit([tuple(attainment(reward, name) for reward in rewards) for rewards in asked])
+        for name in classes_of(neighbours)
     }
     return Control(
         reward=slope,
@@ -60,11 +57,15 @@ def control_of(rewards: Sequence[Reward], expected: Sequence[Reward]) -> Control
     )
 
 
-def _fit(seen: Sequence[float | None], expected: Sequence[float | None]) -> tuple[float, float]:
-    """Slope, and root mean square of what it leaves; 1 and 0 when nothing is known."""
+def _fit(figures: Sequence[tuple[float | None, ...]]) -> tuple[float, float]:
+    """Slope, and root mean square of what it leaves; 1 and 0 when nothing is known.
+
+    Args:
+        figures: of each pair of neighbours what was seen before and after, and what was expected of both.
+    """
     pairs = [
         (seen_after - seen_before, after - before)
-        for (seen_before, before), (seen_after, after) in itertools.pairwise(zip(seen, expected, strict=True))
+        for seen_before, seen_after, before, after in figures
         if seen_before is not None and seen_after is not None and before is not None and after is not None
     ]
     if not pairs:

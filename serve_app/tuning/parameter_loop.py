@@ -22,7 +22,7 @@ from serve_app.routing.replica import ReplicaSpec
 from serve_app.routing.snapshot import Snapshot
 from serve_app.scheduling import SchedulerSettings
 from serve_app.simulation.replica import ReplicaPlan
-from serve_app.tuning.control_variate import Control, control_of
+from serve_app.tuning.control_variate import control_of
 from serve_app.tuning.digital_twin import TwinPlan, with_speed
 from serve_app.tuning.objective import Reward, reward_of
 from serve_app.tuning.parameter_search import ParameterTuningSettings, Searched, SearchTask, engines_of
@@ -31,15 +31,22 @@ from serve_app.tuning.retune import Retune
 from serve_app.tuning.rollout import Rollout
 from serve_app.tuning.rollout_settings import Apply
 from serve_app.tuning.search_space import Part, SearchSpace
-from serve_app.tuning.swings import Stretch, Swings, rewards_in, steady_slices, swings_of
+from serve_app.tuning.swings import (
+    SLICES,
+    Measured,
+    Neighbours,
+    Stretch,
+    neighbours_in,
+    rewards_in,
+    steady_slices,
+    swings_of,
+)
 from serve_app.tuning.traffic import TrafficLog
 from serve_app.tuning.tunable import Tunable, parameters_of, space_of
 from serve_app.workloads.trace import Trace
 
 _RECENT = 50_000
 """Outcomes that slices are judged by: two slices at 400 requests/s."""
-_TELLING_SLICES = 3
-"""Slices that say more of how the traffic swings than what was known before."""
 _AUDITS_SHOWN = 12
 _STUDIES_KEPT = 50
 
@@ -93,8 +100,8 @@ class ParameterLoop:
         # Slices before the last trial, what came of them, and those of them that are to be replayed.
         self._steady: tuple[Reward, ...] = ()
         self._to_replay: tuple[Stretch, ...] = ()
-        # What such slices said of the traffic, the last time that there were enough.
-        self._swings, self._control = Swings(), Control()
+        # Neighbouring slices of one side that the twin was asked of, the latest.
+        self._neighbours: deque[Neighbours] = deque(maxlen=SLICES)
         # The replay that a trial waits for, since when, what came of its slices if they are steady ones, and
         # whether it is still to be handed out.
         self._awaited: ReplayTask | None = None
@@ -162,8 +169,9 @@ class ParameterLoop:
             return []
         self._awaited = None
         if not result.task.numbers:
-            self._control = control_of(self._awaited_for, result.expected)
-            return self._orders(self.rollout.controlled(self._control, now))
+            measured = map(Measured, self._awaited_for, result.expected)
+            self._neighbours.extend(neighbours_in(measured))
+            return self._orders(self.rollout.controlled(control_of(self._neighbours), now))
         expected = dict(zip(result.task.numbers, result.expected, strict=True))
         return self._orders(self.rollout.expected(result.task.trial, expected, now))
 
@@ -209,13 +217,14 @@ class ParameterLoop:
             return []
         self._speed_factor = result.speed_factor
         reason = f"reward {found.mean:+.4f} in the twin, over {finding.trials} candidates"
-        steady = steady_slices(self._steady_since, self._settled_until, self._settings.rollout)
-        if len(steady) >= _TELLING_SLICES:
-            self._steady = rewards_in(steady, self._recent, self._settings.objective)
-            self._swings = swings_of(self._steady)
-            self._to_replay = steady
-        control = self._control if self._settings.rollout.control_variates else None
-        applies = self.rollout.propose(finding.best.values, now, reason, self._swings, control)
+        self._neighbours.extend(self.rollout.take_neighbours())
+        slices = steady_slices(self._steady_since, self._settled_until, self._settings.rollout)
+        self._steady = rewards_in(slices, self._recent, self._settings.objective)
+        self._to_replay = slices if len(slices) > 1 else ()
+        known = deque(self._neighbours, maxlen=SLICES)
+        known.extend(neighbours_in(Measured(reward) for reward in self._steady))
+        control = control_of(self._neighbours) if self._settings.rollout.control_variates else None
+        applies = self.rollout.propose(finding.best.values, now, reason, swings_of(known), control)
         if self.rollout.target is None:
             self._to_replay = ()
         return self._orders(applies)

@@ -29,7 +29,7 @@ from serve_app.tuning.history import values_in
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.rollout_settings import Act, Apply, Audit, Mode, RolloutSettings, Slice
 from serve_app.tuning.search_space import SearchSpace, Values
-from serve_app.tuning.swings import Swings
+from serve_app.tuning.swings import Neighbours, Swings
 
 _VERSION = 1
 _AUDITS_KEPT = 1_000
@@ -59,6 +59,7 @@ class Rollout:
         self.frozen = ""
         self.trials = 0
         self._canary: Canary | None = None
+        self._neighbours: list[Neighbours] = []
         self._in_force = self.incumbent
         self._rests_until = -float("inf")
         self._audits: deque[Audit] = deque(maxlen=_AUDITS_KEPT)
@@ -169,6 +170,11 @@ class Rollout:
         """Nobody can say what the incumbent would have made of the slices; the trial goes on without."""
         return [] if self._canary is None else self._concluded(self._canary.expect_nothing(), now)
 
+    def take_neighbours(self) -> list[Neighbours]:
+        """Neighbouring slices of one side in trials that have ended since the last call."""
+        taken, self._neighbours = self._neighbours, []
+        return taken
+
     def freeze(self, now: float, reason: str) -> list[Apply]:
         """Return to the incumbent, and try nothing until `thaw`."""
         self.frozen = reason or "by command"
@@ -245,6 +251,8 @@ class Rollout:
         return [Apply(values=self.incumbent)]
 
     def _end_trial(self) -> None:
+        if self._canary is not None:
+            self._neighbours = self._canary.neighbours()
         self._canary, self.target = None, None
 
     def _side_due(self) -> list[Apply]:

@@ -16,7 +16,7 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.tuning.objective import ObjectiveSettings, Reward, reward_of
 from serve_app.tuning.rollout_settings import RolloutSettings
 
-_SLICES = 12
+SLICES = 12
 """Slices that are looked back at: a root mean square of 11 differences is known to a quarter."""
 
 
@@ -25,6 +25,21 @@ class Stretch(NamedTuple):
 
     start: float
     end: float
+
+
+class Measured(NamedTuple):
+    """What came of a slice.
+
+    Attributes:
+        expected: what the twin expected of it, if it was asked.
+    """
+
+    reward: Reward
+    expected: Reward | None = None
+
+
+Neighbours = tuple[Measured, Measured]
+"""Two slices of one side, one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +58,7 @@ class Swings:
 def steady_slices(begin: float, end: float, settings: RolloutSettings) -> tuple[Stretch, ...]:
     """The last slices from `begin`, since when nothing was changed, to `end`; each without its beginning."""
     slice_s = settings.slice_s
-    count = max(0, min(_SLICES, int((end - begin) // slice_s)))
+    count = max(0, min(SLICES, int((end - begin) // slice_s)))
     starts = [end - (count - place) * slice_s for place in range(count)]
     return tuple(Stretch(start + settings.settle_s, start + slice_s) for start in starts)
 
@@ -66,13 +81,30 @@ def rewards_in(
     return tuple(reward_of(part, objective) for part in parts)
 
 
-def swings_of(rewards: Sequence[Reward]) -> Swings:
-    """The swings of slices under the same values, in their order."""
-    names = {name for reward in rewards for name in reward.classes}
+def neighbours_in(slices: Iterable[Measured]) -> list[Neighbours]:
+    """Each slice of one side with the next."""
+    return list(itertools.pairwise(slices))
+
+
+def swings_of(neighbours: Sequence[Neighbours]) -> Swings:
+    """The swings of slices under the same values."""
     return Swings(
-        reward=swing([reward.value for reward in rewards]),
-        attainment={name: swing([attainment(reward, name) for reward in rewards]) for name in sorted(names)},
+        reward=_swing([(before.reward.value, after.reward.value) for before, after in neighbours]),
+        attainment={
+            name: _swing(
+                [
+                    (attainment(before.reward, name), attainment(after.reward, name))
+                    for before, after in neighbours
+                ]
+            )
+            for name in classes_of(neighbours)
+        },
     )
+
+
+def classes_of(neighbours: Sequence[Neighbours]) -> list[str]:
+    """The classes that any of them had requests of."""
+    return sorted({name for pair in neighbours for measured in pair for name in measured.reward.classes})
 
 
 def attainment(reward: Reward, name: str) -> float | None:
@@ -81,11 +113,7 @@ def attainment(reward: Reward, name: str) -> float | None:
     return None if figures is None else figures.attainment_ratio
 
 
-def swing(values: Sequence[float | None]) -> float:
-    """Root mean square of the differences of neighbours that are both known; 0 without any."""
-    squares = [
-        (after - before) ** 2
-        for before, after in itertools.pairwise(values)
-        if before is not None and after is not None
-    ]
+def _swing(pairs: Sequence[tuple[float | None, float | None]]) -> float:
+    """Root mean square of the differences of those that are both known; 0 without any."""
+    squares = [(after - before) ** 2 for before, after in pairs if before is not None and after is not None]
     return math.sqrt(math.fsum(squares) / len(squares)) if squares else 0.0

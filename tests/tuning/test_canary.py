@@ -149,6 +149,19 @@ def test_a_class_may_swing_as_it_does_by_itself_and_no_further() -> None:
     assert verdict.figures["attainment_limit"] == pytest.approx(0.15)
 
 
+def test_slices_of_one_side_tell_how_far_the_traffic_swings() -> None:
+    canary = Canary(QUICK, 0.0, Swings(), Control())
+    for number in range(5):
+        canary.advance(10.0 * (number + 1))
+        canary.judge(number, told(0.1 * number))
+    canary.expect({3: told(0.3), 4: told(0.4)})
+    (mine, theirs) = canary.neighbours()
+    # Two of the candidate, of which the twin was not asked, and two of the incumbent.
+    assert [each.reward.value for each in (*mine, *theirs)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert [each.expected for each in mine] == [None, None]
+    assert [each.expected for each in theirs] == [told(0.3), told(0.4)]
+
+
 def concluded(rewards: list[Reward], swings: Swings, settings: RolloutSettings) -> tuple[Standing, int]:
     """How a trial ends, and after how many pairs."""
     canary, verdict, taken = Canary(settings, 0.0, swings), Verdict(Standing.OPEN), 0

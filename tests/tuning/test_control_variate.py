@@ -4,9 +4,15 @@ from random import Random
 
 import pytest
 
-from serve_app.tuning.control_variate import control_of
+from serve_app.tuning import control_variate
+from serve_app.tuning.control_variate import Control
 from serve_app.tuning.objective import Reward
+from serve_app.tuning.swings import Measured, neighbours_in
 from tests.tuning.rewards import told
+
+
+def control_of(seen: list[Reward], expected: list[Reward]) -> Control:
+    return control_variate.control_of(neighbours_in(map(Measured, seen, expected)))
 
 
 def slices(*values: float | None) -> list[Reward]:
@@ -72,6 +78,7 @@ def test_a_slice_without_a_reward_is_no_neighbour() -> None:
     assert control.reward == pytest.approx(1.0)
 
 
-def test_one_expectation_for_each_slice() -> None:
-    with pytest.raises(ValueError, match="2 slices and 1 expectations"):
-        control_of(slices(0.1, 0.2), slices(0.1))
+def test_slices_that_the_twin_was_not_asked_of_say_nothing_of_it() -> None:
+    found = control_variate.control_of(neighbours_in(map(Measured, slices(0.1, 0.9, 0.2))))
+    assert (found.reward, found.left.reward) == (1.0, 0.0)
+    assert found.left.attainment == {"default short": 0.0}

@@ -15,7 +15,7 @@ from serve_app.tuning.digital_twin import TwinPlan, with_speed
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.replay import ReplayTask, replay
 from serve_app.tuning.rollout_settings import RolloutSettings
-from serve_app.tuning.swings import Stretch, rewards_in, steady_slices, swings_of
+from serve_app.tuning.swings import Measured, Stretch, neighbours_in, rewards_in, steady_slices, swings_of
 from serve_app.tuning.traffic import TrafficLog
 from serve_app.tuning.tunable import Tunable, space_of
 from serve_app.workloads.trace import Trace
@@ -79,7 +79,8 @@ def test_the_twin_explains_most_of_what_the_traffic_does_by_itself(production: l
     assert len(seen) == len(result.expected) >= 5
     assert result.requests == len(asked.arrivals.requests)
     assert [one.requests for one in result.expected] == [one.requests for one in seen]
-    control, swing = control_of(seen, result.expected), swings_of(seen).reward
+    known = neighbours_in(map(Measured, seen, result.expected))
+    control, swing = control_of(known), swings_of(known).reward
     assert swing > 0.1
     assert control.reward > 0.7
     assert control.left.reward < 0.5 * swing

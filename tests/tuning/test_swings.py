@@ -5,7 +5,7 @@ import pytest
 from serve_app.metrics.record import RequestRecord
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.rollout_settings import RolloutSettings
-from serve_app.tuning.swings import Swings, rewards_in, steady_slices, swings_of
+from serve_app.tuning.swings import Measured, Swings, neighbours_in, rewards_in, steady_slices, swings_of
 from tests.metrics.builders import record
 
 SETTINGS = RolloutSettings(slice_s=10.0, settle_s=2.0)
@@ -20,7 +20,8 @@ def arrived(at: float, ttft_s: float) -> RequestRecord:
 
 
 def found(records: list[RequestRecord], begin: float, end: float) -> Swings:
-    return swings_of(rewards_in(steady_slices(begin, end, SETTINGS), records, OBJECTIVE))
+    rewards = rewards_in(steady_slices(begin, end, SETTINGS), records, OBJECTIVE)
+    return swings_of(neighbours_in(Measured(reward) for reward in rewards))
 
 
 def slices(*ttfts_s: float) -> list[RequestRecord]:
