@@ -245,7 +245,9 @@ class Canary:
         figures["needed"] = needed
         is_last = len(known) >= settings.pairs
         may_look = is_last or (self._left.reward > 0 and len(known) >= _FIRST_LOOK)
-        if may_look and mean > needed:
+        # A constant reward measures nothing, whatever the twin expected of it.
+        measures = any(self._raw(pair) != 0 for pair in known)
+        if may_look and measures and mean > needed:
             return Verdict(Standing.WON, "the reward is better than the incumbent's", figures)
         if not is_last:
             return Verdict(Standing.OPEN, figures=figures)

@@ -284,6 +284,12 @@ def test_a_class_is_cleared_of_what_is_expected_of_it() -> None:
     assert verdict.figures["attainment_difference"] == pytest.approx(-0.3)
 
 
+def test_a_constant_reward_is_not_adopted_whatever_the_twin_expected_of_it() -> None:
+    verdict = cleared([(0.0, -0.3), (0.0, -0.31), (0.0, -0.29)], Control(left=Swings(reward=0.01)))[1]
+    assert verdict.figures["mean_difference"] == pytest.approx(0.3)
+    assert verdict.standing is Standing.UNPROVEN
+
+
 @pytest.mark.parametrize("slope", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("twin", ["right", "wild", "contrary"])
 def test_however_wrong_the_twin_a_step_without_a_gain_is_adopted_as_seldom_as_stated(

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from serve_app.tuning.control_variate import Control
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.rollout import Rollout
 from serve_app.tuning.rollout_settings import Act, Apply, RolloutSettings, Slice
 from serve_app.tuning.search_space import Values
+from serve_app.tuning.swings import Swings
 from tests.tuning.rewards import BEST, CURRENT, space, told
 
 ON = RolloutSettings(
@@ -289,9 +291,35 @@ class Guarded(RuleBasedStateMachine):
         self.production.passes(self.now)
         self.do(self.rollout.tick(self.now))
 
-    @rule(candidate=CANDIDATE)
-    def a_candidate_won(self, candidate: Values) -> None:
-        self.do(self.rollout.propose(candidate, self.now))
+    @rule(candidate=CANDIDATE, slope=st.one_of(st.none(), st.floats(0.0, 1.0)))
+    def a_candidate_won(self, candidate: Values, slope: float | None) -> None:
+        control = None if slope is None else Control(reward=slope)
+        self.do(self.rollout.propose(candidate, self.now, control=control))
+
+    @rule(mine=REWARD, theirs=REWARD, of_another=st.sampled_from([False, False, True]))
+    def the_twin_tells_what_it_expected(
+        self, mine: float | None, theirs: float | None, of_another: bool
+    ) -> None:
+        before, parts = self.rollout.incumbent, self.rollout.to_expect()
+        expected = {part.number: told(mine if part.of_candidate else theirs) for part in parts}
+        self.do(self.rollout.expected(self.rollout.trials - of_another, expected, self.now))
+        if of_another:
+            assert self.rollout.incumbent == before
+            assert self.rollout.to_expect() == parts
+        self.never_farther_than_a_step(before, self.rollout.incumbent)
+
+    @rule(slope=st.floats(0.0, 1.0))
+    def more_is_known_of_the_twin(self, slope: float) -> None:
+        before = self.rollout.incumbent
+        self.do(self.rollout.controlled(Control(reward=slope, left=Swings(reward=0.1)), self.now))
+        self.never_farther_than_a_step(before, self.rollout.incumbent)
+
+    @rule()
+    def the_twin_does_not_tell(self) -> None:
+        before = self.rollout.incumbent
+        self.do(self.rollout.not_expected(self.now))
+        assert self.rollout.to_expect() == []
+        self.never_farther_than_a_step(before, self.rollout.incumbent)
 
     @rule(mine=REWARD, theirs=REWARD, lag=st.sampled_from([0.0, 0.0, 5.0, 50.0]), kept=st.floats(0.0, 1.0))
     def slices_are_judged(self, mine: float | None, theirs: float | None, lag: float, kept: float) -> None:
