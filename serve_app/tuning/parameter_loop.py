@@ -26,7 +26,7 @@ from serve_app.tuning.control_variate import control_of
 from serve_app.tuning.digital_twin import TwinPlan, with_speed
 from serve_app.tuning.objective import Reward, reward_of
 from serve_app.tuning.parameter_search import ParameterTuningSettings, Searched, SearchTask, engines_of
-from serve_app.tuning.replay import LEADS_SLICES, MOST_REQUESTS, Replayed, ReplayTask
+from serve_app.tuning.replay import LEAD_SLICES, MOST_REQUESTS, Replayed, ReplayTask
 from serve_app.tuning.retune import Retune
 from serve_app.tuning.rollout import Rollout
 from serve_app.tuning.rollout_settings import Apply
@@ -267,24 +267,35 @@ class ParameterLoop:
                 return []
             self._awaited, self._is_replay_due = None, False
             return self.rollout.not_expected(seen.at)
-        if self.rollout.target is None:
+        traffic = self._traffic.trace(seen.settled_until)
+        if self.rollout.target is None or traffic is None or not seen.replicas:
             return []
+        engines = with_speed(engines_of(seen.replicas, self._settings.profile), self._speed_factor)
+        plan = self._plan_of(traffic, engines)
         # First how far the twin is to be believed, then what it expects.
-        steady, self._to_replay = self._to_replay, ()
-        parts = [] if steady else self.rollout.to_expect()
-        if not steady and not parts:
-            return []
-        slices = steady or tuple(Stretch(part.start, part.end) for part in parts)
-        task, traffic = None, self._traffic.trace(seen.settled_until)
-        if seen.replicas and traffic is not None and self._settings.rollout.control_variates:
-            engines = with_speed(engines_of(seen.replicas, self._settings.profile), self._speed_factor)
-            task = self._task_of(self._plan_of(traffic, engines), slices)
+        task = self._steady_task(plan)
         if task is None:
-            return self.rollout.not_expected(seen.at)
-        numbers = tuple(part.number for part in parts)
-        self._awaited = replace(task, numbers=numbers, trial=self.rollout.trials)
-        self._awaited_since, self._is_replay_due, self._awaited_for = seen.at, True, self._steady
+            parts = self.rollout.to_expect()
+            if not parts:
+                return []
+            task = self._task_of(plan, [Stretch(part.start, part.end) for part in parts])
+            if task is None:
+                return self.rollout.not_expected(seen.at)
+            task = replace(task, numbers=tuple(part.number for part in parts), trial=self.rollout.trials)
+        self._awaited, self._awaited_since, self._is_replay_due = task, seen.at, True
         return []
+
+    def _steady_task(self, plan: TwinPlan) -> ReplayTask | None:
+        """The replay of the time before the trial, once; as much of it as is known and not too much."""
+        slices, self._to_replay = self._to_replay, ()
+        if not self._settings.rollout.control_variates:
+            return None
+        for first in range(len(slices) - 1):
+            task = self._task_of(plan, slices[first:])
+            if task is not None:
+                self._awaited_for = self._steady[first:]
+                return task
+        return None
 
     def _plan_of(self, traffic: Trace, engines: tuple[ReplicaPlan, ...]) -> TwinPlan:
         """The twin of what is in force."""
@@ -300,17 +311,16 @@ class ParameterLoop:
         )
 
     def _task_of(self, plan: TwinPlan, slices: Sequence[Stretch]) -> ReplayTask | None:
-        """The replay of some slices; None when there are none, or not all that came in them is known."""
-        if not slices:
-            return None
+        """The replay of some slices; None when not all that came in them is known, or it is too much."""
         settings = self._settings.rollout
-        for lead in LEADS_SLICES:
-            begin = slices[0].start - settings.settle_s - lead * settings.slice_s
-            arrivals = self._traffic.stretch(begin, slices[-1].end)
-            if arrivals is not None and len(arrivals.requests) <= MOST_REQUESTS:
-                stretches = tuple(Stretch(each.start - begin, each.end - begin) for each in slices)
-                return ReplayTask(plan=plan, arrivals=arrivals, stretches=stretches)
-        return None
+        lead_s = settings.settle_s + LEAD_SLICES * settings.slice_s
+        known = [
+            arrivals
+            for each in slices
+            if (arrivals := self._traffic.stretch(each.start - lead_s, each.end)) is not None
+        ]
+        task = ReplayTask(plan=plan, slices=tuple(known), lead_s=lead_s)
+        return task if len(known) == len(slices) and task.requests <= MOST_REQUESTS else None
 
     def _end_search(self, now: float) -> None:
         self._searching = False

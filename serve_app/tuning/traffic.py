@@ -79,33 +79,19 @@ class TrafficLog:
         return _trace(kept, kept[0].arrived_at) if kept else None
 
     def stretch(self, start: float, end: float) -> Trace | None:
-        """What an empty fleet has to be given to stand as the real one did: a trace in which `start` is 0.
+        """The requests that arrived in a stretch of time as a trace in which `start` is 0.
 
-        First, all at 0, those that had come before and were not over; of answers under way only what was left
-        of them. Then those that came until `end`. None when nothing came, and when something may be
-        forgotten already.
+        None when there are none, and when some of them may be forgotten already.
         """
         is_whole = len(self._records) < (self._records.maxlen or 0)
         if not is_whole and start < min(record.arrived_at for record in self._records):
             return None
-        open_then = [record for record in self._records if record.arrived_at < start < record.finished_at]
-        came = self.between(start, end)
-        if not came:
-            return None
-        begun = [_rest_of(record, start) for record in sorted(open_then, key=_by_arrival)]
-        return _trace([*begun, *sorted(came, key=_by_arrival)], start)
+        came = sorted(self.between(start, end), key=_by_arrival)
+        return _trace(came, start) if came else None
 
 
 def _by_arrival(record: RequestRecord) -> tuple[float, str]:
     return record.arrived_at, record.request_id
-
-
-def _rest_of(record: RequestRecord, now: float) -> RequestRecord:
-    """A request that is under way as if it came now, with as much of its answer as is still to be written."""
-    left = 1.0
-    if record.first_token_at is not None and record.first_token_at < now:
-        left = (record.finished_at - now) / (record.finished_at - record.first_token_at)
-    return replace(record, arrived_at=now, output_tokens=max(1, round(left * record.output_tokens)))
 
 
 def _trace(records: list[RequestRecord], start: float) -> Trace:

@@ -1,5 +1,4 @@
 import statistics
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -123,23 +122,6 @@ def test_the_requests_of_a_stretch_are_those_that_arrived_in_it() -> None:
     for at in (4.0, 2.0, 3.0):
         log.add(record(request_id=f"r{at}", arrived_at=at))
     assert [one.arrived_at for one in log.between(2.0, 4.0)] == [2.0, 3.0]
-
-
-def test_a_stretch_begins_with_what_was_under_way() -> None:
-    log = TrafficLog()
-    over = record(request_id="over", arrived_at=1.0, dispatched_at=1.0, first_token_at=1.5, finished_at=9.0)
-    log.add(over)
-    for name, first in (("half written", 8.0), ("waits", 13.0)):
-        log.add(
-            replace(
-                over, request_id=name, first_token_at=first, finished_at=12.0 + first - 8.0, output_tokens=40
-            )
-        )
-    log.add(replace(over, request_id="came", arrived_at=12.0, finished_at=20.0, output_tokens=40))
-    log.add(replace(over, request_id="too late", arrived_at=15.0, finished_at=20.0))
-    found = log.stretch(10.0, 15.0)
-    assert found is not None
-    assert [(one.arrival_s, one.output_tokens) for one in found.requests] == [(0.0, 20), (0.0, 40), (2.0, 40)]
 
 
 def test_a_stretch_is_none_if_nothing_came_or_something_may_be_forgotten() -> None:
