@@ -220,7 +220,7 @@ class ParameterLoop:
         self._neighbours.extend(self.rollout.take_neighbours())
         slices = steady_slices(self._steady_since, self._settled_until, self._settings.rollout)
         self._steady = rewards_in(slices, self._recent, self._settings.objective)
-        self._to_replay = slices if len(slices) > 1 else ()
+        self._to_replay = slices if self._settings.rollout.control_variates and len(slices) > 1 else ()
         known = deque(self._neighbours, maxlen=SLICES)
         known.extend(neighbours_in(Measured(reward) for reward in self._steady))
         control = control_of(self._neighbours) if self._settings.rollout.control_variates else None
@@ -267,35 +267,34 @@ class ParameterLoop:
                 return []
             self._awaited, self._is_replay_due = None, False
             return self.rollout.not_expected(seen.at)
-        traffic = self._traffic.trace(seen.settled_until)
-        if self.rollout.target is None or traffic is None or not seen.replicas:
+        # Asked first, since this is done every second, and a trace of the traffic costs milliseconds.
+        if self.rollout.target is None or not (self._to_replay or self.rollout.to_expect()):
             return []
-        engines = with_speed(engines_of(seen.replicas, self._settings.profile), self._speed_factor)
-        plan = self._plan_of(traffic, engines)
         # First how far the twin is to be believed, then what it expects.
-        task = self._steady_task(plan)
-        if task is None:
-            parts = self.rollout.to_expect()
-            if not parts:
-                return []
-            task = self._task_of(plan, [Stretch(part.start, part.end) for part in parts])
-            if task is None:
-                return self.rollout.not_expected(seen.at)
-            task = replace(task, numbers=tuple(part.number for part in parts), trial=self.rollout.trials)
-        self._awaited, self._awaited_since, self._is_replay_due = task, seen.at, True
+        steady, self._to_replay = self._to_replay, ()
+        task = self._steady_task(seen, steady) if steady else self._pairs_task(seen)
+        if task is not None:
+            self._awaited, self._awaited_since, self._is_replay_due = task, seen.at, True
+        elif not steady:
+            return self.rollout.not_expected(seen.at)
         return []
 
-    def _steady_task(self, plan: TwinPlan) -> ReplayTask | None:
-        """The replay of the time before the trial, once; as much of it as is known and not too much."""
-        slices, self._to_replay = self._to_replay, ()
-        if not self._settings.rollout.control_variates:
-            return None
+    def _steady_task(self, seen: Seen, slices: Sequence[Stretch]) -> ReplayTask | None:
+        """The replay of the time before the trial; as much of it as is known and not too much."""
         for first in range(len(slices) - 1):
-            task = self._task_of(plan, slices[first:])
+            task = self._task_of(seen, slices[first:])
             if task is not None:
                 self._awaited_for = self._steady[first:]
                 return task
         return None
+
+    def _pairs_task(self, seen: Seen) -> ReplayTask | None:
+        """The replay of what the trial waits for."""
+        parts = self.rollout.to_expect()
+        task = self._task_of(seen, [Stretch(part.start, part.end) for part in parts])
+        if task is None:
+            return None
+        return replace(task, numbers=tuple(part.number for part in parts), trial=self.rollout.trials)
 
     def _plan_of(self, traffic: Trace, engines: tuple[ReplicaPlan, ...]) -> TwinPlan:
         """The twin of what is in force."""
@@ -310,17 +309,21 @@ class ParameterLoop:
             settings=self._settings.twin,
         )
 
-    def _task_of(self, plan: TwinPlan, slices: Sequence[Stretch]) -> ReplayTask | None:
+    def _task_of(self, seen: Seen, slices: Sequence[Stretch]) -> ReplayTask | None:
         """The replay of some slices; None when not all that came in them is known, or it is too much."""
         settings = self._settings.rollout
         lead_s = settings.settle_s + LEAD_SLICES * settings.slice_s
+        traffic = self._traffic.trace(seen.settled_until)
         known = [
             arrivals
             for each in slices
             if (arrivals := self._traffic.stretch(each.start - lead_s, each.end)) is not None
         ]
-        task = ReplayTask(plan=plan, slices=tuple(known), lead_s=lead_s)
-        return task if len(known) == len(slices) and task.requests <= MOST_REQUESTS else None
+        if traffic is None or not seen.replicas or len(known) < len(slices):
+            return None
+        engines = with_speed(engines_of(seen.replicas, self._settings.profile), self._speed_factor)
+        task = ReplayTask(plan=self._plan_of(traffic, engines), slices=tuple(known), lead_s=lead_s)
+        return task if task.requests <= MOST_REQUESTS else None
 
     def _end_search(self, now: float) -> None:
         self._searching = False

@@ -32,6 +32,7 @@ async def test_a_search_whose_answer_comes_as_it_is_closed_ends() -> None:
     answered.set()
     async with asyncio.timeout(5):
         await connector.close()
+    assert not connector.is_up
 
 
 async def test_a_replica_that_is_closed_as_it_has_news_ends(world: World) -> None:
@@ -42,3 +43,4 @@ async def test_a_replica_that_is_closed_as_it_has_news_ends(world: World) -> Non
     client.report_now()
     async with asyncio.timeout(5):
         await client.close()
+    assert not client.is_connected
