@@ -44,13 +44,13 @@ from serve_app.request import PromptShape, Usage
 from serve_app.routing.pools import RoutingSettings
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.backpressure import BackpressureSettings
+from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Endpoint
 from serve_app.serving.channel.replica_client import ReplicaClient
+from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, Submission
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.dispatching import Grant, ReplicaAddress, Submission
-from serve_app.serving.scheduler_shell import SchedulerShell, ShellParts
+from serve_app.serving.scheduler.live_scheduler import SchedulerShell, ShellParts
 
 USAGE = Usage(prompt_tokens=100, output_tokens=10)
 SHAPE = PromptShape(text_bytes=400, messages=2)

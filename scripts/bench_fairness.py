@@ -43,8 +43,8 @@ from serve_app.simulation.direct import DirectWorld
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.load import saturated_rate_per_s
 from serve_app.simulation.scheduler_settings import scheduler_settings
+from serve_app.simulation.simulation import World, WorldSettings
 from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
-from serve_app.simulation.world import World, WorldSettings
 from serve_app.workloads.trace import Trace, TraceRequest
 from serve_app.workloads.transform import merge, scale_to_rate
 

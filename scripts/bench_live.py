@@ -66,7 +66,7 @@ from serve_app.metrics.statistics import Distribution
 from serve_app.metrics.summary import SummaryRules, summarise
 from serve_app.provenance import commit, hardware, load_average
 from serve_app.request import PriorityClass
-from serve_app.simulation.results import FIGURES, Figure, Row, markdown_table, unequal_work
+from serve_app.simulation.command.results import FIGURES, Figure, Row, markdown_table, unequal_work
 from serve_app.simulation.run import SloByLength
 from serve_app.workloads.trace import Trace
 

@@ -49,8 +49,8 @@ from serve_app.command import positive_float
 from serve_app.errors import ServeAppError
 from serve_app.metrics.record import RequestRecord
 from serve_app.provenance import commit, load_average
-from serve_app.tuning.objective import ObjectiveSettings, reward_of
-from serve_app.tuning.service_class import ClassTarget, Targets
+from serve_app.tuning.objective.objective import ObjectiveSettings, reward_of
+from serve_app.tuning.objective.service_class import ClassTarget, Targets
 from serve_app.workloads.arrivals import GammaArrivals
 from serve_app.workloads.lengths import MixedLengths, UniformLengths
 from serve_app.workloads.streams import stream

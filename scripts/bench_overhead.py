@@ -51,9 +51,9 @@ from serve_app.bench.bodies import BodyFactory, BodySettings
 from serve_app.bench.closed_loop import ClosedLoop, Exchange
 from serve_app.bench.connection import BenchError, ConnectionPool, Target
 from serve_app.bench.processes import CpuMeter, ProcessUse
-from serve_app.engines.emulated import EmulatedEngine, EmulatedEngineSettings
+from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.provenance import commit, hardware, load_average
-from serve_app.serving.replica_server import ReplicaServer, ReplicaServerSettings
+from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings
 from serve_app.workloads.trace import TraceRequest
 
 ROOT = Path(__file__).resolve().parent.parent

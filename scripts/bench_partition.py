@@ -43,11 +43,11 @@ import numpy as np
 import numpy.typing as npt
 
 from serve_app.provenance import commit, hardware
-from serve_app.scheduling.partition import Partition
+from serve_app.scheduling.policies.partition import Partition
 from serve_app.tuning import DriftSettings, RefineAndPruneSettings, distance, has_drifted, refine_and_prune
-from serve_app.tuning.partition_distance import queue_means
-from serve_app.tuning.partition_settings import PAPER, RELEASED
-from serve_app.tuning.refine_and_prune import refine
+from serve_app.tuning.partition.partition_distance import queue_means
+from serve_app.tuning.partition.refine_and_prune import refine
+from serve_app.tuning.partition.settings import PAPER, RELEASED
 from serve_app.workloads.catalog import WorkloadSettings, resolve
 
 Sample = npt.NDArray[np.int64]

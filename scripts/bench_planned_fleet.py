@@ -52,10 +52,10 @@ from serve_app.metrics.confidence import interval_95
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.slo import Slo, slo_attainment_ratio
 from serve_app.metrics.statistics import percentile
-from serve_app.planning.candidates import SearchSpace, SizedFleet
 from serve_app.planning.costs import CostTable
 from serve_app.planning.plan import Effort, make_plan
-from serve_app.planning.verification import Demand, RunFigures, Verification, Verifier
+from serve_app.planning.sizing.candidates import SearchSpace, SizedFleet
+from serve_app.planning.sizing.verification import Demand, RunFigures, Verification, Verifier
 from serve_app.provenance import commit, hardware, load_average
 from serve_app.simulation.workload import TraceChoice, at_rate, choose_trace, fit
 from serve_app.workloads.trace import Trace

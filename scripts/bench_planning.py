@@ -38,14 +38,14 @@ from pydantic import TypeAdapter, ValidationError
 from serve_app.command import positive_int, progress_bar
 from serve_app.errors import ServeAppError, SettingsError
 from serve_app.metrics.slo import Slo
-from serve_app.planning.candidates import SearchSpace
-from serve_app.planning.closed_form import request_share_saving, work_share, work_share_saving
 from serve_app.planning.costs import CostTable
-from serve_app.planning.length_mix import LengthMix
-from serve_app.planning.paper_model import A100, PaperEngine
+from serve_app.planning.model.closed_form import request_share_saving, work_share, work_share_saving
+from serve_app.planning.model.length_mix import LengthMix
+from serve_app.planning.model.paper_model import A100, PaperEngine
 from serve_app.planning.plan import Effort, make_plan
 from serve_app.planning.results import plan_as_json
-from serve_app.planning.verification import Demand
+from serve_app.planning.sizing.candidates import SearchSpace
+from serve_app.planning.sizing.verification import Demand
 from serve_app.provenance import commit, hardware, load_average
 from serve_app.simulation.workload import TraceChoice, choose_trace
 from serve_app.workloads.streams import stream

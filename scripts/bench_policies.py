@@ -38,6 +38,7 @@ from serve_app.command import positive_int, progress_bar
 from serve_app.errors import ServeAppError
 from serve_app.provenance import commit, hardware, load_average
 from serve_app.simulation.batch import run_all
+from serve_app.simulation.command.results import markdown_table, run_as_json, unequal_work
 from serve_app.simulation.experiment import (
     Experiment,
     Place,
@@ -47,7 +48,6 @@ from serve_app.simulation.experiment import (
     without_unknown_policies,
 )
 from serve_app.simulation.partitions import LEARNED, PartitionSource, partition_source
-from serve_app.simulation.results import markdown_table, run_as_json, unequal_work
 from serve_app.simulation.run import RunSettings
 from serve_app.tuning import LearnedPartitions
 

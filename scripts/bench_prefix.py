@@ -33,14 +33,14 @@ from functools import partial
 
 from serve_app.command import positive_float, positive_int, progress_bar
 from serve_app.metrics.record import RequestRecord
-from serve_app.routing.prefix_index import PrefixIndex
-from serve_app.serving.gateway.prefix import Opening, prefix_hashes
+from serve_app.routing.prefix.index import PrefixIndex
+from serve_app.serving.gateway.request.prefix import Opening, prefix_hashes
 from serve_app.simulation.direct import Balance, DirectWorld
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.replica import SimulatedReplica
 from serve_app.simulation.scheduler_settings import scheduler_settings
+from serve_app.simulation.simulation import World
 from serve_app.simulation.workload import Disclosure, requests_of
-from serve_app.simulation.world import World
 from serve_app.workloads.conversations import ConversationSettings, conversations
 from serve_app.workloads.trace import Trace
 from serve_app.workloads.transform import scale_to_rate

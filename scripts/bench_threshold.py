@@ -49,11 +49,11 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.slo import Slo, slo_attainment_ratio
 from serve_app.metrics.statistics import percentile
 from serve_app.provenance import commit
-from serve_app.routing.adaptive_threshold import ThresholdMoved
+from serve_app.routing.adaptive_b_short import ThresholdMoved
 from serve_app.simulation.fleet import EngineChanges, FleetSettings, PoolChanges
 from serve_app.simulation.scheduler_settings import scheduler_settings
+from serve_app.simulation.simulation import Decision, World
 from serve_app.simulation.workload import Disclosure, fit, requests_of
-from serve_app.simulation.world import Decision, World
 from serve_app.workloads.lengths import LognormalLengths
 from serve_app.workloads.published import RECIPES
 from serve_app.workloads.streams import stream

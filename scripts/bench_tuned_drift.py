@@ -54,13 +54,13 @@ from serve_app.simulation.load import saturated_rate_of
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.simulation.workload import Disclosure, fit, requests_of
 from serve_app.tuning import LearnedPartitions, StrategicSettings
-from serve_app.tuning.digital_twin import TwinSettings
-from serve_app.tuning.objective import ObjectiveSettings, reward_of
-from serve_app.tuning.parameter_search import ParameterTuningSettings
-from serve_app.tuning.rollout_settings import Act, Audit, RolloutSettings
-from serve_app.tuning.study_settings import StudySettings
-from serve_app.tuning.tunable import Tunable, parameters_of, started_from
-from serve_app.tuning.tuned_world import TunedWorld, counting_replay, counting_search
+from serve_app.tuning.objective.objective import ObjectiveSettings, reward_of
+from serve_app.tuning.online.parameter_search import ParameterTuningSettings
+from serve_app.tuning.online.rollout_settings import Act, Audit, RolloutSettings
+from serve_app.tuning.online.tuned_simulation import TunedWorld, counting_replay, counting_search
+from serve_app.tuning.search.study_settings import StudySettings
+from serve_app.tuning.search.tunable import Tunable, parameters_of, started_from
+from serve_app.tuning.twin.digital_twin import TwinSettings
 from serve_app.workloads.lengths import LognormalLengths, MixedLengths, UniformLengths
 from serve_app.workloads.streams import stream
 from serve_app.workloads.trace import Trace, TraceRequest

@@ -51,16 +51,16 @@ from serve_app.simulation.load import saturated_rate_per_s
 from serve_app.simulation.run import RunSettings, fitted_trace
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.simulation.workload import TraceChoice
-from serve_app.tuning.digital_twin import TwinPlan, TwinSettings
-from serve_app.tuning.objective import ObjectiveSettings
-from serve_app.tuning.optimiser import make_optimiser
-from serve_app.tuning.scoreboard import INCUMBENT, Job
-from serve_app.tuning.search_space import Values
-from serve_app.tuning.study import Study
-from serve_app.tuning.study_run import Budget, run_study
-from serve_app.tuning.study_settings import StudySettings
-from serve_app.tuning.tunable import Tunable, parameters_of, space_of, started_from
-from serve_app.tuning.twin_processes import TwinProcesses
+from serve_app.tuning.objective.objective import ObjectiveSettings
+from serve_app.tuning.search.optimiser import make_optimiser
+from serve_app.tuning.search.scoreboard import INCUMBENT, Job
+from serve_app.tuning.search.search_space import Values
+from serve_app.tuning.search.study import Study
+from serve_app.tuning.search.study_run import Budget, run_study
+from serve_app.tuning.search.study_settings import StudySettings
+from serve_app.tuning.search.tunable import Tunable, parameters_of, space_of, started_from
+from serve_app.tuning.twin.digital_twin import TwinPlan, TwinSettings
+from serve_app.tuning.twin.processes import TwinProcesses
 
 Row = dict[str, Any]
 WORKLOADS = {"paper-mix": "paper-mix", "azure": "azure-code+azure-conv"}

@@ -20,7 +20,7 @@ from serve_app.routing.pools import RoutingSettings
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.commands import Command, Dispatch
-from serve_app.scheduling.partition import Partition
+from serve_app.scheduling.policies.partition import Partition
 from serve_app.scheduling.scheduler import Scheduler
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.simulation.workload import Disclosure, requests_of

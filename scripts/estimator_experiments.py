@@ -13,10 +13,10 @@ from typing import Any
 from estimator_texts import Bodies, Sample, Tokenizer, seeded
 
 from serve_app.request import PromptShape, Request, TextCategory, Usage
-from serve_app.routing.estimate import EstimatorSettings, TokenEstimator
+from serve_app.routing.estimation.bytes_per_token import RatioSettings
+from serve_app.routing.estimation.estimate import EstimatorSettings, TokenEstimator
+from serve_app.routing.estimation.text_category import classify
 from serve_app.routing.pools import PoolRouter, RoutingSettings
-from serve_app.routing.ratio import RatioSettings
-from serve_app.routing.text import classify
 
 OUTPUT_TOKENS = 256
 AFTER = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)

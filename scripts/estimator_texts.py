@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.request import PromptShape
-from serve_app.serving.gateway.parse import PARSERS
+from serve_app.serving.gateway.request.parse import PARSERS
 
 Messages = list[dict[str, Any]]
 

@@ -8,13 +8,13 @@ import asyncio
 from ray.serve import Application
 
 from serve_app import app
-from serve_app.serving.parameter_tuner import Searcher
-from serve_app.serving.tuner_deployment import TunerDeployment
-from serve_app.settings import AppSettings
-from serve_app.tuning.comparison import Comparison
-from serve_app.tuning.history import Proposal
-from serve_app.tuning.parameter_search import Searched, SearchTask
-from serve_app.tuning.study import Finding
+from serve_app.serving.tuner.deployment import TunerDeployment
+from serve_app.serving.tuner.parameter_tuner import Searcher
+from serve_app.settings.application import AppSettings
+from serve_app.tuning.online.parameter_search import Searched, SearchTask
+from serve_app.tuning.search.comparison import Comparison
+from serve_app.tuning.search.history import Proposal
+from serve_app.tuning.search.study import Finding
 
 AWFUL = {
     "a_u": 0.01,

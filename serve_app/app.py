@@ -13,15 +13,15 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from serve_app.engines.vllm import check_vllm_args
+from serve_app.engines.vllm.engine import check_vllm_args
 from serve_app.errors import SettingsError
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.gateway_deployment import GatewayDeployment
-from serve_app.serving.pool_deployment import PoolDeployment, PoolDeploymentSettings
-from serve_app.serving.scheduler_actor import SCHEDULER_DEPLOYMENT_OPTIONS, SchedulerActorSettings
-from serve_app.serving.scheduler_deployment import SchedulerDeployment
-from serve_app.serving.tuner_deployment import TUNER_DEPLOYMENT_OPTIONS, TunerDeployment
-from serve_app.settings import AppSettings, ModelSettings, PoolSettings
+from serve_app.serving.gateway.deployment import GatewayDeployment
+from serve_app.serving.pool.deployment import PoolDeployment, PoolDeploymentSettings
+from serve_app.serving.scheduler.actor import SCHEDULER_DEPLOYMENT_OPTIONS, SchedulerActorSettings
+from serve_app.serving.scheduler.deployment import SchedulerDeployment
+from serve_app.serving.tuner.deployment import TUNER_DEPLOYMENT_OPTIONS, TunerDeployment
+from serve_app.settings.application import AppSettings, ModelSettings, PoolSettings
 
 # After its last answer a replica has to end its server and its engine, before Ray ends the process.
 _STOP_MARGIN_S = 30.0

@@ -11,8 +11,8 @@ from ray.serve._private.build_app import build_app as build_with_serve
 
 from serve_app.app import build_app
 from serve_app.errors import SettingsError
-from serve_app.serving.pool_deployment import PoolDeploymentSettings
-from serve_app.settings import AppSettings, load_settings
+from serve_app.serving.pool.deployment import PoolDeploymentSettings
+from serve_app.settings.application import AppSettings, load_settings
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -103,7 +103,7 @@ def test_each_pool_is_scaled_by_its_own_settings_and_our_policy() -> None:
     config = found["short-demo"]._deployment_config.autoscaling_config
     assert config is not None
     assert (config.min_replicas, config.max_replicas) == (1, 4)
-    assert config.policy.policy_function == "serve_app.serving.autoscaling:PoolPolicy"
+    assert config.policy.policy_function == "serve_app.serving.pool.autoscaling:PoolPolicy"
     assert found["long-demo"]._deployment_config.autoscaling_config is None
 
 

@@ -24,21 +24,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": WORDS,
     "routing": WORDS,
     "scheduling": CORE - {"scheduling"},
-    "engines": WORDS,
+    # How engines behave, without one: what simulation, planning, calibration and the twin compute with.
+    "engine_model": WORDS,
+    # Adapters to what answers requests; serving hosts them.
+    "engines": WORDS | {"engine_model"},
     "workloads": WORDS,
     # Both drive the core, and neither knows the other.
-    "simulation": CORE | {"engines", "workloads", "command", "provenance"},
-    "serving": CORE | {"engines", "tuning"},
-    "tuning": CORE | {"engines", "workloads", "simulation", "command", "provenance"},
-    "planning": CORE | {"engines", "workloads", "simulation", "command", "provenance"},
+    "simulation": CORE | {"engine_model", "workloads", "command", "provenance"},
+    "serving": CORE | {"engines", "engine_model", "tuning"},
+    "tuning": CORE | {"engine_model", "workloads", "simulation", "command", "provenance"},
+    "planning": CORE | {"engine_model", "workloads", "simulation", "command", "provenance"},
     # A client of a live endpoint: it knows it from outside only.
     "bench": WORDS | {"metrics", "workloads", "command", "provenance"},
-    "settings_errors": {"errors"},
-    "settings_inheritance": CORE | {"engines"},
-    "settings": CORE | {"engines", "serving", "tuning", "settings_errors", "settings_inheritance"},
+    "settings": CORE | {"engines", "engine_model", "serving", "tuning"},
     "app": CORE | {"engines", "serving", "tuning", "settings"},
     "provenance": {"workloads"},
-    "calibration": WORDS | {"engines", "command"},
+    "calibration": WORDS | {"engine_model", "command"},
     "command": set(),
     # Another client from outside.
     "status": {"errors", "command"},
@@ -51,8 +52,11 @@ PURE = (
     "scheduling",
     "routing",
     "metrics",
-    "engines/emulation",
-    "engines/step_time.py",
+    *(f"engine_model/{name}.py" for name in ("batch", "batching", "decoding", "kv_blocks", "model")),
+    *(
+        f"engine_model/{name}.py"
+        for name in ("recent_mean", "sequences", "settings", "step_time", "waiting", "__init__")
+    ),
     "request.py",
     "errors.py",
 )
@@ -64,7 +68,7 @@ IMPURE_STANDARD_LIBRARY = {
 # Where the heavy libraries may be imported.
 HOMES = {
     "ray": ("serving", "app.py"),
-    "vllm": ("engines/vllm.py",),
+    "vllm": ("engines/vllm/engine.py",),
     "sklearn": ("tuning",),
     "scipy": ("calibration",),
     "hyperopt": ("tuning",),

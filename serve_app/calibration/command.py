@@ -12,7 +12,7 @@ from serve_app.calibration.measurements import CalibrationError, Measurements, r
 from serve_app.calibration.replay import measured, replay
 from serve_app.calibration.start import starting_point
 from serve_app.command import Command, positive_int, progress_bar, say, warn
-from serve_app.engines.profiles import EngineProfile, load_profile, save_profile
+from serve_app.engine_model.profiles import EngineProfile, load_profile, save_profile
 from serve_app.errors import SettingsError
 
 _EXAMPLE = """example:

@@ -18,8 +18,8 @@ import numpy as np
 from serve_app.calibration.measurements import CalibrationError, MeasuredRequest
 from serve_app.calibration.replay import Floats, Timings, measured, replay
 from serve_app.calibration.start import starting_point, typical_step_s
-from serve_app.engines.emulation.settings import EngineModelSettings
-from serve_app.engines.step_time import StepTimeModel
+from serve_app.engine_model.settings import EngineModelSettings
+from serve_app.engine_model.step_time import StepTimeModel
 
 # Fewer requests do not tell six coefficients.
 MIN_FITTED = 20

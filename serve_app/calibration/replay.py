@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.calibration.measurements import MeasuredRequest
-from serve_app.engines.emulation.model import EngineModel
-from serve_app.engines.emulation.sequences import EngineSequence
-from serve_app.engines.emulation.settings import EngineModelSettings
-from serve_app.engines.step_time import StepTimeModel
+from serve_app.engine_model.model import EngineModel
+from serve_app.engine_model.sequences import EngineSequence
+from serve_app.engine_model.settings import EngineModelSettings
+from serve_app.engine_model.step_time import StepTimeModel
 
 # Iterations that may pass in one leap while nothing but decoding happens.
 _LEAP = 1_000_000

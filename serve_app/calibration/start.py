@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from serve_app.calibration.measurements import CalibrationError, MeasuredRequest
-from serve_app.engines.step_time import StepTimeModel
+from serve_app.engine_model.step_time import StepTimeModel
 
 # Per sequence, of the base of a decode step: an 8B model on one RTX 4090 shows 0.4 %, a 70B one on four H100
 # 1.2 %.

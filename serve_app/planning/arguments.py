@@ -6,12 +6,12 @@ from pathlib import Path
 
 from serve_app.command import positive_float, positive_int
 from serve_app.metrics.slo import Slo
-from serve_app.planning.candidates import SearchSpace
-from serve_app.planning.verification import Demand
+from serve_app.planning.sizing.candidates import SearchSpace
+from serve_app.planning.sizing.verification import Demand
 from serve_app.scheduling.policies import POLICIES
-from serve_app.simulation.arguments import setting
+from serve_app.simulation.command.arguments import setting
+from serve_app.simulation.command.workload_arguments import configure_max_output, configure_trace
 from serve_app.simulation.workload import TraceChoice
-from serve_app.simulation.workload_arguments import configure_max_output, configure_trace
 
 TRACE_ARRIVALS = "trace"
 """Keep the arrivals of the trace, squeezed to the rate."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from serve_app.engines.profiles import load_profile
+from serve_app.engine_model.profiles import load_profile
 from serve_app.errors import SettingsError
 
 _DATA = resources.files("serve_app.planning") / "data" / "gpu_costs.yaml"

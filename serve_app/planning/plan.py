@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from serve_app.engines.profiles import load_profile
-from serve_app.planning.candidates import Candidate, PlanResult, SearchSpace
+from serve_app.engine_model.profiles import load_profile
 from serve_app.planning.costs import CostTable
-from serve_app.planning.length_mix import LengthMix
-from serve_app.planning.search import Planner
-from serve_app.planning.verification import Demand, Verification, Verifier, stand_in_share
+from serve_app.planning.model.length_mix import LengthMix
+from serve_app.planning.sizing.candidates import Candidate, PlanResult, SearchSpace
+from serve_app.planning.sizing.search import Planner
+from serve_app.planning.sizing.verification import Demand, Verification, Verifier, stand_in_share
 from serve_app.simulation.workload import FittedTrace, choose_trace, fit
 
 # Requests that the model learns lengths from when a run's number is open.

@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from serve_app.planning.candidates import PlanResult, SizedFleet
-from serve_app.planning.fleets import PAGED, POOLS, WORST_CASE
-from serve_app.planning.verification import Verification, Verifier, at_full_size
+from serve_app.planning.sizing.candidates import PlanResult, SizedFleet
+from serve_app.planning.sizing.fleets import PAGED, POOLS, WORST_CASE
+from serve_app.planning.sizing.verification import Verification, Verifier, at_full_size
 
 _LOOKS = {WORST_CASE: ("C3", "v"), PAGED: ("C0", "o"), POOLS: ("C2", "s")}
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.metrics.confidence import Interval
-from serve_app.planning.candidates import Candidate, PlanResult, SizedFleet
-from serve_app.planning.closed_form import ClosedForm
-from serve_app.planning.fleets import WORST_CASE
+from serve_app.planning.model.closed_form import ClosedForm
+from serve_app.planning.sizing.candidates import Candidate, PlanResult, SizedFleet
+from serve_app.planning.sizing.fleets import WORST_CASE
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ estimate into pools; `replica`, `ledger` and `rate` account for what has been se
 pure, and O(1) for each request.
 """
 
-from serve_app.routing.estimate import EstimatorSettings, TokenEstimate, TokenEstimator
-from serve_app.routing.text import classify
+from serve_app.routing.estimation.estimate import EstimatorSettings, TokenEstimate, TokenEstimator
+from serve_app.routing.estimation.text_category import classify
 
 __all__ = ["EstimatorSettings", "TokenEstimate", "TokenEstimator", "classify"]

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from serve_app.request import Request
-from serve_app.routing.adaptive_threshold import (
+from serve_app.routing.adaptive_b_short import (
     AdaptiveThreshold,
     AdaptiveThresholdSettings,
     ThresholdMoved,
 )
 from serve_app.routing.demand import PoolCapacity
-from serve_app.routing.estimate import TokenEstimate
+from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.replica_state import ReplicaState
 
 

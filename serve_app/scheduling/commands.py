@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from serve_app.errors import Outcome
-from serve_app.routing.adaptive_threshold import ThresholdMoved
+from serve_app.routing.adaptive_b_short import ThresholdMoved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

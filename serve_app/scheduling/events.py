@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from serve_app.errors import Outcome
 from serve_app.request import Request, Usage
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.scheduling.partition import Partition
+from serve_app.scheduling.policies.partition import Partition
 from serve_app.scheduling.settings import SchedulerSettings
 
 

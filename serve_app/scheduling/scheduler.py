@@ -22,31 +22,31 @@ from typing import Any
 
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Request
-from serve_app.routing.estimate import TokenEstimator
+from serve_app.routing.estimation.estimate import TokenEstimator
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
 from serve_app.routing.prefill_cost import PrefillCost
-from serve_app.routing.prefix_affinity import PrefixAffinity
+from serve_app.routing.prefix.affinity import PrefixAffinity
 from serve_app.routing.replica_state import Hold, ReplicaState
 from serve_app.scheduling import events as ev
-from serve_app.scheduling.admission import Admission, Refusal, too_long
-from serve_app.scheduling.backpressure import EngineBackpressure
-from serve_app.scheduling.census import Census, take_census
+from serve_app.scheduling.admission.admission import Admission, Refusal, too_long
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
-from serve_app.scheduling.dispatcher import Dispatcher
-from serve_app.scheduling.engine_priority import EnginePriorities
-from serve_app.scheduling.entry import NOTHING, Entry
-from serve_app.scheduling.entry_book import EntryBook
-from serve_app.scheduling.expiry import ExpiryHeap
-from serve_app.scheduling.isolation import PrefillIsolation
-from serve_app.scheduling.news_lag import NewsLag
-from serve_app.scheduling.placement import Placement
+from serve_app.scheduling.dispatch.backpressure import EngineBackpressure
+from serve_app.scheduling.dispatch.dispatcher import Dispatcher
+from serve_app.scheduling.dispatch.engine_priority import EnginePriorities
+from serve_app.scheduling.dispatch.placement import Placement
+from serve_app.scheduling.isolation.feedback_delay import NewsLag
+from serve_app.scheduling.isolation.prefill_isolation import PrefillIsolation
+from serve_app.scheduling.isolation.prefill_watch import PrefillWatch
 from serve_app.scheduling.policies import make_policy
 from serve_app.scheduling.policies.inputs import PolicyInputs
-from serve_app.scheduling.prefill_watch import PrefillWatch
+from serve_app.scheduling.queue_snapshot import Census, take_census
+from serve_app.scheduling.queueing.expiry import ExpiryHeap
+from serve_app.scheduling.queueing.request_queue import WaitingRoom
+from serve_app.scheduling.request import NOTHING, Entry
+from serve_app.scheduling.request_table import EntryBook
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.scheduling.settings import SchedulerSettings
-from serve_app.scheduling.waiting_room import WaitingRoom
 
 
 class Scheduler:

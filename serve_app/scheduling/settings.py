@@ -5,18 +5,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from serve_app.request import PriorityClass
-from serve_app.routing.estimate import EstimatorSettings
+from serve_app.routing.estimation.estimate import EstimatorSettings
 from serve_app.routing.pools import RoutingSettings
 from serve_app.routing.prefill_cost import PrefillCostSettings
-from serve_app.routing.prefix_affinity import AffinitySettings
-from serve_app.scheduling.admission_settings import AdmissionSettings
-from serve_app.scheduling.backpressure import BackpressureSettings
-from serve_app.scheduling.class_floors import ClassFloorSettings
-from serve_app.scheduling.engine_priority import EnginePrioritySettings
-from serve_app.scheduling.fairness import FairnessSettings
-from serve_app.scheduling.isolation import IsolationSettings
+from serve_app.routing.prefix.affinity import AffinitySettings
+from serve_app.scheduling.admission.settings import AdmissionSettings
+from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
+from serve_app.scheduling.dispatch.class_floors import ClassFloorSettings
+from serve_app.scheduling.dispatch.engine_priority import EnginePrioritySettings
+from serve_app.scheduling.dispatch.promotion import PromotionSettings
+from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
 from serve_app.scheduling.policies.settings import EwsjfSettings
-from serve_app.scheduling.promotion import PromotionSettings
+from serve_app.scheduling.queueing.fairness import FairnessSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import BinaryIO
 import msgspec
 
 from serve_app.simulation.run import RunSettings
-from serve_app.simulation.world import Decision
+from serve_app.simulation.simulation import Decision
 
 
 class DecisionLog:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from serve_app.engines.emulation.model import StepOutcome
-from serve_app.engines.emulation.sequences import EngineSequence
+from serve_app.engine_model.model import StepOutcome
+from serve_app.engine_model.sequences import EngineSequence
 from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
 from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
+from serve_app.simulation.simulation import SimulatedRequest
 from serve_app.simulation.timeline import Rank, Timeline
-from serve_app.simulation.world import SimulatedRequest
 from serve_app.workloads.streams import plain_stream
 
 

@@ -10,12 +10,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from serve_app.errors import SettingsError
 from serve_app.simulation.batch import saturated_rates
+from serve_app.simulation.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
-from serve_app.simulation.misjudgement import LengthNoise
 from serve_app.simulation.partitions import PartitionSource
 from serve_app.simulation.run import RunSettings, SloByLength, policy_names
+from serve_app.simulation.simulation import WorldSettings
 from serve_app.simulation.workload import Disclosure, TraceChoice
-from serve_app.simulation.world import WorldSettings
 
 _STRICT: Mapping[str, Any] = {"extra": "forbid"}
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
-from serve_app.engines.emulation.settings import EngineModelSettings
-from serve_app.engines.emulation.waiting import SchedulingPolicy
-from serve_app.engines.profiles import load_profile
-from serve_app.engines.step_time import StepTimeModel
+from serve_app.engine_model.profiles import load_profile
+from serve_app.engine_model.settings import EngineModelSettings
+from serve_app.engine_model.step_time import StepTimeModel
+from serve_app.engine_model.waiting import SchedulingPolicy
 from serve_app.errors import SettingsError
 from serve_app.routing.pools import RoutingSettings
 from serve_app.simulation.replica import ReplicaPlan

@@ -15,8 +15,8 @@ from functools import lru_cache
 
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.scheduler_settings import scheduler_settings
+from serve_app.simulation.simulation import World
 from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, fit, requests_of
-from serve_app.simulation.world import World
 from serve_app.workloads.trace import Trace
 from serve_app.workloads.transform import take
 

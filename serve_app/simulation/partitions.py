@@ -1,7 +1,7 @@
 """Where do the length queues of a run come from? Learned while it goes on, read from a file, or the prior.
 
-The learner itself is made elsewhere (`serve_app.tuning.strategic`); here is what the simulated world asks
-of one.
+The learner itself is made elsewhere (`serve_app.tuning.partition.strategic_loop`); here is what the
+simulated world asks of one.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.errors import SettingsError
-from serve_app.scheduling.partition import LengthInterval, Partition
+from serve_app.scheduling.policies.partition import LengthInterval, Partition
 
 LEARNED = "learned"
 PRIOR = "prior"

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve_app.engines.emulation.model import EngineModel, StepOutcome
-from serve_app.engines.emulation.sequences import EngineSequence
-from serve_app.engines.emulation.settings import EngineModelSettings
-from serve_app.engines.step_time import StepTimeModel
-from serve_app.engines.vllm_metrics import RecentMean
+from serve_app.engine_model.model import EngineModel, StepOutcome
+from serve_app.engine_model.recent_mean import RecentMean
+from serve_app.engine_model.sequences import EngineSequence
+from serve_app.engine_model.settings import EngineModelSettings
+from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.simulation.timeline import Rank, Timeline
 

@@ -15,13 +15,14 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.slo import Slo
 from serve_app.metrics.summary import SHORT_AT_TOKENS, Summary, SummaryRules, summarise
 from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.partition import Partition
 from serve_app.scheduling.policies import POLICIES, learns_queues, make_policy
+from serve_app.scheduling.policies.partition import Partition
 from serve_app.simulation.direct import Balance, DirectWorld
+from serve_app.simulation.estimate_noise import LengthNoise, MisjudgingEstimator
 from serve_app.simulation.fleet import FleetSettings
-from serve_app.simulation.misjudgement import LengthNoise, MisjudgingEstimator
 from serve_app.simulation.partitions import PartitionSource
 from serve_app.simulation.scheduler_settings import scheduler_settings
+from serve_app.simulation.simulation import Decision, SimulatedRequest, World, WorldSettings
 from serve_app.simulation.workload import (
     Disclosure,
     FittedTrace,
@@ -31,7 +32,6 @@ from serve_app.simulation.workload import (
     fit,
     requests_of,
 )
-from serve_app.simulation.world import Decision, SimulatedRequest, World, WorldSettings
 from serve_app.workloads.streams import plain_stream
 
 DIRECT = "direct"

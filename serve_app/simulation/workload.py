@@ -8,9 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from serve_app.request import PromptShape, Request
-from serve_app.routing.prefix_blocks import BLOCK_ENDS
+from serve_app.routing.prefix.blocks import BLOCK_ENDS
 from serve_app.simulation.disturbance import with_arrivals, with_flipped_mix
-from serve_app.simulation.world import SimulatedRequest
+from serve_app.simulation.simulation import SimulatedRequest
 from serve_app.workloads.catalog import WorkloadSettings, resolve
 from serve_app.workloads.streams import stream
 from serve_app.workloads.tenants import assign_priorities, assign_tenants, parse_shares

@@ -16,12 +16,12 @@ scheduler, and `tuned_world` simulates such a production.
 Nothing here reads a clock: whoever runs a loop tells the time.
 """
 
-from serve_app.tuning.drift import Drift, DriftSettings, has_drifted
-from serve_app.tuning.length_sample import LengthSample
-from serve_app.tuning.partition_distance import distance
-from serve_app.tuning.partition_settings import RefineAndPruneSettings
-from serve_app.tuning.refine_and_prune import LengthsError, refine_and_prune
-from serve_app.tuning.strategic import LearnedPartitions, StrategicLoop, StrategicSettings
+from serve_app.tuning.partition.drift import Drift, DriftSettings, has_drifted
+from serve_app.tuning.partition.length_sample import LengthSample
+from serve_app.tuning.partition.partition_distance import distance
+from serve_app.tuning.partition.refine_and_prune import LengthsError, refine_and_prune
+from serve_app.tuning.partition.settings import RefineAndPruneSettings
+from serve_app.tuning.partition.strategic_loop import LearnedPartitions, StrategicLoop, StrategicSettings
 
 __all__ = [
     "Drift",

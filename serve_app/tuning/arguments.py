@@ -8,19 +8,23 @@ from pathlib import Path
 from serve_app.command import positive_float, positive_int
 from serve_app.errors import SettingsError
 from serve_app.metrics.summary import SHORT_AT_TOKENS
-from serve_app.simulation.arguments import setting
+from serve_app.simulation.command.arguments import setting
+from serve_app.simulation.command.workload_arguments import (
+    configure_replicas,
+    configure_workload,
+    trace_choice,
+)
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.load import saturated_rate_per_s
 from serve_app.simulation.run import RunSettings, fitted_trace
 from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.workload_arguments import configure_replicas, configure_workload, trace_choice
-from serve_app.tuning.digital_twin import TwinPlan, TwinSettings, with_speed
-from serve_app.tuning.objective import ObjectiveSettings
-from serve_app.tuning.optimiser import METHODS
-from serve_app.tuning.search_space import SearchSpace, Values
-from serve_app.tuning.service_class import ClassTarget, Targets
-from serve_app.tuning.study_settings import StudySettings
-from serve_app.tuning.tunable import Tunable, parameters_of, space_of, started_from
+from serve_app.tuning.objective.objective import ObjectiveSettings
+from serve_app.tuning.objective.service_class import ClassTarget, Targets
+from serve_app.tuning.search.optimiser import METHODS
+from serve_app.tuning.search.search_space import SearchSpace, Values
+from serve_app.tuning.search.study_settings import StudySettings
+from serve_app.tuning.search.tunable import Tunable, parameters_of, space_of, started_from
+from serve_app.tuning.twin.digital_twin import TwinPlan, TwinSettings, with_speed
 
 _TWIN = TwinSettings()
 _STUDY = StudySettings()

@@ -7,12 +7,12 @@ import time
 from serve_app.command import Command, given_arguments, progress_bar, say, write_json
 from serve_app.provenance import provenance
 from serve_app.tuning import arguments
-from serve_app.tuning.digital_twin import TwinPlan
-from serve_app.tuning.optimiser import make_optimiser
-from serve_app.tuning.recommendation import as_json, report
-from serve_app.tuning.study import Study
-from serve_app.tuning.study_run import Budget, run_study
-from serve_app.tuning.twin_processes import TwinProcesses
+from serve_app.tuning.search.optimiser import make_optimiser
+from serve_app.tuning.search.recommendation import as_json, report
+from serve_app.tuning.search.study import Study
+from serve_app.tuning.search.study_run import Budget, run_study
+from serve_app.tuning.twin.digital_twin import TwinPlan
+from serve_app.tuning.twin.processes import TwinProcesses
 
 _EXAMPLE = """example:
   python -m serve_app tune --trace azure-code+azure-conv --load 0.9 --seconds 60 --json out/tuned.json

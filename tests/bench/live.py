@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from serve_app.engines.emulated import EmulatedEngine, EmulatedEngineSettings
+from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 
 
 @contextmanager

@@ -8,9 +8,9 @@ import pytest
 
 from serve_app.errors import Outcome
 from serve_app.metrics.slo import Slo
-from serve_app.planning.fleets import PoolPlan, split_fleet
-from serve_app.planning.verification import Demand, PoolFigures, RunFigures, Verification
-from serve_app.settings import AppSettings
+from serve_app.planning.sizing.fleets import PoolPlan, split_fleet
+from serve_app.planning.sizing.verification import Demand, PoolFigures, RunFigures, Verification
+from serve_app.settings.application import AppSettings
 from serve_app.simulation.fleet import EngineChanges
 from serve_app.simulation.workload import TraceChoice
 from tests.metrics.builders import record

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from serve_app.cli import main
-from serve_app.engines.emulated import EmulatedEngineSettings
+from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from tests.bench.live import emulated_endpoint
 from tests.metrics.test_summary import FIGURES, SIZES
 

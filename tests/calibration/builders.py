@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from serve_app.calibration.measurements import MeasuredRequest
-from serve_app.engines.emulation import EngineModel, EngineModelSettings, EngineSequence
-from serve_app.engines.step_time import StepTimeModel
+from serve_app.engine_model import EngineModel, EngineModelSettings, EngineSequence
+from serve_app.engine_model.step_time import StepTimeModel
 
 LIMITS = EngineModelSettings(kv_tokens=20_000, max_model_len=4_096)
 TRUTH = StepTimeModel(

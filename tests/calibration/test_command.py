@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.cli import main
-from serve_app.engines.profiles import load_profile
+from serve_app.engine_model.profiles import load_profile
 from tests.calibration.builders import engine_run, measured_request, write_rows
 
 LIMITS = ["--kv-tokens", "20000", "--max-model-len", "4096"]

@@ -11,8 +11,8 @@ from serve_app.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_tim
 from serve_app.calibration.measurements import CalibrationError, MeasuredRequest, read_measurements
 from serve_app.calibration.replay import measured, replay
 from serve_app.calibration.start import starting_point
-from serve_app.engines.profiles import load_profile
-from serve_app.engines.step_time import StepTimeModel, attended_pairs
+from serve_app.engine_model.profiles import load_profile
+from serve_app.engine_model.step_time import StepTimeModel, attended_pairs
 from tests.calibration.builders import LIMITS, TRUTH, engine_run, measured_request
 
 REAL = Path(__file__).parents[3] / "shared" / "measurements" / "rtx4090_llama31_8b" / "requests.jsonl"

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.engines.emulation import SchedulingPolicy
+from serve_app.engine_model import SchedulingPolicy
 from serve_app.metrics.record import RequestRecord
 from serve_app.request import PriorityClass
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.commands import Dispatch
-from serve_app.scheduling.engine_priority import EnginePrioritySettings
+from serve_app.scheduling.dispatch.engine_priority import EnginePrioritySettings
 from serve_app.scheduling.policies import POLICIES
-from serve_app.simulation.world import Decision, SimulatedRequest, World
+from serve_app.simulation.simulation import Decision, SimulatedRequest, World
 from tests.simulation.builders import mixed_requests, plan
 
 OFF = EnginePrioritySettings(target_waiting=99)

@@ -5,9 +5,9 @@ import pytest
 from serve_app.errors import Outcome
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.partition import LengthInterval, Partition
 from serve_app.scheduling.policies import POLICIES, learns_queues, make_policy
-from serve_app.simulation.world import Decision, World
+from serve_app.scheduling.policies.partition import LengthInterval, Partition
+from serve_app.simulation.simulation import Decision, World
 from tests.simulation.builders import mixed_requests, plan
 
 

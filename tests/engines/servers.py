@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from serve_app.engines.engine import ASGIApp
 from serve_app.errors import EngineError
-from serve_app.serving.replica_server import ReplicaServer, ReplicaServerSettings
+from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings
 
 
 def free_port() -> int:

@@ -11,7 +11,7 @@ import openai
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.engines.emulated import EmulatedEngine, EmulatedEngineSettings
+from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from serve_app.engines.emulation.model import StepOutcome
-from serve_app.engines.emulation.sequences import EngineSequence
+from serve_app.engine_model.model import StepOutcome
+from serve_app.engine_model.sequences import EngineSequence
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.routing.pools import RoutingSettings
@@ -30,14 +30,14 @@ from serve_app.serving.channel.messages import (
     SnapshotEnd,
     Submit,
 )
+from serve_app.serving.channel.scheduler_client import ReplicaAddress, Submission
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.dispatching import ReplicaAddress, Submission
-from serve_app.serving.learned_queues import PartitionUpdate
-from serve_app.serving.scheduler_shell import SchedulerShell, ShellParts
+from serve_app.serving.scheduler.learned_queues import PartitionUpdate
+from serve_app.serving.scheduler.live_scheduler import SchedulerShell, ShellParts
 from serve_app.simulation.partitions import PartitionLearner
 from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
+from serve_app.simulation.simulation import Decision, SimulatedRequest, World, WorldSettings
 from serve_app.simulation.timeline import Action, Rank, Timeline
-from serve_app.simulation.world import Decision, SimulatedRequest, World, WorldSettings
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 from tests.parity.jumping_loop import LoopTimeline, run_jumping
 from tests.simulation.builders import mixed_requests, plan

@@ -12,18 +12,18 @@ from functools import partial
 import pytest
 
 from serve_app.scheduling.commands import ReportStale
-from serve_app.serving.parameter_tuner import ParameterTuner
+from serve_app.serving.tuner.parameter_tuner import ParameterTuner
+from serve_app.simulation.simulation import Decision, SimulatedRequest
 from serve_app.simulation.timeline import Rank
-from serve_app.simulation.world import Decision, SimulatedRequest
-from serve_app.tuning.comparison import Comparison
-from serve_app.tuning.history import Proposal
-from serve_app.tuning.objective import ObjectiveSettings
-from serve_app.tuning.parameter_search import ParameterTuningSettings, Searched, SearchTask
-from serve_app.tuning.replay import Replayed, ReplayTask
-from serve_app.tuning.rollout_settings import Act, Audit, RolloutSettings
-from serve_app.tuning.search_space import Values
-from serve_app.tuning.study import Finding
-from serve_app.tuning.tuned_world import LOOK_INTERVAL_S, TunedWorld, counting_replay
+from serve_app.tuning.objective.objective import ObjectiveSettings
+from serve_app.tuning.online.parameter_search import ParameterTuningSettings, Searched, SearchTask
+from serve_app.tuning.online.replay import Replayed, ReplayTask
+from serve_app.tuning.online.rollout_settings import Act, Audit, RolloutSettings
+from serve_app.tuning.online.tuned_simulation import LOOK_INTERVAL_S, TunedWorld, counting_replay
+from serve_app.tuning.search.comparison import Comparison
+from serve_app.tuning.search.history import Proposal
+from serve_app.tuning.search.search_space import Values
+from serve_app.tuning.search.study import Finding
 from tests.parity import test_live_and_simulated as untuned
 from tests.parity.jumping_loop import run_jumping
 from tests.simulation.builders import mixed_requests

@@ -2,12 +2,19 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.planning.candidates import Candidate, PlanResult, SizedFleet
-from serve_app.planning.closed_form import ClosedForm
 from serve_app.planning.costs import CostTable
-from serve_app.planning.fleets import Counts, FleetPlan, PoolPlan, paged_fleet, split_fleet, worst_case_fleet
+from serve_app.planning.model.closed_form import ClosedForm
 from serve_app.planning.results import plan_as_json, saving, table, verdict
-from serve_app.planning.verification import PoolFigures, RunFigures, Verification
+from serve_app.planning.sizing.candidates import Candidate, PlanResult, SizedFleet
+from serve_app.planning.sizing.fleets import (
+    Counts,
+    FleetPlan,
+    PoolPlan,
+    paged_fleet,
+    split_fleet,
+    worst_case_fleet,
+)
+from serve_app.planning.sizing.verification import PoolFigures, RunFigures, Verification
 from tests.planning.builders import demand
 
 LARGE = PoolPlan(profile="llama2-70b-h100-tp4")

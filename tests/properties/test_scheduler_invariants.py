@@ -18,11 +18,11 @@ from serve_app.routing.pools import PoolRouter, RoutingSettings
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.scheduling import Scheduler
 from serve_app.scheduling import events as ev
-from serve_app.scheduling.backpressure import BackpressureSettings
 from serve_app.scheduling.commands import Conclude, Dispatch, ReportFresh, ReportStale
-from serve_app.scheduling.entry import Entry
-from serve_app.scheduling.isolation import IsolationSettings
-from serve_app.scheduling.promotion import PromotionSettings
+from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
+from serve_app.scheduling.dispatch.promotion import PromotionSettings
+from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
+from serve_app.scheduling.request import Entry
 from tests.builders import report, request, spec
 from tests.builders import settings as scheduler_settings
 

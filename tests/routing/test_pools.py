@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 
 from serve_app.request import PromptShape, Request
-from serve_app.routing.adaptive_threshold import AdaptiveThresholdSettings
-from serve_app.routing.estimate import TokenEstimate
+from serve_app.routing.adaptive_b_short import AdaptiveThresholdSettings
+from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.pools import PoolRouter, RoutingSettings, least_budget_tokens
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica_state import ReplicaState

@@ -6,10 +6,10 @@ import pytest
 from serve_app.errors import Outcome
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.backpressure import BackpressureSettings
 from serve_app.scheduling.commands import Command
+from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
 from serve_app.scheduling.events import Finished, FirstToken, Retuned
-from serve_app.scheduling.isolation import IsolationSettings
+from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
 from serve_app.scheduling.policies.settings import EwsjfSettings, GivenWeights
 from tests.builders import World, dispatched
 

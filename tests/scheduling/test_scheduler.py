@@ -5,8 +5,8 @@ import pytest
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.routing.pools import RoutingSettings
-from serve_app.scheduling.backpressure import BackpressureSettings
 from serve_app.scheduling.commands import Conclude, Dispatch, ReportFresh, ReportStale
+from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
 from serve_app.scheduling.events import (
     Arrived,
     Cancelled,

@@ -2,11 +2,11 @@
 
 import random
 
-from serve_app.engines.emulation.settings import EngineModelSettings
-from serve_app.engines.step_time import StepTimeModel
+from serve_app.engine_model.settings import EngineModelSettings
+from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.request import PromptShape, Request
 from serve_app.simulation.replica import ReplicaPlan
-from serve_app.simulation.world import SimulatedRequest
+from serve_app.simulation.simulation import SimulatedRequest
 
 STEP_TIME = StepTimeModel(
     decode_base_s=0.02, decode_per_sequence_s=0.0004, prefill_base_s=0.004, prefill_per_token_s=0.0001

@@ -1,6 +1,6 @@
 import pytest
 
-from serve_app.engines.profiles import load_profile
+from serve_app.engine_model.profiles import load_profile
 from serve_app.errors import SettingsError
 from serve_app.simulation.fleet import EngineChanges, FleetSettings, PoolChanges
 

@@ -10,9 +10,9 @@ import pytest
 from serve_app.cli import main
 from serve_app.errors import SettingsError
 from serve_app.scheduling.events import PartitionChanged
-from serve_app.scheduling.partition import LengthInterval, Partition
+from serve_app.scheduling.policies.partition import LengthInterval, Partition
+from serve_app.simulation.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import FleetSettings
-from serve_app.simulation.misjudgement import LengthNoise
 from serve_app.simulation.partitions import (
     FixedPartition,
     partition_source,
@@ -20,8 +20,8 @@ from serve_app.simulation.partitions import (
     write_partition,
 )
 from serve_app.simulation.run import RunResult, RunSettings, simulate
+from serve_app.simulation.simulation import Decision
 from serve_app.simulation.workload import TraceChoice
-from serve_app.simulation.world import Decision
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 
 LEARNED = LearnedPartitions(StrategicSettings(first_after=100))

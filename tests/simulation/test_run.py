@@ -7,11 +7,11 @@ from serve_app.errors import Outcome, SettingsError
 from serve_app.metrics.record import RequestRecord
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.policies import POLICIES
+from serve_app.simulation.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import EngineChanges, FleetSettings
-from serve_app.simulation.misjudgement import LengthNoise
 from serve_app.simulation.run import DIRECT, RunSettings, SloByLength, policy_names, simulate
+from serve_app.simulation.simulation import Decision, WorldSettings
 from serve_app.simulation.workload import Disclosure, TraceChoice
-from serve_app.simulation.world import Decision, WorldSettings
 
 LAPTOP = FleetSettings(profile="laptop", replicas={"all": 2})
 PAPER_MIX = TraceChoice(name="paper-mix", requests=300)

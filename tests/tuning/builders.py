@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from serve_app.scheduling.partition import LengthInterval, Partition
+from serve_app.scheduling.policies.partition import LengthInterval, Partition
 
 Sample = npt.NDArray[np.int64]
 

@@ -8,14 +8,14 @@ import pytest
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.simulation.workload import TraceChoice, choose_trace
-from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings, with_speed
-from serve_app.tuning.optimiser import make_optimiser
-from serve_app.tuning.rollout import Rollout
-from serve_app.tuning.rollout_settings import Act, RolloutSettings
-from serve_app.tuning.search_space import Values
-from serve_app.tuning.study import Study
-from serve_app.tuning.study_settings import StudySettings
-from serve_app.tuning.tunable import Tunable, space_of
+from serve_app.tuning.online.rollout import Rollout
+from serve_app.tuning.online.rollout_settings import Act, RolloutSettings
+from serve_app.tuning.search.optimiser import make_optimiser
+from serve_app.tuning.search.search_space import Values
+from serve_app.tuning.search.study import Study
+from serve_app.tuning.search.study_settings import StudySettings
+from serve_app.tuning.search.tunable import Tunable, space_of
+from serve_app.tuning.twin.digital_twin import DigitalTwin, TwinPlan, TwinSettings, with_speed
 from serve_app.workloads.transform import scale_to_rate
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 1})

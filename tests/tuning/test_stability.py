@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.scheduling.partition import Partition
-from serve_app.tuning.partition_distance import distance
-from serve_app.tuning.partition_settings import PAPER, RefineAndPruneSettings
-from serve_app.tuning.refine_and_prune import refine_and_prune
+from serve_app.scheduling.policies.partition import Partition
+from serve_app.tuning.partition.partition_distance import distance
+from serve_app.tuning.partition.refine_and_prune import refine_and_prune
+from serve_app.tuning.partition.settings import PAPER, RefineAndPruneSettings
 from serve_app.workloads.catalog import WorkloadSettings, resolve
 from tests.tuning.builders import Sample, heavy_tail, paper_mix
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from serve_app.scheduling.policies.classes import TwoQueues, WsptDrr
 from serve_app.scheduling.policies.ewsjf import Ewsjf, EwsjfPaper
+from serve_app.scheduling.policies.ewsjf_released import EwsjfReleased
 from serve_app.scheduling.policies.fcfs import Fcfs, FcfsIsolated, Random
 from serve_app.scheduling.policies.inputs import PolicyInputs
 from serve_app.scheduling.policies.protocol import OrderingPolicy
-from serve_app.scheduling.policies.released import EwsjfReleased
 from serve_app.scheduling.policies.shortest import Hrrn, Oracle, Sjf, SjfAging
 
 POLICIES: dict[str, Callable[[PolicyInputs], OrderingPolicy]] = {

@@ -5,9 +5,9 @@ class. Neither starves anybody: each class gets its share for ever. Sources: the
 NVIDIA Dynamo's weighted shortest processing time with deficit round robin over length classes.
 """
 
-from serve_app.scheduling.entry import Entry
 from serve_app.scheduling.policies.inputs import prompt_tokens
 from serve_app.scheduling.policies.protocol import OrderingPolicy
+from serve_app.scheduling.request import Entry
 
 _SHORT_TOKENS = 512
 _SHORT_PER_LONG = 16

@@ -10,17 +10,17 @@ Source: EWSJF (arXiv 2601.21758), section 4.3, Eq 1, 3, 4 and Algorithm 1.
 
 import math
 
-from serve_app.scheduling.entry import Entry
-from serve_app.scheduling.partition import Partition
 from serve_app.scheduling.policies.inputs import PolicyInputs, prompt_tokens
+from serve_app.scheduling.policies.partition import Partition
 from serve_app.scheduling.policies.protocol import OrderingPolicy
+from serve_app.scheduling.policies.queue_map import QueueMap, prior_partition
 from serve_app.scheduling.policies.settings import (
     OWN_WEIGHTS,
     PAPER_WEIGHTS,
     EwsjfSettings,
     ScoreWeights,
 )
-from serve_app.scheduling.queue_map import QueueMap, prior_partition
+from serve_app.scheduling.request import Entry
 
 
 def density_weighted_score(

@@ -8,8 +8,8 @@ gains as well.
 
 import zlib
 
-from serve_app.scheduling.entry import Entry
 from serve_app.scheduling.policies.protocol import OrderingPolicy
+from serve_app.scheduling.request import Entry
 
 
 class Fcfs(OrderingPolicy):

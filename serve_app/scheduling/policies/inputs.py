@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from serve_app.routing.prefill_cost import PrefillCost, PrefillCostSettings
-from serve_app.scheduling.entry import Entry
 from serve_app.scheduling.policies.settings import EwsjfSettings
+from serve_app.scheduling.request import Entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The contract of an ordering policy."""
 
-from serve_app.scheduling.entry import Entry
-from serve_app.scheduling.partition import Partition
+from serve_app.scheduling.policies.partition import Partition
 from serve_app.scheduling.policies.settings import EwsjfSettings
+from serve_app.scheduling.request import Entry
 
 
 class OrderingPolicy:

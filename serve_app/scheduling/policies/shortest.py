@@ -8,9 +8,9 @@ tokens for each second that it waits. Source: textbook; the usual remedy.
 
 import math
 
-from serve_app.scheduling.entry import Entry
 from serve_app.scheduling.policies.inputs import PolicyInputs, prompt_tokens
 from serve_app.scheduling.policies.protocol import OrderingPolicy
+from serve_app.scheduling.request import Entry
 
 # A 4,096-token prompt draws level with a fresh short one after about 20 s.
 _AGEING_TOKENS_PER_S = 200.0

@@ -15,15 +15,6 @@ from serve_app.errors import ChannelError, Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.connector import Connector, Locate
-from serve_app.serving.channel.held import (
-    AWAY_RETRY_AFTER_S,
-    REFUSES_TO_WAIT,
-    Held,
-    grant_to,
-    refuse_alone,
-    refuse_away,
-    refuse_oversized,
-)
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
     Cancel,
@@ -39,8 +30,17 @@ from serve_app.serving.channel.messages import (
     Submit,
     Welcome,
 )
+from serve_app.serving.channel.pending_request import (
+    AWAY_RETRY_AFTER_S,
+    REFUSES_TO_WAIT,
+    Held,
+    grant_to,
+    refuse_alone,
+    refuse_away,
+    refuse_oversized,
+)
+from serve_app.serving.channel.scheduler_client import Grant, Refusal, ReplicaAddress, Submission
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.dispatching import Grant, Refusal, ReplicaAddress, Submission
 
 logger = logging.getLogger("ray.serve")
 

@@ -15,7 +15,7 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.dispatching import ReplicaAddress, Submission
+from serve_app.serving.channel.scheduler_client import ReplicaAddress, Submission
 
 VERSION = 3
 

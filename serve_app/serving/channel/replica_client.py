@@ -12,8 +12,8 @@ from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.connector import Connector, Locate
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import Queued, Register, Report, Role, Welcome
+from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.dispatching import ReplicaAddress
 
 logger = logging.getLogger("ray.serve")
 

@@ -22,10 +22,10 @@ from typing import Any
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass
 from serve_app.serving.channel.framing import decode_from_peer
-from serve_app.serving.channel.gateway_desk import GatewayDesk
+from serve_app.serving.channel.gateway_sessions import GatewayDesk
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import VERSION, Bye, Hello, Rejected, Role, Welcome
-from serve_app.serving.channel.replica_desk import ReplicaDesk
+from serve_app.serving.channel.replica_registry import ReplicaDesk
 from serve_app.serving.channel.settings import ChannelSettings
 
 logger = logging.getLogger("ray.serve")

@@ -9,6 +9,6 @@ is done to the bytes).
 from serve_app.serving.gateway.app import Gateway
 from serve_app.serving.gateway.auth import ApiKey
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
-from serve_app.serving.gateway.upstream_pool import UpstreamSettings
+from serve_app.serving.gateway.upstream.pool import UpstreamSettings
 
 __all__ = ["ApiKey", "Gateway", "GatewaySettings", "ServedModel", "UpstreamSettings"]

@@ -12,23 +12,23 @@ from typing import Any
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
 from serve_app.metrics.record import RequestRecord
-from serve_app.serving.dispatching import Dispatcher
-from serve_app.serving.gateway.disconnect import ClientGone, DisconnectWatch
-from serve_app.serving.gateway.exposition import merge
-from serve_app.serving.gateway.forward import ScheduledCall, Services
-from serve_app.serving.gateway.intake import Arrival, Intake
-from serve_app.serving.gateway.parse import PARSERS, parse_model
-from serve_app.serving.gateway.responses import (
+from serve_app.serving.channel.scheduler_client import Dispatcher
+from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
+from serve_app.serving.gateway.answer.responses import (
     RequestRefused,
     encode,
     send_body,
     send_json,
     send_refusal,
 )
+from serve_app.serving.gateway.exposition import merge
+from serve_app.serving.gateway.forward import ScheduledCall, Services
+from serve_app.serving.gateway.request.parse import PARSERS, parse_model
+from serve_app.serving.gateway.request.reader import Arrival, Intake
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
 from serve_app.serving.gateway.telemetry import Conclusion, Telemetry
 from serve_app.serving.gateway.unscheduled import AnyReplica
-from serve_app.serving.gateway.upstream_pool import UpstreamPool
+from serve_app.serving.gateway.upstream.pool import UpstreamPool
 
 _METRICS_TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 _MODELS = "/v1/models"

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass
-from serve_app.serving.gateway.responses import RequestRefused
+from serve_app.serving.gateway.answer.responses import RequestRefused
 
 DEFAULT_TENANT = "default"
 MAX_TENANT_CHARACTERS = 128

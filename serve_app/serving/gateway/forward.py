@@ -18,23 +18,23 @@ from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
 from serve_app.request import Usage
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.dispatching import Dispatcher, Grant, Refusal, Submission
-from serve_app.serving.gateway.disconnect import ClientGone, DisconnectWatch
-from serve_app.serving.gateway.engine_answer import TooLongError, failure_of, outcome_of
-from serve_app.serving.gateway.headers import RequestHead, describing, returned
-from serve_app.serving.gateway.responses import (
+from serve_app.serving.channel.scheduler_client import Dispatcher, Grant, Refusal, Submission
+from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
+from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, outcome_of
+from serve_app.serving.gateway.answer.responses import (
     HeaderList,
     RequestRefused,
     error_event,
     send_body,
     send_refusal,
 )
-from serve_app.serving.gateway.splice import with_priority
-from serve_app.serving.gateway.sse import StreamScanner
+from serve_app.serving.gateway.answer.sse import StreamScanner
+from serve_app.serving.gateway.answer.usage import usage_of
+from serve_app.serving.gateway.request.headers import RequestHead, describing, returned
+from serve_app.serving.gateway.request.splice import with_priority
 from serve_app.serving.gateway.telemetry import Conclusion, Telemetry
-from serve_app.serving.gateway.upstream_pool import UpstreamPool
-from serve_app.serving.gateway.upstream_response import UpstreamError, UpstreamResponse
-from serve_app.serving.gateway.usage import usage_of
+from serve_app.serving.gateway.upstream.pool import UpstreamPool
+from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamResponse
 
 logger = logging.getLogger("ray.serve")
 

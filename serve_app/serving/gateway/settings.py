@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from serve_app.errors import SettingsError
 from serve_app.serving.gateway.auth import ApiKey
-from serve_app.serving.gateway.prefix import PrefixSettings
-from serve_app.serving.gateway.upstream_pool import UpstreamSettings
+from serve_app.serving.gateway.request.prefix import PrefixSettings
+from serve_app.serving.gateway.upstream.pool import UpstreamSettings
 
 MEBIBYTE = 1024 * 1024
 

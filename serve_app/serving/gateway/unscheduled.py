@@ -3,12 +3,12 @@
 from serve_app.engines.engine import Send
 from serve_app.errors import Outcome
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.dispatching import Dispatcher, ReplicaAddress
-from serve_app.serving.gateway.engine_answer import failure_of
-from serve_app.serving.gateway.headers import RequestHead, returned
-from serve_app.serving.gateway.responses import RequestRefused, send_body
-from serve_app.serving.gateway.upstream_pool import UpstreamPool
-from serve_app.serving.gateway.upstream_response import UpstreamError, UpstreamResponse
+from serve_app.serving.channel.scheduler_client import Dispatcher, ReplicaAddress
+from serve_app.serving.gateway.answer.engine_answer import failure_of
+from serve_app.serving.gateway.answer.responses import RequestRefused, send_body
+from serve_app.serving.gateway.request.headers import RequestHead, returned
+from serve_app.serving.gateway.upstream.pool import UpstreamPool
+from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamResponse
 
 # More replicas than this in a row do not fail by chance.
 _MAX_TRIES = 3

@@ -6,8 +6,8 @@ import pytest
 from serve_app.errors import Outcome
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.events import Finished, FirstToken, PartitionChanged
-from serve_app.scheduling.partition import LengthInterval, Partition
 from serve_app.scheduling.policies.ewsjf import density_weighted_score
+from serve_app.scheduling.policies.partition import LengthInterval, Partition
 from serve_app.scheduling.policies.settings import (
     OWN_WEIGHTS,
     PAPER_WEIGHTS,

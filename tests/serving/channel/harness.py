@@ -13,9 +13,9 @@ from serve_app.serving.channel.framing import FrameReader, decode_from_scheduler
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import VERSION, Endpoint, FromScheduler, Hello, Message, Role
 from serve_app.serving.channel.replica_client import ReplicaClient
+from serve_app.serving.channel.scheduler_client import Grant, Refusal, ReplicaAddress, Submission
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.dispatching import Grant, Refusal, ReplicaAddress, Submission
-from serve_app.serving.scheduler_shell import SchedulerShell, ShellParts
+from serve_app.serving.scheduler.live_scheduler import SchedulerShell, ShellParts
 
 # Faster than in production, yet slow enough for a machine that is busy with other things.
 FAST = ChannelSettings(

@@ -5,7 +5,7 @@ import pytest
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.dispatching import Grant
+from serve_app.serving.channel.scheduler_client import Grant
 from tests.serving.channel.harness import World, granted, refused, submission, until
 
 

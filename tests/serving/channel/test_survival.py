@@ -11,7 +11,7 @@ from serve_app.request import PriorityClass, Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Finish
-from serve_app.serving.dispatching import Grant, Refusal
+from serve_app.serving.channel.scheduler_client import Grant, Refusal
 from tests.serving.channel.harness import (
     FAST,
     PATIENCE_S,

@@ -16,7 +16,7 @@ from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.dispatching import Grant, Refusal, ReplicaAddress, Submission
+from serve_app.serving.channel.scheduler_client import Grant, Refusal, ReplicaAddress, Submission
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, UpstreamSettings
 
 MODEL = "tiny"

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.prefix import PrefixSettings, engine_salt
+from serve_app.serving.gateway.request.prefix import PrefixSettings, engine_salt
 
 from .builders import MODEL, TOKEN, Engine, FakeDispatcher, chat, gateway, replies, serving
 from .conftest import Stage, staged

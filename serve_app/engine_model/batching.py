@@ -1,0 +1,312 @@
+"""What goes into the next step? Continuous batching in the way of vLLM's V1 scheduler.
+
+Rules, in their order:
+
+1. A step computes at most `max_num_batched_tokens` tokens. A decoding sequence takes one, a prefill takes a
+   chunk: what is left of its prompt, at most `long_prefill_token_threshold` when another sequence is about,
+   and at most what is left of the budget.
+2. Running sequences come first, in the order of their admission; when the budget is spent, the rest sit the
+   step out. KV blocks are allocated as tokens are computed, never ahead.
+3. A running sequence that finds no free block preempts: the last admitted (FCFS), or the least urgent
+   (priority), itself included. The victim loses its blocks, goes to the front of the waiting queue, and will
+   compute its prompt and the tokens it had generated anew.
+4. If nobody was preempted, waiting sequences are admitted from the head while there is budget and fewer than
+   `max_num_seqs` run. The head takes its prefix from the cache (never all of it: the last token is computed).
+   A head that does not fit blocks those behind it.
+
+Rules 1 to 3 are carried out for all running sequences together when no order among them can matter, which is
+nearly always; the cost of a step then does not grow with the number of decoding sequences.
+
+Left out: speculative decoding, the one-step lag of asynchronous scheduling, LoRA, encoders, KV transfer.
+"""
+
+from collections.abc import KeysView
+
+from serve_app.engine_model.batch import Batch
+from serve_app.engine_model.decoding import DecodingSet
+from serve_app.engine_model.kv_blocks import KVBlocks
+from serve_app.engine_model.sequences import BlockName, EngineSequence, SequenceState
+from serve_app.engine_model.settings import EngineModelSettings
+from serve_app.engine_model.step_time import attended_pairs
+from serve_app.engine_model.waiting import SchedulingPolicy, WaitingQueue, waiting_queue
+
+
+class Batcher:
+    """The engine's sequences and KV blocks, and the choice of what runs next.
+
+    Attributes:
+        waiting: the engine's own queue.
+        decoding: running sequences that generate.
+        kv: the paged KV cache.
+        prefix_queries_tokens, prefix_hits_tokens: looked up in the prefix cache, and found there, since the
+            start.
+        preemptions: since the start.
+    """
+
+    def __init__(self, settings: EngineModelSettings) -> None:
+        self._settings = settings
+        self._block_size = settings.block_size
+        self.waiting: WaitingQueue = waiting_queue(settings.scheduling_policy)
+        self.decoding = DecodingSet(settings.block_size)
+        self.kv = KVBlocks(settings.kv_blocks)
+        # Dictionaries keep the order of admission and lose members at constant cost.
+        self._running: dict[EngineSequence, None] = {}
+        self._prefilling: dict[EngineSequence, None] = {}
+        self.prefix_queries_tokens = 0
+        self.prefix_hits_tokens = 0
+        self.preemptions = 0
+
+    @property
+    def running(self) -> KeysView[EngineSequence]:
+        """Admitted sequences, in the order of their admission."""
+        return self._running.keys()
+
+    def add(self, sequence: EngineSequence) -> None:
+        """Queue a new sequence."""
+        sequence.state = SequenceState.WAITING
+        if self._settings.prefix_caching:
+            full_blocks = sequence.prompt_tokens // self._block_size
+            sequence.block_names = list(sequence.block_hashes[:full_blocks])
+        self.waiting.add(sequence)
+
+    def next_batch(self) -> Batch:
+        """Choose the next step, allocate its blocks, and count its tokens as computed."""
+        batch = Batch(budget_left=self._settings.max_num_batched_tokens)
+        chunk_limit = self._chunk_limit()
+        if not self._continue_together(batch, chunk_limit):
+            self._continue_in_order(batch, chunk_limit)
+        if not batch.preempted:
+            self._admit(batch, chunk_limit)
+        return batch
+
+    def complete(self, batch: Batch) -> tuple[list[EngineSequence], list[EngineSequence]]:
+        """Generate the tokens of a step that has ended; returns who got its first token, and who finished."""
+        finished = self.decoding.pop_ended()
+        first_tokens: list[EngineSequence] = []
+        for sequence in batch.prefilling:
+            # A sequence may have been aborted while the step was under way.
+            if (
+                sequence.state is not SequenceState.PREFILLING
+                or sequence.computed_tokens < sequence.known_tokens
+            ):
+                continue
+            del self._prefilling[sequence]
+            if sequence.target_tokens and not sequence.output_tokens:
+                first_tokens.append(sequence)
+            if sequence.output_tokens + 1 >= sequence.target_tokens:
+                sequence.output_tokens = sequence.target_tokens
+                finished.append(sequence)
+            else:
+                sequence.output_tokens += 1
+                self.decoding.join(sequence)
+        for sequence in finished:
+            self._conclude(sequence, SequenceState.FINISHED)
+        return first_tokens, finished
+
+    def abort(self, sequence: EngineSequence, *, step_under_way: bool) -> bool:
+        """Remove a sequence wherever it is; False when it has already ended."""
+        match sequence.state:
+            case SequenceState.WAITING:
+                self.waiting.remove(sequence)
+            case SequenceState.PREFILLING:
+                del self._prefilling[sequence]
+            case SequenceState.DECODING:
+                self.decoding.leave(sequence, step_under_way=step_under_way)
+            case _:
+                return False
+        self._conclude(sequence, SequenceState.ABORTED)
+        return True
+
+    # -- running sequences ------------------------------------------------------------------------------
+
+    def _chunk_limit(self) -> int:
+        """The most that one prefill may take of the step; a sequence that is alone has nobody to hold up."""
+        threshold = self._settings.long_prefill_token_threshold
+        if threshold and len(self._running) + len(self.waiting) > 1:
+            return threshold
+        return self._settings.max_num_batched_tokens
+
+    def _continue_together(self, batch: Batch, chunk_limit: int) -> bool:
+        """Continue all running sequences if budget and blocks suffice; else do nothing and return False."""
+        left = batch.budget_left - len(self.decoding)
+        blocks = self.decoding.blocks_for_next_step()
+        chunks: list[tuple[EngineSequence, int]] = []
+        for sequence in self._prefilling:
+            chunk = min(sequence.known_tokens - sequence.computed_tokens, chunk_limit)
+            if chunk > left:
+                # Whoever is cut short takes all that is left, so somebody behind it would go without.
+                if sequence is not next(reversed(self._running)):
+                    return False
+                chunk = left
+            if chunk:
+                left -= chunk
+                blocks += self._new_blocks(sequence, chunk)
+                chunks.append((sequence, chunk))
+        if blocks > self.kv.free:
+            return False
+        batch.budget_left = left
+        self.kv.take(self.decoding.blocks_for_next_step())
+        self._decode_all(batch)
+        for sequence, chunk in chunks:
+            self.kv.take(self._new_blocks(sequence, chunk))
+            self._prefill(batch, sequence, chunk)
+        return True
+
+    def _continue_in_order(self, batch: Batch, chunk_limit: int) -> None:
+        """Continue running sequences one by one, preempting when blocks run out."""
+        taken: dict[EngineSequence, tuple[int, int]] = {}
+        for sequence in list(self._running):
+            if sequence.state is SequenceState.WAITING:
+                continue
+            if not batch.budget_left:
+                break
+            if sequence in self.decoding:
+                tokens, blocks = 1, int(self.decoding.needs_block(sequence))
+            else:
+                tokens = min(sequence.known_tokens - sequence.computed_tokens, chunk_limit, batch.budget_left)
+                blocks = self._new_blocks(sequence, tokens)
+            if not self._make_room(batch, sequence, blocks, taken):
+                break
+            self.kv.take(blocks)
+            batch.budget_left -= tokens
+            taken[sequence] = (tokens, blocks)
+        self._compute_taken(batch, taken)
+
+    def _make_room(
+        self,
+        batch: Batch,
+        sequence: EngineSequence,
+        blocks: int,
+        taken: dict[EngineSequence, tuple[int, int]],
+    ) -> bool:
+        """Preempt until `blocks` are free; False when the sequence itself had to go."""
+        while blocks > self.kv.free:
+            victim = self._victim()
+            tokens, blocks_taken = taken.pop(victim, (0, 0))
+            batch.budget_left += tokens
+            self.kv.release(blocks_taken, ())
+            self._preempt(victim)
+            batch.preempted.append(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _victim(self) -> EngineSequence:
+        if self._settings.scheduling_policy is SchedulingPolicy.PRIORITY:
+            return max(self._running, key=lambda sequence: sequence.urgency)
+        return next(reversed(self._running))
+
+    def _preempt(self, victim: EngineSequence) -> None:
+        if victim.state is SequenceState.DECODING:
+            self.decoding.leave(victim, step_under_way=False)
+        else:
+            del self._prefilling[victim]
+        del self._running[victim]
+        if self._settings.prefix_caching:
+            self._name_all_blocks(victim)
+        self._release(victim)
+        victim.computed_tokens = 0
+        victim.preemptions += 1
+        victim.state = SequenceState.WAITING
+        self.preemptions += 1
+        self.waiting.put_back(victim)
+
+    def _compute_taken(self, batch: Batch, taken: dict[EngineSequence, tuple[int, int]]) -> None:
+        """Compute what `_continue_in_order` has found room for; the others sit out."""
+        left_out = [sequence for sequence in self.decoding.members() if sequence not in taken]
+        self._decode_all(batch)
+        for sequence in left_out:
+            batch.context_tokens -= self.decoding.computed_tokens(sequence)
+            self.decoding.sit_out(sequence)
+        batch.sequences -= len(left_out)
+        batch.sat_out = bool(left_out)
+        for sequence, (tokens, _) in taken.items():
+            if sequence.state is SequenceState.PREFILLING:
+                self._prefill(batch, sequence, tokens)
+
+    # -- waiting sequences ------------------------------------------------------------------------------
+
+    def _admit(self, batch: Batch, chunk_limit: int) -> None:
+        """Admit waiting sequences from the head while budget, places and blocks last."""
+        while batch.budget_left and len(self.waiting) and len(self._running) < self._settings.max_num_seqs:
+            sequence = self.waiting.head()
+            known = sequence.known_tokens
+            hits = 0
+            if sequence.block_names:
+                hits = self.kv.count_hits(sequence.block_names, (known - 1) // self._block_size)
+            cached = hits * self._block_size
+            chunk = min(known - cached, chunk_limit, batch.budget_left)
+            reach = known if self._settings.full_prompt_must_fit else cached + chunk
+            shared = sequence.block_names[:hits]
+            if not self.kv.fits(-(-reach // self._block_size), shared):
+                return
+            self.waiting.pop()
+            self._start(sequence, shared)
+            self.kv.take(self._new_blocks(sequence, chunk))
+            batch.budget_left -= chunk
+            batch.admitted.append(sequence)
+            self._prefill(batch, sequence, chunk)
+
+    def _start(self, sequence: EngineSequence, shared: list[BlockName]) -> None:
+        """Make a waiting sequence a running one that holds its cached prefix."""
+        self.kv.share(shared)
+        sequence.named_blocks = shared
+        sequence.blocks = len(shared)
+        sequence.computed_tokens = len(shared) * self._block_size
+        sequence.state = SequenceState.PREFILLING
+        self._running[sequence] = None
+        self._prefilling[sequence] = None
+        if self._settings.prefix_caching and not sequence.preemptions:
+            # Like vLLM's counters, which leave resumed sequences out.
+            sequence.cached_tokens = sequence.computed_tokens
+            self.prefix_queries_tokens += sequence.known_tokens
+            self.prefix_hits_tokens += sequence.computed_tokens
+
+    # -- shared steps -----------------------------------------------------------------------------------
+
+    def _new_blocks(self, sequence: EngineSequence, tokens: int) -> int:
+        """Blocks to allocate before a sequence that is not decoding computes so many more tokens."""
+        return -(-(sequence.computed_tokens + tokens) // self._block_size) - sequence.blocks
+
+    def _decode_all(self, batch: Batch) -> None:
+        if len(self.decoding):
+            self.decoding.begin_step()
+            batch.sequences = len(self.decoding)
+            batch.context_tokens = self.decoding.context_tokens
+
+    def _prefill(self, batch: Batch, sequence: EngineSequence, chunk: int) -> None:
+        """Count a chunk, whose blocks are taken, as computed."""
+        batch.prefilling.append(sequence)
+        batch.prefill_tokens += chunk
+        batch.attended_pairs += attended_pairs(sequence.computed_tokens, chunk)
+        sequence.blocks += self._new_blocks(sequence, chunk)
+        first_block = sequence.computed_tokens // self._block_size
+        sequence.computed_tokens += chunk
+        if sequence.block_names:
+            last_block = sequence.computed_tokens // self._block_size
+            for name in sequence.block_names[first_block:last_block]:
+                if self.kv.name(name):
+                    sequence.named_blocks.append(name)
+
+    def _name_all_blocks(self, victim: EngineSequence) -> None:
+        """Leave a victim's full blocks in the cache, so that it finds again those not evicted meanwhile."""
+        full_blocks = victim.computed_tokens // self._block_size
+        names = victim.block_names
+        names.extend((victim.number, index) for index in range(len(names), full_blocks))
+        held = set(victim.named_blocks)
+        for name in names[:full_blocks]:
+            if name not in held and self.kv.name(name):
+                victim.named_blocks.append(name)
+
+    def _release(self, sequence: EngineSequence) -> None:
+        self.kv.release(sequence.blocks - len(sequence.named_blocks), sequence.named_blocks)
+        sequence.blocks = 0
+        sequence.named_blocks = []
+
+    def _conclude(self, sequence: EngineSequence, state: SequenceState) -> None:
+        """Forget a sequence that has ended, except for what the prefix cache keeps of its prompt."""
+        self._running.pop(sequence, None)
+        self._release(sequence)
+        if sequence.preemptions:
+            self.kv.forget(name for name in sequence.block_names if isinstance(name, tuple))
+        sequence.state = state

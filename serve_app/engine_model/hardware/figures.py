@@ -1,0 +1,205 @@
+"""What is known of a GPU and of a model before they are measured together: data sheets, and efficiencies."""
+
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from typing import Any, ClassVar
+
+import yaml
+from pydantic import TypeAdapter
+
+from serve_app.errors import SettingsError
+
+_DATA = resources.files("serve_app.engine_model.hardware")
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU, and what of its peak an engine reaches.
+
+    Attributes:
+        memory_gib: what a process sees of it, which is less than the name says.
+        bandwidth_per_s: bytes per second between memory and chip, at the peak.
+        flops: 16-bit floating-point operations per second of its matrix units, dense, at the peak.
+        link_per_s: bytes per second to the other GPUs of the node, one direction, at the peak.
+        bandwidth_efficiency: share of the bandwidth that reading weights and KV cache reaches (0-1).
+        compute_efficiency: share of `flops` that the matrix products of a prefill reach (0-1).
+        attention_efficiency: the same for attention (0-1).
+        link_efficiency: share of `link_per_s` that an all-reduce of a prefill reaches (0-1).
+        all_reduce_s: seconds of a small all-reduce, as decoding makes two of per layer.
+        layer_s: seconds of a layer of a decode step beyond reading it: short kernels, gaps between them.
+        step_s: seconds of a step outside the layers: scheduling, sampling, copies to the host.
+        sequence_s: seconds that the host spends on each sequence of a step.
+        evidence: what was measured on it, and how far the roofline is from that.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    memory_gib: float
+    bandwidth_per_s: float
+    flops: float
+    link_per_s: float
+    bandwidth_efficiency: float
+    compute_efficiency: float
+    attention_efficiency: float
+    link_efficiency: float
+    all_reduce_s: float
+    layer_s: float
+    step_s: float
+    sequence_s: float
+    evidence: str
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "evidence":
+                continue
+            if not value > 0:
+                raise ValueError(f"{field.name} must be positive, got {value}")
+            if field.name.endswith("_efficiency") and value > 1:
+                raise ValueError(f"{field.name} is a share of a peak and cannot exceed 1, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelArchitecture:
+    """A decoder-only transformer with gated feed-forward layers, all of the same kind.
+
+    Attributes:
+        hidden: width of the residual stream.
+        heads: attention heads; `kv_heads` of them have keys and values of their own.
+        intermediate: width of the feed-forward layer, or of each expert.
+        experts: experts in a layer; 1 in a dense model.
+        experts_per_token: of those, how many a token is routed to.
+        vocabulary: rows of the embedding.
+        tied_embeddings: whether the output layer is the embedding.
+        published_parameters: what the model card says, for comparison with `parameters`.
+        published_active_parameters: the same for those that one token uses; None in a dense model.
+        longest_len: tokens of context that a profile offers at most.
+        weight_bytes: bytes of one parameter.
+        kv_bytes: bytes of one number in the KV cache.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    published_parameters: float
+    longest_len: int
+    experts: int = 1
+    experts_per_token: int = 1
+    tied_embeddings: bool = False
+    published_active_parameters: float | None = None
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(
+                f"experts_per_token must lie between 1 and experts ({self.experts}), "
+                f"got {self.experts_per_token}"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding; the output layer has as many."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all experts in all layers; 0 in a dense model."""
+        return self.experts * self._feed_forward if self.experts > 1 else 0
+
+    @property
+    def dense_parameters(self) -> int:
+        """Of everything in the layers that every token uses."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        feed_forward = 0 if self.experts > 1 else self._feed_forward
+        return self.layers * (attention + router) + feed_forward
+
+    @property
+    def layer_parameters_per_token(self) -> int:
+        """Of the layers, those that one token is multiplied with."""
+        return self.dense_parameters + self.expert_parameters * self.experts_per_token // self.experts
+
+    @property
+    def parameters(self) -> int:
+        """All of the model; norms and biases, below 0.1 %, are left out."""
+        embeddings = self.embedding_parameters * (1 if self.tied_embeddings else 2)
+        return self.dense_parameters + self.expert_parameters + embeddings
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token uses, both embeddings among them, as model cards count."""
+        return (
+            self.parameters - self.expert_parameters + self.layer_parameters_per_token - self.dense_parameters
+        )
+
+    @property
+    def weights_size(self) -> float:
+        """Bytes of all weights."""
+        return self.parameters * self.weight_bytes
+
+    def kv_size_per_gpu(self, tensor_parallel: int) -> float:
+        """Bytes of KV cache that one token takes on each GPU; a head cannot be split, so it is copied."""
+        heads_per_gpu = -(-self.kv_heads // tensor_parallel)
+        return 2 * self.layers * heads_per_gpu * self.head_dim * self.kv_bytes
+
+    @property
+    def _feed_forward(self) -> int:
+        """Of gate, up and down projections of all layers, of one expert."""
+        return self.layers * 3 * self.hidden * self.intermediate
+
+
+@cache
+def _gpus() -> dict[str, Gpu]:
+    text = (_DATA / "gpus.yaml").read_text(encoding="utf-8")
+    return TypeAdapter(dict[str, Gpu]).validate_python(yaml.safe_load(text))
+
+
+@cache
+def _models() -> dict[str, ModelArchitecture]:
+    text = (_DATA / "models.yaml").read_text(encoding="utf-8")
+    return TypeAdapter(dict[str, ModelArchitecture]).validate_python(yaml.safe_load(text))
+
+
+def gpu_names() -> list[str]:
+    """Names of the GPUs whose figures are known."""
+    return sorted(_gpus())
+
+
+def model_names() -> list[str]:
+    """Names of the models whose architecture is known."""
+    return sorted(_models())
+
+
+def load_gpu(name: str) -> Gpu:
+    """The figures of a GPU.
+
+    Raises:
+        SettingsError: there are none under that name.
+    """
+    try:
+        return _gpus()[name]
+    except KeyError:
+        raise SettingsError(f"no figures for GPU {name!r}: use one of {', '.join(gpu_names())}") from None
+
+
+def load_model(name: str) -> ModelArchitecture:
+    """The architecture of a model.
+
+    Raises:
+        SettingsError: there is none under that name.
+    """
+    try:
+        return _models()[name]
+    except KeyError:
+        raise SettingsError(f"no figures for model {name!r}: use one of {', '.join(model_names())}") from None

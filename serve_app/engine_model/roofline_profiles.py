@@ -1,0 +1,137 @@
+"""The profiles that the roofline gives for what people run: writes and checks the files in `profile_data`.
+
+    python -m serve_app.engine_model.roofline_profiles            a table of them
+    python -m serve_app.engine_model.roofline_profiles --write    writes their files anew
+
+A profile fitted to measurements of its own engine is better: `python -m serve_app calibrate` makes one.
+"""
+
+import argparse
+import math
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from serve_app.engine_model.hardware.figures import GIB, load_gpu, load_model
+from serve_app.engine_model.profiles import EngineProfile
+from serve_app.engine_model.roofline import EngineSetup, roofline_profile
+
+_FOLDER = Path(__file__).parent / "profile_data"
+_DIGITS = 4
+_WIDTH = 108
+_ORIGIN = (
+    "Computed, not measured: the roofline of serve_app/engine_model/roofline.py with the figures of "
+    "hardware/gpus.yaml and hardware/models.yaml. Do not edit: "
+    "python -m serve_app.engine_model.roofline_profiles --write writes it."
+)
+
+
+SETUPS: tuple[tuple[str, str, int], ...] = (
+    ("llama31-8b", "a100", 1),
+    ("llama31-8b", "h100", 1),
+    ("llama31-8b", "h200", 1),
+    ("llama31-8b", "mi300x", 1),
+    ("llama31-8b", "l40s", 1),
+    ("llama2-13b", "a100", 1),
+    ("llama2-13b", "h100", 1),
+    ("llama2-13b", "l40s", 1),
+    ("llama3-70b", "a100", 2),
+    ("llama3-70b", "a100", 4),
+    ("llama3-70b", "a100", 8),
+    ("llama3-70b", "h100", 2),
+    ("llama3-70b", "h100", 4),
+    ("llama3-70b", "h100", 8),
+    ("llama3-70b", "h200", 2),
+    ("llama3-70b", "h200", 4),
+    ("llama3-70b", "mi300x", 1),
+    ("llama3-70b", "mi300x", 2),
+    ("qwen3-235b-a22b", "h100", 8),
+    ("qwen3-235b-a22b", "h200", 8),
+    ("qwen3-235b-a22b", "mi300x", 4),
+    ("qwen3-235b-a22b", "mi300x", 8),
+)
+
+
+def engine_setup(model: str, gpu: str, tensor_parallel: int) -> EngineSetup:
+    """A setup by the names of its model and GPU.
+
+    Raises:
+        SettingsError: there are no figures for the model or the GPU.
+    """
+    return EngineSetup(model=load_model(model), gpu=load_gpu(gpu), tensor_parallel=tensor_parallel)
+
+
+def profile_name(model: str, gpu: str, tensor_parallel: int) -> str:
+    """How a profile of these is called."""
+    return f"{model}-{gpu}-tp{tensor_parallel}"
+
+
+def profile_text(model: str, gpu: str, tensor_parallel: int) -> str:
+    """The YAML file of a profile: its source and error as comments, then its figures.
+
+    Raises:
+        SettingsError: it does not fit into the memory of the GPUs, or a name is unknown.
+    """
+    setup = engine_setup(model, gpu, tensor_parallel)
+    profile = roofline_profile(setup)
+    values = asdict(profile)
+    values["step_time"] = {name: _rounded(value) for name, value in values["step_time"].items() if value}
+    return _comment(setup, profile) + yaml.safe_dump(values, sort_keys=False)
+
+
+def _comment(setup: EngineSetup, profile: EngineProfile) -> str:
+    gpus, weights = setup.tensor_parallel, setup.model.weights_size
+    cache = profile.kv_tokens * setup.model.kv_size_per_gpu(gpus) * gpus
+    memory = gpus * setup.gpu.memory_gib * GIB / 1e9
+    used = f"{weights / 1e9:.1f} GB of weights and {cache / 1e9:.1f} GB of KV cache"
+    paragraphs = (
+        _ORIGIN,
+        f"Error: {setup.gpu.evidence}",
+        f"Memory: {used} in 16 bits, in {setup.gpu_memory_utilization:.0%} of {memory:.1f} GB.",
+    )
+    lines = [
+        line for paragraph in paragraphs for line in textwrap.wrap(paragraph, _WIDTH, break_on_hyphens=False)
+    ]
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _rounded(value: float) -> float:
+    """To four significant digits: more would feign accuracy."""
+    return round(value, _DIGITS - 1 - math.floor(math.log10(value)))
+
+
+def _row(model: str, gpu: str, tensor_parallel: int) -> str:
+    profile = roofline_profile(engine_setup(model, gpu, tensor_parallel))
+    step = profile.step_time
+    name = profile_name(model, gpu, tensor_parallel)
+    alone, busy = (step.step_s(sequences=n, context_tokens=1_000 * n) for n in (1, 64))
+    prefill = step.prefill_s(2_048, max_num_batched_tokens=2_048)
+    return f"{name:28}{alone * 1e3:10.1f}{busy * 1e3:10.1f}{prefill * 1e3:12.1f}{profile.kv_tokens:12,}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the files, or print what they hold."""
+    parser: Any = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="write the files")
+    if parser.parse_args(arguments).write:
+        for setup in SETUPS:
+            (_FOLDER / f"{profile_name(*setup)}.yaml").write_text(profile_text(*setup), encoding="utf-8")
+        return 0
+    rows = [
+        "milliseconds of a decode step at 1,000 tokens of context each, and of a prefill of 2,048 tokens",
+        f"{'':28}{'1 seq':>10}{'64 seqs':>10}{'prefill':>12}{'KV tokens':>12}",
+    ]
+    rows += [_row(*setup) for setup in SETUPS]
+    sys.stdout.write("\n".join(rows) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

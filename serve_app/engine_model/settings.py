@@ -1,0 +1,60 @@
+"""What an engine can hold and how it fills its batches: settings of the engine model, named as in vLLM."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from serve_app.engine_model.waiting import SchedulingPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineModelSettings:
+    """Limits of one emulated engine.
+
+    Attributes:
+        max_model_len: context limit, prompt and output together, in tokens.
+        kv_tokens: capacity of the KV cache in tokens; rounded down to whole blocks.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    max_model_len: int
+    kv_tokens: int
+    # Larger blocks waste more of the cache at the end of each sequence; 16 is vLLM's default on GPUs.
+    block_size: int = 16
+    # More sequences per step mean more throughput and a longer step for each of them.
+    max_num_seqs: int = 256
+    # More prompt tokens per step mean faster prefills and longer stalls for those who decode meanwhile.
+    max_num_batched_tokens: int = 2_048
+    # 0 lets one long prefill take the whole budget of a step; a limit lets short prompts pass it.
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    prefix_caching: bool = True
+    # Admit a prompt only when all of it fits into free blocks now (`scheduler_reserve_full_isl`, on in vLLM);
+    # off, its first chunk is enough, and prompts that are admitted together preempt each other.
+    full_prompt_must_fit: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "kv_tokens", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError(
+                "long_prefill_token_threshold must be 0 (off) or more, "
+                f"got {self.long_prefill_token_threshold}"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), or decoding sequences starve: raise the first or lower the second"
+            )
+        if self.kv_blocks * self.block_size < self.max_model_len:
+            raise ValueError(
+                f"max_model_len ({self.max_model_len:,}) does not fit into the KV cache "
+                f"({self.kv_tokens:,} tokens in blocks of {self.block_size}): such a sequence could never "
+                "finish; lower max_model_len"
+            )
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks in the KV cache."""
+        return self.kv_tokens // self.block_size

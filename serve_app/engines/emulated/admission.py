@@ -1,0 +1,114 @@
+"""May this request enter the emulated engine, and as which sequences? Limits and refusals are vLLM's."""
+
+from dataclasses import dataclass
+
+from serve_app.engine_model import EngineModelSettings, EngineSequence, SchedulingPolicy
+from serve_app.engines.emulated import errors
+from serve_app.engines.emulated.driver import EngineDriver, Ticket
+from serve_app.engines.emulated.lengths import LengthWish, OutputLengths
+from serve_app.engines.emulated.metrics import EngineMetrics
+from serve_app.engines.emulated.requests import Generation
+from serve_app.engines.emulated.text import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionRules:
+    """What the engine takes.
+
+    Attributes:
+        model_names: names it answers to; the first is its own.
+        max_num_queued_reqs: sequences that may wait and run together; None for no limit.
+    """
+
+    limits: EngineModelSettings
+    model_names: tuple[str, ...]
+    max_num_queued_reqs: int | None
+
+
+class Admission:
+    """Turns requests into tickets, or refuses them with an `ApiError`."""
+
+    def __init__(
+        self, rules: AdmissionRules, driver: EngineDriver, lengths: OutputLengths, metrics: EngineMetrics
+    ) -> None:
+        self._rules = rules
+        self._driver = driver
+        self._lengths = lengths
+        self._metrics = metrics
+
+    def check_model(self, model: str | None) -> str:
+        """The name that the answer carries; a request without one is for whatever is served here."""
+        names = self._rules.model_names
+        if model and model not in names:
+            raise errors.unknown_model(model, names)
+        return model or names[0]
+
+    def admit(self, generation: Generation, request_id: str) -> Ticket:
+        """Sequences for every choice of every prompt."""
+        limits = self._rules.limits
+        self._check_priority(generation.priority)
+        if generation.max_tokens is not None and generation.max_tokens > limits.max_model_len:
+            errors.refuse_long_output(
+                generation.max_tokens_param, generation.max_tokens, limits.max_model_len
+            )
+        wishes = [self._wish(generation, prompt) for prompt in generation.prompts]
+        self._check_queue(len(wishes) * generation.choices)
+        sequences: list[EngineSequence] = []
+        reasons: list[str] = []
+        for prompt, wish in zip(generation.prompts, wishes, strict=True):
+            for _ in range(generation.choices):
+                length = self._lengths.draw(wish)
+                reasons.append(length.finish_reason)
+                sequence_id = f"{request_id}-{len(sequences)}"
+                sequences.append(self._sequence(sequence_id, prompt, length.tokens, generation.priority))
+        return Ticket(sequences, reasons, streaming=generation.stream)
+
+    def admit_embeddings(self, prompts: list[Prompt], priority: int, request_id: str) -> Ticket:
+        """Sequences that compute their prompts and generate nothing."""
+        self._check_priority(priority)
+        max_model_len = self._rules.limits.max_model_len
+        for prompt in prompts:
+            if prompt.tokens > max_model_len:
+                errors.refuse_long_prompt(prompt.tokens, max_model_len)
+        self._check_queue(len(prompts))
+        sequences = [
+            self._sequence(f"{request_id}-{index}", prompt, 0, priority)
+            for index, prompt in enumerate(prompts)
+        ]
+        return Ticket(sequences, ["stop"] * len(sequences), streaming=False)
+
+    def _wish(self, generation: Generation, prompt: Prompt) -> LengthWish:
+        max_model_len = self._rules.limits.max_model_len
+        if prompt.tokens > max_model_len:
+            errors.refuse_long_prompt(prompt.tokens, max_model_len)
+        if prompt.tokens == max_model_len:
+            errors.refuse_full_prompt(prompt.tokens)
+        left = max_model_len - prompt.tokens
+        return LengthWish(
+            limit=left if generation.max_tokens is None else min(left, generation.max_tokens),
+            min_tokens=generation.min_tokens,
+            ignore_eos=generation.ignore_eos,
+            exact=generation.exact_output_tokens,
+        )
+
+    def _sequence(
+        self, sequence_id: str, prompt: Prompt, target_tokens: int, priority: int
+    ) -> EngineSequence:
+        return EngineSequence(
+            sequence_id=sequence_id,
+            prompt_tokens=prompt.tokens,
+            target_tokens=target_tokens,
+            arrived_at=self._driver.now(),
+            priority=priority,
+            block_hashes=prompt.block_hashes,
+        )
+
+    def _check_priority(self, priority: int) -> None:
+        if priority and self._rules.limits.scheduling_policy is not SchedulingPolicy.PRIORITY:
+            raise errors.invalid(f"Got priority {priority} but Priority scheduling is not enabled.")
+
+    def _check_queue(self, sequences: int) -> None:
+        limit = self._rules.max_num_queued_reqs
+        if limit is not None and self._driver.open_sequences + sequences > limit:
+            self._metrics.count_rejection()
+            raise errors.queue_is_full()

@@ -1,0 +1,251 @@
+"""The emulated engine's HTTP side: a raw ASGI app, since every layer between costs CPU per token."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.engines.asgi import read_body
+from serve_app.engines.emulated import errors
+from serve_app.engines.emulated.admission import Admission
+from serve_app.engines.emulated.answers import (
+    DONE,
+    Answer,
+    AnswerHead,
+    ChatAnswer,
+    CompletionAnswer,
+    encode,
+)
+from serve_app.engines.emulated.driver import EngineDriver, Ticket
+from serve_app.engines.emulated.embeddings import embedding, embeddings_answer
+from serve_app.engines.emulated.http import Call, serve_lifespan
+from serve_app.engines.emulated.metrics import CONTENT_TYPE, EngineMetrics
+from serve_app.engines.emulated.requests import (
+    Generation,
+    read_chat,
+    read_completion,
+    read_embeddings,
+    read_responses,
+    read_tokenize,
+)
+from serve_app.engines.emulated.responses import ResponsesAnswer
+from serve_app.engines.emulated.text import PseudoTokenizer
+from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What the app serves with."""
+
+    driver: EngineDriver
+    admission: Admission
+    metrics: EngineMetrics
+    tokenizer: PseudoTokenizer
+    model_names: tuple[str, ...]
+    max_model_len: int
+    embedding_dimensions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """How one generating endpoint reads and writes."""
+
+    read: Callable[[bytes, PseudoTokenizer], Generation]
+    write: Callable[[AnswerHead], Answer]
+    id_prefix: str
+
+
+_CHAT = Endpoint(read_chat, ChatAnswer, "chatcmpl")
+_COMPLETIONS = Endpoint(read_completion, CompletionAnswer, "cmpl")
+_RESPONSES = Endpoint(read_responses, ResponsesAnswer, "resp")
+
+
+class EmulatedApp:
+    """Routes requests; everything that lasts goes through a ticket of the driver."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._created = int(time.time())
+        self._routes: dict[str, tuple[str, Callable[[Call], Awaitable[None]]]] = {
+            "/v1/chat/completions": ("POST", lambda call: self._generate(_CHAT, call)),
+            "/v1/completions": ("POST", lambda call: self._generate(_COMPLETIONS, call)),
+            "/v1/responses": ("POST", lambda call: self._generate(_RESPONSES, call)),
+            "/v1/embeddings": ("POST", self._embed),
+            "/v1/models": ("GET", self._models),
+            "/tokenize": ("POST", self._tokenize),
+            "/health": ("GET", self._health),
+            "/metrics": ("GET", self._metrics),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "lifespan":
+            await serve_lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            raise ValueError(f"only HTTP is served here, not {scope['type']}")
+        body = await read_body(receive)
+        if body is None:
+            return
+        call = Call(scope, body, receive, send)
+        # Some servers tell by an OSError from `send` that the client has gone; then nobody is left to be
+        # told.
+        with contextlib.suppress(OSError):
+            await self._route(call)
+
+    async def _route(self, call: Call) -> None:
+        method, handler = self._routes.get(call.scope["path"], ("", None))
+        if handler is None:
+            await call.answer(404, b'{"detail":"Not Found"}')
+        elif call.scope["method"] != method:
+            await call.answer(405, b'{"detail":"Method Not Allowed"}')
+        else:
+            try:
+                await handler(call)
+            except errors.ApiError as error:
+                await call.answer(error.status, error.body)
+
+    # -- generation -----------------------------------------------------------------------------------------
+
+    async def _generate(self, endpoint: Endpoint, call: Call) -> None:
+        generation = endpoint.read(call.body, self._parts.tokenizer)
+        model = self._parts.admission.check_model(generation.model)
+        request_id = call.request_id(endpoint.id_prefix)
+        ticket = self._parts.admission.admit(generation, request_id)
+        head = AnswerHead(
+            request_id=request_id,
+            created=int(time.time()),
+            model=model,
+            sequences=ticket.sequences,
+            finish_reasons=ticket.finish_reasons,
+            prompts=len(generation.prompts),
+            include_usage=generation.include_usage,
+        )
+        answer = endpoint.write(head)
+        async with self._in_engine(call, ticket):
+            if generation.stream:
+                await self._stream(call, ticket, answer)
+            else:
+                await _answer_whole(call, ticket, answer.whole)
+
+    @contextlib.asynccontextmanager
+    async def _in_engine(self, call: Call, ticket: Ticket) -> AsyncIterator[None]:
+        """Keep a ticket's sequences in the engine, but not longer than the client stays."""
+        try:
+            self._parts.driver.submit(ticket)
+        except EngineError as error:
+            raise errors.engine_failed() from error
+        watcher = asyncio.ensure_future(_abandon_on_disconnect(call, ticket))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            self._parts.driver.close(ticket)
+
+    async def _stream(self, call: Call, ticket: Ticket, answer: Answer) -> None:
+        """Send tokens as they come."""
+        await call.begin_events()
+        sent = [0] * len(ticket.sequences)
+        events = answer.opening()
+        done = False
+        while not done:
+            try:
+                await ticket.progress()
+            except EngineError:
+                # The status line has gone out, so the error travels as an event.
+                await call.send_events(b"data: " + errors.engine_failed().body + b"\n\n" + DONE, more=False)
+                return
+            if ticket.abandoned:
+                return
+            # Looked at before the tokens are collected: more may come while they are being sent.
+            done = ticket.is_done
+            events += self._new_tokens(ticket, answer, sent)
+            if done:
+                events += answer.ending()
+            if events:
+                await call.send_events(events, more=not done)
+            events = b""
+
+    def _new_tokens(self, ticket: Ticket, answer: Answer, sent: list[int]) -> bytes:
+        """Events for the tokens that have come since the last time; notes them in `sent`."""
+        parts: list[bytes] = []
+        for choice, sequence in enumerate(ticket.sequences):
+            start, end = sent[choice], self._parts.driver.output_tokens(sequence)
+            if end > start:
+                sent[choice] = end
+                parts.append(answer.delta(choice, start, end - start, ends=end == sequence.target_tokens))
+        return b"".join(parts)
+
+    async def _embed(self, call: Call) -> None:
+        body, prompts = read_embeddings(call.body, self._parts.tokenizer)
+        model = self._parts.admission.check_model(body.model)
+        request_id = call.request_id("embd")
+        ticket = self._parts.admission.admit_embeddings(prompts, body.priority, request_id)
+        dimensions = body.dimensions or self._parts.embedding_dimensions
+
+        def whole() -> bytes:
+            return embeddings_answer(
+                request_id,
+                model,
+                [embedding(prompt.fingerprint, dimensions) for prompt in prompts],
+                prompt_tokens=sum(prompt.tokens for prompt in prompts),
+                as_base64=body.encoding_format == "base64",
+            )
+
+        async with self._in_engine(call, ticket):
+            await _answer_whole(call, ticket, whole)
+
+    # -- the rest -------------------------------------------------------------------------------------------
+
+    async def _models(self, call: Call) -> None:
+        cards: list[dict[str, Any]] = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "emulated",
+                "root": self._parts.model_names[0],
+                "parent": None,
+                "max_model_len": self._parts.max_model_len,
+                "permission": [],
+            }
+            for name in self._parts.model_names
+        ]
+        await call.answer(200, encode({"object": "list", "data": cards}))
+
+    async def _tokenize(self, call: Call) -> None:
+        model, text = read_tokenize(call.body)
+        self._parts.admission.check_model(model)
+        tokens = self._parts.tokenizer.token_ids(text)
+        counts = {"count": len(tokens), "max_model_len": self._parts.max_model_len}
+        await call.answer(200, encode({**counts, "tokens": tokens, "token_strs": None}))
+
+    async def _health(self, call: Call) -> None:
+        try:
+            self._parts.driver.check()
+        except EngineError:
+            await call.answer(503, b"")
+        else:
+            await call.answer(200, b"")
+
+    async def _metrics(self, call: Call) -> None:
+        await call.answer(200, self._parts.metrics.text(), CONTENT_TYPE)
+
+
+async def _answer_whole(call: Call, ticket: Ticket, whole: Callable[[], bytes]) -> None:
+    """Answer when everything is generated."""
+    try:
+        while not ticket.is_done and not ticket.abandoned:
+            await ticket.progress()
+    except EngineError as error:
+        raise errors.engine_failed() from error
+    if not ticket.abandoned:
+        await call.answer(200, whole())
+
+
+async def _abandon_on_disconnect(call: Call, ticket: Ticket) -> None:
+    await call.wait_for_disconnect()
+    ticket.abandon()

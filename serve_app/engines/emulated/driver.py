@@ -1,0 +1,252 @@
+"""Runs the engine model in real time: one task begins a step, sleeps until it ends, and hands out its tokens.
+
+The model has a clock of its own, which runs `speed_up` times as fast as the wall's. A step begins when the
+one before it ended on that clock, not when this process woke up, so that late wake-ups do not add up; when
+the process is too far behind, the clock is allowed to slip instead of catching up in a burst.
+
+Request handlers hold a `Ticket`. The task only marks tickets that have something new and wakes their
+handlers; a slow reader finds several tokens at once.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from serve_app.engine_model import EngineModel, EngineSequence, ModelSnapshot, StepOutcome
+from serve_app.engine_model.recent_mean import TPOT_WINDOW_S, RecentMean
+from serve_app.engines.emulated.metrics import EngineMetrics
+from serve_app.engines.engine import EngineLoad
+from serve_app.errors import EngineError
+
+_log = logging.getLogger(__name__)
+
+# Behind by more wall time than this, the process catches up no more: the emulated engine is then slower than
+# stated.
+_MAX_LAG_S = 0.1
+
+
+class Ticket:
+    """One HTTP request's hold on its sequences.
+
+    Attributes:
+        sequences: one per answer, in the order of the choices.
+        finish_reasons: why each answer will end.
+        streaming: wake the handler at every token, not only at the end.
+        abandoned: the client has gone.
+    """
+
+    __slots__ = (
+        "_failure",
+        "_news",
+        "_unfinished",
+        "_waiter",
+        "abandoned",
+        "finish_reasons",
+        "sequences",
+        "streaming",
+    )
+
+    def __init__(
+        self, sequences: Sequence[EngineSequence], finish_reasons: Sequence[str], *, streaming: bool
+    ) -> None:
+        self.sequences = sequences
+        self.finish_reasons = finish_reasons
+        self.streaming = streaming
+        self.abandoned = False
+        self._unfinished = len(sequences)
+        self._failure: Exception | None = None
+        self._news = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all its sequences have finished."""
+        return self._unfinished == 0
+
+    async def progress(self) -> None:
+        """Wait until there is something new: tokens of a stream, the end, or that the client has gone.
+
+        Raises:
+            EngineError: the engine has stopped.
+        """
+        if not self._news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._news = False
+        if self._failure is not None:
+            raise EngineError("the emulated engine has stopped") from self._failure
+
+    def wake(self) -> None:
+        """Tell the handler that there is something new."""
+        self._news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def count_finished(self) -> None:
+        """Note that one of the sequences has finished."""
+        self._unfinished -= 1
+        if self.streaming or not self._unfinished:
+            self.wake()
+
+    def abandon(self) -> None:
+        """The client has gone: the handler should stop."""
+        self.abandoned = True
+        self.wake()
+
+    def fail(self, failure: Exception) -> None:
+        """The engine has stopped: the handler gets an error."""
+        self._failure = failure
+        self.wake()
+
+
+class EngineDriver:
+    """Owns the engine model and its clock.
+
+    Args:
+        model: the engine.
+        metrics: where steps and finished sequences are counted.
+        speed_up: seconds of the model's clock in a second of wall time.
+    """
+
+    def __init__(self, model: EngineModel, metrics: EngineMetrics, speed_up: float) -> None:
+        self._model = model
+        self._metrics = metrics
+        self._speed_up = speed_up
+        self._tickets: dict[EngineSequence, Ticket] = {}
+        self._work = asyncio.Event()
+        self._token_gaps = 0
+        self._token_gaps_s = 0.0
+        self._tpot = RecentMean(TPOT_WINDOW_S)
+        self._task: asyncio.Task[None] | None = None
+        self._clock: Callable[[], float] | None = None
+        self._started_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<EngineDriver open={len(self._tickets)} {self._model!r}>"
+
+    def start(self) -> None:
+        """Start the task; needs a running event loop."""
+        loop = asyncio.get_running_loop()
+        self._clock = loop.time
+        self._started_at = loop.time()
+        self._tpot.note(0.0, 0, loop.time())
+        self._task = loop.create_task(self._run(), name="emulated-engine")
+
+    async def stop(self) -> None:
+        """End the task; open requests get an error."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._fail_all(EngineError("the engine was told to stop"))
+
+    def check(self) -> None:
+        """Raise `EngineError` when the task does not run."""
+        if self._task is None:
+            raise EngineError("the emulated engine has not been started")
+        if self._task.done():
+            raise EngineError("the emulated engine has stopped")
+
+    @property
+    def open_sequences(self) -> int:
+        """Sequences that wait or run."""
+        return len(self._tickets)
+
+    def now(self) -> float:
+        """Seconds on the model's clock."""
+        assert self._clock is not None, "the driver has not been started"
+        return (self._clock() - self._started_at) * self._speed_up
+
+    def submit(self, ticket: Ticket) -> None:
+        """Give a ticket's sequences to the engine.
+
+        Raises:
+            EngineError: the engine has stopped.
+        """
+        self.check()
+        now = self.now()
+        for sequence in ticket.sequences:
+            self._tickets[sequence] = ticket
+            self._model.add(sequence, now)
+        self._work.set()
+
+    def close(self, ticket: Ticket) -> None:
+        """Abort what is unfinished of a ticket; safe to call at any time and more than once."""
+        for sequence in ticket.sequences:
+            if self._tickets.pop(sequence, None) is not None:
+                self._model.abort(sequence, self.now())
+                self._metrics.count_unfinished(sequence)
+
+    def output_tokens(self, sequence: EngineSequence) -> int:
+        """Tokens that a sequence has generated so far."""
+        return self._model.output_tokens(sequence)
+
+    def snapshot(self) -> ModelSnapshot:
+        """The engine's counts."""
+        return self._model.snapshot(self.now())
+
+    def load(self) -> EngineLoad:
+        """What the engine is doing; `tpot_s` is measured in wall time, so a speed-up divides it."""
+        assert self._clock is not None, "the driver has not been started"
+        snapshot = self.snapshot()
+        return EngineLoad(
+            waiting=snapshot.waiting,
+            running=snapshot.running,
+            kv_usage_ratio=snapshot.kv_usage_ratio,
+            tpot_s=self._tpot.mean(self._clock()),
+            preemptions=snapshot.preemptions,
+        )
+
+    async def _run(self) -> None:
+        try:
+            await self._run_steps()
+        except Exception as error:
+            _log.exception("the emulated engine has stopped: %r", self)
+            self._fail_all(error)
+            raise
+
+    async def _run_steps(self) -> None:
+        begin_at = self.now()
+        began_at = begin_at
+        while True:
+            ends_at = self._model.begin_step(begin_at)
+            if ends_at is None:
+                self._work.clear()
+                await self._work.wait()
+                begin_at = began_at = self.now()
+                continue
+            # Sleeping also when there is no time to sleep lets the handlers run between steps.
+            await asyncio.sleep(max(0.0, (ends_at - self.now()) / self._speed_up))
+            outcome = self._model.end_step()
+            woke_at = self.now()
+            self._deliver(outcome, (woke_at - began_at) / self._speed_up)
+            began_at = woke_at
+            begin_at = max(ends_at, woke_at - _MAX_LAG_S * self._speed_up)
+
+    def _deliver(self, outcome: StepOutcome, gap_s: float) -> None:
+        """Wake the handlers of everybody who got a token, `gap_s` of wall time after the one before."""
+        assert self._clock is not None, "the driver has not been started"
+        self._token_gaps += outcome.sequences
+        self._token_gaps_s += outcome.sequences * gap_s
+        self._tpot.note(self._token_gaps_s, self._token_gaps, self._clock())
+        self._metrics.count_step(outcome, gap_s)
+        tickets = self._tickets
+        for sequence in self._model.decoding:
+            ticket = tickets[sequence]
+            if ticket.streaming:
+                ticket.wake()
+        for sequence in outcome.finished:
+            ticket = tickets.pop(sequence)
+            reason = ticket.finish_reasons[ticket.sequences.index(sequence)]
+            self._metrics.count_finished(sequence, reason, self._speed_up)
+            ticket.count_finished()
+
+    def _fail_all(self, error: Exception) -> None:
+        for ticket in set(self._tickets.values()):
+            ticket.fail(error)
+        for sequence in self._tickets:
+            self._metrics.count_unfinished(sequence)
+        self._tickets.clear()

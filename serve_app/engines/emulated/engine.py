@@ -1,0 +1,159 @@
+"""The emulated engine: continuous batching without a GPU, for laptops, load tests and twins of real fleets.
+
+It answers the OpenAI API with placeholder text, at the pace of a named profile, and shows the metrics of
+vLLM. What
+is real: queueing, batching, chunked prefill, the KV cache with its prefix cache and preemptions, limits and
+their error messages, streaming, cancellation. Read on in `emulation` (the model), `emulated_driver.py` (its
+clock), `emulated_app.py` (HTTP).
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from serve_app.engine_model import EngineModel, EngineModelSettings, SchedulingPolicy
+from serve_app.engine_model.profiles import EngineProfile, load_profile
+from serve_app.engines.emulated.admission import Admission, AdmissionRules
+from serve_app.engines.emulated.app import EmulatedApp, EngineParts
+from serve_app.engines.emulated.driver import EngineDriver
+from serve_app.engines.emulated.lengths import OutputLengths
+from serve_app.engines.emulated.metrics import EngineMetrics
+from serve_app.engines.emulated.text import PseudoTokenizer
+from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
+from serve_app.errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedEngineSettings:
+    """One emulated engine.
+
+    Attributes:
+        served_model_names: names that clients may use in `model`; the first is the one that answers carry.
+        profile: name of an engine profile, or the path of one.
+        max_model_len, max_num_seqs, max_num_batched_tokens, kv_tokens: replace the profile's figures.
+        seed: of the answers' lengths.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    served_model_names: tuple[str, ...] = ("emulated",)
+    profile: str = "laptop"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_tokens: int | None = None
+    # The next four are vLLM's options of the same names; see `EngineModelSettings` for what they trade.
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    enable_prefix_caching: bool = True
+    # None never refuses: the gateway is to hold what the engine cannot run.
+    max_num_queued_reqs: int | None = None
+    # Seconds of engine time per second of wall time. Above about 20, small steps are shorter than this
+    # process can keep up with, and the engine is slower than asked for; every latency, TPOT and metric
+    # shrinks by it.
+    speed_up: float = 1.0
+    seed: int = 0
+    # Answers whose length the client leaves open: a log-normal, about as wide as chat traces show.
+    mean_output_tokens: float = 120.0
+    output_tokens_sigma: float = 0.8
+    # English with a 128,000-word vocabulary has 4 and more, code 3, Chinese 2 to 3; this is somewhere
+    # between.
+    bytes_per_token: float = 3.7
+    embedding_dimensions: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.served_model_names or not all(self.served_model_names):
+            raise SettingsError(
+                f"served_model_names needs at least one name, none empty: {self.served_model_names}"
+            )
+        for name in ("speed_up", "mean_output_tokens", "embedding_dimensions"):
+            if not getattr(self, name) > 0:
+                raise SettingsError(f"{name} must be positive, got {getattr(self, name)}")
+        if not self.output_tokens_sigma >= 0:
+            raise SettingsError(f"output_tokens_sigma must be 0 or more, got {self.output_tokens_sigma}")
+        if not self.bytes_per_token >= 1:
+            raise SettingsError(f"bytes_per_token must be at least 1, got {self.bytes_per_token}")
+        if self.max_num_queued_reqs is not None and self.max_num_queued_reqs < 0:
+            raise SettingsError(
+                f"max_num_queued_reqs must be 0 or more, or None for no limit, got {self.max_num_queued_reqs}"
+            )
+
+    def model_settings(self, profile: EngineProfile) -> EngineModelSettings:
+        """Limits of the engine: the profile's, where these settings do not replace them.
+
+        Raises:
+            SettingsError: they do not go together.
+        """
+        try:
+            return profile.model_settings(
+                max_model_len=self.max_model_len,
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                kv_tokens=self.kv_tokens,
+                long_prefill_token_threshold=self.long_prefill_token_threshold,
+                scheduling_policy=self.scheduling_policy,
+                prefix_caching=self.enable_prefix_caching,
+            )
+        except ValueError as error:
+            raise SettingsError(f"emulated engine on profile {self.profile}: {error}") from error
+
+
+class EmulatedEngine:
+    """An engine that computes nothing but its own timing. Satisfies `engine.Engine`."""
+
+    def __init__(self, settings: EmulatedEngineSettings) -> None:
+        self._settings = settings
+        profile = load_profile(settings.profile)
+        self._limits = settings.model_settings(profile)
+        model = EngineModel(self._limits, profile.step_time)
+        metrics = EngineMetrics(settings.served_model_names[0], self._limits)
+        self._driver = EngineDriver(model, metrics, settings.speed_up)
+        metrics.watch(self._driver.snapshot)
+        rng = random.Random(settings.seed)  # noqa: S311 - lengths of placeholder answers, not secrets
+        lengths = OutputLengths(settings.mean_output_tokens, settings.output_tokens_sigma, rng)
+        rules = AdmissionRules(
+            limits=self._limits,
+            model_names=settings.served_model_names,
+            max_num_queued_reqs=settings.max_num_queued_reqs,
+        )
+        self._app = EmulatedApp(
+            EngineParts(
+                driver=self._driver,
+                admission=Admission(rules, self._driver, lengths, metrics),
+                metrics=metrics,
+                tokenizer=PseudoTokenizer(settings.bytes_per_token, self._limits.block_size),
+                model_names=settings.served_model_names,
+                max_model_len=self._limits.max_model_len,
+                embedding_dimensions=settings.embedding_dimensions,
+            )
+        )
+
+    def __repr__(self) -> str:
+        return f"<EmulatedEngine profile={self._settings.profile} {self._driver!r}>"
+
+    async def start(self) -> EngineLimits:
+        """Start the engine's clock."""
+        self._driver.start()
+        return EngineLimits(
+            max_model_len=self._limits.max_model_len,
+            kv_tokens=self._limits.kv_blocks * self._limits.block_size,
+            max_num_seqs=self._limits.max_num_seqs,
+        )
+
+    @property
+    def app(self) -> ASGIApp:
+        """The OpenAI-compatible server."""
+        return self._app
+
+    async def load(self) -> EngineLoad:
+        """What the engine is doing; `tpot_s` is wall time as a client sees it, so a speed-up divides it."""
+        self._driver.check()
+        return self._driver.load()
+
+    async def check_health(self) -> None:
+        """Raise `EngineError` when the engine does not run."""
+        self._driver.check()
+
+    async def stop(self) -> None:
+        """Stop the clock; requests that are still open get an error."""
+        await self._driver.stop()

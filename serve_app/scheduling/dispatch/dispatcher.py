@@ -1,0 +1,205 @@
+"""Who goes next, and to which replica? The order of service, from the outside in.
+
+1. Whoever came back from a replica: it had been served in time.
+2. Whoever has waited past its class's bound, or was promised a place, at a bounded rate (`promotion`); if it
+   fits nowhere, room is kept for it (`reservations`).
+3. A class below that is owed its floor share (`class_floors`).
+4. The classes in their order; inside a class the tenants by their turns (`fairness`); among tenants whose
+   turn it is, and inside each of them, the heads of the lanes by the policy's score.
+
+The first in this order that fits a replica of the pool goes. Batch work fits only where the engine's own
+queue is empty, unless it is owed its floor.
+"""
+
+from collections.abc import Callable, Iterator
+
+from serve_app.request import PriorityClass
+from serve_app.routing.ledger import ReplicaLedger
+from serve_app.routing.replica_state import Hold, ReplicaState
+from serve_app.scheduling.dispatch.capacity_reservations import Reservations
+from serve_app.scheduling.dispatch.class_floors import ClassFloors
+from serve_app.scheduling.dispatch.placement import Fit, Placement
+from serve_app.scheduling.dispatch.promotion import Promotion
+from serve_app.scheduling.policies.protocol import OrderingPolicy
+from serve_app.scheduling.queueing.expiry import ExpiryHeap
+from serve_app.scheduling.queueing.request_queue import WaitingRoom
+from serve_app.scheduling.request import Entry
+from serve_app.scheduling.settings import SchedulerSettings
+
+Send = Callable[[Entry, ReplicaState, Hold], None]
+"""Carries a choice out: takes the request out of the room and holds its place in the ledger."""
+
+
+class Dispatcher:
+    """Chooses until nothing fits any more.
+
+    Args:
+        room, ledger, placement, policy: those of the scheduler, which owns them.
+
+    Attributes:
+        reservations: room that is kept for who has waited too long.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        room: WaitingRoom,
+        ledger: ReplicaLedger,
+        placement: Placement,
+        policy: OrderingPolicy,
+    ) -> None:
+        self._pools = settings.routing.pools
+        self._room = room
+        self._ledger = ledger
+        self._placement = placement
+        self._isolation = placement.isolation
+        self._policy = policy
+        self._promotion = Promotion(settings.promotion) if policy.promotes else None
+        self._overdue = ExpiryHeap(self._overdue_at)
+        self._floors = ClassFloors(settings.class_floors)
+        self.reservations = Reservations(ledger)
+
+    def queued(self, entry: Entry) -> None:
+        """A request has come into the room."""
+        if self._promotion is not None:
+            self._overdue.add(entry)
+
+    def run(self, now: float, send: Send) -> None:
+        """Dispatch whatever fits."""
+        self.reservations.prune(now)
+        if not self._room:
+            return
+        self._policy.round_began()
+        while self._room:
+            self._fill(now, send, at_home=True)
+            # Each spill brings a new head to the top of its lane, and that one may fit at home.
+            if not self._room or not self._fill(now, send, at_home=False):
+                break
+        self._policy.round_ended(self._room.queue_names())
+        self._overdue.prune(len(self._room))
+
+    def fits(self, entry: Entry, now: float) -> bool:
+        """Whether some replica has room for a request that has just come, whoever goes before it."""
+        quiet = entry.request.priority is PriorityClass.BATCH
+        limits = self._limits(entry, now)
+        for pool in entry.pools:
+            limit = self._ledger.context_limit(pool)
+            if limit is None:
+                continue
+            tokens = min(entry.estimate.expected_tokens, limit)
+            if self._ledger.best(pool, tokens, now, long_limits=limits, quiet=quiet) is not None:
+                return True
+        return False
+
+    def why_waiting(self, head: Entry, now: float) -> str:
+        """Why the head of a lane is not being dispatched right now, in a few words for a person."""
+        reasons = {pool: self._obstacle(head, pool, now) for pool in head.pools}
+        return "; ".join(f"{pool}: {reason}" for pool, reason in reasons.items())
+
+    def _fill(self, now: float, send: Send, *, at_home: bool) -> bool:
+        filled = False
+        for pool in self._pools:
+            while self._room and (choice := self._choose(pool, now, at_home=at_home)):
+                entry, replica, hold = choice
+                send(entry, replica, hold)
+                self._took(entry, now)
+                filled = True
+        return filled
+
+    def _took(self, entry: Entry, now: float) -> None:
+        room_was_kept = self.reservations.dispatched(entry, now)
+        self._policy.took(entry)
+        if self._promotion is not None:
+            self._promotion.took(entry, now, room_was_kept=room_was_kept)
+        self._floors.took(entry.request.priority, self._room.waiting_classes())
+
+    def _choose(self, pool: str, now: float, *, at_home: bool) -> tuple[Entry, ReplicaState, Hold] | None:
+        """The first head in the order of service that fits a replica of `pool`, with what to hold of it."""
+        limit = self._ledger.context_limit(pool)
+        if limit is None or not self._ledger.has_open(pool, now):
+            return None
+        # Most heads that do not fit are like one that did not fit before: at least as many tokens, as
+        # limited.
+        misfits: dict[tuple[tuple[int, ...], bool], int] = {}
+        first = self.reservations.lift(pool, now) if at_home else None
+        first = first or self._promoted(pool, now, at_home=at_home)
+        for head, quiet in self._order(pool, now, first, at_home=at_home):
+            tokens = min(head.estimate.expected_tokens, limit)
+            limits = self._limits(head, now)
+            replica = None
+            if tokens < misfits.get((limits, quiet), limit + 1):
+                replica = self._ledger.best(pool, tokens, now, long_limits=limits, quiet=quiet)
+                if replica is None:
+                    misfits[limits, quiet] = tokens
+            placed = self._placement.choose(head, replica, Fit(pool, tokens, quiet), now)
+            if placed is not None:
+                return head, *placed
+            if head is first and at_home:
+                self._keep_room(head, pool, tokens, now)
+        return None
+
+    def _keep_room(self, head: Entry, pool: str, tokens: int, now: float) -> None:
+        kept = self.reservations.of(pool)
+        # Who has room kept and waits for something else as well, such as isolation, does not lose it.
+        if (kept is not None and kept.entry is head) or self._ledger.best(pool, tokens, now) is None:
+            self.reservations.keep(head, pool, tokens, now)
+
+    def _limits(self, entry: Entry, now: float) -> tuple[int, ...]:
+        """How many long prefills may be in flight on a replica that gets this one."""
+        if entry.grade == 0:
+            return ()
+        waited_s = now - entry.request.arrived_at
+        return self._isolation.limits(entry.grade, now, waited_s, self._room.behind_requests(entry.request))
+
+    def _order(
+        self, pool: str, now: float, first: Entry | None, *, at_home: bool
+    ) -> Iterator[tuple[Entry, bool]]:
+        """Heads in the order of service, each with whether it must find a quiet engine.
+
+        Args:
+            first: who has waited too long.
+        """
+        room = self._room
+        for head in room.returned_heads(pool, at_home=at_home):
+            yield head, False
+        if first is not None:
+            yield first, False
+        for priority in self._floors.owed():
+            for head in room.heads(priority, pool, now, at_home=at_home):
+                yield head, False
+        for priority in room.waiting_classes():
+            quiet = priority is PriorityClass.BATCH
+            for head in room.heads(priority, pool, now, at_home=at_home):
+                yield head, quiet
+
+    def _promoted(self, pool: str, now: float, *, at_home: bool) -> Entry | None:
+        promotion, first_at = self._promotion, self._overdue.next_at()
+        if promotion is None or not promotion.is_due or first_at is None or now <= first_at:
+            return None
+        return promotion.first(self._room.all_heads(pool, at_home=at_home), now)
+
+    def _overdue_at(self, entry: Entry) -> float:
+        assert self._promotion is not None
+        return self._promotion.overdue_at(entry)
+
+    def _obstacle(self, head: Entry, pool: str, now: float) -> str:
+        limit = self._ledger.context_limit(pool)
+        if limit is None:
+            return "no replica is connected"
+        if not self._ledger.has_open(pool, now):
+            return "every replica is saturated, too busy, stale or draining"
+        tokens = min(head.estimate.expected_tokens, limit)
+        if self._ledger.best(pool, tokens, now) is None:
+            kept = self.reservations.of(pool)
+            for_it = "" if kept is None or kept.entry is not head else "; room is being kept for it"
+            return f"no open replica has {tokens:,} free KV tokens{for_it}"
+        limits = self._limits(head, now)
+        if self._ledger.best(pool, tokens, now, long_limits=limits) is None:
+            return "long prefills are under way on every open replica"
+        quiet = head.request.priority is PriorityClass.BATCH
+        if quiet and self._ledger.best(pool, tokens, now, long_limits=limits, quiet=True) is None:
+            return "batch work waits for an engine with an empty queue"
+        return "others go first"
+
+    def __repr__(self) -> str:
+        return f"<Dispatcher {self._room}>"

@@ -1,0 +1,49 @@
+"""EWSJF as its authors released it, for comparison.
+
+Question: whose waiting, weighed by length, is worth most? Inputs: prompt length, time of arrival. Ties: the
+order of arrival. Starves long prompts less than the paper's score, since the score is proportional to the
+wait. Source: the scoring of the released
+code: `wait * (1 + 0.5 ln(L + 1)) * step / (L // step + 1)`; it drains only the best queue of a round, without
+backfill.
+"""
+
+import math
+
+from serve_app.scheduling.policies.inputs import prompt_tokens
+from serve_app.scheduling.policies.protocol import OrderingPolicy
+from serve_app.scheduling.request import Entry
+
+_STEP_TOKENS = 200
+
+
+class EwsjfReleased(OrderingPolicy):
+    """Queues of equal width; a round takes from one of them."""
+
+    def __init__(self) -> None:
+        self._draining: str | None = None
+
+    def queue_of(self, entry: Entry) -> str:
+        """By whole steps of length."""
+        low = prompt_tokens(entry) // _STEP_TOKENS * _STEP_TOKENS
+        return f"{low}-{low + _STEP_TOKENS - 1}"
+
+    def score(self, head: Entry, now: float) -> float:
+        """The released formula."""
+        tokens = prompt_tokens(head)
+        waited_s = now - head.request.arrived_at
+        return waited_s * (1 + 0.5 * math.log(tokens + 1)) * _STEP_TOKENS / (tokens // _STEP_TOKENS + 1)
+
+    def rank(self, heads: list[Entry], now: float) -> None:
+        """The best queue; within a round, only the one that it began with as long as that has heads."""
+        super().rank(heads, now)
+        if any(head.length_queue == self._draining for head in heads):
+            heads[:] = [head for head in heads if head.length_queue == self._draining]
+
+    def round_began(self) -> None:
+        """Choose anew."""
+        self._draining = None
+
+    def took(self, entry: Entry) -> None:
+        """Stay with the queue that the round began with."""
+        if self._draining is None:
+            self._draining = entry.length_queue

@@ -1,0 +1,125 @@
+"""Dynamic Queue Routing: to which queue does a length go that no learned queue holds?
+
+Source: EWSJF, Algorithm 2 and Appendix D. For a length L between two neighbours: inside a queue, that queue;
+at most a tolerance above the lower one, the lower; at most a tolerance below the upper one, the upper; else a
+*bubble queue* centred on L, as wide as the queue below and clipped to the gap. A bubble that stays empty for
+too many rounds is removed; learned queues are not.
+"""
+
+import bisect
+from dataclasses import dataclass
+
+from serve_app.scheduling.policies.partition import LengthInterval, Partition
+
+
+@dataclass(slots=True, eq=False)
+class LengthQueue:
+    """A queue of prompt lengths, learned or a bubble.
+
+    Attributes:
+        mean_tokens: of the sample it was learned from; the centre, for a bubble.
+        bubble: it exists for lengths in a gap, until it has been empty for too long.
+        empty_rounds: rounds since a bubble last held a request.
+    """
+
+    min_tokens: int
+    max_tokens: int
+    mean_tokens: float
+    bubble: bool = False
+    empty_rounds: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its bounds; bubbles bear a mark."""
+        return f"{'~' if self.bubble else ''}{self.min_tokens}-{self.max_tokens}"
+
+
+def prior_partition() -> Partition:
+    """Queues until any have been learned: an octave of lengths each."""
+    octaves = [(2**power, 2 ** (power + 1) - 1) for power in range(5, 17)]
+    first = LengthInterval(min_tokens=1, max_tokens=31, mean_tokens=16.0, count=1)
+    rest = [
+        LengthInterval(min_tokens=low, max_tokens=high, mean_tokens=(low + high) / 2, count=1)
+        for low, high in octaves
+    ]
+    return Partition((first, *rest))
+
+
+class QueueMap:
+    """The queues in the order of their lengths.
+
+    Args:
+        tolerance_ratio: how far beyond its bounds a queue still takes a length.
+        bubble_width_tokens: width of a bubble below which there is no queue.
+        bubble_rounds: rounds after which an empty bubble is removed.
+    """
+
+    def __init__(
+        self, partition: Partition, *, tolerance_ratio: float, bubble_width_tokens: int, bubble_rounds: int
+    ) -> None:
+        self._tolerance_ratio = tolerance_ratio
+        self._bubble_width_tokens = bubble_width_tokens
+        self._bubble_rounds = bubble_rounds
+        self._queues: list[LengthQueue] = []
+        self._places: dict[str, int] = {}
+        self.replace(partition)
+
+    def replace(self, partition: Partition) -> None:
+        """Take over learned queues; all bubbles go."""
+        self._queues = [
+            LengthQueue(each.min_tokens, each.max_tokens, each.mean_tokens) for each in partition.intervals
+        ]
+        self._number()
+
+    def route(self, tokens: int) -> LengthQueue:
+        """The queue of a prompt of `tokens`, made now if it takes a bubble (Algorithm 2)."""
+        place = bisect.bisect_right(self._queues, tokens, key=lambda queue: queue.min_tokens)
+        below = self._queues[place - 1] if place else None
+        above = self._queues[place] if place < len(self._queues) else None
+        if below is not None and tokens <= below.max_tokens * (1 + self._tolerance_ratio):
+            return below
+        if above is not None and tokens >= above.min_tokens * (1 - self._tolerance_ratio):
+            return above
+        return self._bubble(tokens, place, below, above)
+
+    def place(self, name: str) -> int:
+        """Position of a queue, 0 for the shortest lengths; that of the last for a queue that is gone."""
+        return self._places.get(name, len(self._queues) - 1)
+
+    def __getitem__(self, name: str) -> LengthQueue:
+        return self._queues[self.place(name)]
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def retire_bubbles(self, waiting: set[str]) -> None:
+        """Count a round for each empty bubble, and remove those that have been empty for too long."""
+        if not any(queue.bubble for queue in self._queues):
+            return
+        for queue in self._queues:
+            queue.empty_rounds = 0 if not queue.bubble or queue.name in waiting else queue.empty_rounds + 1
+        kept = [queue for queue in self._queues if queue.empty_rounds <= self._bubble_rounds]
+        if len(kept) < len(self._queues):
+            self._queues = kept
+            self._number()
+
+    def _bubble(
+        self, tokens: int, place: int, below: LengthQueue | None, above: LengthQueue | None
+    ) -> LengthQueue:
+        width = self._bubble_width_tokens
+        if below is not None and below.max_tokens > below.min_tokens:
+            width = below.max_tokens - below.min_tokens
+        low = max(tokens - width // 2, below.max_tokens + 1 if below else 1)
+        high = tokens + width // 2
+        if above is not None:
+            high = min(high, above.min_tokens - 1)
+        bubble = LengthQueue(low, max(high, tokens), float(tokens), bubble=True)
+        self._queues.insert(place, bubble)
+        self._number()
+        return bubble
+
+    def _number(self) -> None:
+        self._places = {queue.name: place for place, queue in enumerate(self._queues)}
+
+    def __repr__(self) -> str:
+        return f"<QueueMap {' '.join(queue.name for queue in self._queues)}>"

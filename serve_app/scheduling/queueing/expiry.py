@@ -1,0 +1,50 @@
+"""When does time end something for a waiting request?"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+
+from serve_app.scheduling.request import Entry
+
+
+def _expires_at(entry: Entry) -> float:
+    return entry.expires_at
+
+
+class ExpiryHeap:
+    """Waiting requests by a time of theirs; who has left is dropped when it comes to the top.
+
+    Args:
+        when: the time, in seconds; by default the end of its time in the queue. Infinite: never.
+    """
+
+    def __init__(self, when: Callable[[Entry], float] = _expires_at) -> None:
+        self._when = when
+        self._heap: list[tuple[float, int, Entry]] = []
+
+    def add(self, entry: Entry) -> None:
+        """Watch a waiting request."""
+        at = self._when(entry)
+        if at < math.inf:
+            heapq.heappush(self._heap, (at, entry.sequence, entry))
+
+    def next_at(self) -> float | None:
+        """The earliest time; None when nothing waits that has one."""
+        heap = self._heap
+        while heap:
+            at, _, entry = heap[0]
+            if entry.queued and self._when(entry) == at:
+                return at
+            heapq.heappop(heap)
+        return None
+
+    def pop_expired(self, now: float) -> Iterator[Entry]:
+        """Requests whose time has come at `now`, the earliest first."""
+        while (at := self.next_at()) is not None and at <= now:
+            yield heapq.heappop(self._heap)[2]
+
+    def prune(self, live: int) -> None:
+        """Drop what has left the queue once it is most of the heap; `live` requests are waiting."""
+        if len(self._heap) > 64 and len(self._heap) > 2 * live:
+            self._heap = [item for item in self._heap if item[2].queued and self._when(item[2]) == item[0]]
+            heapq.heapify(self._heap)

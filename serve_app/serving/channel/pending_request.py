@@ -1,0 +1,127 @@
+"""A request as its gateway holds it, and the refusals that a gateway gives without asking the scheduler."""
+
+import asyncio
+from dataclasses import dataclass
+
+from serve_app.errors import Outcome
+from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.channel.messages import Granted, PutBack, Running, Submit
+from serve_app.serving.channel.scheduler_client import Grant, Refusal, ReplicaAddress, Submission
+
+# What a client should wait while a scheduler is being replaced, which takes a few seconds.
+AWAY_RETRY_AFTER_S = 2.0
+REFUSES_TO_WAIT = "the scheduler is away, and the request does not wait"
+# More than any prompt has; keeps a submission far below the size of a frame.
+_MAX_PREFIX_HASHES = 8192
+_MAX_NAME_CHARS = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One request.
+
+    Attributes:
+        born_at: when it came in, on this gateway's clock.
+        waiting_since: when it came in, or came back.
+        answer: what its handler waits for, or waited for last.
+        grants: how many it has seen.
+        replica_id: where it runs; None while it waits.
+        started: its answer has begun.
+        put_back: how the last grant ended; None before one, and while it runs.
+    """
+
+    submission: Submission
+    born_at: float
+    waiting_since: float
+    answer: asyncio.Future[Grant | Refusal]
+    grants: int = 0
+    replica_id: str | None = None
+    started: bool = False
+    put_back: PutBack | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Its name on the channel."""
+        return self.submission.request_id
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has no grant."""
+        return self.replica_id is None
+
+    def run(self, message: Granted) -> None:
+        """Go on by a grant."""
+        self.grants, self.replica_id = message.grant, message.replica_id
+        self.started, self.put_back = False, None
+
+    def wait(self, failure: DispatchFailure, message: str, now: float) -> PutBack:
+        """Give the grant back; return what the scheduler is to be told."""
+        assert self.replica_id is not None, "only a running request is put back"
+        self.put_back = PutBack(self.request_id, self.replica_id, failure, message, self.grants)
+        self.replica_id, self.started, self.waiting_since = None, False, now
+        return self.put_back
+
+    def described(self, now: float) -> Submit | Running:
+        """Return its line in a snapshot."""
+        age_s = now - self.born_at
+        if self.replica_id is None:
+            return Submit(self.submission, age_s, now - self.waiting_since, self.grants, self.put_back)
+        return Running(self.submission, age_s, self.grants, self.replica_id, self.started)
+
+    def answer_with(self, answer: Grant | Refusal) -> None:
+        """Answer its handler, unless that has gone."""
+        if not self.answer.done():
+            self.answer.set_result(answer)
+
+
+def grant_to(message: Granted, address: ReplicaAddress) -> Grant:
+    """Return a grant with the address that it refers to."""
+    return Grant(
+        request_id=message.request_id,
+        replica_id=message.replica_id,
+        host=address.host,
+        port=address.port,
+        token=address.token,
+        pool=message.pool,
+        length_queue=message.length_queue,
+        estimated_tokens=message.estimated_tokens,
+        queue_wait_s=message.queue_wait_s,
+        engine_priority=message.engine_priority,
+    )
+
+
+def refuse_away(request_id: str, text: str) -> Refusal:
+    """Nobody is there to schedule it, for the moment."""
+    return Refusal(
+        request_id=request_id,
+        outcome=Outcome.REJECTED_NO_REPLICA,
+        message=text,
+        retry_after_s=AWAY_RETRY_AFTER_S,
+    )
+
+
+def refuse_oversized(submission: Submission) -> Refusal | None:
+    """Refuse what would not fit a frame."""
+    hashes = len(submission.prefix)
+    name = max(len(submission.request_id), len(submission.model), len(submission.tenant))
+    if hashes <= _MAX_PREFIX_HASHES and name <= _MAX_NAME_CHARS:
+        return None
+    text = (
+        f"a request may have {_MAX_PREFIX_HASHES} prefix hashes and names of {_MAX_NAME_CHARS} characters; "
+        f"this one has {hashes}, and a name of {name}"
+    )
+    return Refusal(request_id=submission.request_id, outcome=Outcome.REJECTED_INVALID, message=text)
+
+
+def refuse_alone(submission: Submission, held: int, limit: int) -> Refusal | None:
+    """Refuse, while no scheduler is there, what would not wait or would be one too many."""
+    if submission.no_wait:
+        return refuse_away(submission.request_id, REFUSES_TO_WAIT)
+    if held < limit:
+        return None
+    return Refusal(
+        request_id=submission.request_id,
+        outcome=Outcome.REJECTED_QUEUE_FULL,
+        message=f"the scheduler is away, and {held} requests wait for it at this gateway already",
+        retry_after_s=AWAY_RETRY_AFTER_S,
+    )

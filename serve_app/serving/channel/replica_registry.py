@@ -1,0 +1,132 @@
+"""The scheduler's dealings with pool replicas, and the table of them that gateways are given.
+
+A replica that cannot be heard is given no new requests at once; nothing more follows from a lost
+connection. What it runs stays in the core's ledger until the gateways, which see it directly, say how it
+ended: a glitch of this channel fails no request. When the replica is back it joins again, with the
+limits it states then, and finds its running requests still counted.
+
+Each report is answered with the replica's share of its pool's queue, if that has changed: autoscaling asks
+replicas for their load, and what waits here is load that no engine shows.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serve_app.errors import ChannelError
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.scheduling.events import Event, ReplicaJoined, ReplicaLost, ReplicaReported
+from serve_app.serving.channel.link import Link
+from serve_app.serving.channel.messages import (
+    Message,
+    Queued,
+    Register,
+    ReplicaEntry,
+    ReplicaTable,
+    Report,
+)
+from serve_app.serving.channel.scheduler_client import ReplicaAddress
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    link: Link
+    spec: ReplicaSpec
+    address: ReplicaAddress
+    report: ReplicaReport | None = None
+    told_queued: float = 0.0
+
+    @property
+    def draining(self) -> bool:
+        return self.report is not None and self.report.draining
+
+
+class ReplicaDesk:
+    """Turns what replicas say into events, and keeps the table.
+
+    Args:
+        waiting_at: requests that wait for a pool.
+    """
+
+    def __init__(
+        self,
+        feed: Callable[[Event], None],
+        tell_gateways: Callable[[ReplicaTable], None],
+        waiting_at: Callable[[str], int],
+    ) -> None:
+        self._feed = feed
+        self._tell_gateways = tell_gateways
+        self._waiting_at = waiting_at
+        self._joined: Counter[str] = Counter()
+        self._replicas: dict[str, _Replica] = {}
+        self.table = ReplicaTable([])
+
+    def __repr__(self) -> str:
+        draining = sum(replica.draining for replica in self._replicas.values())
+        return f"<ReplicaDesk replicas {len(self._replicas)}, draining {draining}>"
+
+    def __contains__(self, replica_id: str) -> bool:
+        return replica_id in self._replicas
+
+    def pool_of(self, replica_id: str) -> str:
+        """Return the pool of a replica; empty when it is not connected."""
+        replica = self._replicas.get(replica_id)
+        return replica.spec.pool if replica else ""
+
+    def reports(self) -> dict[str, tuple[ReplicaSpec, ReplicaReport | None]]:
+        """Return what each connected replica can hold, and what it last said of itself."""
+        return {replica_id: (replica.spec, replica.report) for replica_id, replica in self._replicas.items()}
+
+    def said(self, replica_id: str, link: Link, message: Message) -> None:
+        """Take one message of a replica that has been let in."""
+        if isinstance(message, Register):
+            self._register(replica_id, link, message)
+        elif isinstance(message, Report):
+            self._report(replica_id, message)
+        else:
+            raise ChannelError(
+                f"replica {replica_id} said {type(message).__name__}, which is not a replica's to say"
+            )
+
+    def lost(self, replica_id: str, link: Link) -> None:
+        """A replica's connection is over."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None and replica.link is link:
+            del self._replicas[replica_id]
+            self._publish()
+            self._feed(ReplicaLost(replica_id))
+
+    def _register(self, replica_id: str, link: Link, message: Register) -> None:
+        spec, address = message.spec, message.address
+        if not spec.replica_id == address.replica_id == replica_id or spec.pool != address.pool:
+            raise ChannelError(
+                f"replica {replica_id} registers as another: {spec}, at {address.host}:{address.port}"
+            )
+        self._replicas[replica_id] = _Replica(link, spec, address)
+        # Before the core hears of it: a grant refers to the table, and follows it on the same connection.
+        self._publish()
+        self._feed(ReplicaJoined(spec))
+
+    def _report(self, replica_id: str, message: Report) -> None:
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            raise ChannelError(f"replica {replica_id} reports before it registers")
+        was_draining, replica.report = replica.draining, message.report
+        if replica.draining != was_draining:
+            self._publish()
+        self._feed(ReplicaReported(replica_id, message.report))
+        self._tell_queue(replica)
+
+    def _tell_queue(self, replica: _Replica) -> None:
+        pool = replica.spec.pool
+        share = self._waiting_at(pool) / max(1, self._joined[pool])
+        if share != replica.told_queued:
+            replica.told_queued = share
+            replica.link.send(Queued(share))
+
+    def _publish(self) -> None:
+        self.table = ReplicaTable(
+            [ReplicaEntry(replica.address, replica.draining) for replica in self._replicas.values()]
+        )
+        self._joined = Counter(replica.spec.pool for replica in self._replicas.values())
+        self._tell_gateways(self.table)

@@ -1,0 +1,108 @@
+"""What an engine's answer to a granted request means: pass it on, or try again somewhere else.
+
+| answer                             | meaning                                                           |
+|------------------------------------|-------------------------------------------------------------------|
+| 2xx                                | the answer                                                        |
+| 400 that speaks of the context     | TOO_LONG: a longer pool may take it                               |
+| 401, 403                           | UNREACHABLE: the replica does not know its token any more         |
+| 429, 503                           | BUSY; UNREACHABLE while it drains: it has not looked at it        |
+| 501                                | the engine cannot do this at all: the client's to know            |
+| 502 of a remote engine's adapter   | UNREACHABLE when it says that nothing was sent                    |
+| other 5xx                          | LOST: the engine may have died of it; the scheduler limits tries  |
+| other 3xx, 4xx                     | the engine refused the request itself: passed on as it is         |
+"""
+
+import re
+
+import msgspec
+
+from serve_app.errors import Outcome
+from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.gateway.upstream.response import HeaderList, UpstreamError
+
+# Set by `serve_app.engines.remote.proxy`, which this side of the wire does not import.
+ENGINE_ERROR_HEADER = b"x-engine-error"
+DRAINING_HEADER = b"x-replica-draining"
+# vLLM's wordings, from its renderers, its input processor and its token limits.
+_TOO_LONG = re.compile(
+    r"maximum context length|longer than the maximum model length"
+    r"|cannot be greater than `?max_(model_len|total_tokens)"
+)
+_MESSAGE_CHARACTERS = 500
+
+
+class TooLongError(UpstreamError):
+    """The engine's context limit is below the request's length; carries the engine's own words.
+
+    Attributes:
+        message: as the engine put it.
+        param: the field that the engine named.
+    """
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(DispatchFailure.TOO_LONG, message)
+        self.message = message
+        self.param = param
+
+
+class _Detail(msgspec.Struct):
+    message: str = ""
+    param: str | None = None
+    code: int | str | None = None
+
+
+class _Flat(_Detail):
+    """vLLM nests the error as OpenAI does; older releases did not."""
+
+    error: _Detail | None = None
+
+
+_decoder = msgspec.json.Decoder(_Flat)
+
+
+def failure_of(status: int, headers: HeaderList, body: bytes) -> UpstreamError | None:
+    """Why the request must be tried again elsewhere; None when the answer is the client's."""
+    if status < 400:
+        return None
+    detail = _detail(body)
+    if status == 400:
+        if detail.code == "context_length_exceeded" or _TOO_LONG.search(detail.message):
+            return TooLongError(detail.message, detail.param)
+        return None
+    failure = _failure_of_status(status, headers)
+    if failure is None:
+        return None
+    said = detail.message[:_MESSAGE_CHARACTERS]
+    return UpstreamError(
+        failure, f"the engine answered {status}: {said}" if said else f"the engine answered {status}"
+    )
+
+
+def outcome_of(status: int) -> Outcome:
+    """How a request ended whose answer is passed on as it is."""
+    if status < 300:
+        return Outcome.COMPLETED
+    if status == 413:
+        return Outcome.REJECTED_BODY_TOO_LARGE
+    return Outcome.REJECTED_INVALID
+
+
+def _failure_of_status(status: int, headers: HeaderList) -> DispatchFailure | None:
+    if status in (401, 403):
+        return DispatchFailure.UNREACHABLE
+    if status in (429, 503):
+        draining = any(name == DRAINING_HEADER for name, _ in headers)
+        return DispatchFailure.UNREACHABLE if draining else DispatchFailure.BUSY
+    if status == 502 and (ENGINE_ERROR_HEADER, b"unreachable") in headers:
+        return DispatchFailure.UNREACHABLE
+    if status >= 500 and status != 501:
+        return DispatchFailure.LOST
+    return None
+
+
+def _detail(body: bytes) -> _Detail:
+    try:
+        found = _decoder.decode(body)
+    except (ValueError, RecursionError):
+        return _Detail(message=body[:_MESSAGE_CHARACTERS].decode("utf-8", "replace"))
+    return found.error or found

@@ -1,0 +1,161 @@
+"""Watches an engine's event stream on its way to the client: reads the usage, hides what nobody asked for.
+
+The scanner works on bytes and passes them on as they are. TCP cuts the stream anywhere, so:
+
+- only whole events go on; the beginning of one waits for its rest (a client could do nothing with it
+  either, and after a break the error event must not land inside another event);
+- a piece that ends with an event and speaks neither of usage nor of an error goes on without a further
+  look: nearly all do. JSON escapes quotes inside strings, so the key cannot hide in generated text;
+- an event is left out only when it holds usage and no choices, and only when the client did not ask for it.
+
+What the client receives does not depend on where TCP cut the stream.
+"""
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from serve_app.request import Usage
+from serve_app.serving.gateway.answer.usage import RawUsage
+
+_EVENT_END = re.compile(rb"\n\r?\n")
+_LINE = re.compile(rb"[^\r\n]+")
+# An event longer than this is not a usage event, and is passed on in parts rather than held.
+_MAX_HELD_BYTES = 1024 * 1024
+
+
+class _Response(msgspec.Struct):
+    usage: RawUsage | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str | None = None
+    code: int | str | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str | None = None
+    choices: list[msgspec.Raw] | None = None
+    usage: RawUsage | None = None
+    error: _Error | str | None = None
+    message: str | None = None
+    response: _Response | None = None
+
+
+_decoder = msgspec.json.Decoder(_Event)
+_FAILED_EVENTS = frozenset({"response.failed", "error"})
+
+
+class StreamScanner:
+    """One stream on its way to the client.
+
+    Args:
+        hide_usage: leave out the event that carries only usage.
+
+    Attributes:
+        usage: the engine's last count, None until it gives one.
+        error: what the engine reported as an error inside the stream, None when all went well.
+        error_is_engines: the error is a fault of the engine, not of the request.
+    """
+
+    __slots__ = ("_held", "_hide_usage", "error", "error_is_engines", "usage")
+
+    def __init__(self, *, hide_usage: bool) -> None:
+        self.usage: Usage | None = None
+        self.error: str | None = None
+        self.error_is_engines = False
+        self._hide_usage = hide_usage
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes from the engine; returns those that may go to the client now."""
+        if not self._held:
+            if data.endswith((b"\n\n", b"\n\r\n")):
+                return self._inspected(data)
+            end = _last_end(data, 0)
+            self._held += data[end:]
+            return self._inspected(data[:end]) if end else self._relieved()
+        # Only the new bytes, and the few before them that may begin the event's end, are searched.
+        searched_from = max(0, len(self._held) - 2)
+        self._held += data
+        end = _last_end(self._held, searched_from)
+        if not end:
+            return self._relieved()
+        whole = bytes(memoryview(self._held)[:end])
+        del self._held[:end]
+        return self._inspected(whole)
+
+    def flush(self) -> bytes:
+        """The engine's stream is complete; returns what was still held."""
+        rest = bytes(self._held)
+        self._held.clear()
+        return self._inspected(rest) if rest else rest
+
+    def _relieved(self) -> bytes:
+        """Nothing, or the beginning of an event too long to be held."""
+        if len(self._held) <= _MAX_HELD_BYTES:
+            return b""
+        # The last bytes stay: they may begin the event's end.
+        part = bytes(memoryview(self._held)[:-2])
+        del self._held[:-2]
+        return part
+
+    def _inspected(self, events: bytes) -> bytes:
+        if b'"usage"' not in events and b'"error"' not in events:
+            return events
+        return b"".join([event for event in _split(events) if not self._is_hidden(event)])
+
+    def _is_hidden(self, event: bytes) -> bool:
+        """Note what an event says of usage and errors; True when the client must not see it."""
+        if b'"usage"' not in event and b'"error"' not in event:
+            return False
+        data = b"\n".join(line[5:].lstrip(b" ") for line in _LINE.findall(event) if line.startswith(b"data:"))
+        try:
+            parsed = _decoder.decode(data)
+        except (ValueError, RecursionError):
+            return False
+        self._note_error(parsed)
+        usage = parsed.usage
+        if usage is None and parsed.response is not None:
+            usage = parsed.response.usage
+        if usage is None:
+            return False
+        self.usage = usage.counted() or self.usage
+        return self._hide_usage and parsed.choices == []
+
+    def _note_error(self, event: _Event) -> None:
+        if event.error is None and event.type not in _FAILED_EVENTS:
+            return
+        error = event.error
+        if isinstance(error, _Error):
+            self.error = error.message or "the engine reported an error"
+            self.error_is_engines = not (isinstance(error.code, int) and 400 <= error.code < 500)
+        else:
+            self.error = error or event.message or "the engine reported an error"
+            self.error_is_engines = True
+
+
+def _last_end(data: bytes | bytearray, start: int) -> int:
+    """Position after the last empty line at or after `start`; 0 when there is none."""
+    plain = data.rfind(b"\n\n", start)
+    with_return = data.rfind(b"\n\r\n", start)
+    return max(plain + 2 if plain >= 0 else 0, with_return + 3 if with_return >= 0 else 0)
+
+
+def _split(events: bytes) -> Iterator[bytes]:
+    """Single events with the empty line that ends each; empty lines before an event come by themselves.
+
+    Those are apart so that the bytes that go on do not depend on which event they happened to arrive with.
+    """
+    position = 0
+    while position < len(events):
+        begin = position
+        while begin < len(events) and events[begin] in b"\r\n":
+            begin += 1
+        if begin > position:
+            yield events[position:begin]
+        found = _EVENT_END.search(events, begin)
+        position = found.end() if found is not None else len(events)
+        if begin < position:
+            yield events[begin:position]

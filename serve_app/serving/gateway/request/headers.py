@@ -1,0 +1,224 @@
+"""Headers, both ways: what a client may ask for, what goes on to the replica, what comes back."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass
+from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
+from serve_app.serving.gateway.answer.responses import HeaderList, RequestRefused
+
+MAX_REQUEST_ID_CHARACTERS = 128
+MAX_QUEUE_TIMEOUT_S = 86_400.0
+
+_UNFIT_FOR_ID = re.compile(rb"[^A-Za-z0-9._:/@+=-]")
+
+# They speak of one connection, not of the message (RFC 9110, 7.6.1).
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+_WRITTEN_ANEW = frozenset({b"host", b"content-length", b"expect", b"x-request-id", b"x-replica-token"})
+# The caller's credentials are for the gateway; and it must be able to read the usage in the answer.
+_KEPT_HERE = frozenset({b"authorization", b"cookie", b"accept-encoding"})
+_NOT_FORWARDED = _HOP_BY_HOP | _WRITTEN_ANEW | _KEPT_HERE
+# The server in front writes its own date and server; the length is written anew with the body.
+_NOT_RETURNED = _HOP_BY_HOP | {b"content-length", b"date", b"server", b"x-request-id"}
+
+_ORDINARY_CONNECTION = frozenset({b"", b"keep-alive", b"close"})
+
+# OpenAI's tiers, as far as they say how urgent a request is.
+_TIER_CLASS: dict[str, PriorityClass | None] = {
+    "auto": None,
+    "default": PriorityClass.DEFAULT,
+    "scale": PriorityClass.DEFAULT,
+    "priority": PriorityClass.INTERACTIVE,
+    "flex": PriorityClass.BATCH,
+}
+
+
+def request_id(given: bytes | None, fallback: str) -> str:
+    """The client's own request id with unfit characters replaced, or the gateway's when it gave none."""
+    if not given:
+        return fallback
+    return _UNFIT_FOR_ID.sub(b"_", given[:MAX_REQUEST_ID_CHARACTERS]).decode("ascii")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassWish:
+    """Where a request may say how urgent it is, each None when it does not: the first that does counts.
+
+    Attributes:
+        header: value of `x-priority`.
+        service_tier: OpenAI's field of the body; `auto` says nothing.
+        priority: vLLM's field of the body; 0, which is its default, says nothing.
+    """
+
+    header: bytes | None = None
+    service_tier: str | None = None
+    priority: int | None = None
+
+    def named(self) -> tuple[PriorityClass, str] | None:
+        """The class that is asked for and the place where it is; None when none is.
+
+        Raises:
+            RequestRefused: a value is no class.
+        """
+        if self.header is not None:
+            return _class_of_header(self.header), "x-priority"
+        tier_class = None if self.service_tier is None else _class_of_tier(self.service_tier)
+        if tier_class is not None:
+            return tier_class, "service_tier"
+        if self.priority:
+            # Lower is sooner, on a scale that each client makes up: a number tells only its side of 0.
+            urgent = self.priority < 0
+            return PriorityClass.INTERACTIVE if urgent else PriorityClass.BATCH, "priority"
+        return None
+
+
+def priority_class(
+    wish: ClassWish, default: PriorityClass, check: Callable[[PriorityClass, str], None]
+) -> PriorityClass:
+    """The class of a request.
+
+    Args:
+        default: class of a request that asks for none.
+        check: refuses a class that the caller may not use, by class and place.
+
+    Raises:
+        RequestRefused: a value is no class, or the caller may not use it.
+    """
+    named = wish.named()
+    if named is None:
+        return default
+    check(*named)
+    return named[0]
+
+
+def _class_of_header(value: bytes) -> PriorityClass:
+    asked = value.decode("latin-1")
+    try:
+        return PriorityClass(asked.strip().lower())
+    except ValueError:
+        raise _bad_value("x-priority", asked, "interactive, default or batch") from None
+
+
+def _class_of_tier(service_tier: str) -> PriorityClass | None:
+    if service_tier not in _TIER_CLASS:
+        raise _bad_value("service_tier", service_tier, ", ".join(_TIER_CLASS))
+    return _TIER_CLASS[service_tier]
+
+
+def queue_timeout_s(header: bytes | None) -> float | None:
+    """How long a request may wait in the queue (`x-queue-timeout-s`).
+
+    Raises:
+        RequestRefused: it is not a positive number of seconds.
+    """
+    if header is None:
+        return None
+    try:
+        value = float(header)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= MAX_QUEUE_TIMEOUT_S:
+        raise _bad_value(
+            "x-queue-timeout-s", header.decode("latin-1"), "a number of seconds above 0, up to 86400"
+        )
+    return value
+
+
+def no_wait(header: bytes | None) -> bool:
+    """Whether a request is to be refused rather than queued (`x-queue: no-wait`).
+
+    Raises:
+        RequestRefused: the header says something else.
+    """
+    if header is None:
+        return False
+    if header.strip().lower() != b"no-wait":
+        raise _bad_value("x-queue", header.decode("latin-1"), "no-wait, or leave the header out")
+    return True
+
+
+def refuse_encoded_body(encoding: bytes | None) -> None:
+    """Refuse a compressed body, which the gateway could not read.
+
+    Raises:
+        RequestRefused: `content-encoding` is anything but identity.
+    """
+    if encoding and encoding.strip().lower() != b"identity":
+        raise _bad_value("content-encoding", encoding.decode("latin-1"), "no compression of request bodies")
+
+
+def forwarded(raw: Iterable[tuple[bytes, bytes]], headers: Mapping[bytes, bytes]) -> bytes:
+    """The lines of a client's headers that go on to the replica, each with its line end.
+
+    Raises:
+        RequestRefused: a header contains a line break.
+    """
+    dropped = _NOT_FORWARDED
+    connection = headers.get(b"connection", b"").lower()
+    if connection not in _ORDINARY_CONNECTION:
+        dropped = dropped | {token.strip() for token in connection.split(b",")}
+    lines = [name + b": " + value + b"\r\n" for name, value in raw if name not in dropped]
+    block = b"".join(lines)
+    if block.count(b"\n") != len(lines) or block.count(b"\r") != len(lines):
+        raise RequestRefused(Outcome.REJECTED_INVALID, "a request header contains a line break: remove it")
+    return block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHead:
+    """The head of a request to a replica, without what depends on the replica.
+
+    Attributes:
+        forwarded: lines of the client's headers that go on, from `forwarded()`.
+    """
+
+    path: str
+    client_request_id: str
+    forwarded: bytes
+
+    def for_replica(self, target: Grant | ReplicaAddress, body_bytes: int) -> bytes:
+        """Request line and headers with the empty line after them."""
+        host = f"[{target.host}]" if ":" in target.host else target.host
+        lines = (
+            f"POST {self.path} HTTP/1.1\r\nhost: {host}:{target.port}\r\nx-replica-token: {target.token}\r\n"
+            f"x-request-id: {self.client_request_id}\r\ncontent-length: {body_bytes}\r\n"
+        )
+        return lines.encode("latin-1") + self.forwarded + b"\r\n"
+
+
+def returned(raw: HeaderList) -> HeaderList:
+    """The headers of a replica's answer that go on to the client."""
+    return [(name, value) for name, value in raw if name not in _NOT_RETURNED]
+
+
+def describing(grant: Grant) -> HeaderList:
+    """What an answer says of how its request was scheduled."""
+    return [
+        (b"x-queue-wait-ms", b"%.1f" % (grant.queue_wait_s * 1000)),
+        (b"x-pool", grant.pool.encode("latin-1", "replace")),
+        (b"x-replica", grant.replica_id.encode("latin-1", "replace")),
+        (b"x-length-queue", grant.length_queue.encode("latin-1", "replace")),
+        (b"x-estimated-tokens", b"%d" % grant.estimated_tokens),
+    ]
+
+
+def _bad_value(name: str, value: str, accepted: str) -> RequestRefused:
+    shown = value if len(value) <= 64 else value[:64] + "..."
+    return RequestRefused(
+        Outcome.REJECTED_INVALID, f"{name}: {shown!r} is not valid; accepted: {accepted}", param=name
+    )

@@ -1,0 +1,213 @@
+"""Turns the bytes of a request body into the few facts that scheduling needs; linear in the body's size."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from serve_app.errors import Outcome
+from serve_app.request import PromptShape
+from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.request.bodies import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    ModelOnly,
+    ResponsesBody,
+)
+from serve_app.serving.gateway.request.prefix import (
+    NO_OPENING,
+    Opening,
+    chat_opening,
+    completion_opening,
+    responses_opening,
+)
+from serve_app.serving.gateway.request.shape import (
+    chat_shape,
+    completion_shape,
+    embedding_shape,
+    responses_shape,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """What the gateway needs to know of a body.
+
+    Attributes:
+        max_output_tokens: the client's limit per sequence; None when it gave none.
+        choices: sequences that the engine generates: `n` for each prompt.
+        stream: the client wants server-sent events.
+        asks_usage: this endpoint's streams give usage only on demand.
+        shows_usage: the client asked for that usage itself, so it is not hidden from it.
+        has_stream_options: the body carries `stream_options`, which must be kept.
+        priority: vLLM's field, lower is sooner; None when the body has none.
+        user: the end user that the body names.
+        opening: how the prompt begins; empty for embeddings.
+    """
+
+    model: str
+    shape: PromptShape
+    max_output_tokens: int | None
+    choices: int = 1
+    stream: bool = False
+    asks_usage: bool = False
+    shows_usage: bool = False
+    has_stream_options: bool = False
+    service_tier: str | None = None
+    priority: int | None = None
+    user: str | None = None
+    opening: Opening = NO_OPENING
+
+
+T = TypeVar("T")
+
+
+class BodyParser:
+    """Parses the bodies of one endpoint."""
+
+    def __init__(self, body_type: type[Body], read: Callable[[Any], Parsed]) -> None:
+        self._decoder = msgspec.json.Decoder(body_type)
+        self._read = read
+
+    def parse(self, body: bytes) -> Parsed:
+        """The facts of a body.
+
+        Raises:
+            RequestRefused: the body is not JSON, or a field is missing or of the wrong type.
+        """
+        return self._read(_decode(self._decoder, body))
+
+
+def parse_model(body: bytes) -> str:
+    """Only the model that a body names.
+
+    Raises:
+        RequestRefused: the body is not JSON or names none.
+    """
+    return _decode(_model_decoder, body).model
+
+
+_model_decoder = msgspec.json.Decoder(ModelOnly)
+
+
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as exc:
+        raise _field_refused(str(exc)) from exc
+    except UnicodeDecodeError as exc:
+        raise RequestRefused(
+            Outcome.REJECTED_INVALID, f"the body is not UTF-8 ({exc.reason}): encode it as UTF-8"
+        ) from exc
+    except msgspec.DecodeError as exc:
+        raise RequestRefused(
+            Outcome.REJECTED_INVALID, f"the body is not valid JSON: {exc}. Send one JSON object"
+        ) from exc
+    except RecursionError as exc:
+        raise RequestRefused(
+            Outcome.REJECTED_INVALID, "the body is nested too deeply: flatten it below a few hundred levels"
+        ) from exc
+
+
+def _field_refused(found: str) -> RequestRefused:
+    """Name the field and the remedy, from msgspec's "Expected `int`, got `str` - at `$.n`"."""
+    what, at, place = found.partition(" - at `$")
+    param = place.rstrip("`").removeprefix(".") if at else None
+    if what.startswith("Object missing required field `"):
+        field = what.split("`")[1]
+        param = f"{param}.{field}" if param else field
+        message = f"{param} is missing: add it to the request"
+    elif param:
+        message = f"{param} is invalid: {what[0].lower()}{what[1:]}"
+    else:
+        message = f"the body is invalid: {what[0].lower()}{what[1:]}; send one JSON object"
+    return RequestRefused(Outcome.REJECTED_INVALID, message, param=param)
+
+
+def _chat(body: ChatBody) -> Parsed:
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    options = body.stream_options
+    return Parsed(
+        model=body.model,
+        shape=chat_shape(body),
+        max_output_tokens=limit,
+        choices=body.n or 1,
+        stream=bool(body.stream),
+        asks_usage=True,
+        shows_usage=options is not None and bool(options.include_usage),
+        has_stream_options=options is not None,
+        service_tier=body.service_tier,
+        priority=body.priority,
+        user=body.safety_identifier or body.user,
+        opening=chat_opening(body),
+    )
+
+
+def _completion(body: CompletionBody) -> Parsed:
+    if body.prompt is None and not memoryview(body.prompt_embeds):
+        raise RequestRefused(
+            Outcome.REJECTED_INVALID, "prompt is missing: add it to the request", param="prompt"
+        )
+    shape = completion_shape(body)
+    options = body.stream_options
+    return Parsed(
+        model=body.model,
+        shape=shape,
+        max_output_tokens=body.max_tokens,
+        choices=(body.n or 1) * shape.prompts,
+        stream=bool(body.stream),
+        asks_usage=True,
+        shows_usage=options is not None and bool(options.include_usage),
+        has_stream_options=options is not None,
+        service_tier=body.service_tier,
+        priority=body.priority,
+        user=body.safety_identifier or body.user,
+        opening=completion_opening(body),
+    )
+
+
+def _responses(body: ResponsesBody) -> Parsed:
+    if body.background:
+        raise RequestRefused(
+            Outcome.REJECTED_INVALID,
+            "background responses cannot be fetched again through this gateway: leave `background` out",
+            param="background",
+        )
+    return Parsed(
+        model=body.model,
+        shape=responses_shape(body),
+        max_output_tokens=body.max_output_tokens,
+        stream=bool(body.stream),
+        service_tier=body.service_tier,
+        priority=body.priority,
+        user=body.safety_identifier or body.user,
+        opening=responses_opening(body),
+    )
+
+
+def _embedding(body: EmbeddingBody) -> Parsed:
+    if body.input is None and body.messages is None:
+        raise RequestRefused(
+            Outcome.REJECTED_INVALID, "input is missing: add it to the request", param="input"
+        )
+    shape = embedding_shape(body)
+    return Parsed(
+        model=body.model,
+        shape=shape,
+        max_output_tokens=0,
+        choices=shape.prompts,
+        service_tier=body.service_tier,
+        priority=body.priority,
+        user=body.safety_identifier or body.user,
+    )
+
+
+PARSERS: dict[str, BodyParser] = {
+    "/v1/chat/completions": BodyParser(ChatBody, _chat),
+    "/v1/completions": BodyParser(CompletionBody, _completion),
+    "/v1/responses": BodyParser(ResponsesBody, _responses),
+    "/v1/embeddings": BodyParser(EmbeddingBody, _embedding),
+}

@@ -1,0 +1,151 @@
+"""What size and kind of prompt a body holds, without a tokenizer.
+
+Only text counts as text: images, sounds and files are counted as items, and tool definitions and response
+schemas are measured as the raw JSON that they arrive as. Token ids are exact.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from serve_app.request import PromptShape, TextCategory
+from serve_app.routing.estimation.text_category import classify
+from serve_app.serving.gateway.request.bodies import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    Content,
+    EmbeddingBody,
+    InputItem,
+    Part,
+    Prompt,
+    ResponsesBody,
+)
+
+_NULL = b"null"
+
+
+class _Measure:
+    """Collects the pieces of one prompt."""
+
+    __slots__ = ("media_items", "texts", "tool_bytes")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.media_items = 0
+        self.tool_bytes = 0
+
+    def add_content(self, content: Content) -> None:
+        if content is None:
+            return
+        if isinstance(content, str):
+            self.texts.append(content)
+        else:
+            for part in content:
+                self.add_part(part)
+
+    def add_part(self, part: str | Part) -> None:
+        if isinstance(part, str):
+            self.texts.append(part)
+            return
+        text = part.text if part.text is not None else part.refusal or part.thinking
+        if text is None:
+            self.media_items += 1
+        else:
+            self.texts.append(text)
+
+    def add_raw(self, *pieces: msgspec.Raw) -> None:
+        """Count definitions by the bytes of their JSON."""
+        for piece in pieces:
+            view = memoryview(piece)
+            if view and view != _NULL:
+                self.tool_bytes += len(view)
+
+    def add_messages(self, messages: Iterable[ChatMessage]) -> None:
+        for message in messages:
+            self.add_content(message.content)
+            self.add_raw(message.tool_calls, message.function_call)
+
+    def add_items(self, items: Iterable[InputItem]) -> None:
+        for item in items:
+            self.add_content(item.content)
+            if item.arguments is not None:
+                self.tool_bytes += len(item.arguments)
+            if isinstance(item.output, Part):
+                self.add_part(item.output)
+            else:
+                self.add_content(item.output)
+            self.add_content(list(item.summary) if item.summary else None)
+
+    def shape(self, *, messages: int = 0, prompts: int = 1, prompt_tokens: int | None = None) -> PromptShape:
+        text = "".join(self.texts).encode()
+        return PromptShape(
+            text_bytes=len(text),
+            category=classify(text) if text else TextCategory.PROSE,
+            messages=messages,
+            tool_bytes=self.tool_bytes,
+            media_items=self.media_items,
+            prompt_tokens=prompt_tokens,
+            prompts=prompts,
+        )
+
+
+def chat_shape(body: ChatBody) -> PromptShape:
+    """The prompt of a chat completion."""
+    measure = _Measure()
+    measure.add_messages(body.messages)
+    measure.add_raw(body.tools, body.functions, body.response_format)
+    return measure.shape(messages=len(body.messages))
+
+
+def completion_shape(body: CompletionBody) -> PromptShape:
+    """The prompt or prompts of a completion."""
+    measure = _Measure()
+    if body.suffix:
+        measure.texts.append(body.suffix)
+    measure.add_raw(body.response_format)
+    if memoryview(body.prompt_embeds):
+        measure.media_items += 1
+    return _prompts_shape(measure, body.prompt if body.prompt is not None else "")
+
+
+def responses_shape(body: ResponsesBody) -> PromptShape:
+    """The input of a Responses request; its items are its messages."""
+    measure = _Measure()
+    messages = 1
+    if isinstance(body.input, str):
+        measure.texts.append(body.input)
+    else:
+        messages = len(body.input)
+        measure.add_items(body.input)
+    if body.instructions:
+        messages += 1
+        measure.texts.append(body.instructions)
+    measure.add_raw(body.tools, body.text)
+    return measure.shape(messages=messages)
+
+
+def embedding_shape(body: EmbeddingBody) -> PromptShape:
+    """The text or texts of an embedding."""
+    measure = _Measure()
+    if body.messages is not None:
+        measure.add_messages(body.messages)
+        return measure.shape(messages=len(body.messages))
+    return _prompts_shape(measure, body.input if body.input is not None else "")
+
+
+def _prompts_shape(measure: _Measure, prompt: Prompt) -> PromptShape:
+    """One text, several texts, the ids of one prompt, or the ids of several."""
+    if isinstance(prompt, str):
+        measure.texts.append(prompt)
+        return measure.shape()
+    if prompt and isinstance(prompt[0], int):
+        return measure.shape(prompt_tokens=len(prompt))
+    ids = 0
+    for one in prompt:
+        if isinstance(one, str):
+            measure.texts.append(one)
+        elif isinstance(one, list):
+            ids += len(one)
+    only_ids = ids > 0 and not measure.texts
+    return measure.shape(prompts=max(1, len(prompt)), prompt_tokens=ids if only_ids else None)

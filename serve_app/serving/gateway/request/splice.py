@@ -1,0 +1,69 @@
+"""Adds fields to a JSON body without parsing and writing it again.
+
+A field is appended before the closing brace. Where the body has it already there are then two, and JSON
+readers take the last (Python's, pydantic's and msgspec's do), so the rest of the body reaches the engine
+byte by byte as the client wrote it.
+"""
+
+from typing import Any
+
+import msgspec
+
+from serve_app.errors import Outcome
+from serve_app.serving.gateway.answer.responses import RequestRefused
+
+# What vLLM takes a body without the field for, and the only value that every engine accepts.
+NO_PRIORITY = 0
+
+_WITH_USAGE = b'"stream_options":{"include_usage":true}'
+
+
+class _OptionsOnly(msgspec.Struct):
+    stream_options: dict[str, Any] | None = None
+
+
+_options_decoder = msgspec.json.Decoder(_OptionsOnly)
+
+
+def usage_field(body: bytes, *, has_stream_options: bool) -> bytes:
+    """The field that asks an engine for a stream's usage; keeps the client's other stream options."""
+    if not has_stream_options:
+        return _WITH_USAGE
+    options = _options_decoder.decode(body).stream_options or {}
+    return b'"stream_options":' + msgspec.json.encode({**options, "include_usage": True})
+
+
+def priority_field(value: int) -> bytes:
+    """The field that an engine with priority scheduling orders by; lower is served first."""
+    return b'"priority":%d' % value
+
+
+def salt_field(salt: str) -> bytes:
+    """The field that keeps a request's blocks apart in an engine's prefix cache."""
+    return b'"cache_salt":' + msgspec.json.encode(salt)
+
+
+def with_priority(body: bytes, value: int | None) -> bytes:
+    """A body with a priority in place of its own; the very same bytes for None."""
+    return body if value is None else append_fields(body, [priority_field(value)])
+
+
+def append_fields(body: bytes, fields: list[bytes]) -> bytes:
+    """A JSON object with more fields at its end.
+
+    Args:
+        body: an object with at least one field, checked by the parser before.
+        fields: each as `"name":value`.
+
+    Raises:
+        RequestRefused: the body does not end with a brace.
+    """
+    if not fields:
+        return body
+    end = len(body) - 1
+    # White space may follow the object. Stepping back copies nothing, unlike rstrip.
+    while end >= 0 and body[end] in b" \t\r\n":
+        end -= 1
+    if end < 0 or body[end] != ord("}"):
+        raise RequestRefused(Outcome.REJECTED_INVALID, "the body must be one JSON object")
+    return b"".join((memoryview(body)[:end], b",", b",".join(fields), b"}"))

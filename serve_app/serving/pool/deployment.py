@@ -1,0 +1,88 @@
+"""A pool replica as a Ray Serve deployment: Ray gives it a place, checks its health, tells it to stop.
+
+Serve counts no request here, because requests come over the replica's own port. Whatever Serve would do by
+counting is done by ourselves: the load for autoscaling, and draining, which belongs into `__del__`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray.util
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
+from serve_app.engines.engine import Engine
+from serve_app.engines.remote.engine import RemoteEngine, RemoteEngineSettings
+from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings
+from serve_app.serving.channel.messages import Endpoint
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
+from serve_app.serving.pool.server import ReplicaServerSettings
+
+AnyEngineSettings = EmulatedEngineSettings | VllmEngineSettings | RemoteEngineSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolDeploymentSettings:
+    """What all replicas of one pool have in common."""
+
+    pool: str
+    engine: AnyEngineSettings
+    drain_timeout_s: float
+    health_timeout_s: float
+    server: ReplicaServerSettings
+    channel: ChannelSettings
+
+
+def make_engine(settings: AnyEngineSettings) -> Engine:
+    """The engine that the settings describe, not started yet."""
+    match settings:
+        case EmulatedEngineSettings():
+            return EmulatedEngine(settings)
+        case VllmEngineSettings():
+            return VllmEngine(settings)
+        case RemoteEngineSettings():
+            return RemoteEngine(settings)
+
+
+class PoolDeployment:
+    """Runs one `PoolReplica` in a Serve replica.
+
+    The constructor returns when the engine serves, which takes minutes for a large model; Serve waits for it
+    without limit and only warns that the start is slow.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
+        self, settings: PoolDeploymentSettings, scheduler: DeploymentHandle[Any]
+    ) -> None:
+        context = serve.get_replica_context()
+
+        async def locate() -> Endpoint:
+            endpoint: Endpoint = await scheduler.endpoint.remote()
+            return endpoint
+
+        replica = PoolReplicaSettings(
+            replica_id=context.replica_id.unique_id,
+            pool=settings.pool,
+            host=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+            drain_timeout_s=settings.drain_timeout_s,
+            health_timeout_s=settings.health_timeout_s,
+            server=settings.server,
+            channel=settings.channel,
+        )
+        self._replica = PoolReplica(replica, make_engine(settings.engine), locate)
+        await self._replica.start()
+
+    async def check_health(self) -> None:
+        """Raise when the replica must be replaced."""
+        await self._replica.check_health()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """The load that `PoolPolicy` decides on."""
+        return self._replica.record_autoscaling_stats()
+
+    async def __del__(self) -> None:
+        # Serve calls and awaits this once, before it ends the process; Python itself would only drop it.
+        if hasattr(self, "_replica"):
+            await self._replica.stop()

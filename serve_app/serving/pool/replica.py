@@ -1,0 +1,184 @@
+"""One replica of a pool: owns an engine, serves it on a port of its own, and answers to the scheduler for it.
+
+The life of a replica: start the engine (a minute and more for a real one), listen, register with the
+scheduler; then serve, report its load some five times a second, record it for autoscaling, and let Ray ask
+after its health; at the end drain: tell the scheduler, refuse new requests, let open answers end for as long
+as allowed, stop the engine.
+
+The class knows nothing of Ray; `serving.deployments` makes a Serve deployment of it.
+"""
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass
+
+from serve_app.engines.engine import Engine, EngineLimits, EngineLoad
+from serve_app.errors import EngineError
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.serving.channel.connector import Locate
+from serve_app.serving.channel.replica_client import ReplicaClient
+from serve_app.serving.channel.scheduler_client import ReplicaAddress
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.pool.autoscaling import KV_USAGE, ONGOING, QUEUED, WAITING
+from serve_app.serving.pool.guard import ReplicaGuard
+from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings
+
+logger = logging.getLogger("ray.serve")
+
+# Looks at the load that a connected replica may miss before it counts as stuck: the scheduler has long since
+# taken it for saturated, and only a new replica helps.
+_MISSED_LOOKS = 100
+# Time for the last bytes of answers that have ended, once nobody may start new ones.
+_LAST_BYTES_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolReplicaSettings:
+    """Who a replica is, and how long it may take over things.
+
+    Attributes:
+        host: address of its node, at which gateways of all nodes reach it.
+        drain_timeout_s: how long open answers may go on after it was told to stop.
+        health_timeout_s: an engine that takes longer to say how it is counts as dead.
+    """
+
+    replica_id: str
+    pool: str
+    host: str
+    drain_timeout_s: float
+    health_timeout_s: float
+    server: ReplicaServerSettings
+    channel: ChannelSettings
+
+
+class PoolReplica:
+    """An engine with a port, a place in the scheduler's table, and an orderly end.
+
+    Args:
+        settings: who it is.
+        engine: started by `start`, stopped by `stop`.
+        locate: finds the scheduler of its model.
+    """
+
+    def __init__(self, settings: PoolReplicaSettings, engine: Engine, locate: Locate) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._locate = locate
+        self._guard: ReplicaGuard | None = None
+        self._server: ReplicaServer | None = None
+        self._client: ReplicaClient | None = None
+        self._last_load = EngineLoad(waiting=0, running=0, kv_usage_ratio=0.0)
+        self._looked_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"PoolReplica({self._settings.replica_id}, {self._guard}, {self._server}, {self._client})"
+
+    async def start(self) -> None:
+        """Start the engine, listen, and join the pool.
+
+        Raises:
+            EngineError: the engine or the port cannot be had; Ray then tries another replica.
+        """
+        limits = await self._engine.start()
+        try:
+            await self._join(limits)
+        except BaseException:
+            # An engine that nobody reaches would keep its GPU from the next try.
+            await self._free()
+            raise
+
+    async def check_health(self) -> None:
+        """Raise `EngineError` when this replica cannot serve any more and must be replaced."""
+        if self._server is None or self._client is None:
+            raise EngineError(f"{self!r} has not been started")
+        self._server.check_health()
+        silent_s = asyncio.get_running_loop().time() - self._looked_at
+        if self._client.is_connected and silent_s > _MISSED_LOOKS * self._settings.channel.report_s:
+            raise EngineError(f"the engine's load has been unknown for {silent_s:.0f} s: {self!r}")
+        try:
+            await asyncio.wait_for(self._engine.check_health(), self._settings.health_timeout_s)
+        except TimeoutError as exc:
+            limit_s = self._settings.health_timeout_s
+            raise EngineError(f"the engine did not say how it is within {limit_s:g} s: {self!r}") from exc
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What this replica holds, for `PoolPolicy`; Serve carries it to its controller."""
+        open_requests = 0 if self._guard is None else self._guard.open_requests
+        load = self._last_load
+        return {
+            ONGOING: float(open_requests),
+            WAITING: float(load.waiting),
+            KV_USAGE: float(load.kv_usage_ratio),
+            QUEUED: 0.0 if self._client is None else self._client.queued,
+        }
+
+    async def stop(self) -> None:
+        """Drain, then free everything; takes at most `drain_timeout_s` and a few seconds."""
+        if self._guard is not None:
+            await self._drain(self._guard)
+        await self._free()
+        logger.info("event=replica_stopped replica=%s", self._settings.replica_id)
+
+    async def _free(self) -> None:
+        # The scheduler hears of the end before the port closes, so it sends nobody to a closed door.
+        if self._client is not None:
+            await self._client.close()
+        if self._server is not None:
+            await self._server.stop(_LAST_BYTES_S)
+        await self._engine.stop()
+
+    async def _join(self, limits: EngineLimits) -> None:
+        settings = self._settings
+        # New with every start: a token that leaked ends with its replica.
+        token = secrets.token_urlsafe(32)
+        self._guard = ReplicaGuard(self._engine.app, token)
+        self._server = ReplicaServer(self._guard, settings.host, settings.server)
+        await self._server.start()
+        spec = ReplicaSpec(
+            replica_id=settings.replica_id,
+            pool=settings.pool,
+            max_model_len=limits.max_model_len,
+            kv_tokens=limits.kv_tokens,
+            max_num_seqs=limits.max_num_seqs,
+        )
+        address = ReplicaAddress(
+            replica_id=settings.replica_id,
+            pool=settings.pool,
+            host=settings.host,
+            port=self._server.port,
+            token=token,
+        )
+        self._client = ReplicaClient(spec, address, self._locate, self._look, settings.channel)
+        self._looked_at = asyncio.get_running_loop().time()
+        self._client.start()
+        logger.info("event=replica_started %r port=%d", spec, self._server.port)
+
+    async def _drain(self, guard: ReplicaGuard) -> None:
+        guard.draining = True
+        if self._client is not None:
+            self._client.report_now()
+        try:
+            await asyncio.wait_for(guard.wait_until_idle(), self._settings.drain_timeout_s)
+        except TimeoutError:
+            logger.warning(
+                "event=drain_timeout replica=%s cut=%d drain_timeout_s=%g",
+                self._settings.replica_id,
+                guard.open_requests,
+                self._settings.drain_timeout_s,
+            )
+
+    async def _look(self) -> ReplicaReport:
+        """The present state, for the scheduler; an engine that fails here is reported by `check_health`."""
+        assert self._guard is not None, "the client starts after the guard is made"
+        load = await self._engine.load()
+        self._looked_at = asyncio.get_running_loop().time()
+        self._last_load = load
+        return ReplicaReport(
+            received=self._guard.received,
+            waiting=load.waiting,
+            running=load.running,
+            kv_usage_ratio=load.kv_usage_ratio,
+            tpot_s=load.tpot_s,
+            draining=self._guard.draining,
+        )

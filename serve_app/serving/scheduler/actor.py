@@ -1,0 +1,274 @@
+"""The scheduler of one model as Ray Serve sees it: a deployment of exactly one replica, supervised by Serve.
+
+Why a deployment: the controller checks its health, replaces it, shows it in `serve status` and hands it a new
+`user_config`; every other deployment of the application finds it by its handle. While Serve rolls from one
+version to the next two of them may live for a moment; their incarnation numbers settle who schedules.
+
+When the scheduler can go on no more, the process exits: Serve takes a dead actor for unhealthy at once, a
+failed health check only after three in a row.
+"""
+
+import asyncio
+import contextvars
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from serve_app.errors import ChannelError, SettingsError
+from serve_app.scheduling import SchedulerSettings
+from serve_app.serving.channel.messages import Endpoint
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.scheduler.decision_log import DecisionLogSettings
+from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
+from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
+from serve_app.serving.scheduler.learned_state import STATE_KIND, learned_state, objection
+from serve_app.serving.scheduler.live_scheduler import SchedulerShell, ShellParts
+from serve_app.serving.state.keeper import StateKeeper
+from serve_app.serving.state.store import StateStore
+from serve_app.tuning.online.retune import Retune
+
+logger = logging.getLogger("ray.serve")
+
+# Options for `serve.deployment`. One writer; its loss is noticed within a second; nothing to wait for at its
+# end, because the gateways hold all that matters; calls on its handle are rare and short.
+SCHEDULER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
+    "num_replicas": 1,
+    "max_ongoing_requests": 1_000,
+    "health_check_period_s": 1.0,
+    "health_check_timeout_s": 10.0,
+    "graceful_shutdown_timeout_s": 5.0,
+    "graceful_shutdown_wait_loop_s": 0.1,
+}
+
+# For the last words on the channel and in the log.
+_LAST_WORDS_S = 0.2
+# Settings of the scheduler that may change while the application runs; others need a new deployment.
+_CHANGEABLE = ("policy", "max_waiting", "max_attempts", "no_replica_grace_s", "retry_after_cap_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerActorSettings:
+    """What the actor is built from.
+
+    Attributes:
+        scope: unique to this application and model in the cluster; incarnations are counted in it, and
+            learned state is kept under it.
+        state_uri: the folder where learned state is kept, see `StateStore`; None keeps nothing.
+        state_interval_s: between two writes of it.
+    """
+
+    scheduler: SchedulerSettings
+    channel: ChannelSettings
+    scope: str
+    decision_log: DecisionLogSettings | None = None
+    state_uri: str | None = None
+    state_interval_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the actor needs of the world, so that tests can do without a cluster.
+
+    Attributes:
+        claims: where incarnations are claimed.
+        host: the address at which peers on all nodes reach this process.
+        die: ends the process.
+    """
+
+    claims: ClaimStore
+    host: Callable[[], str]
+    die: Callable[[], None]
+
+
+def _ray_surroundings() -> Surroundings:
+    import ray.util  # noqa: PLC0415 - tests build the actor without Ray
+
+    return Surroundings(claims=GcsClaimStore(), host=ray.util.get_node_ip_address, die=lambda: os._exit(1))
+
+
+class SchedulerActor:
+    """Runs one `SchedulerShell` after the other: a new one for each change of settings.
+
+    Must be constructed on a running event loop; everything it starts, it starts in an empty context, because
+    Serve cancels what was started in the context of a request along with that request.
+    """
+
+    def __init__(self, settings: SchedulerActorSettings, surroundings: Surroundings | None = None) -> None:
+        self._settings = settings
+        self._surroundings = surroundings or _ray_surroundings()
+        self._incarnations = Incarnations(self._surroundings.claims, settings.scope)
+        self._loop = asyncio.get_running_loop()
+        self._shell: SchedulerShell | None = None
+        self._learned: Mapping[str, Any] | None = None
+        self._keeper = self._make_keeper()
+        self._changing = asyncio.Lock()
+        self._started = self._begin()
+
+    def __repr__(self) -> str:
+        return f"<SchedulerActor {self._settings.scope} {self._shell}>"
+
+    async def endpoint(self) -> Endpoint:
+        """Where gateways and replicas find the scheduler, and the secret that lets them in.
+
+        Raises:
+            ChannelError: this one does not schedule any more; ask again, another will answer.
+        """
+        return (await self._current()).endpoint()
+
+    async def check_health(self) -> None:
+        """Raise `ChannelError` when this scheduler must be replaced."""
+        shell = await self._current()
+        if shell.ended and not self._changing.locked():
+            raise ChannelError(f"the scheduler has ended: {shell.ended}")
+
+    async def status(self) -> dict[str, Any]:
+        """How things stand: who waits, which replicas there are, and what they say of themselves."""
+        return (await self._current()).status()
+
+    async def queue(self) -> dict[str, Any]:
+        """Who waits where, for how long, and why."""
+        return (await self._current()).queue()
+
+    async def exposition(self) -> str:
+        """Return the metrics in the Prometheus text format."""
+        text = (await self._current()).exposition()
+        return text if self._keeper is None else text + self._keeper.exposition()
+
+    async def observed(self, *, outcomes: bool = False) -> Observed:
+        """What happened since the last call, for the tuner."""
+        return (await self._current()).tuner.observed(outcomes=outcomes)
+
+    async def put_in_force(self, update: PartitionUpdate) -> None:
+        """Go on with these learned queues.
+
+        Raises:
+            ChannelError: this one does not schedule any more.
+        """
+        shell = await self._current()
+        # What the grants of this moment start must outlive this call.
+        contextvars.Context().run(shell.tuner.put_in_force, update)
+
+    async def retune(self, order: Retune) -> None:
+        """Put tuned values in force.
+
+        Raises:
+            SettingsError: these values cannot be.
+            ChannelError: this one does not schedule any more, or tuning is frozen.
+        """
+        shell = await self._current()
+        contextvars.Context().run(shell.tuner.retune, order)
+
+    async def freeze_tuning(self, reason: str) -> None:
+        """Return to the values in force for good and try no others, until `thaw_tuning`."""
+        shell = await self._current()
+        contextvars.Context().run(shell.tuner.freeze, reason)
+
+    async def thaw_tuning(self) -> None:
+        """Other values may be tried again."""
+        (await self._current()).tuner.thaw()
+
+    async def show_tuner(self, document: Mapping[str, Any]) -> None:
+        """Keep what the tuner tells of itself, for `status`."""
+        (await self._current()).tuner.show(document)
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Go on with other settings, as a new incarnation; the gateways bring their requests along.
+
+        Raises:
+            SettingsError: a setting is unknown or cannot be changed in a running application.
+        """
+        unknown = [key for key in user_config if key not in _CHANGEABLE]
+        if unknown:
+            raise SettingsError(
+                f"user_config of the scheduler has {', '.join(map(repr, unknown))}; "
+                f"what may change while it runs: {', '.join(_CHANGEABLE)}"
+            )
+        async with self._changing:
+            shell = await self._current()
+            changed = replace(self._settings.scheduler, **user_config)
+            if changed != self._settings.scheduler:
+                self._settings = replace(self._settings, scheduler=changed)
+                self._learned = learned_state(shell.core)
+                shell.stop("its settings have changed")
+                self._started = self._begin()
+                await self._started
+
+    async def close(self) -> None:
+        """Keep what was learned a last time, and shut down."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            await keeper.close()
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Send what was said, close every connection, end the log."""
+        if not self._started.done():
+            self._started.cancel()
+        elif self._shell is not None:
+            self._shell.stop("the actor was shut down")
+
+    def __del__(self) -> None:
+        """Serve calls this on the loop at the end of the replica's life."""
+        if self._loop.is_running():
+            self.shutdown()
+
+    def _begin(self) -> asyncio.Task[None]:
+        return self._loop.create_task(self._start(), context=contextvars.Context())
+
+    async def _start(self) -> None:
+        settings = self._settings
+        # The claim asks the network, and the loop is shared with Serve.
+        incarnation, _ = await asyncio.gather(
+            asyncio.to_thread(self._incarnations.claim), self._load_what_was_learned()
+        )
+        parts = ShellParts(
+            incarnation=incarnation,
+            channel=settings.channel,
+            newest_incarnation=self._newest,
+            on_end=self._on_end,
+            decision_log=settings.decision_log,
+            learned=self._learned,
+        )
+        shell = SchedulerShell(settings.scheduler, parts)
+        await shell.start(self._surroundings.host())
+        self._shell = shell
+        if self._keeper is not None:
+            self._keeper.start()
+
+    def _make_keeper(self) -> StateKeeper | None:
+        settings = self._settings
+        if settings.state_uri is None:
+            return None
+        store = StateStore(settings.state_uri, STATE_KIND, settings.scope)
+        return StateKeeper(store, settings.scheduler.model, self._what_was_learned, settings.state_interval_s)
+
+    def _what_was_learned(self) -> Mapping[str, Any] | None:
+        shell = self._shell
+        # Of one that has ended there is nothing to keep: its successor knows as much, or its core is broken.
+        return None if shell is None or shell.ended else learned_state(shell.core)
+
+    async def _load_what_was_learned(self) -> None:
+        """From the store, unless an earlier shell of this actor has left something."""
+        if self._keeper is None or self._learned is not None:
+            return
+        document = await self._keeper.load()
+        if document is None:
+            return
+        if reason := objection(self._settings.scheduler, document):
+            self._keeper.refused(reason)
+        else:
+            self._learned = document
+
+    async def _newest(self) -> int:
+        return await asyncio.to_thread(self._incarnations.newest)
+
+    async def _current(self) -> SchedulerShell:
+        await asyncio.shield(self._started)
+        assert self._shell is not None, "_start sets it or raises"
+        return self._shell
+
+    def _on_end(self, reason: str) -> None:
+        logger.error("event=scheduler_ended scope=%s reason=%r", self._settings.scope, reason)
+        self._loop.call_later(_LAST_WORDS_S, self._surroundings.die)

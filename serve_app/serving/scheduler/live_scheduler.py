@@ -1,0 +1,336 @@
+"""The live driver of the scheduling core: feeds events, carries out commands, arms the next wake-up.
+
+One writer: whatever happens goes through `feed`, on one event loop, without an await between two looks at the
+core's state. The clock is the loop's. When the core raises, nothing here can be trusted any more: the shell
+logs it, ends every connection and asks to be replaced. Nothing is lost by that, because the gateways hold
+their requests and bring them to the next scheduler; only the request that the core stumbled over is failed,
+if it was still waiting, lest the next scheduler stumble over it as well.
+"""
+
+import asyncio
+import contextvars
+import logging
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from serve_app.errors import ChannelError
+from serve_app.request import PriorityClass
+from serve_app.routing.adaptive_b_short import ThresholdMoved
+from serve_app.scheduling import Scheduler, SchedulerSettings
+from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
+from serve_app.scheduling.events import DispatchFailed, Event, ReplicaLost, Woke
+from serve_app.serving.channel.gateway_sessions import GatewayDesk
+from serve_app.serving.channel.messages import Endpoint
+from serve_app.serving.channel.replica_registry import ReplicaDesk
+from serve_app.serving.channel.server import ChannelServer, Identity
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.scheduler.decision_log import DecisionLog, DecisionLogSettings
+from serve_app.serving.scheduler.learned_state import take_over
+from serve_app.serving.scheduler.metrics import SchedulerMetrics, Standing
+from serve_app.serving.scheduler.tuning_endpoint import TunerDesk
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShellParts:
+    """What a shell is given besides the core's settings.
+
+    Attributes:
+        incarnation: claimed for this shell alone.
+        newest_incarnation: the highest one claimed so far; None where nobody else can claim one.
+        on_end: called once, with the reason, when the shell can never schedule again and must be replaced.
+        decision_log: record what the core decides.
+        learned: what an earlier scheduler knew, see `learned_state`.
+    """
+
+    incarnation: int
+    channel: ChannelSettings
+    newest_incarnation: Callable[[], Awaitable[int]] | None = None
+    on_end: Callable[[str], None] | None = None
+    decision_log: DecisionLogSettings | None = None
+    learned: Mapping[str, Any] | None = None
+
+
+class SchedulerShell:
+    """A scheduler that lives: core, clock, connections, metrics.
+
+    Attributes:
+        core: the scheduler itself, to be looked at and not to be fed but by this shell.
+        ended: why this shell schedules no more; empty while it does.
+        tuner: what it has to do with its tuner.
+    """
+
+    def __init__(self, settings: SchedulerSettings, parts: ShellParts) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._loop = asyncio.get_running_loop()
+        self._now = self._loop.time()
+        self.core = Scheduler(settings, now=self._now)
+        if parts.learned is not None:
+            take_over(self.core, parts.learned, self._now)
+        self.ended = ""
+        self._secret = secrets.token_urlsafe(32)
+        self._metrics = SchedulerMetrics(settings.model, parts.incarnation)
+        self._gateways = GatewayDesk(self, parts.channel.gateway_grace_s)
+        self._replicas = ReplicaDesk(self.feed, self._gateways.tell_all, self._waiting_at)
+        timeouts = {priority: settings.queue_timeout_s.of(priority) for priority in PriorityClass}
+        identity = Identity(secret=self._secret, incarnation=parts.incarnation, queue_timeouts_s=timeouts)
+        self._server = ChannelServer(
+            identity, parts.channel, self._gateways, self._replicas, self._superseded
+        )
+        self._endpoint: Endpoint | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = math.inf
+        self._watch: asyncio.Task[None] | None = None
+        self._stale: set[str] = set()
+        self.tuner = TunerDesk(
+            host=self,
+            model=settings.model,
+            incarnation=parts.incarnation,
+            metrics=self._metrics,
+            replicas=lambda: [spec for spec, _ in self._replicas.reports().values()],
+        )
+        self._log = self._open_log()
+
+    def __repr__(self) -> str:
+        state = f"ended: {self.ended}" if self.ended else "schedules"
+        parts = (self._gateways, self._replicas, self.core)
+        return f"<SchedulerShell {self._parts.incarnation} {state}, {', '.join(map(repr, parts))}>"
+
+    async def start(self, host: str) -> Endpoint:
+        """Listen at `host` on a free port."""
+        port = await self._server.start(host)
+        self._endpoint = Endpoint(
+            host=host, port=port, secret=self._secret, incarnation=self._parts.incarnation
+        )
+        if self._parts.newest_incarnation is not None:
+            self._watch = self._loop.create_task(
+                self._watch_incarnations(self._parts.newest_incarnation), context=contextvars.Context()
+            )
+        logger.info(
+            "event=scheduler_started model=%s incarnation=%d host=%s port=%d",
+            self._settings.model,
+            self._parts.incarnation,
+            host,
+            port,
+        )
+        return self._endpoint
+
+    def stop(self, reason: str = "it was stopped") -> None:
+        """Schedule no more and close every connection; what was said before is still sent."""
+        if self.ended:
+            return
+        self.ended = reason
+        for timer in (self._alarm, self._watch):
+            if timer is not None:
+                timer.cancel()
+        self.tuner.stop()
+        self._server.stop(reason)
+        if self._log is not None:
+            self._log.close()
+
+    def endpoint(self) -> Endpoint:
+        """Where peers find this scheduler.
+
+        Raises:
+            ChannelError: it does not schedule, or not any more.
+        """
+        if self._endpoint is None or self.ended:
+            raise ChannelError(f"this scheduler does not schedule: {self.ended or 'it has not been started'}")
+        return self._endpoint
+
+    def status(self) -> dict[str, Any]:
+        """How things stand, for people."""
+        in_flight = self._gateways.book.in_flight()
+        return {
+            "model": self._settings.model,
+            "incarnation": self._parts.incarnation,
+            "ended": self.ended,
+            "gateways": self._gateways.connected,
+            "queues": {"learned": len(self.tuner.queues), "age_s": self.tuner.queues.age_s(self.now())},
+            "waiting": {priority.value: n for priority, n in self._gateways.book.waiting().items()},
+            "tuner": self.tuner.status(),
+            "replicas": {
+                replica_id: {
+                    **asdict(spec),
+                    "in_flight": in_flight.get(replica_id, 0),
+                    "report": asdict(report) if report else None,
+                    "stale": replica_id in self._stale,
+                }
+                for replica_id, (spec, report) in self._replicas.reports().items()
+            },
+        }
+
+    def queue(self) -> dict[str, Any]:
+        """Who waits where, for how long, and why."""
+        census = self.core.census(self.now())
+        lanes = [asdict(lane) for lane in census.lanes]
+        served = {priority.value: dict(counters) for priority, counters in census.served.items() if counters}
+        return {
+            "model": self._settings.model,
+            "policy": self._settings.policy,
+            "waiting": len(self.core.room),
+            "lanes": lanes,
+            "lanes_left_out": census.left_out,
+            "b_short_tokens": census.b_short_tokens,
+            "served": served,
+        }
+
+    # What the desks call.
+
+    def feed(self, event: Event) -> None:
+        """Let the core handle the event, carry its commands out, and arm the next wake-up."""
+        if self.ended:
+            return
+        now = self.now()
+        try:
+            commands = self.core.handle(event, now)
+            self._note(now, event, commands)
+            for command in commands:
+                self._carry_out(command)
+            self._arm()
+        except Exception as error:  # noqa: BLE001 - a fault of any kind in the core ends this scheduler
+            self._core_failed(event, error)
+
+    def now(self) -> float:
+        """Return the loop's clock, which the core is promised never to see going back."""
+        self._now = max(self._now, self._loop.time())
+        return self._now
+
+    def queue_timeout_s(self, priority: PriorityClass) -> float:
+        """Return how long a request of this class waits when it names no time."""
+        return self._settings.queue_timeout_s.of(priority)
+
+    def _waiting_at(self, pool: str) -> int:
+        return self.core.room.waiting_at[pool]
+
+    def knows_replica(self, replica_id: str) -> bool:
+        """Whether the replica is connected."""
+        return replica_id in self._replicas
+
+    def exposition(self) -> str:
+        """Return the metrics in the Prometheus text format."""
+        return self._metrics.exposition(
+            Standing(
+                waiting=self._gateways.book.waiting(),
+                in_flight=self._gateways.book.in_flight(),
+                replicas=self._replicas.reports(),
+                stale=len(self._stale),
+                gateways=self._gateways.connected,
+                learned_queues=len(self.tuner.queues),
+                partition_age_s=self.tuner.queues.age_s(self.now()),
+                drain_tokens_per_s=self.core.admission.predictor.drain.tokens_per_s,
+                bookings=len(self.core.admission.bookings),
+                errors=self.core.admission.predictor.errors,
+                b_short_tokens=self.core.router.b_short_tokens,
+            )
+        )
+
+    # How it works.
+
+    def _note(self, now: float, event: Event, commands: list[Command]) -> None:
+        if self._log is not None:
+            self._log.add(now, event, commands)
+        self.tuner.note(event, commands, now)
+        if isinstance(event, DispatchFailed):
+            self._metrics.put_back(event)
+        elif isinstance(event, ReplicaLost):
+            self._stale.discard(event.replica_id)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Dispatch():
+                priority = self._gateways.grant(command)
+                entry = self.core.entry(command.request_id)
+                spilled = entry is not None and entry.pools[0] != command.pool
+                self._metrics.dispatched(command, priority, spilled=spilled)
+                if entry is not None:
+                    self._metrics.predicted(entry)
+            case Conclude():
+                self._metrics.concluded(command, self._gateways.conclude(command))
+            case ReportStale(replica_id=replica_id, age_s=age_s):
+                self._stale.add(replica_id)
+                self._metrics.report_went_stale()
+                logger.warning("event=report_stale replica=%s age_s=%.2f", replica_id, age_s)
+            case ReportFresh(replica_id=replica_id):
+                self._stale.discard(replica_id)
+                logger.info("event=report_fresh replica=%s", replica_id)
+            case ThresholdMoved():
+                self._metrics.threshold_moved()
+                logger.info(
+                    "event=b_short_moved model=%s was=%d now=%d short_load=%.3f long_load=%.3f speed=%.2f",
+                    self._settings.model,
+                    command.was_tokens,
+                    command.b_short_tokens,
+                    command.short_load,
+                    command.long_load,
+                    command.speed_ratio,
+                )
+
+    def _arm(self) -> None:
+        """Have one alarm no later than the core's next wake-up; one that comes early is armed again."""
+        wanted = self.core.next_wakeup()
+        if wanted is not None and wanted < self._alarm_at:
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm_at = wanted
+            self._alarm = self._loop.call_at(wanted, self._wake)
+
+    def _wake(self) -> None:
+        due, self._alarm, self._alarm_at = self._alarm_at, None, math.inf
+        wanted = self.core.next_wakeup()
+        if wanted is None:
+            return
+        if wanted > due:
+            self._arm()
+            return
+        # The loop may ring a hair early, by the resolution of its clock.
+        self._now = max(self._now, due)
+        self.feed(Woke())
+
+    def _core_failed(self, event: Event, error: Exception) -> None:
+        logger.error("event=core_failed on=%r", event, exc_info=error)
+        self._metrics.core_failed()
+        self._gateways.give_up(event, f"the scheduler failed on this request: {error}")
+        self._end(f"the core failed on {type(event).__name__}: {error!r}")
+
+    def _superseded(self, by: int) -> None:
+        logger.warning("event=superseded incarnation=%d by=%d", self._parts.incarnation, by)
+        self._end(f"incarnation {self._parts.incarnation} is superseded by {by}")
+
+    def _end(self, reason: str) -> None:
+        if not self.ended:
+            self.stop(reason)
+            if self._parts.on_end is not None:
+                self._parts.on_end(reason)
+
+    async def _watch_incarnations(self, newest: Callable[[], Awaitable[int]]) -> None:
+        """Notice a newer scheduler even when no peer tells of it."""
+        while True:
+            await asyncio.sleep(self._parts.channel.superseded_check_s)
+            try:
+                number = await newest()
+            except Exception as error:  # noqa: BLE001 - the store is away; peers would tell us, too
+                logger.warning("event=incarnations_unknown reason=%r", error)
+                continue
+            if number > self._parts.incarnation:
+                self._superseded(number)
+                return
+
+    def _open_log(self) -> DecisionLog | None:
+        wanted = self._parts.decision_log
+        if wanted is None:
+            return None
+        path = Path(wanted.path.replace("{incarnation}", str(self._parts.incarnation)))
+        header = {
+            "settings": asdict(self._settings),
+            "now": self._now,
+            "incarnation": self._parts.incarnation,
+            "learned": self._parts.learned,
+        }
+        return DecisionLog(path, wanted.max_events, header)

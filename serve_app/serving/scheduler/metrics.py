@@ -1,0 +1,206 @@
+"""What one model's scheduler counts, for Prometheus.
+
+The registry is the process's own: Ray does not scrape it, a gateway's `/metrics` asks for the text over the
+control channel. Gauges are set when they are asked for; only counters and histograms cost anything per event.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.scheduling.admission.wait_prediction import PredictionErrors
+from serve_app.scheduling.commands import Conclude, Dispatch
+from serve_app.scheduling.events import DispatchFailed
+from serve_app.scheduling.request import Entry
+
+# From "there was room" to the patience of batch work.
+_WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+# Predicted minus actual: below zero where requests waited longer than predicted.
+_ERROR_BUCKETS_S = (-60, -30, -10, -5, -2, -1, -0.5, -0.1, 0, 0.1, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How things stand at the moment of a scrape."""
+
+    waiting: Mapping[PriorityClass, int]
+    in_flight: Mapping[str, int]
+    replicas: Mapping[str, tuple[ReplicaSpec, ReplicaReport | None]]
+    stale: int
+    gateways: int
+    learned_queues: int = 0
+    partition_age_s: float | None = None
+    drain_tokens_per_s: float = 0.0
+    bookings: int = 0
+    errors: PredictionErrors = field(default_factory=PredictionErrors)
+    b_short_tokens: int = 0
+
+
+class SchedulerMetrics:
+    """The metrics of one scheduler."""
+
+    def __init__(self, model: str, incarnation: int) -> None:
+        self._model = model
+        self._registry = CollectorRegistry()
+        self._dispatch_children: dict[tuple[str, PriorityClass], tuple[Counter, Histogram]] = {}
+        self._conclusion_children: dict[tuple[PriorityClass, Outcome], Counter] = {}
+        self._error_children: dict[PriorityClass, Histogram] = {}
+        self._make_gauges()
+        self._make_counters()
+        started = self._gauge("ewsjf_scheduler_incarnation", "Rises with every scheduler started.")
+        started.labels(model).set(incarnation)
+
+    def _make_gauges(self) -> None:
+        gauge, replica = self._gauge, ("pool", "replica")
+        self._waiting = gauge("ewsjf_requests_waiting", "Requests in the queue.", "class")
+        self._running = gauge("ewsjf_requests_in_flight", "Requests sent to a replica.", *replica)
+        self._kv = gauge("ewsjf_replica_kv_usage_ratio", "KV cache in use, as last reported.", *replica)
+        text = "Requests in the engine's own queue, as last reported."
+        self._engine_waiting = gauge("ewsjf_replica_waiting", text, *replica)
+        self._stale = gauge("ewsjf_replicas_stale", "Replicas without a fresh report.")
+        self._gateways = gauge("ewsjf_gateways_connected", "Gateways connected.")
+        text = "Learned length queues in force; 0 while the policy has those that it began with."
+        self._learned_queues = gauge("ewsjf_length_queues", text)
+        text = "Time since the length queues in force were learned."
+        self._partition_age = gauge("ewsjf_partition_age_seconds", text)
+        text = "Estimated tokens dispatched per second while requests waited."
+        self._drain = gauge("ewsjf_queue_drain_tokens_per_second", text)
+        self._bookings = gauge("ewsjf_bookings", "Refused requests whose return is expected.")
+        text = "Token budget up to which a request is at home in the first pool."
+        self._b_short = gauge("ewsjf_b_short_tokens", text)
+        self._tuned = gauge("ewsjf_tuned_value", "A setting that is tuned, as it is in force.", "setting")
+        text = "Predicted minus actual wait in the queue, mean of the last fifty or so."
+        self._error_mean = gauge("ewsjf_queue_wait_prediction_error_mean_seconds", text)
+        text = "Size of the difference of predicted and actual wait, mean of the last fifty or so."
+        self._error_size = gauge("ewsjf_queue_wait_prediction_error_absolute_mean_seconds", text)
+
+    def _make_counters(self) -> None:
+        counter = self._counter
+        self._wait = Histogram(
+            "ewsjf_queue_wait_seconds",
+            "Time in the queue until dispatch.",
+            ("model", "pool", "class"),
+            buckets=_WAIT_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._error = Histogram(
+            "ewsjf_queue_wait_prediction_error_seconds",
+            "Predicted minus actual wait of requests that were dispatched and had a prediction.",
+            ("model", "class"),
+            buckets=_ERROR_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._dispatches = counter("ewsjf_dispatches", "Grants issued.", "pool")
+        self._spills = counter("ewsjf_spills", "Grants in another pool than the request's own.", "pool")
+        text = "Requests that came back before their first byte."
+        self._put_backs = counter("ewsjf_put_backs", text, "failure")
+        text = "Requests that reached their outcome."
+        self._concluded = counter("ewsjf_requests_concluded", text, "class", "outcome")
+        self._stale_reports = counter("ewsjf_stale_reports", "Times a replica's report went stale.")
+        text = "Times that learned length queues were put in force."
+        self._partition_changes = counter("ewsjf_partition_changes", text, "reason")
+        text = "Times that tuned values were put in force, trials and ends of trials among them."
+        self._retunings = counter("ewsjf_retunings", text)
+        self._b_short_moves = counter("ewsjf_b_short_moves", "Times that the border of the pools moved.")
+        self._errors = counter("ewsjf_scheduler_errors", "Events that the core could not handle.")
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, ("model", *labels), registry=self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, ("model", *labels), registry=self._registry)
+
+    def dispatched(self, command: Dispatch, priority: PriorityClass, *, spilled: bool) -> None:
+        """A grant was issued."""
+        dispatches, wait = self._of_dispatch(command.pool, priority)
+        dispatches.inc()
+        wait.observe(command.queue_wait_s)
+        if spilled:
+            self._spills.labels(self._model, command.pool).inc()
+
+    def predicted(self, entry: Entry) -> None:
+        """A request was dispatched; how long it waited was predicted when it came, or could not be."""
+        prediction, priority = entry.prediction, entry.request.priority
+        if prediction is None:
+            return
+        errors = self._error_children.get(priority)
+        if errors is None:
+            errors = self._error_children[priority] = self._error.labels(self._model, priority.value)
+        errors.observe(prediction.wait_s - (entry.dispatched_at - prediction.at))
+
+    def put_back(self, event: DispatchFailed) -> None:
+        """A grant came to nothing."""
+        self._put_backs.labels(self._model, event.failure.value).inc()
+
+    def concluded(self, command: Conclude, priority: PriorityClass) -> None:
+        """A request reached its outcome."""
+        self._of_conclusion(priority, command.outcome).inc()
+
+    def report_went_stale(self) -> None:
+        """A replica has not reported for too long."""
+        self._stale_reports.labels(self._model).inc()
+
+    def partition_changed(self, reason: str) -> None:
+        """Learned queues were put in force."""
+        self._partition_changes.labels(self._model, reason).inc()
+
+    def retuned(self, values: Mapping[str, float]) -> None:
+        """Tuned values were put in force."""
+        for path, value in values.items():
+            self._tuned.labels(self._model, path).set(value)
+        self._retunings.labels(self._model).inc()
+
+    def threshold_moved(self) -> None:
+        """`B_short` has another value."""
+        self._b_short_moves.labels(self._model).inc()
+
+    def core_failed(self) -> None:
+        """The core raised."""
+        self._errors.labels(self._model).inc()
+
+    def exposition(self, standing: Standing) -> str:
+        """Return everything in the Prometheus text format."""
+        for priority in PriorityClass:
+            self._waiting.labels(self._model, priority.value).set(standing.waiting.get(priority, 0))
+        self._stale.labels(self._model).set(standing.stale)
+        self._gateways.labels(self._model).set(standing.gateways)
+        self._learned_queues.labels(self._model).set(standing.learned_queues)
+        self._drain.labels(self._model).set(standing.drain_tokens_per_s)
+        self._bookings.labels(self._model).set(standing.bookings)
+        self._b_short.labels(self._model).set(standing.b_short_tokens)
+        self._error_mean.labels(self._model).set(standing.errors.mean_s)
+        self._error_size.labels(self._model).set(standing.errors.mean_absolute_s)
+        if standing.partition_age_s is not None:
+            self._partition_age.labels(self._model).set(standing.partition_age_s)
+        for gauge in (self._running, self._kv, self._engine_waiting):
+            gauge.clear()  # replicas that left leave the metrics, too
+        for replica_id, (spec, report) in standing.replicas.items():
+            labels = (self._model, spec.pool, replica_id)
+            self._running.labels(*labels).set(standing.in_flight.get(replica_id, 0))
+            if report is not None:
+                self._kv.labels(*labels).set(report.kv_usage_ratio)
+                self._engine_waiting.labels(*labels).set(report.waiting)
+        return generate_latest(self._registry).decode()
+
+    # Looking labels up takes as long as counting, so what is counted for each request is kept.
+
+    def _of_dispatch(self, pool: str, priority: PriorityClass) -> tuple[Counter, Histogram]:
+        found = self._dispatch_children.get((pool, priority))
+        if found is None:
+            found = (
+                self._dispatches.labels(self._model, pool),
+                self._wait.labels(self._model, pool, priority.value),
+            )
+            self._dispatch_children[pool, priority] = found
+        return found
+
+    def _of_conclusion(self, priority: PriorityClass, outcome: Outcome) -> Counter:
+        found = self._conclusion_children.get((priority, outcome))
+        if found is None:
+            found = self._concluded.labels(self._model, priority.value, outcome.value)
+            self._conclusion_children[priority, outcome] = found
+        return found

@@ -1,0 +1,207 @@
+"""The scheduler's side of tuning: what the tuner is told, and what it may change.
+
+Learned queues (`learned_queues`) and tuned values come from the tuner; lengths and outcomes go there. All of
+it is soft. A tuner that dies leaves the queues and values in force, and values that were on trial run out.
+"""
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from serve_app.errors import ChannelError, SettingsError
+from serve_app.routing.replica import ReplicaSpec
+from serve_app.scheduling import Scheduler, SchedulerSettings
+from serve_app.scheduling.commands import Command
+from serve_app.scheduling.events import Arrived, Event, PartitionChanged, Retuned
+from serve_app.scheduling.policies.inputs import prompt_tokens
+from serve_app.scheduling.retuning import checked_retuning
+from serve_app.serving.scheduler.learned_queues import LearnedQueues, Observed, PartitionUpdate
+from serve_app.serving.scheduler.metrics import SchedulerMetrics
+from serve_app.tuning.online.outcome_window import OutcomeWindow
+from serve_app.tuning.online.retune import Retune
+from serve_app.tuning.search.settings_path import value_at, with_values
+from serve_app.tuning.search.tunable import with_weights
+
+logger = logging.getLogger("ray.serve")
+
+
+class Host(Protocol):
+    """The shell that the desk belongs to."""
+
+    core: Scheduler
+    ended: str
+
+    def feed(self, event: Event) -> None:
+        """Let the core handle the event."""
+        ...
+
+    def now(self) -> float:
+        """Return the shell's clock."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class TunerDesk:
+    """What one scheduler has to do with its tuner.
+
+    Args:
+        replicas: those that are connected.
+
+    Attributes:
+        queues: the learned length queues.
+        shown: what the tuner last told of itself, for people.
+        frozen: why nothing may be tried; empty when something may.
+    """
+
+    host: Host
+    model: str
+    incarnation: int
+    metrics: SchedulerMetrics
+    replicas: Callable[[], list[ReplicaSpec]]
+    queues: LearnedQueues = field(init=False, default_factory=LearnedQueues)
+    shown: Mapping[str, Any] = field(init=False, default_factory=dict)
+    frozen: str = field(init=False, default="")
+    # None until a tuner asks for outcomes, so that they cost nothing where nobody does.
+    _outcomes: OutcomeWindow | None = field(init=False, default=None)
+    _for_good: SchedulerSettings = field(init=False)
+    _tuned: Mapping[str, float] = field(init=False, default_factory=dict)
+    _return: asyncio.TimerHandle | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._for_good = with_weights(self.host.core.settings)
+
+    def note(self, event: Event, commands: list[Command], now: float) -> None:
+        """The core has handled an event."""
+        if isinstance(event, Arrived):
+            entry = self.host.core.entry(event.request.request_id)
+            if entry is not None:
+                self.queues.arrived(prompt_tokens(entry))
+                if self._outcomes is not None:
+                    self._outcomes.arrived(entry)
+        if self._outcomes is not None:
+            self._outcomes.fed(event, commands, now)
+
+    def observed(self, *, outcomes: bool = False) -> Observed:
+        """What happened since the last call.
+
+        Args:
+            outcomes: of requests as well; they are collected from the first time on that somebody asks.
+        """
+        if outcomes and self._outcomes is None:
+            self._outcomes = OutcomeWindow()
+        now, window = self.host.now(), self._outcomes
+        return Observed(
+            incarnation=self.incarnation,
+            lengths=self.queues.take(),
+            at=now,
+            settled_until=now if window is None else window.settled_until(now),
+            outcomes=window.take() if outcomes and window is not None else [],
+            replicas=self.replicas() if outcomes else [],
+            settings=self._for_good if outcomes else None,
+            frozen=self.frozen,
+        )
+
+    def put_in_force(self, update: PartitionUpdate) -> None:
+        """Go on with these learned queues; whoever waits is queued anew.
+
+        Raises:
+            ChannelError: this scheduler schedules no more.
+        """
+        self.host.feed(PartitionChanged(update.partition))
+        self._check_alive()
+        self.queues.changed(update, self.host.now())
+        self.metrics.partition_changed(update.reason)
+        logger.info(
+            "event=partition_changed model=%s incarnation=%d reason=%s queues=%d shortest=%d longest=%d "
+            "lengths=%d distance=%.3f age_s=%.0f",
+            self.model,
+            self.incarnation,
+            update.reason,
+            len(update.partition),
+            update.partition.intervals[0].min_tokens,
+            update.partition.intervals[-1].max_tokens,
+            update.lengths,
+            update.distance,
+            update.age_s,
+        )
+
+    def retune(self, order: Retune) -> None:
+        """Put values in force; nobody who waits loses a place by it.
+
+        Raises:
+            SettingsError: there is no such setting, it cannot have the value, or it may not change while the
+                scheduler runs; nothing has changed then.
+            ChannelError: this scheduler schedules no more, or tuning is frozen.
+        """
+        if self.frozen and order.valid_s is not None:
+            raise ChannelError(f"tuning is frozen: {self.frozen}")
+        settings = with_values(self._for_good, order.values)
+        try:
+            checked_retuning(self.host.core.settings, settings)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        self._cancel_return()
+        self._apply(settings, order.values, order.reason)
+        self._check_alive()
+        if order.valid_s is None:
+            self._for_good = settings
+        else:
+            loop = asyncio.get_running_loop()
+            # What the grants of that moment start must not belong to whoever gave this order.
+            context = contextvars.Context()
+            self._return = loop.call_later(order.valid_s, self._go_back, "its time was over", context=context)
+
+    def freeze(self, reason: str) -> None:
+        """Return to what is in force for good, and try nothing until `thaw`."""
+        self.frozen = reason or "by command"
+        self._go_back("tuning was frozen")
+        logger.info("event=tuning_frozen model=%s reason=%r", self.model, self.frozen)
+
+    def thaw(self) -> None:
+        """Something may be tried again."""
+        self.frozen = ""
+        logger.info("event=tuning_thawed model=%s", self.model)
+
+    def show(self, document: Mapping[str, Any]) -> None:
+        """Keep what the tuner tells of itself."""
+        self.shown = document
+
+    def status(self) -> dict[str, Any]:
+        """What the tuner does, for people."""
+        shown = dict(self.shown) if self.shown else {"mode": "off", "state": "no values are tuned"}
+        if self.frozen:
+            shown["state"] = f"frozen: {self.frozen}"
+        return {**shown, "values": dict(self._tuned), "frozen": self.frozen}
+
+    def stop(self) -> None:
+        """The scheduler ends."""
+        self._cancel_return()
+
+    def _go_back(self, reason: str) -> None:
+        if self._return is None:
+            return
+        self._cancel_return()
+        if not self.host.ended:
+            values = {path: float(value_at(self._for_good, path)) for path in self._tuned}
+            self._apply(self._for_good, values, reason)
+
+    def _apply(self, settings: SchedulerSettings, values: Mapping[str, float], reason: str) -> None:
+        self.host.feed(Retuned(settings))
+        self._tuned = dict(values)
+        self.metrics.retuned(values)
+        told = " ".join(f"{path}={value:g}" for path, value in values.items())
+        logger.info(
+            "event=retuned model=%s incarnation=%d reason=%r %s", self.model, self.incarnation, reason, told
+        )
+
+    def _cancel_return(self) -> None:
+        if self._return is not None:
+            self._return.cancel()
+            self._return = None
+
+    def _check_alive(self) -> None:
+        if self.host.ended:
+            raise ChannelError(f"this scheduler does not schedule: {self.host.ended}")

@@ -1,0 +1,1 @@
+"""Learned state on disk or in a bucket: `keeper` says when, `store` how."""

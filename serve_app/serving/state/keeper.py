@@ -1,0 +1,159 @@
+"""When is learned state read and written? At the start, every so often, at the end; never in anybody's way.
+
+The owner lives on an event loop and must not wait for a file system. So each call to the store has a thread
+of its own, one at a time, and a time limit; a call that hangs is left behind, and until it comes back no
+other is begun. The threads are daemons: one that hangs does not keep the process alive.
+
+A store out of reach costs what would have been learned, one log line until it answers again, and a count.
+"""
+
+import asyncio
+import contextvars
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from serve_app.serving.state.store import StateError, StateStore
+
+logger = logging.getLogger("ray.serve")
+
+Answer = TypeVar("Answer")
+Document = Mapping[str, Any]
+
+# A local file takes milliseconds, an object store a tenth of a second; who starts does not wait for more.
+_LOAD_TIMEOUT_S = 5.0
+_SAVE_TIMEOUT_S = 20.0
+# Serve gives a replica that is told to stop five seconds.
+_LAST_SAVE_TIMEOUT_S = 3.0
+
+
+class StateKeeper:
+    """Keeps the state of one learner. Must be constructed on a running event loop.
+
+    Args:
+        store: where.
+        model: for the metrics.
+        take: the state as it is now, as plain values that nobody changes any more; called on the loop. None
+            when there is nothing that should be kept.
+        interval_s: between two writes; nothing is written when nothing has changed.
+    """
+
+    def __init__(
+        self, store: StateStore, model: str, take: Callable[[], Document | None], interval_s: float
+    ) -> None:
+        self._store, self._take, self._interval_s = store, take, interval_s
+        self._loop = asyncio.get_running_loop()
+        self._under_way: asyncio.Future[Any] | None = None
+        self._is_away = False
+        self._turns: asyncio.Task[None] | None = None
+        self._registry = CollectorRegistry()
+        labels = ("model",)
+        text = "Reads and writes of learned state that failed."
+        failures = Counter("ewsjf_state_failures", text, (*labels, "operation"), registry=self._registry)
+        self._failures = {verb: failures.labels(model, verb) for verb in ("load", "save", "restore")}
+        text = "When learned state was last found saved, in seconds since 1970."
+        self._saved_at = Gauge("ewsjf_state_saved_timestamp_seconds", text, labels, registry=self._registry)
+        self._saved_at = self._saved_at.labels(model)
+
+    def __repr__(self) -> str:
+        return f"<StateKeeper {self._store.path}{' out of reach' if self._is_away else ''}>"
+
+    async def load(self) -> Document | None:
+        """What was saved last; None when there is nothing, nothing that can be used, or no store."""
+        try:
+            return await self._call(self._store.load, _LOAD_TIMEOUT_S)
+        except StateError as exc:
+            self._failed("load", exc)
+            return None
+
+    def start(self) -> None:
+        """Save from now on; once started it goes on until `close`."""
+        if self._turns is not None:
+            return
+        # In an empty context: Serve cancels what was started in the context of a request along with it.
+        self._turns = self._loop.create_task(self._run(), context=contextvars.Context())
+
+    async def save(self, timeout_s: float = _SAVE_TIMEOUT_S) -> None:
+        """Save what there is now."""
+        try:
+            document = self._take()
+            if document is None:
+                return
+            await self._call(lambda: self._store.save(document), timeout_s)
+        except StateError as exc:
+            self._failed("save", exc)
+        else:
+            self._saved_at.set_to_current_time()
+
+    async def close(self) -> None:
+        """Save a last time, if the store answers soon."""
+        if self._turns is not None:
+            self._turns.cancel()
+        await self.save(_LAST_SAVE_TIMEOUT_S)
+
+    def refused(self, reason: str) -> None:
+        """What was loaded cannot be used: set it aside, without waiting for that."""
+        self._failures["restore"].inc()
+        self._in_thread(lambda: self._store.refuse(reason))
+
+    def exposition(self) -> str:
+        """Return the metrics in the Prometheus text format."""
+        return generate_latest(self._registry).decode()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self.save()
+
+    def _failed(self, operation: str, error: StateError) -> None:
+        self._failures[operation].inc()
+        if not self._is_away:
+            logger.warning(
+                "event=state_out_of_reach operation=%s path=%s reason=%r", operation, self._store.path, error
+            )
+        self._is_away = True
+
+    async def _call(self, work: Callable[[], Answer], timeout_s: float) -> Answer:
+        """The store's answer, in a while."""
+        before = self._under_way
+        if before is not None:
+            await asyncio.wait({before}, timeout=timeout_s)
+            if not before.done():
+                raise StateError(f"an earlier call has not come back from {self._store.path} yet")
+        future = self._in_thread(work)
+        await asyncio.wait({future}, timeout=timeout_s)
+        if not future.done():
+            raise StateError(f"no answer from {self._store.path} within {timeout_s:g} s")
+        answer = future.result()
+        if self._is_away:
+            logger.info("event=state_within_reach path=%s", self._store.path)
+        self._is_away = False
+        return answer
+
+    def _in_thread(self, work: Callable[[], Answer]) -> asyncio.Future[Answer]:
+        loop, future = self._loop, self._loop.create_future()
+
+        def run() -> None:
+            try:
+                answer = work()
+            except BaseException as exc:  # noqa: BLE001 - it goes to whoever waits
+                tell(partial(future.set_exception, exc))
+            else:
+                tell(partial(future.set_result, answer))
+
+        def tell(what: Callable[[], None]) -> None:
+            try:
+                loop.call_soon_threadsafe(what)
+            except RuntimeError:
+                # The loop has ended meanwhile, and nobody waits any more.
+                logger.debug("event=state_answer_unheard path=%s", self._store.path)
+
+        self._under_way = future
+        # An error that nobody waits for any more has been told as a time-out.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        threading.Thread(target=run, name="learned-state", daemon=True).start()
+        return future

@@ -1,0 +1,66 @@
+"""The tuner as a Ray Serve deployment of one replica: Ray gives it a place and replaces it when it dies."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
+from serve_app.serving.state.store import StateStore
+from serve_app.serving.tuner.actor import TunerActor, TunerSettings
+from serve_app.serving.tuner.parameter_tuner import Searcher
+from serve_app.tuning.online.retune import Retune
+
+# Options for `serve.deployment`. It has no requests to wait for at its end, and nobody waits for it.
+TUNER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
+    "num_replicas": 1,
+    "graceful_shutdown_timeout_s": 5.0,
+    "graceful_shutdown_wait_loop_s": 0.1,
+}
+
+
+class TunerDeployment:
+    """Runs one `TunerActor` in a Serve replica."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
+        self,
+        model: str,
+        settings: TunerSettings,
+        scheduler: DeploymentHandle[Any],
+        state_uri: str | None = None,
+    ) -> None:
+        store = None if state_uri is None else StateStore(state_uri, "tuner", model)
+        self._tuner = TunerActor(model, settings, _Calls(scheduler), store, self.searcher())
+
+    @staticmethod
+    def searcher() -> Searcher | None:
+        """As for `ParameterTuner`; experiments with searches that go wrong have another."""
+        return None
+
+    async def check_health(self) -> None:
+        """Raise when the tuner must be replaced."""
+        await self._tuner.check_health()
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_tuner"):
+            self._tuner.stop()
+
+
+class _Calls:
+    """A scheduler's handle as the tuner sees it."""
+
+    def __init__(self, scheduler: DeploymentHandle[Any]) -> None:
+        self._scheduler = scheduler
+
+    async def observed(self, *, outcomes: bool) -> Observed:
+        observed: Observed = await self._scheduler.observed.remote(outcomes=outcomes)
+        return observed
+
+    async def put_in_force(self, update: PartitionUpdate) -> None:
+        await self._scheduler.put_in_force.remote(update)
+
+    async def retune(self, order: Retune) -> None:
+        await self._scheduler.retune.remote(order)
+
+    async def show_tuner(self, document: Mapping[str, Any]) -> None:
+        await self._scheduler.show_tuner.remote(document)

@@ -1,0 +1,1 @@
+"""`python -m serve_app simulate`: arguments, tables, JSON and plots."""

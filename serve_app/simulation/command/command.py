@@ -1,0 +1,134 @@
+"""`python -m serve_app simulate`: policies side by side on simulated replicas: table, JSON and pictures."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from serve_app.command import Command, given_arguments, progress_bar, say, warn, write_json
+from serve_app.errors import SettingsError
+from serve_app.provenance import provenance
+from serve_app.simulation.batch import run_all, saturated_rates
+from serve_app.simulation.command import arguments
+from serve_app.simulation.command.results import Row, markdown_table, run_as_json, unequal_work
+from serve_app.simulation.decision_log import DecisionLog
+from serve_app.simulation.partitions import PartitionSource, write_partition
+from serve_app.simulation.run import RunResult, RunSettings, simulate
+from serve_app.simulation.workload import choose_trace
+from serve_app.workloads.loaders import describe_skipped
+
+_EXAMPLE = """example:
+  python -m serve_app simulate --trace paper-mix --policy direct,fcfs,ewsjf --replicas 4 --load 0.9 \\
+      --requests 10000 --seeds 5 --plot out
+"""
+
+
+def _run(args: argparse.Namespace, learned: PartitionSource) -> int:
+    runs = _placed(arguments.runs(args, learned), args)
+    if skipped := describe_skipped(choose_trace(runs[0].trace, runs[0].seed)):
+        warn(f"{runs[0].trace.name}: {skipped}")
+    results = list(_played(runs, args))
+    rows = [run_as_json(result) for result in results]
+    say(f"{_heading(results[0])}\n\n{markdown_table(rows)}")
+    for warning in _warnings(results, rows):
+        warn(warning)
+    if args.json is not None:
+        write_json(args.json, {"runs": rows, "provenance": _provenance(args, results)})
+    if args.save_partition is not None:
+        _save_partition(args.save_partition, results)
+    if args.plot is not None:
+        # Loading the plotting library takes half a second, which a run without plots need not wait for.
+        from serve_app.simulation.command.plots import write_plots  # noqa: PLC0415 - see above
+
+        write_plots(args.plot, results)
+    return 0
+
+
+def _placed(runs: list[RunSettings], args: argparse.Namespace) -> list[RunSettings]:
+    """The runs at their rate, with the load that it means."""
+    placed = []
+    for run, saturated in zip(runs, saturated_rates(runs, jobs=args.jobs), strict=True):
+        if args.load is not None:
+            placed.append(replace(run, load=args.load, rate_per_s=args.load * saturated))
+        else:
+            rate = run.rate_per_s or choose_trace(run.trace, run.seed).rate_per_s
+            placed.append(replace(run, load=None if rate is None else rate / saturated))
+    return placed
+
+
+def _played(runs: list[RunSettings], args: argparse.Namespace) -> Iterator[RunResult]:
+    with progress_bar("runs", len(runs)) as advance:
+        if args.log is None:
+            played = run_all(runs, jobs=args.jobs, keep_records=args.plot is not None)
+        else:
+            played = _logged(runs, args.log)
+        for result in played:
+            advance()
+            yield result
+
+
+def _logged(runs: list[RunSettings], path: Path) -> Iterator[RunResult]:
+    """One after the other, into one file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        log = DecisionLog(file)
+        for run in runs:
+            log.begin(run)
+            yield simulate(run, log.add)
+
+
+def _heading(result: RunResult) -> str:
+    settings, trace = result.settings, result.workload.trace
+    pools = ", ".join(f"{count} in pool {pool}" for pool, count in settings.fleet.replicas.items())
+    load = "" if settings.load is None else f", load {settings.load:.3g}"
+    rate = "at once" if trace.rate_per_s is None else f"at {trace.rate_per_s:.2f} requests/s"
+    return (
+        f"{trace.name}: {len(trace.requests):,} requests {rate}{load}; {settings.fleet.profile}, {pools}; "
+        f"short: at most {settings.short_at_tokens} tokens; means over n seeds ± 95 % interval"
+    )
+
+
+def _warnings(results: list[RunResult], rows: Sequence[Row]) -> Iterator[str]:
+    dropped = {(one.settings.seed, one.workload.dropped, one.workload.clipped) for one in results}
+    for seed, left_out, clipped in sorted(dropped):
+        if left_out:
+            yield f"seed {seed}: {left_out:,} requests are longer than any engine's context and were left out"
+        if clipped:
+            yield f"seed {seed}: {clipped:,} answers end at the engine's context limit"
+    for line in unequal_work(rows):
+        yield f"not the same work: {line}"
+
+
+def _save_partition(path: Path, results: Sequence[RunResult]) -> None:
+    for result in results:
+        if result.partitions:
+            write_partition(path, result.partitions[-1][1])
+            say(f"\n{path}: the queues of {result.settings.name}, seed {result.settings.seed}")
+            return
+    warn(
+        "no run learned queues, so --save-partition writes none: choose a policy that does, and more requests"
+    )
+
+
+def _provenance(args: argparse.Namespace, results: list[RunResult]) -> dict[str, object]:
+    given = given_arguments(args, leave_out={"jobs"})
+    seeds = sorted({result.settings.seed for result in results})
+    return provenance(results[0].workload.trace, given, seeds)
+
+
+def _checked(learned: PartitionSource, args: argparse.Namespace) -> int:
+    if args.first_seed < 0:
+        raise SettingsError(f"--first-seed must not be negative, got {args.first_seed}")
+    return _run(args, learned)
+
+
+def simulate_command(learned: PartitionSource) -> Command:
+    """The command; `learned` makes the learner of `--partition learned`, which this package does not know."""
+    return Command(
+        name="simulate",
+        summary="play a trace on simulated replicas, with any policies side by side",
+        example=_EXAMPLE,
+        configure=arguments.configure,
+        run=partial(_checked, learned),
+    )

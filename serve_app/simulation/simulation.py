@@ -1,0 +1,243 @@
+"""Requests in, decisions and records out: the production scheduler in a world of simulated replicas.
+
+What travels takes `control_latency_s`: a grant to its engine, and an engine's news to the scheduler. Reports
+are made every `report_interval_s` and travel as well. Requests themselves reach the scheduler when they
+arrive; a learner, if there is one, sees each that was admitted and answers at once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from serve_app.engine_model.model import StepOutcome
+from serve_app.engine_model.sequences import EngineSequence
+from serve_app.errors import Outcome
+from serve_app.metrics.record import RequestRecord
+from serve_app.request import Request, Usage
+from serve_app.scheduling import Scheduler, SchedulerSettings
+from serve_app.scheduling import events as ev
+from serve_app.scheduling.commands import Command, Conclude, Dispatch
+from serve_app.scheduling.policies.inputs import prompt_tokens
+from serve_app.scheduling.policies.partition import Partition
+from serve_app.simulation.partitions import PartitionLearner
+from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
+from serve_app.simulation.timeline import Rank, Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldSettings:
+    """The world around the scheduler.
+
+    Attributes:
+        control_latency_s: one way between the scheduler and an engine, by way of a gateway.
+        report_interval_s: between two reports of a replica.
+    """
+
+    control_latency_s: float = 0.001
+    report_interval_s: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.control_latency_s < 0 or self.report_interval_s <= 0:
+            raise ValueError(
+                f"control_latency_s must not be negative and report_interval_s must be positive, "
+                f"got {self.control_latency_s} and {self.report_interval_s}"
+            )
+
+
+@dataclass(slots=True)
+class SimulatedRequest:
+    """A request with what only an oracle knows, and what has happened to it so far."""
+
+    request: Request
+    output_tokens: int
+    block_hashes: Sequence[int] = ()
+    dispatch: Dispatch | None = None
+    dispatched_at: float | None = None
+    sequence: EngineSequence | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One call of the scheduler: when, what happened, what it wanted done."""
+
+    at: float
+    event: ev.Event
+    commands: tuple[Command, ...]
+
+
+@dataclass(slots=True)
+class World:
+    """One run.
+
+    Attributes:
+        records: one per concluded request, in the order of conclusion.
+        on_decision: called with every decision; None keeps no log, which is faster.
+        learner: of length queues; None leaves the policy those that it begins with.
+        partitions: every partition that was put in force, with its time.
+    """
+
+    scheduler_settings: SchedulerSettings
+    plans: Sequence[ReplicaPlan]
+    settings: WorldSettings = field(default_factory=WorldSettings)
+    on_decision: Callable[[Decision], None] | None = None
+    learner: PartitionLearner | None = None
+    timeline: Timeline = field(init=False, default_factory=Timeline)
+    scheduler: Scheduler = field(init=False)
+    replicas: dict[str, SimulatedReplica] = field(init=False, default_factory=dict)
+    records: list[RequestRecord] = field(init=False, default_factory=list)
+    partitions: list[tuple[float, Partition]] = field(init=False, default_factory=list)
+    _live: dict[str, SimulatedRequest] = field(init=False, default_factory=dict)
+    _to_come: int = field(init=False, default=0)
+    _wake_at: float | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.scheduler_settings)
+        self._partition_due()
+        for number, plan in enumerate(self.plans):
+            replica = SimulatedReplica(plan, self.timeline, self._step_ended)
+            self.replicas[plan.replica_id] = replica
+            self.feed(ev.ReplicaJoined(replica.spec))
+            # Real replicas do not report in step either.
+            first_at = self.settings.report_interval_s * number / len(self.plans)
+            self.timeline.at(first_at, Rank.REPORT, partial(self._report, replica))
+
+    def run(self, requests: Sequence[SimulatedRequest]) -> list[RequestRecord]:
+        """Play all requests to their end and return their records."""
+        self._to_come = len(requests)
+        for simulated in requests:
+            self.timeline.at(simulated.request.arrived_at, Rank.ARRIVAL, partial(self._arrive, simulated))
+        self.timeline.run()
+        return self.records
+
+    @property
+    def _is_over(self) -> bool:
+        return not self._to_come and not self._live
+
+    # The scheduler
+
+    def feed(self, event: ev.Event) -> None:
+        """Tell the scheduler of something that happens now, and carry out what it wants done."""
+        now = self.timeline.now
+        commands = self.scheduler.handle(event, now)
+        if self.on_decision is not None:
+            self.on_decision(Decision(now, event, tuple(commands)))
+        for command in commands:
+            if isinstance(command, Dispatch):
+                self._dispatch(command)
+            elif isinstance(command, Conclude):
+                self._conclude(command)
+        self._plan_wake_up()
+
+    def _plan_wake_up(self) -> None:
+        wake_at = self.scheduler.next_wakeup()
+        # The world ends with its last request; reports would go on for ever.
+        if wake_at is None or self._is_over or (self._wake_at is not None and self._wake_at <= wake_at):
+            return
+        self._wake_at = wake_at
+        self.timeline.at(max(wake_at, self.timeline.now), Rank.WAKE_UP, lambda: self._wake_up(wake_at))
+
+    def _wake_up(self, planned: float) -> None:
+        if planned == self._wake_at:
+            self._wake_at = None
+            self.feed(ev.Woke())
+
+    def _after_latency(self, rank: Rank, action: Callable[[], None]) -> None:
+        self.timeline.at(self.timeline.now + self.settings.control_latency_s, rank, action)
+
+    # Requests
+
+    def _arrive(self, simulated: SimulatedRequest) -> None:
+        self._to_come -= 1
+        self._live[simulated.request.request_id] = simulated
+        self.feed(ev.Arrived(simulated.request))
+        if self.learner is not None:
+            entry = self.scheduler.entry(simulated.request.request_id)
+            if entry is not None:
+                self.learner.observe(prompt_tokens(entry))
+            self._partition_due()
+
+    def _partition_due(self) -> None:
+        partition = self.learner.due(self.timeline.now) if self.learner is not None else None
+        if partition is not None:
+            self.partitions.append((self.timeline.now, partition))
+            self.feed(ev.PartitionChanged(partition))
+
+    def _dispatch(self, command: Dispatch) -> None:
+        simulated = self._live[command.request_id]
+        simulated.dispatch, simulated.dispatched_at = command, self.timeline.now
+        self._after_latency(
+            Rank.NEWS, lambda: self._reach_engine(simulated, self.replicas[command.replica_id])
+        )
+
+    def _reach_engine(self, simulated: SimulatedRequest, replica: SimulatedReplica) -> None:
+        request, dispatch = simulated.request, simulated.dispatch
+        prompt_tokens = request.shape.prompt_tokens
+        assert prompt_tokens is not None
+        assert dispatch is not None
+        if prompt_tokens + simulated.output_tokens > replica.spec.max_model_len:
+            failure = ev.DispatchFailed(
+                request.request_id, replica.spec.replica_id, ev.DispatchFailure.TOO_LONG
+            )
+            self._after_latency(Rank.NEWS, lambda: self.feed(failure))
+            return
+        simulated.sequence = EngineSequence(
+            request.request_id,
+            prompt_tokens,
+            simulated.output_tokens,
+            self.timeline.now,
+            priority=dispatch.engine_priority or 0,
+            block_hashes=simulated.block_hashes,
+        )
+        replica.accept(simulated.sequence)
+
+    def _conclude(self, command: Conclude) -> None:
+        simulated = self._live.pop(command.request_id)
+        request, sequence, dispatch = simulated.request, simulated.sequence, simulated.dispatch
+        finished_at = sequence.finished_at if sequence is not None else None
+        prompt_tokens = request.shape.prompt_tokens
+        assert prompt_tokens is not None
+        self.records.append(
+            RequestRecord(
+                request_id=request.request_id,
+                arrived_at=request.arrived_at,
+                finished_at=self.timeline.now if finished_at is None else finished_at,
+                outcome=command.outcome,
+                prompt_tokens=prompt_tokens,
+                output_tokens=simulated.output_tokens if command.outcome is Outcome.COMPLETED else 0,
+                dispatched_at=simulated.dispatched_at,
+                first_token_at=sequence.first_token_at if sequence is not None else None,
+                tenant=request.tenant,
+                priority=request.priority,
+                pool=dispatch.pool if dispatch else "",
+                replica=dispatch.replica_id if dispatch else "",
+                length_queue=dispatch.length_queue if dispatch else "",
+                estimated_tokens=dispatch.estimated_tokens if dispatch else None,
+                preemptions=sequence.preemptions if sequence is not None else 0,
+                detail=command.message,
+            )
+        )
+
+    # Replicas
+
+    def _step_ended(self, outcome: StepOutcome) -> None:
+        for sequence in outcome.first_tokens:
+            first = ev.FirstToken(sequence.sequence_id)
+            self._after_latency(Rank.NEWS, partial(self.feed, first))
+        for sequence in outcome.finished:
+            usage = Usage(
+                prompt_tokens=sequence.prompt_tokens,
+                output_tokens=sequence.target_tokens,
+                cached_tokens=sequence.cached_tokens,
+            )
+            finished = ev.Finished(sequence.sequence_id, Outcome.COMPLETED, usage)
+            self._after_latency(Rank.NEWS, partial(self.feed, finished))
+
+    def _report(self, replica: SimulatedReplica) -> None:
+        event = ev.ReplicaReported(replica.spec.replica_id, replica.report())
+        self._after_latency(Rank.REPORT, lambda: self.feed(event))
+        if not self._is_over or self.timeline.now == 0.0:
+            self.timeline.at(
+                self.timeline.now + self.settings.report_interval_s,
+                Rank.REPORT,
+                lambda: self._report(replica),
+            )

@@ -1,0 +1,118 @@
+"""How well was a stretch of traffic served? One number, the reward, from request records.
+
+The digital twin and the live canary call the same function, so that what wins in the one is what counts in
+the other. A reward that cannot be measured is None, never a number: too few requests, or too few of them with
+the times that it is made of, say nothing, and nothing must not look like an improvement.
+
+Two objectives:
+
+- `paper`: Eq 5 of EWSJF (arXiv 2601.21758), section 4.4, see `paper_reward`.
+- `slo` (ours, the default): goodput against targets by class, less penalties, see `slo_reward`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
+
+from serve_app.metrics.record import RequestRecord
+from serve_app.tuning.objective.paper_reward import PaperObjective, paper_terms
+from serve_app.tuning.objective.service_class import ClassFigures, Targets, by_class, judged
+from serve_app.tuning.objective.slo_reward import SloObjective, slo_terms
+
+Kind = Literal["slo", "paper"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveSettings:
+    """What the tuner works for.
+
+    Attributes:
+        kind: which of the two.
+        targets: limits by class; both objectives report against them, only `slo` is made of them.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    kind: Kind = "slo"
+    targets: Targets = field(default_factory=Targets)
+    slo: SloObjective = field(default_factory=SloObjective)
+    paper: PaperObjective = field(default_factory=PaperObjective)
+    # Below it a stretch says nothing: the share of 30 requests is known to a tenth or two.
+    min_requests: int = 30
+    # Requests that completed and have no time to first token (answers that were not streamed) tell neither
+    # good nor bad. When fewer than this share of them have one, the rest is no sample of the traffic.
+    min_measured_ratio: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("slo", "paper"):
+            raise ValueError(f"objective.kind must be slo or paper, got {self.kind!r}")
+        if self.min_requests < 1:
+            raise ValueError(f"objective.min_requests must be at least 1, got {self.min_requests}")
+        if not 0 < self.min_measured_ratio <= 1:
+            raise ValueError(
+                f"objective.min_measured_ratio must be above 0 and at most 1, got {self.min_measured_ratio}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """The reward of a stretch of traffic.
+
+    Attributes:
+        value: higher is better; None when it could not be measured.
+        terms: what it is made of, by name, before any weight.
+        classes: figures of each class of requests, by its name.
+        requests: how many were judged.
+        reason: why there is no value; empty when there is one.
+    """
+
+    value: float | None
+    terms: Mapping[str, float] = field(default_factory=dict)
+    classes: Mapping[str, ClassFigures] = field(default_factory=dict)
+    requests: int = 0
+    reason: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain values."""
+        return asdict(self)
+
+
+def reward_of(records: Sequence[RequestRecord], settings: ObjectiveSettings) -> Reward:
+    """The reward of these requests.
+
+    Args:
+        records: every request that arrived in the stretch exactly once, in any order, each with its outcome.
+    """
+    counted = judged(records, settings.targets)
+    classes = by_class(counted, settings.targets)
+    reason = _objection(records, counted, settings)
+    if reason:
+        return Reward(value=None, classes=classes, requests=len(counted), reason=reason)
+    if settings.kind == "paper":
+        terms = paper_terms(counted, settings.paper)
+        value = settings.paper.value(terms)
+    else:
+        terms = slo_terms(counted, settings.targets, settings.slo)
+        value = settings.slo.value(terms)
+    if not math.isfinite(value):
+        reason = f"the reward is not finite: {value}"
+        return Reward(value=None, classes=classes, requests=len(counted), reason=reason)
+    return Reward(value=value, terms=terms, classes=classes, requests=len(counted))
+
+
+def _objection(
+    records: Sequence[RequestRecord], counted: Sequence[RequestRecord], settings: ObjectiveSettings
+) -> str:
+    """Why these requests have no reward; empty when they have one."""
+    if len(counted) < settings.min_requests:
+        return f"{len(counted)} requests can be judged, {settings.min_requests} are needed"
+    completed = sum(record.completed for record in records)
+    measured_ratio = sum(record.completed for record in counted) / completed if completed else 1.0
+    if measured_ratio < settings.min_measured_ratio:
+        return f"only {measured_ratio:.0%} of the completed requests have a time to first token"
+    sent = [record for record in counted if record.dispatched_at is not None]
+    # Without names there would seem to be no queues at all, which the paper's objective takes for ideal.
+    if settings.kind == "paper" and sum(not record.length_queue for record in sent) > len(sent) / 2:
+        return "most requests do not say in which length queue they waited"
+    return ""

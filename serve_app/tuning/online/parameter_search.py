@@ -1,0 +1,167 @@
+"""One search for better values beside a running scheduler: how large, on which engines, at whose expense."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+from serve_app.engine_model.profiles import load_profile
+from serve_app.metrics.record import RequestRecord
+from serve_app.routing.replica import ReplicaSpec
+from serve_app.simulation.replica import ReplicaPlan
+from serve_app.tuning.objective.objective import ObjectiveSettings
+from serve_app.tuning.online.replay import Replayed, ReplayTask, replay
+from serve_app.tuning.online.rollout_settings import RolloutSettings
+from serve_app.tuning.search.optimiser import make_optimiser
+from serve_app.tuning.search.study import Finding, Study
+from serve_app.tuning.search.study_run import Budget, Twin, run_study
+from serve_app.tuning.search.study_settings import StudySettings
+from serve_app.tuning.twin.digital_twin import TwinPlan, TwinSettings, with_speed
+from serve_app.tuning.twin.engine_pace import engine_pace
+from serve_app.tuning.twin.processes import TwinProcesses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterTuningSettings:
+    """How one model's settings are tuned while it runs.
+
+    Attributes:
+        profile: the engine profile of the twin, by name or path; for emulated engines their own. How much
+            slower or faster the real engines are is measured and made up for.
+        rollout: its `mode` says whether what wins is tried (`on`), recorded (`advise`) or nothing is (`off`).
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    profile: str
+    # Between the end of a search and the next one.
+    every_s: float = 300.0
+    # Requests that must have been seen: fewer are no sample of the traffic.
+    min_requests: int = 600
+    # CPU seconds of a search, and the share of a core that it takes meanwhile.
+    search_cpu_s: float = 40.0
+    core_share: float = 0.25
+    search: Literal["tpe", "random"] = "tpe"
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    twin: TwinSettings = field(default_factory=TwinSettings)
+    study: StudySettings = field(default_factory=StudySettings)
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+
+    def __post_init__(self) -> None:
+        for name in ("every_s", "search_cpu_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"parameters.{name} must be a positive number, got {getattr(self, name)}")
+        if not 0 < self.core_share <= 1:
+            raise ValueError(f"parameters.core_share must be above 0 and at most 1, got {self.core_share}")
+        if self.min_requests < 1:
+            raise ValueError(f"parameters.min_requests must be at least 1, got {self.min_requests}")
+        # Raises for a profile that is not there, which is better told at the start than after ten minutes.
+        load_profile(self.profile)
+
+
+def engines_of(replicas: Sequence[ReplicaSpec], profile: str) -> tuple[ReplicaPlan, ...]:
+    """Simulated replicas like those that are connected, at the pace of a profile."""
+    known = load_profile(profile)
+    return tuple(
+        ReplicaPlan(
+            replica_id=spec.replica_id,
+            pool=spec.pool,
+            engine=known.model_settings(
+                kv_tokens=spec.kv_tokens,
+                max_model_len=spec.max_model_len,
+                max_num_seqs=spec.max_num_seqs,
+                max_num_batched_tokens=max(known.max_num_batched_tokens, spec.max_num_seqs),
+                long_prefill_token_threshold=known.step_time.chunk_tokens(),
+            ),
+            step_time=known.step_time,
+        )
+        for spec in replicas
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTask:
+    """A search to carry out.
+
+    Attributes:
+        plan: the twin, of engines at the pace of their profile.
+        observed: how the requests of its traffic were served in production.
+        settled_until: when the oldest request arrived that was not over yet.
+    """
+
+    plan: TwinPlan
+    observed: Sequence[RequestRecord]
+    settled_until: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """What came of a search.
+
+    Attributes:
+        speed_factor: by how much the engines are slower than their profile.
+        seconds: that the study took, on the clock of its budget.
+    """
+
+    finding: Finding
+    speed_factor: float
+    seconds: float
+
+
+class StoppedError(Exception):
+    """The tuner ends, and its search with it."""
+
+
+def search(
+    task: SearchTask,
+    settings: ParameterTuningSettings,
+    budget: Budget,
+    watched: Callable[[Twin], Twin] = lambda twin: twin,
+) -> Searched:
+    """A whole study, in this thread.
+
+    Args:
+        watched: wraps the twin, for whoever wants to see its windows.
+    """
+    plan = task.plan
+    factor = engine_pace(task.observed, plan.engines, task.settled_until, budget.rest) or 1.0
+    plan = replace(plan, engines=with_speed(plan.engines, factor))
+    optimiser = make_optimiser(settings.search, plan.space, seed=plan.settings.seed)
+    study = Study(optimiser, settings.study, independent_windows=plan.independent_windows)
+    with TwinProcesses(plan) as twin:
+        course = run_study(study, settings.study, watched(twin), budget)
+    assert study.finding is not None
+    return Searched(finding=study.finding, speed_factor=factor, seconds=course.seconds)
+
+
+def search_aside(task: SearchTask, settings: ParameterTuningSettings, stop: threading.Event) -> Searched:
+    """A search in this thread, at its share of a core.
+
+    Raises:
+        StoppedError: `stop` was set meanwhile.
+    """
+    rest = _rests(settings.core_share, stop)
+    return search(task, settings, Budget(clock=time.thread_time, seconds=settings.search_cpu_s, rest=rest))
+
+
+def replay_aside(task: ReplayTask, settings: ParameterTuningSettings, stop: threading.Event) -> Replayed:
+    """A replay in this thread, at its share of a core.
+
+    Raises:
+        StoppedError: `stop` was set meanwhile.
+    """
+    return replay(task, _rests(settings.core_share, stop))
+
+
+def _rests(core_share: float, stop: threading.Event) -> Callable[[], None]:
+    """What to call now and then, so that this thread takes no more than its share of a core."""
+    worked_s = time.thread_time()
+
+    def rest() -> None:
+        nonlocal worked_s
+        if stop.wait((time.thread_time() - worked_s) * (1 / core_share - 1)):
+            raise StoppedError
+        worked_s = time.thread_time()
+
+    return rest

@@ -1,0 +1,147 @@
+"""How carefully does a candidate come into production? The settings, and what a roll-out speaks in."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar, Literal
+
+from serve_app.tuning.search.search_space import Values
+
+Mode = Literal["off", "advise", "on"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """How a candidate is tried in production, and when it is dropped.
+
+    Attributes:
+        mode: `off` takes no candidate; `advise` records what it would have tried and changes nothing; `on`
+            tries it.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    mode: Mode = "advise"
+    # The farthest that a parameter moves at once, as a share of its range; a whole number may always move by
+    # 1. A candidate farther away is reached in several steps, each of which has to win.
+    max_step: float = 0.25
+    # Seconds that one side is in force. Shorter ones meet more alike traffic, and lose more to `settle_s`.
+    slice_s: float = 60.0
+    # Of each, the first seconds that are not judged: what was sent before still fills the engines.
+    settle_s: float = 10.0
+    # Pairs of slices, one of each side, at most: what is clear is decided sooner. Eight are a quarter of an
+    # hour in all.
+    pairs: int = 8
+    # Pairs that may come to nothing for lack of figures before the trial is given up.
+    void_pairs: int = 3
+    # Requests that are not over so long after their slice leave it without figures.
+    judge_limit_s: float = 120.0
+    # By how much the mean reward may be below the incumbent's while a trial goes on: noise, not harm.
+    margin: float = 0.03
+    # The same for the share within its targets of any class, from so many requests of it on either side: of
+    # 100 requests, that share is known to 2 or 3 of 100.
+    attainment_margin: float = 0.05
+    min_class_requests: int = 100
+    # Both margins are widened by so many standard errors of what neighbouring slices differ by themselves
+    # (`swings`). 0 takes every step back that looks worse, which near saturation is chance.
+    swing_allowance: float = 1.0
+    # Whether differences are cleared of what the twin expects of the same requests (`control_variate`). Costs
+    # some CPU seconds for each pair, within the tuner's share of a core.
+    control_variates: bool = True
+    # At most with this chance a step that changes nothing is adopted, however often it is looked at
+    # meanwhile; harm of half a swing has a tenth of it. 1 adopts every step that looks better.
+    false_adoption: float = 0.1
+    # After a step was adopted or looked better without proof, and after one that looked no better.
+    cool_down_s: float = 600.0
+    failure_cool_down_s: float = 1_800.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("off", "advise", "on"):
+            raise ValueError(f"rollout.mode must be off, advise or on, got {self.mode!r}")
+        if not 0 < self.max_step <= 1:
+            raise ValueError(f"rollout.max_step must be above 0 and at most 1, got {self.max_step}")
+        for name in ("slice_s", "judge_limit_s", "margin", "attainment_margin"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"rollout.{name} must be a positive number, got {getattr(self, name)}")
+        for name in ("cool_down_s", "failure_cool_down_s", "swing_allowance"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"rollout.{name} must be at least 0, got {getattr(self, name)}")
+        if not 0 < self.false_adoption <= 1:
+            raise ValueError(
+                f"rollout.false_adoption must be above 0 and at most 1, got {self.false_adoption}"
+            )
+        if not 0 <= self.settle_s < self.slice_s:
+            raise ValueError(
+                "rollout.settle_s must be at least 0 and below slice_s, got "
+                f"{self.settle_s} and {self.slice_s}"
+            )
+        if self.pairs < 2:
+            raise ValueError(f"rollout.pairs must be at least 2, got {self.pairs}: one pair is chance")
+        if self.void_pairs < 0 or self.min_class_requests < 1:
+            raise ValueError(
+                "rollout.void_pairs must not be negative and min_class_requests at least 1, got "
+                f"{self.void_pairs} and {self.min_class_requests}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apply:
+    """Put these values in force now.
+
+    Attributes:
+        valid_s: for how long; then whoever applied them returns to the values before, unless it hears
+            otherwise. So a tuner that dies in the middle of a trial leaves nothing behind. None: for good.
+    """
+
+    values: Values
+    valid_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A stretch of time to judge: the requests that arrived from `start` to `end`.
+
+    Attributes:
+        number: counts from 0.
+        of_candidate: which side was in force.
+    """
+
+    number: int
+    of_candidate: bool
+    start: float
+    end: float
+
+
+class Act(StrEnum):
+    """What was decided."""
+
+    REFUSED = "refused"
+    ADVISED = "advised"
+    STARTED = "started"
+    JUDGED = "judged"
+    ROLLED_BACK = "rolled_back"
+    ADOPTED = "adopted"
+    FROZEN = "frozen"
+    THAWED = "thawed"
+    MODE = "mode"
+    REPLACED = "replaced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """One decision, with its reason and the figures that it rests on.
+
+    Attributes:
+        at: seconds on the clock of whoever drives the roll-out.
+        values: those that the decision is about.
+    """
+
+    at: float
+    act: Act
+    reason: str
+    values: Values = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain values."""
+        return asdict(self) | {"act": self.act.value}

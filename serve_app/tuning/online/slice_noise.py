@@ -1,0 +1,119 @@
+"""How much do neighbouring slices of traffic differ by themselves? Asked before a trial, of what is in force.
+
+Near saturation a queue builds up for a minute and drains for another, and rewards swing by ten times what a
+candidate could change. A trial whose first pair looks bad by less than that has told nothing yet, nor has one
+that ends a little better. So harm and gain are both measured against the swing of one pair (`canary`): the
+root mean square of the differences of neighbouring slices, of the same length, under the values in force.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from serve_app.metrics.record import RequestRecord
+from serve_app.tuning.objective.objective import ObjectiveSettings, Reward, reward_of
+from serve_app.tuning.online.rollout_settings import RolloutSettings
+
+SLICES = 12
+"""Slices that are looked back at: a root mean square of 11 differences is known to a quarter."""
+
+
+class Stretch(NamedTuple):
+    """A stretch of time: from `start` to `end`, which is not included."""
+
+    start: float
+    end: float
+
+
+class Measured(NamedTuple):
+    """What came of a slice.
+
+    Attributes:
+        expected: what the twin expected of it, if it was asked.
+    """
+
+    reward: Reward
+    expected: Reward | None = None
+
+
+Neighbours = tuple[Measured, Measured]
+"""Two slices of one side, one after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swings:
+    """Standard deviations of the difference of two neighbouring slices under the same values.
+
+    Attributes:
+        reward: of the reward; 0 when nothing is known of it, which makes a trial strict.
+        attainment: of the share within the targets, by class; classes that it lacks count as 0.
+    """
+
+    reward: float = 0.0
+    attainment: Mapping[str, float] = field(default_factory=dict)
+
+
+def steady_slices(begin: float, end: float, settings: RolloutSettings) -> tuple[Stretch, ...]:
+    """The last slices from `begin`, since when nothing was changed, to `end`; each without its beginning."""
+    slice_s = settings.slice_s
+    count = max(0, min(SLICES, int((end - begin) // slice_s)))
+    starts = [end - (count - place) * slice_s for place in range(count)]
+    return tuple(Stretch(start + settings.settle_s, start + slice_s) for start in starts)
+
+
+def rewards_in(
+    stretches: Sequence[Stretch], records: Iterable[RequestRecord], objective: ObjectiveSettings
+) -> tuple[Reward, ...]:
+    """The reward of the requests that arrived in each stretch.
+
+    Args:
+        stretches: one after the other.
+        records: of these requests, in any order, and others.
+    """
+    parts: list[list[RequestRecord]] = [[] for _ in stretches]
+    for record in records:
+        for part, stretch in zip(parts, stretches, strict=True):
+            if stretch.start <= record.arrived_at < stretch.end:
+                part.append(record)
+                break
+    return tuple(reward_of(part, objective) for part in parts)
+
+
+def neighbours_in(slices: Iterable[Measured]) -> list[Neighbours]:
+    """Each slice of one side with the next."""
+    return list(itertools.pairwise(slices))
+
+
+def swings_of(neighbours: Sequence[Neighbours]) -> Swings:
+    """The swings of slices under the same values."""
+    return Swings(
+        reward=_swing([(before.reward.value, after.reward.value) for before, after in neighbours]),
+        attainment={
+            name: _swing(
+                [
+                    (attainment(before.reward, name), attainment(after.reward, name))
+                    for before, after in neighbours
+                ]
+            )
+            for name in classes_of(neighbours)
+        },
+    )
+
+
+def classes_of(neighbours: Sequence[Neighbours]) -> list[str]:
+    """The classes that any of them had requests of."""
+    return sorted({name for pair in neighbours for measured in pair for name in measured.reward.classes})
+
+
+def attainment(reward: Reward, name: str) -> float | None:
+    """The share of a class within its targets; None when none of it came."""
+    figures = reward.classes.get(name)
+    return None if figures is None else figures.attainment_ratio
+
+
+def _swing(pairs: Sequence[tuple[float | None, float | None]]) -> float:
+    """Root mean square of the differences of those that are both known; 0 without any."""
+    squares = [(after - before) ** 2 for before, after in pairs if before is not None and after is not None]
+    return math.sqrt(math.fsum(squares) / len(squares)) if squares else 0.0

@@ -1,0 +1,202 @@
+"""Which length queues should be in force now? The strategic loop: when to learn, and whether it matters.
+
+Lengths go in one by one, `due` is asked now and then, and answers with a partition when a new one should
+replace the one in force. Without a clock: time is an argument; so the same lengths at the same times give the
+same partitions.
+
+A full run of Refine-and-Prune happens
+
+- `first`: as soon as `first_after` lengths have been seen;
+- `interval`: `interval_s` after the last one, on the whole sample;
+- `drift`: when the lengths have drifted since the last one (`tuning.drift`, looked at every `drift_every`
+  lengths), on the recent lengths alone. The older ones are of other traffic and are forgotten. A run in the
+  middle of a change learns a mixture of both, which drifts again, and the next run puts it right.
+
+Between full runs the queues follow their members a little (`tuning.online_adjustment`, `adjusted`).
+
+Whatever a run finds, it is put in force only if prompts would see noticeably different queues
+(`tuning.partition_distance`): each change queues everybody anew, and renames the queues that people watch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar
+
+from serve_app.scheduling.policies.partition import Partition
+from serve_app.tuning.partition.drift import DriftSettings, has_drifted
+from serve_app.tuning.partition.length_sample import DEFAULT_CAPACITY, LengthSample
+from serve_app.tuning.partition.online_adjustment import AdjustmentSettings, adjusted
+from serve_app.tuning.partition.partition_distance import distance
+from serve_app.tuning.partition.refine_and_prune import refine_and_prune
+from serve_app.tuning.partition.settings import RefineAndPruneSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategicSettings:
+    """When to learn queues, from what, and what counts as a change."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    # Lengths kept to learn from.
+    sample_size: int = DEFAULT_CAPACITY
+    # Lengths seen before the first run. From 500 the queues are 2 to 4 % away from those of a large sample
+    # (`scripts/bench_partition.py`, column moved); a few dozen say nothing of queues of 1 % each.
+    first_after: int = 500
+    # About ten minutes in the paper. A run takes some 80 ms for 10,000 lengths, outside of the scheduler.
+    interval_s: float = 600.0
+    # Lengths between two looks for drift, and how many of the last ones are looked at. At 10 requests/s a
+    # changed mix is noticed within half a minute.
+    drift_every: int = 250
+    drift_window: int = 500
+    # `partition_distance` at which a learned partition replaces the one in force. Two samples of 500 of the
+    # same traffic give up to 0.04, two of 10,000 up to 0.03; the paper's mix with its shares exchanged, whose
+    # queues are the same, 0.01.
+    min_distance: float = 0.05
+    refine_and_prune: RefineAndPruneSettings = field(default_factory=RefineAndPruneSettings)
+    drift: DriftSettings = field(default_factory=DriftSettings)
+    adjustment: AdjustmentSettings = field(default_factory=AdjustmentSettings)
+
+    def __post_init__(self) -> None:
+        for name in ("sample_size", "first_after", "drift_every", "drift_window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("first_after", "drift_window"):
+            if getattr(self, name) > self.sample_size:
+                raise ValueError(
+                    f"{name} of {getattr(self, name):,} exceeds sample_size {self.sample_size:,}: no more "
+                    "lengths are kept than that"
+                )
+        for name in ("interval_s", "min_distance"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
+
+
+class Reason(StrEnum):
+    """Why a partition was put in force."""
+
+    FIRST = "first"
+    INTERVAL = "interval"
+    DRIFT = "drift"
+    ADJUSTED = "adjusted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionChange:
+    """What was put in force, and why.
+
+    Attributes:
+        at: time, on the clock of whoever asks `due`.
+        lengths: how many it was learned from, or adjusted by.
+        distance: from the partition before, see `partition_distance`; infinite for the first.
+    """
+
+    partition: Partition
+    reason: Reason
+    at: float
+    lengths: int
+    distance: float
+
+
+class StrategicLoop:
+    """One model's loop.
+
+    Attributes:
+        change: the latest one; None until there is one.
+        full_runs: how often Refine-and-Prune ran, changed or not.
+    """
+
+    def __init__(self, settings: StrategicSettings) -> None:
+        self._settings = settings
+        self._sample = LengthSample(settings.sample_size)
+        self.change: PartitionChange | None = None
+        self.full_runs = 0
+        self._reference: tuple[int, ...] = ()
+        self._moving: Partition | None = None
+        self._learned_at = self._adjusted_at = 0.0
+        # Counts of the sample at the last look for drift, and at the last adjustment.
+        self._looked = self._adjusted = 0
+
+    def __repr__(self) -> str:
+        queues = len(self.change.partition) if self.change else 0
+        return f"<StrategicLoop queues={queues} full_runs={self.full_runs} {self._sample}>"
+
+    def observe(self, prompt_tokens: int) -> None:
+        """Take in the length of a prompt that arrived, as the scheduler estimates it."""
+        self._sample.add(prompt_tokens)
+
+    def due(self, now: float) -> Partition | None:
+        """The partition to put in force now; None when the present one stays. Cheap when nothing is due.
+
+        Args:
+            now: seconds; never less than at the call before.
+        """
+        reason = self._reason_to_learn(now)
+        if reason is not None:
+            return self._learn(reason, now)
+        return self._adjust(now)
+
+    def _reason_to_learn(self, now: float) -> Reason | None:
+        settings, observed = self._settings, self._sample.observed
+        if not self._reference:
+            return Reason.FIRST if observed >= settings.first_after else None
+        if now - self._learned_at >= settings.interval_s:
+            return Reason.INTERVAL
+        if observed - self._looked < settings.drift_every:
+            return None
+        self._looked = observed
+        recent = self._sample.lengths(last=settings.drift_window)
+        return Reason.DRIFT if has_drifted(self._reference, recent, settings.drift).drifted else None
+
+    def _learn(self, reason: Reason, now: float) -> Partition | None:
+        if reason is Reason.DRIFT:
+            self._forget_all_but(self._settings.drift_window)
+        lengths = self._sample.lengths()
+        found = refine_and_prune(lengths, self._settings.refine_and_prune)
+        self.full_runs += 1
+        self._reference = lengths
+        self._learned_at = self._adjusted_at = now
+        self._looked = self._adjusted = self._sample.observed
+        return self._put_in_force(found, reason, now, lengths)
+
+    def _forget_all_but(self, last: int) -> None:
+        kept = self._sample.lengths(last=last)
+        self._sample = LengthSample(self._settings.sample_size)
+        self._sample.extend(kept)
+
+    def _adjust(self, now: float) -> Partition | None:
+        settings = self._settings.adjustment
+        new = self._sample.observed - self._adjusted
+        if self._moving is None or now - self._adjusted_at < settings.interval_s or not new:
+            return None
+        recent = self._sample.lengths(last=new)
+        self._adjusted_at, self._adjusted = now, self._sample.observed
+        self._moving = adjusted(self._moving, recent, settings)
+        return self._put_in_force(self._moving, Reason.ADJUSTED, now, recent)
+
+    def _put_in_force(
+        self, found: Partition, reason: Reason, now: float, lengths: Sequence[int]
+    ) -> Partition | None:
+        """The partition found, if prompts of these lengths would notice."""
+        settings = self._settings
+        least = settings.adjustment.min_distance if reason is Reason.ADJUSTED else settings.min_distance
+        moved = math.inf if self.change is None else distance(found, self.change.partition, lengths)
+        if moved < least:
+            return None
+        self._moving = found
+        self.change = PartitionChange(
+            partition=found, reason=reason, at=now, lengths=len(lengths), distance=moved
+        )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedPartitions:
+    """A loop for each run that asks for one; a plain value, so that it travels to other processes."""
+
+    settings: StrategicSettings = field(default_factory=StrategicSettings)
+
+    def learner(self) -> StrategicLoop:
+        """A new loop, that has seen nothing."""
+        return StrategicLoop(self.settings)

@@ -1,0 +1,222 @@
+"""How would traffic like that of the last minutes be served with other settings? Played, not guessed.
+
+The twin runs the production scheduler (`simulation.world`) on simulated replicas, and scores the records by
+the very objective that the live system is scored by. What production has learned by now, the twin knows from
+its first request on: output lengths, what a prefill costs, where "long" begins, and the length queues that
+Refine-and-Prune finds under the candidate's own parameters.
+
+What it does not know: prefixes, so it has no cache hits; requests that wait when a window begins, so each
+begins with an empty fleet and a first part that is not measured; and how far the engine model is from the
+engines, which `with_speed` corrects as a whole by what `engine_pace` measures.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from serve_app.engine_model.step_time import StepTimeModel
+from serve_app.metrics.record import RequestRecord
+from serve_app.request import Usage
+from serve_app.scheduling.policies import learns_queues
+from serve_app.scheduling.policies.partition import Partition
+from serve_app.simulation.partitions import FixedPartition
+from serve_app.simulation.replica import ReplicaPlan
+from serve_app.simulation.simulation import Decision, SimulatedRequest, World, WorldSettings
+from serve_app.simulation.workload import Disclosure, fit, requests_of
+from serve_app.tuning.objective.objective import ObjectiveSettings, Reward, reward_of
+from serve_app.tuning.partition.refine_and_prune import refine_and_prune
+from serve_app.tuning.partition.settings import RefineAndPruneSettings
+from serve_app.tuning.search.search_space import SearchSpace, Values
+from serve_app.tuning.search.tunable import Tunable
+from serve_app.tuning.twin.traffic import resampled
+from serve_app.workloads.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinSettings:
+    """How windows are drawn and played."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    # Requests in a window. At 10 requests/s a minute of traffic: queues build up and drain within it. More
+    # has less noise per window and takes longer.
+    window_requests: int = 600
+    # Requests that stay together. Shorter blocks make windows more alike than real minutes are.
+    block_requests: int = 100
+    # Share of a window, the first by arrival, that is not measured: the fleet fills during it.
+    warm_up_ratio: float = 0.15
+    # Prompts and answers that the scheduler of the twin has learned from before a window begins.
+    learned_requests: int = 500
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("window_requests", "block_requests"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"twin.{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.warm_up_ratio < 1:
+            raise ValueError(f"twin.warm_up_ratio must be at least 0 and below 1, got {self.warm_up_ratio}")
+        if self.learned_requests < 0 or self.seed < 0:
+            raise ValueError(
+                f"twin.learned_requests and twin.seed must not be negative, got {self.learned_requests} and "
+                f"{self.seed}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinPlan:
+    """Everything that a twin depends on; a plain value, so that it travels to other processes.
+
+    Attributes:
+        tunable: the settings in force; a candidate changes some of them.
+        space: the parameters that candidates have values for.
+        engines: one plan for each replica, as they are now.
+        traffic: what to draw windows from, at its own rate.
+    """
+
+    tunable: Tunable
+    space: SearchSpace
+    engines: tuple[ReplicaPlan, ...]
+    traffic: Trace
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    settings: TwinSettings = field(default_factory=TwinSettings)
+    world: WorldSettings = field(default_factory=WorldSettings)
+
+    @property
+    def independent_windows(self) -> float:
+        """How many windows of this size the traffic itself amounts to: drawing more of them adds no more."""
+        return max(1.0, len(self.traffic.requests) / self.settings.window_requests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What came of a window.
+
+    Attributes:
+        requests: simulated, the unmeasured ones among them: what it cost.
+    """
+
+    reward: Reward
+    requests: int
+
+
+class DigitalTwin:
+    """Plays windows in this process. The same plan, values and number give the same records."""
+
+    def __init__(self, plan: TwinPlan) -> None:
+        self._longest = max(each.engine.max_model_len for each in plan.engines)
+        self._plan = replace(plan, traffic=fit(plan.traffic, self._longest).trace)
+        self._lengths = tuple(one.prompt_tokens for one in self._plan.traffic.requests)
+        self._estimates = self._learned_estimates()
+
+    def play(self, values: Values, number: int) -> Played:
+        """The reward of window `number` under these values.
+
+        Raises:
+            SettingsError: the settings cannot have these values.
+        """
+        records = self.records(values, number)
+        skipped = round(self._plan.settings.warm_up_ratio * len(records))
+        reward = reward_of(records[skipped:], self._plan.objective)
+        return Played(reward=reward, requests=len(records))
+
+    def records(self, values: Values, number: int) -> list[RequestRecord]:
+        """Every request of window `number` under these values, by arrival."""
+        settings = self._plan.settings
+        window = resampled(
+            self._plan.traffic,
+            settings.window_requests,
+            settings.block_requests,
+            seed=settings.seed,
+            number=number,
+        )
+        return self._served(values, window)
+
+    def serve(
+        self, values: Values, arrivals: Trace, on_decision: Callable[[Decision], None] | None = None
+    ) -> list[RequestRecord]:
+        """Every request of a trace that fits the engines, under these values, by arrival.
+
+        Args:
+            on_decision: called with every decision of the scheduler.
+        """
+        return self._served(values, fit(arrivals, self._longest).trace, on_decision)
+
+    def _served(
+        self, values: Values, arrivals: Trace, on_decision: Callable[[Decision], None] | None = None
+    ) -> list[RequestRecord]:
+        plan = self._plan
+        tunable = plan.tunable.with_values(values, plan.space)
+        learner = None
+        if learns_queues(tunable.scheduler.policy):
+            learner = FixedPartition(_partition(self._lengths, tunable.refine_and_prune)).learner()
+        world = World(tunable.scheduler, plan.engines, plan.world, on_decision, learner)
+        self._teach(world)
+        played = world.run(list(self._requests(arrivals)))
+        return sorted(played, key=lambda record: (record.arrived_at, record.request_id))
+
+    def _requests(self, arrivals: Trace) -> Iterator[SimulatedRequest]:
+        timeouts = self._plan.tunable.scheduler.queue_timeout_s
+        for simulated in requests_of(arrivals, Disclosure(), self._plan.engines[0].engine.block_size):
+            request = simulated.request
+            expires_at = request.arrived_at + timeouts.of(request.priority)
+            named = replace(request, expires_at=expires_at, model=self._plan.tunable.scheduler.model)
+            yield replace(simulated, request=named)
+
+    def _learned_estimates(self) -> dict[str, object]:
+        """What an estimator knows after this traffic."""
+        world = World(self._plan.tunable.scheduler, self._plan.engines, self._plan.world)
+        estimator = world.scheduler.estimator
+        recent = replace(self._plan.traffic, requests=self._recent())
+        for simulated in requests_of(recent, Disclosure(), self._plan.engines[0].engine.block_size):
+            prompt_tokens = simulated.request.shape.prompt_tokens or 0
+            estimator.observe(
+                simulated.request,
+                Usage(prompt_tokens=prompt_tokens, output_tokens=simulated.output_tokens),
+            )
+        return estimator.state()
+
+    def _teach(self, world: World) -> None:
+        """Tell a new scheduler what the one in production has learned."""
+        scheduler = world.scheduler
+        scheduler.estimator.restore(self._estimates)
+        engine = self._plan.engines[0]
+        budget = engine.engine.max_num_batched_tokens
+        recent = self._recent()
+        for one in recent:
+            scheduler.isolation.observe(one.prompt_tokens)
+        # A few dozen outweigh the prior; each costs a sum over its chunks.
+        for one in recent[:: max(1, len(recent) // 64)]:
+            seconds = engine.step_time.prefill_s(one.prompt_tokens, max_num_batched_tokens=budget)
+            scheduler.prefill_cost.observe(one.prompt_tokens, seconds)
+
+    def _recent(self) -> tuple[Any, ...]:
+        learned = self._plan.settings.learned_requests
+        return self._plan.traffic.requests[-learned:] if learned else ()
+
+
+@lru_cache(maxsize=256)
+def _partition(lengths: tuple[int, ...], settings: RefineAndPruneSettings) -> Partition:
+    """Queues of the traffic; many candidates share their parameters."""
+    return refine_and_prune(lengths, settings)
+
+
+def with_speed(engines: Sequence[ReplicaPlan], factor: float) -> tuple[ReplicaPlan, ...]:
+    """The same engines, every iteration of which takes `factor` times as long.
+
+    Raises:
+        ValueError: the factor is not positive.
+    """
+    if not 0 < factor < float("inf"):
+        raise ValueError(
+            f"speed factor must be a positive number, got {factor}: 1 leaves engines as they are"
+        )
+    return tuple(replace(engine, step_time=_scaled(engine.step_time, factor)) for engine in engines)
+
+
+def _scaled(model: StepTimeModel, factor: float) -> StepTimeModel:
+    # All that are seconds are named so; shares of anything stay.
+    seconds = {
+        each.name: factor * getattr(model, each.name) for each in fields(model) if each.name.endswith("_s")
+    }
+    return replace(model, **seconds)

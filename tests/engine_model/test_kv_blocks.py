@@ -1,0 +1,86 @@
+import pytest
+
+from serve_app.engine_model.kv_blocks import KVBlocks
+from serve_app.engine_model.sequences import BlockName
+
+
+def cached(pool: KVBlocks, *names: BlockName) -> None:
+    """Let a sequence compute these blocks and end."""
+    pool.take(len(names))
+    assert all(pool.name(name) for name in names)
+    pool.release(0, names)
+
+
+def test_cached_blocks_count_as_free_until_they_are_taken() -> None:
+    pool = KVBlocks(4)
+    cached(pool, 1, 2)
+    assert pool.free == 4
+    pool.take(3)
+    assert pool.free == 1
+    assert pool.count_hits([1, 2], 2) == 1
+
+
+def test_the_end_of_the_least_recently_used_prefix_is_evicted_first() -> None:
+    pool = KVBlocks(4)
+    cached(pool, 1, 2)
+    cached(pool, 3, 4)
+    pool.take(1)
+    assert (pool.count_hits([1, 2], 2), pool.count_hits([3, 4], 2)) == (1, 2)
+    pool.take(1)
+    assert (pool.count_hits([1, 2], 2), pool.count_hits([3, 4], 2)) == (0, 2)
+
+
+def test_a_shared_block_is_freed_by_its_last_holder() -> None:
+    pool = KVBlocks(2)
+    cached(pool, 7)
+    pool.share([7])
+    pool.share([7])
+    assert (pool.free, pool.named_and_held) == (1, 1)
+    pool.release(0, [7])
+    assert pool.free == 1
+    pool.release(0, [7])
+    assert pool.free == 2
+
+
+def test_hits_that_others_hold_need_no_block_of_their_own() -> None:
+    pool = KVBlocks(3)
+    cached(pool, 1, 2)
+    pool.share([1])
+    assert pool.fits(3, [1, 2])
+    assert not pool.fits(4, [1, 2])
+    # The same number of blocks, but one of the hits is itself one of the free ones.
+    pool.take(1)
+    assert pool.fits(2, [1, 2])
+    assert not pool.fits(3, [1, 2])
+
+
+def test_a_hit_ends_at_the_first_missing_block() -> None:
+    pool = KVBlocks(8)
+    cached(pool, 1, 3)
+    assert pool.count_hits([1, 2, 3], 3) == 1
+    assert pool.count_hits([1], 0) == 0
+
+
+def test_a_name_is_given_once() -> None:
+    pool = KVBlocks(4)
+    pool.take(2)
+    assert pool.name(5)
+    assert not pool.name(5)
+    pool.release(1, [5])
+    assert pool.free == 4
+
+
+def test_a_forgotten_block_is_blank_and_a_held_one_is_not_forgotten() -> None:
+    pool = KVBlocks(4)
+    cached(pool, (1, 0), (1, 1))
+    pool.share([(1, 0)])
+    pool.forget([(1, 0), (1, 1), (1, 2)])
+    assert repr(pool) == "<KVBlocks total=4 free=3 cached=0 named=1>"
+
+
+def test_more_than_is_free_cannot_be_taken() -> None:
+    pool = KVBlocks(2)
+    with pytest.raises(ValueError, match="3 blocks wanted, only 2 of 2 are free"):
+        pool.take(3)
+    with pytest.raises(ValueError, match="at least one block"):
+        KVBlocks(0)

@@ -1,0 +1,405 @@
+"""The emulated engine through a real server, a real HTTP client and OpenAI's own SDK."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from pydantic import TypeAdapter, ValidationError
+
+from serve_app.engine_model import SchedulingPolicy
+from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
+from serve_app.engines.engine import Engine
+from serve_app.engines.vllm_metrics import read_metrics
+from serve_app.errors import EngineError, SettingsError
+from tests.engines.serving import Served, is_running, is_waiting, metrics_of, served, until
+
+SETTINGS = EmulatedEngineSettings(served_model_names=("tiny", "alias"), profile="laptop", speed_up=4.0)
+MESSAGES: list[Any] = [{"role": "user", "content": "How long is this queue?"}]
+
+
+@pytest_asyncio.fixture
+async def engine() -> AsyncIterator[Served]:
+    async with served(SETTINGS) as it:
+        yield it
+
+
+# -- chat completions -------------------------------------------------------------------------------------
+
+
+async def test_a_chat_completion_has_the_tokens_asked_for(engine: Served) -> None:
+    answer = await engine.sdk.chat.completions.create(
+        model="tiny", messages=MESSAGES, extra_body={"ewsjf_output_tokens": 7}
+    )
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 7
+    assert len((answer.choices[0].message.content or "").split()) == 7
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 7
+
+
+async def test_max_tokens_cuts_an_answer_and_says_so(engine: Served) -> None:
+    for limit in ({"max_tokens": 5}, {"max_completion_tokens": 5}):
+        answer = await engine.sdk.chat.completions.create(
+            model="tiny", messages=MESSAGES, extra_body={"ewsjf_output_tokens": 50, **limit}
+        )
+        assert answer.usage is not None
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 5)
+
+
+async def test_a_stream_brings_one_token_per_chunk_and_the_usage_last(engine: Served) -> None:
+    stream = await engine.sdk.chat.completions.create(
+        model="alias",
+        messages=MESSAGES,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ewsjf_output_tokens": 12},
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    texts = [chunk.choices[0].delta.content for chunk in chunks[1:-1]]
+    assert len("".join(text or "" for text in texts).split()) == 12
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+    assert {chunk.model for chunk in chunks} == {"alias"}
+
+
+async def test_a_stream_has_no_usage_unless_asked_for_and_ends_with_done(engine: Served) -> None:
+    body = {"model": "tiny", "messages": MESSAGES, "stream": True, "ewsjf_output_tokens": 3}
+    answer = await engine.http.post("/v1/chat/completions", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    assert all("usage" not in json.loads(event) for event in events[:-1])
+
+
+async def test_a_stream_and_a_whole_answer_say_the_same(engine: Served) -> None:
+    async with served(SETTINGS) as other:
+        whole = await engine.sdk.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9)
+        stream = await other.sdk.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=9, stream=True
+        )
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert text == whole.choices[0].message.content
+
+
+async def test_choices_share_their_prompt(engine: Served) -> None:
+    answer = await engine.sdk.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "word " * 200}],
+        n=3,
+        extra_body={"ewsjf_output_tokens": 4},
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 12
+    assert 200 < answer.usage.prompt_tokens < 400
+    metrics = await metrics_of(engine)
+    assert metrics["vllm:prefix_cache_hits_total"] > 400
+
+
+async def test_a_repeated_prompt_comes_from_the_cache(engine: Served) -> None:
+    messages: list[Any] = [{"role": "user", "content": "the same words again " * 50}]
+    counts = []
+    for _ in range(2):
+        answer = await engine.sdk.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        counts.append((answer.usage.prompt_tokens_details.cached_tokens, answer.usage.prompt_tokens))
+    (first, _), (second, prompt_tokens) = counts
+    assert first == 0
+    assert second == prompt_tokens // 16 * 16
+
+
+async def test_a_trace_states_its_own_lengths(engine: Served) -> None:
+    answer = await engine.sdk.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        extra_body={"ewsjf_prompt_tokens": 3_000, "ewsjf_output_tokens": 2},
+    )
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3_000, 2)
+
+
+async def test_drawn_lengths_repeat_with_the_seed_and_respect_their_bounds() -> None:
+    async def lengths(seed: int) -> list[int]:
+        settings = EmulatedEngineSettings(mean_output_tokens=20, speed_up=20, seed=seed)
+        async with served(settings) as it:
+            answers = [
+                await it.sdk.chat.completions.create(
+                    model="emulated", messages=MESSAGES, max_tokens=40, extra_body={"min_tokens": 3}
+                )
+                for _ in range(6)
+            ]
+        return [answer.usage.completion_tokens for answer in answers if answer.usage]
+
+    first = await lengths(1)
+    assert first == await lengths(1)
+    assert len(set(first)) > 1
+    assert all(3 <= tokens <= 40 for tokens in first)
+
+
+async def test_ignore_eos_generates_up_to_the_limit(engine: Served) -> None:
+    answer = await engine.sdk.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=33, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (33, "length")
+
+
+# -- the other endpoints ----------------------------------------------------------------------------------
+
+
+async def test_completions_take_text_or_token_ids_alone_or_in_lists(engine: Served) -> None:
+    for prompt, prompts, tokens in (
+        ("x" * 370, 1, 100),
+        ([1, 2, 3], 1, 3),
+        (["x" * 37, "y" * 37], 2, 20),
+        ([[1, 2], [3, 4, 5]], 2, 5),
+    ):
+        answer = await engine.sdk.completions.create(model="tiny", prompt=prompt, max_tokens=2)
+        assert len(answer.choices) == prompts
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (tokens, 2 * prompts)
+
+
+async def test_a_completion_streams_and_is_16_tokens_at_most_by_default(engine: Served) -> None:
+    stream = await engine.sdk.completions.create(
+        model="tiny", prompt="tell", stream=True, extra_body={"ewsjf_output_tokens": 90}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert len("".join(chunk.choices[0].text for chunk in chunks).split()) == 16
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+async def test_a_response_is_whole_and_streams_with_its_events_in_order(engine: Served) -> None:
+    whole = await engine.sdk.responses.create(
+        model="tiny", input="hello", extra_body={"ewsjf_output_tokens": 5}
+    )
+    assert (whole.status, len(whole.output_text.split())) == ("completed", 5)
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == 5
+
+    stream = await engine.sdk.responses.create(
+        model="tiny", input=[{"role": "user", "content": "hello"}], max_output_tokens=4, stream=True
+    )
+    events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created"
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.incomplete_details is not None
+    assert last.response.incomplete_details.reason == "max_output_tokens"
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert deltas == last.response.output_text
+    assert len(deltas.split()) == 4
+
+
+async def test_embeddings_are_unit_vectors_that_follow_their_input(engine: Served) -> None:
+    answer = await engine.sdk.embeddings.create(model="tiny", input=["one", "two", "one"], dimensions=8)
+    vectors = [item.embedding for item in answer.data]
+    assert [len(vector) for vector in vectors] == [8, 8, 8]
+    assert vectors[0] == vectors[2] != vectors[1]
+    assert sum(value * value for value in vectors[0]) == pytest.approx(1.0)
+    assert answer.usage.prompt_tokens == 3
+    # The SDK asks for base64 on its own; as plain numbers they are the same.
+    plain = await engine.sdk.embeddings.create(
+        model="tiny", input=["one"], dimensions=8, encoding_format="float"
+    )
+    assert plain.data[0].embedding == pytest.approx(vectors[0], abs=1e-6)
+
+
+async def test_models_tokenize_and_health_answer(engine: Served) -> None:
+    models = await engine.sdk.models.list()
+    assert [model.id for model in models.data] == ["tiny", "alias"]
+    assert models.data[0].model_extra is not None
+    assert models.data[0].model_extra["max_model_len"] == 8_192
+    tokens = (await engine.http.post("/tokenize", json={"model": "tiny", "prompt": "x" * 37})).json()
+    assert (tokens["count"], len(tokens["tokens"]), tokens["max_model_len"]) == (10, 10, 8_192)
+    chat = (await engine.http.post("/tokenize", json={"messages": MESSAGES})).json()
+    answer = await engine.sdk.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1)
+    assert answer.usage is not None
+    assert chat["count"] == answer.usage.prompt_tokens
+    assert (await engine.http.get("/health")).status_code == 200
+
+
+async def test_pictures_count_as_tokens_and_not_as_text(engine: Served) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
+    content: Any = [{"type": "text", "text": "what is this"}, picture]
+    answer = await engine.sdk.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": content}], max_tokens=1
+    )
+    assert answer.usage is not None
+    assert 256 < answer.usage.prompt_tokens < 300
+
+
+# -- cancellation, load, life -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_the_engine_within_a_second(stream: bool) -> None:
+    async with served(EmulatedEngineSettings()) as it:
+        body = {"prompt": "x", "n": 3, "max_tokens": 8_000, "ignore_eos": True, "stream": stream}
+        request = asyncio.create_task(it.http.post("/v1/completions", json=body))
+        await until(lambda: is_running(it, 3))
+        request.cancel()
+        await until(lambda: is_running(it, 0), limit_s=1.0)
+        assert (await it.engine.load()).kv_usage_ratio == 0.0
+        metrics = await metrics_of(it)
+        assert metrics["vllm:request_success_total|abort"] == 3
+
+
+async def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
+    async with served(EmulatedEngineSettings(max_num_seqs=1)) as it:
+        body = {"prompt": "x", "max_tokens": 8_000, "ignore_eos": True}
+        running = asyncio.create_task(it.http.post("/v1/completions", json=body))
+        await until(lambda: is_running(it, 1))
+        waiting = asyncio.create_task(it.http.post("/v1/completions", json=body))
+        await until(lambda: is_waiting(it, 1))
+        waiting.cancel()
+        await until(lambda: is_waiting(it, 0), limit_s=1.0)
+        assert await is_running(it, 1)
+        running.cancel()
+
+
+async def test_under_a_tiny_cache_sequences_are_preempted_and_every_answer_is_whole() -> None:
+    settings = EmulatedEngineSettings(
+        max_model_len=512, kv_tokens=640, max_num_batched_tokens=256, speed_up=10
+    )
+    async with served(settings) as it:
+
+        async def ask(index: int) -> tuple[int, int]:
+            stream = await it.sdk.completions.create(
+                model="emulated",
+                prompt=[index] * 60,
+                stream=True,
+                stream_options={"include_usage": True},
+                max_tokens=150,
+                extra_body={"ewsjf_output_tokens": 100 + index},
+            )
+            text, counted = "", 0
+            async for chunk in stream:
+                text += "".join(choice.text for choice in chunk.choices)
+                counted = chunk.usage.completion_tokens if chunk.usage else counted
+            return len(text.split()), counted
+
+        answers = await asyncio.gather(*(ask(index) for index in range(12)))
+        assert answers == [(100 + index, 100 + index) for index in range(12)]
+        load = await it.engine.load()
+        assert load.preemptions > 0
+        assert (load.running, load.waiting, load.kv_usage_ratio) == (0, 0, 0.0)
+        metrics = await metrics_of(it)
+        assert metrics["vllm:num_preemptions_total"] == load.preemptions
+
+
+async def test_metrics_count_what_was_served(engine: Served) -> None:
+    for _ in range(3):
+        await engine.sdk.completions.create(
+            model="tiny", prompt=[1] * 40, max_tokens=10, extra_body={"ignore_eos": True}
+        )
+    metrics = await metrics_of(engine)
+    assert metrics["vllm:request_success_total|length"] == 3
+    assert metrics["vllm:prompt_tokens_total"] == 120
+    assert metrics["vllm:generation_tokens_total"] == 30
+    assert metrics["vllm:inter_token_latency_seconds_count"] == 27
+    assert metrics["vllm:time_to_first_token_seconds_count"] == 3
+    assert metrics["vllm:time_to_first_token_seconds_bucket|+Inf"] == 3
+    assert metrics["vllm:request_generation_tokens_bucket|10.0"] == 3
+    assert metrics["vllm:request_generation_tokens_bucket|5.0"] == 0
+    assert metrics["vllm:num_requests_running"] == 0
+    assert metrics["vllm:prefix_cache_queries_total"] == 120
+    assert metrics["vllm:iteration_tokens_total_count"] == 30
+    text = (await engine.http.get("/metrics")).text
+    assert 'vllm:num_requests_waiting{engine="0",model_name="tiny"} 0.0' in text
+
+
+async def test_what_reads_vllms_metrics_reads_ours(engine: Served) -> None:
+    await engine.sdk.completions.create(
+        model="tiny", prompt=[1] * 40, max_tokens=10, extra_body={"ignore_eos": True}
+    )
+    read = read_metrics((await engine.http.get("/metrics")).text)
+    assert (read.waiting, read.running, read.kv_usage_ratio, read.preemptions) == (0, 0, 0.0, 0)
+    assert (read.kv_tokens, read.token_gaps) == (32_768, 9)
+    assert read.token_gaps_s > 0
+
+
+async def test_the_load_shows_waiting_running_and_time_per_token() -> None:
+    async with served(EmulatedEngineSettings(max_num_seqs=2)) as it:
+        assert (await it.engine.load()).tpot_s is None
+        body = {"prompt": "x", "n": 5, "max_tokens": 400, "ignore_eos": True}
+        request = asyncio.create_task(it.http.post("/v1/completions", json=body))
+        await until(lambda: is_waiting(it, 3))
+        await asyncio.sleep(0.3)
+        load = await it.engine.load()
+        assert (load.waiting, load.running) == (3, 2)
+        assert 0.0 < load.kv_usage_ratio < 1.0
+        # The profile says 4.2 ms for two sequences; a busy machine wakes up late, never early.
+        assert load.tpot_s is not None
+        assert 0.0041 < load.tpot_s < 0.1
+        request.cancel()
+
+
+async def test_an_engine_that_stops_answers_its_clients_with_an_error() -> None:
+    async with served(EmulatedEngineSettings()) as it:
+        body = {"prompt": "x", "max_tokens": 8_000, "ignore_eos": True}
+        whole = asyncio.create_task(it.http.post("/v1/completions", json=body))
+        stream = asyncio.create_task(it.http.post("/v1/completions", json={**body, "stream": True}))
+        await until(lambda: is_running(it, 2))
+        await it.engine.stop()
+        assert (await whole).status_code == 500
+        last, done = (await stream).text.strip().split("\n\n")[-2:]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == 500
+        assert done == "data: [DONE]"
+        assert (await it.http.get("/health")).status_code == 503
+        assert (await it.http.post("/v1/completions", json=body)).status_code == 500
+        with pytest.raises(EngineError):
+            await it.engine.check_health()
+
+
+async def test_the_engine_is_an_engine_and_tells_its_limits() -> None:
+    engine: Engine = EmulatedEngine(EmulatedEngineSettings(kv_tokens=10_000, max_model_len=4_000))
+    with pytest.raises(EngineError, match="has not been started"):
+        await engine.check_health()
+    limits = await engine.start()
+    assert (limits.max_model_len, limits.kv_tokens, limits.max_num_seqs) == (4_000, 10_000, 16)
+    await engine.check_health()
+    assert repr(engine).startswith("<EmulatedEngine profile=laptop <EngineDriver open=0 ")
+    await engine.stop()
+    with pytest.raises(EngineError, match="has stopped"):
+        await engine.check_health()
+
+
+# -- settings ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"speed_up": 0}, "speed_up must be positive, got 0"),
+        ({"served_model_names": ()}, "at least one name"),
+        ({"bytes_per_token": 0.5}, "bytes_per_token must be at least 1, got 0.5"),
+        ({"output_tokens_sigma": -1}, "got -1"),
+        ({"max_num_queued_reqs": -1}, "got -1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(values: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        EmulatedEngineSettings(**values)
+
+
+def test_settings_that_do_not_go_together_are_refused_with_the_profile() -> None:
+    with pytest.raises(SettingsError, match="profile laptop: max_model_len"):
+        EmulatedEngine(EmulatedEngineSettings(max_model_len=100_000))
+
+
+def test_settings_come_from_plain_data_and_unknown_keys_are_named() -> None:
+    adapter = TypeAdapter(EmulatedEngineSettings)
+    read = adapter.validate_python({"served_model_names": ["a"], "scheduling_policy": "priority"})
+    assert read.scheduling_policy is SchedulingPolicy.PRIORITY
+    with pytest.raises(ValidationError, match="speedup"):
+        adapter.validate_python({"speedup": 3})

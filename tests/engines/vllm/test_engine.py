@@ -1,0 +1,56 @@
+"""What a vLLM engine does before vLLM is needed."""
+
+import pytest
+
+from serve_app.engines.vllm import engine as vllm
+from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings, check_vllm_args
+from serve_app.errors import EngineError
+
+
+def test_the_place_of_an_engine_in_a_replica_is_not_up_to_its_arguments() -> None:
+    with pytest.raises(ValueError, match=r"args\.port is not set here: the replica serves the engine"):
+        VllmEngineSettings(model="m", args={"port": 8000})
+
+
+def test_a_model_must_be_named() -> None:
+    with pytest.raises(ValueError, match="model is empty: give the folder"):
+        VllmEngineSettings(model="")
+
+
+def test_a_time_to_stop_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="stop_timeout_s must be positive, got 0"):
+        VllmEngineSettings(model="m", stop_timeout_s=0)
+
+
+@pytest.fixture
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm._version.cache_clear()
+    monkeypatch.setattr(vllm, "_is_installed", lambda: False)
+
+
+@pytest.mark.usefixtures("no_vllm")
+def test_arguments_are_not_checked_where_vllm_is_missing_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO"):
+        check_vllm_args(VllmEngineSettings(model="m", args={"no_such_thing": 1}))
+    assert "vLLM is not installed here: the arguments for m are checked where it starts" in caplog.text
+
+
+@pytest.mark.usefixtures("no_vllm")
+async def test_an_engine_without_vllm_says_how_to_get_it() -> None:
+    engine = VllmEngine(VllmEngineSettings(model="m"))
+    with pytest.raises(EngineError, match="run `scripts/setup vllm`"):
+        await engine.start()
+
+
+async def test_an_engine_that_was_not_started_has_nothing_to_offer() -> None:
+    engine = VllmEngine(VllmEngineSettings(model="m"))
+    with pytest.raises(EngineError, match=r"call start\(\) first"):
+        _ = engine.app
+    with pytest.raises(EngineError, match=r"call start\(\) first"):
+        await engine.check_health()
+    with pytest.raises(EngineError, match=r"call start\(\) first"):
+        await engine.load()
+    await engine.stop()
+    await engine.stop()

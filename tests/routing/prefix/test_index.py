@@ -1,0 +1,184 @@
+"""The index's rules, checked after every step of random histories, and what they are for in examples."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from serve_app.routing.prefix.blocks import BLOCK_ENDS, BLOCK_TOKENS
+from serve_app.routing.prefix.index import PrefixIndex, PrefixMatch
+
+REPLICAS = [f"s{number}" for number in range(5)]
+replicas = st.sampled_from(REPLICAS)
+# Prompts over two words: many share their beginning.
+texts = st.lists(st.sampled_from("ab"), max_size=40)
+
+
+def chain(text: Sequence[str]) -> tuple[int, ...]:
+    """Hashes of a prompt of one word to a block; each tells all before it apart."""
+    return tuple(hash("".join(text[: place + 1])) & (2**64 - 1) for place in range(len(text)))
+
+
+def index(*joined: str, capacity_tokens: int = 10_000, max_blocks: int = 1_000) -> PrefixIndex:
+    made = PrefixIndex(max_blocks)
+    for replica_id in joined:
+        made.join(replica_id, capacity_tokens)
+    return made
+
+
+def test_a_replica_matches_as_far_as_what_it_was_sent_is_the_same() -> None:
+    made = index("s1", "s2", "s3")
+    made.add("s1", chain("abba"))
+    made.add("s2", chain("abab"))
+    assert made.match(chain("abbaab")) == {"s1": 4, "s2": 2}
+    assert made.match(chain("baba")) == {}
+    assert made.longest(chain("abbaab")) == 4
+
+
+def test_those_that_hold_more_than_a_replica_come_longest_first() -> None:
+    made = index("s1", "s2", "s3")
+    made.add("s1", chain("abbb"))
+    made.add("s2", chain("ab"))
+    made.add("s3", chain("a"))
+    assert made.better_than("s3", chain("abbb"), 8) == (1, [PrefixMatch("s1", 4), PrefixMatch("s2", 2)])
+    assert made.better_than("s3", chain("abbb"), 1) == (1, [PrefixMatch("s1", 4)])
+    assert made.better_than("s1", chain("abbb"), 8) == (4, [])
+    assert made.better_than("nobody", chain("abbb"), 1) == (0, [PrefixMatch("s1", 4)])
+
+
+def test_prompts_that_share_their_beginning_are_offered_different_replicas() -> None:
+    made = index(*REPLICAS)
+    for replica_id in REPLICAS:
+        made.add(replica_id, chain("aaaa"))
+    made.join("new", 10_000)
+    prompts = [(*chain("aaaa"), number) for number in range(100, 130)]
+    first = {made.better_than("new", prompt, 1)[1][0].replica_id for prompt in prompts}
+    assert first == set(REPLICAS)
+
+
+def test_the_end_of_the_prompt_that_was_used_longest_ago_falls_first() -> None:
+    made = index("s1", capacity_tokens=4 * BLOCK_TOKENS[0])
+    made.add("s1", chain("aaa"))
+    made.add("s1", chain("bb"))
+    assert made.match(chain("aaa")) == {"s1": 2}
+    assert made.match(chain("bb")) == {"s1": 2}
+
+
+def test_what_is_used_again_stays() -> None:
+    made = index("s1", capacity_tokens=2 * BLOCK_TOKENS[0])
+    for word in ("a", "b", "a", "c"):
+        made.add("s1", [ord(word)])
+    assert made.match([ord("a")]) == {"s1": 1}
+    assert made.match([ord("b")]) == {}
+
+
+def test_a_lost_replica_is_forgotten_and_its_successor_begins_with_nothing() -> None:
+    made = index("s1", "s2")
+    made.add("s1", chain("ab"))
+    made.add("s2", chain("a"))
+    made.lose("s1")
+    assert made.match(chain("ab")) == {"s2": 1}
+    made.join("s9", 10_000)
+    assert made.match(chain("ab")) == {"s2": 1}
+    made.join("s2", 10_000)
+    assert made.match(chain("ab")) == {}
+    assert len(made) == 0
+
+
+def test_more_replicas_share_the_same_memory() -> None:
+    made = index("s1", max_blocks=4)
+    made.add("s1", chain("abab"))
+    assert len(made) == 4
+    made.join("s2", 10_000)
+    assert made.match(chain("abab")) == {"s1": 2}
+
+
+def test_an_index_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_blocks must be at least 1, got 0"):
+        PrefixIndex(0)
+
+
+@given(st.lists(texts, max_size=10), texts)
+def test_a_single_replica_matches_the_longest_beginning_that_it_was_sent(
+    sent: list[list[str]], text: list[str]
+) -> None:
+    made = index("s1", capacity_tokens=BLOCK_ENDS[-1], max_blocks=10_000)
+    for one in sent:
+        made.add("s1", chain(one))
+    longest = max((common(one, text) for one in sent), default=0)
+    assert made.match(chain(text)) == ({"s1": longest} if longest else {})
+    assert made.longest(chain(text)) == longest
+
+
+def common(one: Sequence[str], other: Sequence[str]) -> int:
+    length = min(len(one), len(other))
+    return next((place for place in range(length) if one[place] != other[place]), length)
+
+
+class Histories(RuleBasedStateMachine):
+    """Joins, losses and dispatches in any order, on shelves that are soon full."""
+
+    @initialize(max_blocks=st.integers(1, 60))
+    def begin(self, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        self.index = PrefixIndex(max_blocks)
+        self.capacity: dict[str, int] = {}
+        self.prompts: list[tuple[int, ...]] = []
+
+    @rule(replica_id=replicas, blocks=st.integers(1, 30))
+    def join(self, replica_id: str, blocks: int) -> None:
+        self.index.join(replica_id, blocks * BLOCK_TOKENS[0])
+        self.capacity[replica_id] = blocks * BLOCK_TOKENS[0]
+
+    @rule(replica_id=replicas)
+    def lose(self, replica_id: str) -> None:
+        self.index.lose(replica_id)
+        self.capacity.pop(replica_id, None)
+
+    @rule(replica_id=replicas, text=texts)
+    def send(self, replica_id: str, text: list[str]) -> None:
+        self.prompts.append(chain(text))
+        self.index.add(replica_id, self.prompts[-1])
+
+    def holders(self, block: int) -> set[str]:
+        return set(self.index.match([block]))
+
+    @invariant()
+    def holds_whole_prefixes(self) -> None:
+        for prompt in self.prompts:
+            sets = [self.holders(block) for block in prompt]
+            assert all(later <= earlier for earlier, later in pairwise(sets))
+
+    @invariant()
+    def holders_mirror_the_shelves(self) -> None:
+        blocks = {block: len(prompt[:place]) for prompt in self.prompts for place, block in enumerate(prompt)}
+        tokens = dict.fromkeys(self.capacity, 0)
+        for block, place in blocks.items():
+            for replica_id in self.holders(block):
+                tokens[replica_id] += BLOCK_TOKENS[place]
+        assert tokens == {replica_id: self.index.tokens_of(replica_id) for replica_id in self.capacity}
+
+    @invariant()
+    def stays_within_its_capacity(self) -> None:
+        assert len(self.index) <= self.max_blocks
+        for replica_id, capacity in self.capacity.items():
+            assert self.index.tokens_of(replica_id) <= capacity
+
+    @invariant()
+    def offers_exactly_those_that_hold_more(self) -> None:
+        for prompt in self.prompts[-3:]:
+            match = self.index.match(prompt)
+            assert list(match.values()) == sorted(match.values(), reverse=True)
+            assert self.index.longest(prompt) == max(match.values(), default=0)
+            for replica_id in self.capacity:
+                held, more = self.index.better_than(replica_id, prompt, len(REPLICAS))
+                assert held == match.get(replica_id, 0)
+                assert {one.replica_id: one.blocks for one in more} == {
+                    other: blocks for other, blocks in match.items() if blocks > held
+                }
+
+
+TestHistories = Histories.TestCase

@@ -1,0 +1,241 @@
+"""The rules of reconciliation, row by row, against a real core and a link that only writes down."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass, Usage
+from serve_app.scheduling import Scheduler
+from serve_app.scheduling.commands import Conclude, Dispatch
+from serve_app.scheduling.dispatch.engine_priority import BAND, EnginePrioritySettings
+from serve_app.scheduling.events import DispatchFailure, Event, ReplicaJoined, ReplicaReported
+from serve_app.serving.channel.gateway_sessions import GatewayDesk
+from serve_app.serving.channel.messages import (
+    Finish,
+    Granted,
+    Message,
+    PutBack,
+    Refused,
+    Running,
+    SnapshotEnd,
+    Submit,
+)
+from tests import builders
+from tests.serving.channel.harness import scheduler_settings, submission
+
+
+class Page:
+    """A link that writes down what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[Message] = []
+
+    def send(self, message: Message) -> int:
+        self.said.append(message)
+        return len(self.said)
+
+    def of(self, kind: type[Message]) -> list[Any]:
+        return [message for message in self.said if isinstance(message, kind)]
+
+
+class Host:
+    """The least of a shell: a core, a clock in hand, and a list of the events that were fed."""
+
+    def __init__(self) -> None:
+        self.core = Scheduler(scheduler_settings())
+        self.clock = 100.0
+        self.events: list[Event] = []
+        self.left: set[str] = set()
+        self.desk = GatewayDesk(self, 1.0)
+        for replica_id in ("s1", "s2"):
+            self.feed(ReplicaJoined(builders.spec(replica_id)))
+            self.feed(ReplicaReported(replica_id, builders.report()))
+        self.events.clear()
+
+    def feed(self, event: Event) -> None:
+        self.events.append(event)
+        for command in self.core.handle(event, self.clock):
+            if isinstance(command, Dispatch):
+                self.desk.grant(command)
+            elif isinstance(command, Conclude):
+                self.desk.conclude(command)
+
+    def now(self) -> float:
+        return self.clock
+
+    def queue_timeout_s(self, priority: PriorityClass) -> float:
+        return self.core.settings.queue_timeout_s.of(priority)
+
+    def knows_replica(self, replica_id: str) -> bool:
+        return replica_id not in self.left
+
+    def exposition(self) -> str:
+        return ""
+
+    def connect(self, *snapshot: Message) -> Page:
+        """Let the gateway connect, or connect again, with this snapshot."""
+        page = Page()
+        say = self.desk.joined("g1", page)  # type: ignore[arg-type]
+        for message in (*snapshot, SnapshotEnd()):
+            say(message)
+        self.say = say
+        return page
+
+    @property
+    def names(self) -> list[str]:
+        return [type(event).__name__ for event in self.events]
+
+
+def waits(request_id: str = "r1", *, grants: int = 0, put_back: PutBack | None = None) -> Submit:
+    return Submit(submission(request_id), 0.0, 0.0, grants, put_back)
+
+
+def runs(replica_id: str, *, grants: int = 1, started: bool = False) -> Running:
+    return Running(submission("r1"), 0.0, grants, replica_id, started)
+
+
+def running() -> tuple[Host, str]:
+    """A host on which r1 runs by its first grant, and the replica that it runs on."""
+    host = Host()
+    page = host.connect(waits())
+    granted = page.of(Granted)
+    host.events.clear()
+    return host, granted[0].replica_id
+
+
+async def test_a_grant_and_its_repetition_carry_the_engines_priority() -> None:
+    host = Host()
+    host.connect()
+    host.core = Scheduler(replace(scheduler_settings(), engine_priority=EnginePrioritySettings(enabled=True)))
+    for event in (ReplicaJoined(builders.spec("s1")), ReplicaReported("s1", builders.report())):
+        host.feed(event)
+    page = host.connect(waits("r1"), waits("r2"))
+    assert [granted.engine_priority % BAND for granted in page.of(Granted)] == [0, 1]
+    # The gateway has seen neither grant, and asks again.
+    page = host.connect(waits("r1"), waits("r2"))
+    assert [granted.engine_priority % BAND for granted in page.of(Granted)] == [0, 1]
+
+
+async def test_unknown_and_waiting_arrives_with_its_true_age() -> None:
+    host = Host()
+    host.connect(Submit(submission("r1", queue_timeout_s=30.0), 12.0, 4.0, 2))
+    entry = host.core.entry("r1")
+    assert host.names == ["Arrived"]
+    assert entry is not None
+    assert entry.request.arrived_at == 88.0
+    assert entry.request.expires_at == 126.0
+    assert entry.request.attempts == 2
+    assert host.desk.book["r1"].grants == 3, "numbers go on from what the gateway has seen"
+
+
+async def test_unknown_and_running_is_resumed() -> None:
+    host = Host()
+    host.connect(runs("s2", grants=2, started=True))
+    entry = host.core.entry("r1")
+    assert host.names == ["Resumed"]
+    assert entry is not None
+    assert (entry.replica_id, entry.started) == ("s2", True)
+
+
+async def test_unknown_and_ended_is_ignored() -> None:
+    host = Host()
+    host.connect(Finish("r1", Outcome.COMPLETED, None))
+    assert host.names == []
+
+
+async def test_waiting_on_both_sides_changes_nothing() -> None:
+    host = Host()
+    page = host.connect(*(waits(f"r{n}") for n in range(60)))
+    stuck = next(f"r{n}" for n in range(60) if not host.desk.book[f"r{n}"].runs)
+    host.events.clear()
+    host.say(waits(stuck))
+    assert host.names == []
+    assert not [message for message in page.of(Granted) if message.request_id == stuck]
+
+
+async def test_running_here_and_waiting_there_with_a_grant_unseen_is_granted_again() -> None:
+    host, replica_id = running()
+    page = host.connect(waits())
+    assert host.names == []
+    assert [(grant.grant, grant.replica_id) for grant in page.of(Granted)] == [(1, replica_id)]
+
+
+async def test_a_grant_unseen_to_a_replica_that_left_is_put_back_and_granted_elsewhere() -> None:
+    host, replica_id = running()
+    host.left.add(replica_id)
+    page = host.connect(waits())
+    assert host.names == ["DispatchFailed"]
+    assert [grant.grant for grant in page.of(Granted)] == [2]
+    assert page.of(Granted)[0].replica_id != replica_id
+
+
+async def test_running_here_and_waiting_there_with_all_grants_seen_is_a_put_back_that_was_lost() -> None:
+    host, replica_id = running()
+    put_back = PutBack("r1", replica_id, DispatchFailure.UNREACHABLE, "refused", 1)
+    page = host.connect(waits(grants=1, put_back=put_back))
+    assert host.names == ["DispatchFailed"]
+    assert [grant.grant for grant in page.of(Granted)] == [2]
+
+
+async def test_running_on_both_sides_changes_nothing_but_its_start() -> None:
+    host, replica_id = running()
+    host.connect(runs(replica_id))
+    assert host.names == []
+    host.connect(runs(replica_id, started=True))
+    host.connect(runs(replica_id, started=True))
+    assert host.names == ["FirstToken"]
+
+
+async def test_running_in_different_places_goes_by_the_gateways_word() -> None:
+    host, replica_id = running()
+    other = "s1" if replica_id == "s2" else "s2"
+    host.connect(runs(other, grants=4))
+    entry = host.core.entry("r1")
+    assert host.names == ["Cancelled", "Resumed"]
+    assert entry is not None
+    assert entry.replica_id == other
+
+
+async def test_running_here_and_ended_there_is_finished_and_not_cancelled() -> None:
+    host, _ = running()
+    host.connect(Finish("r1", Outcome.COMPLETED, Usage(prompt_tokens=1, output_tokens=1)))
+    assert host.names == ["Finished"]
+    assert not host.desk.book
+    assert len(host.core) == 0
+
+
+async def test_known_and_not_mentioned_is_cancelled_whether_it_waits_or_runs() -> None:
+    host = Host()
+    host.connect(*(waits(f"r{n}") for n in range(60)))
+    host.events.clear()
+    host.connect(waits("r5"))
+    assert host.names == ["Cancelled"] * 59
+    assert list(host.desk.book) == ["r5"]
+
+
+async def test_a_put_back_of_an_unknown_request_is_answered_and_does_not_hang() -> None:
+    host = Host()
+    page = host.connect()
+    host.say(PutBack("r1", "s1", DispatchFailure.LOST, "", 1))
+    assert [(refusal.request_id, refusal.outcome) for refusal in page.of(Refused)] == [("r1", Outcome.FAILED)]
+
+
+async def test_a_second_connection_is_not_ended_by_the_loss_of_the_first() -> None:
+    host, replica_id = running()
+    first = Page()
+    host.desk.joined("g1", first)  # type: ignore[arg-type]
+    host.connect(runs(replica_id))
+    host.desk.lost("g1", first, for_good=False)  # type: ignore[arg-type]
+    assert host.desk.connected == 1
+
+
+async def test_a_gateway_that_comes_back_within_its_grace_keeps_everything() -> None:
+    host, replica_id = running()
+    page = host.connect(runs(replica_id))
+    host.desk.lost("g1", page, for_good=False)  # type: ignore[arg-type]
+    assert host.desk.connected == 0
+    host.connect(runs(replica_id))
+    await asyncio.sleep(1.2)
+    assert host.names == []
+    assert len(host.core) == 1

@@ -1,0 +1,132 @@
+"""The stream scanner: what clients receive must not depend on where TCP cuts."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.request import Usage
+from serve_app.serving.gateway.answer import sse
+from serve_app.serving.gateway.answer.sse import StreamScanner
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
+
+
+def event(document: object, end: str = "\n") -> bytes:
+    return f"data: {json.dumps(document)}{end}{end}".encode()
+
+
+def scan(stream: bytes, cuts: list[int], *, hide_usage: bool = True) -> tuple[bytes, StreamScanner]:
+    scanner = StreamScanner(hide_usage=hide_usage)
+    positions = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
+    received = b"".join(scanner.feed(stream[begin:end]) for begin, end in itertools.pairwise(positions))
+    return received + scanner.flush(), scanner
+
+
+content = st.text(alphabet=st.sampled_from('ab"\\{}[]:,\n\r usage"errordata'), max_size=30)
+chunks = st.builds(
+    lambda text, usage: {"choices": [{"delta": {"content": text}}], **({"usage": None} if usage else {})},
+    content,
+    st.booleans(),
+)
+kinds = st.one_of(
+    chunks.map(event),
+    chunks.map(lambda chunk: event(chunk, "\r\n")),
+    st.just(b': a comment with "usage" in it\n\n'),
+    st.just(b"\n"),
+    st.just(b"\r\n"),
+    st.just(b'event: error\ndata: {"error"\n\n'),
+    st.just(b'data: "usage"\n\n'),
+)
+
+
+@given(
+    st.lists(kinds, max_size=8),
+    st.lists(kinds, max_size=4),
+    st.sampled_from(["\n", "\r\n"]),
+    st.lists(st.integers(min_value=0), max_size=12),
+)
+def test_any_cut_of_the_stream_gives_the_same_client_bytes(
+    before: list[bytes], after: list[bytes], end: str, cuts: list[int]
+) -> None:
+    usage_event = event({"choices": [], "usage": USAGE}, end)
+    stream = b"".join(before) + usage_event + b"".join(after) + b"data: [DONE]\n\n"
+    received, scanner = scan(stream, cuts)
+    assert received == b"".join(before) + b"".join(after) + b"data: [DONE]\n\n"
+    assert scanner.usage == Usage(prompt_tokens=7, output_tokens=2)
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(min_value=0), max_size=12))
+def test_bytes_that_hold_no_usage_event_pass_unchanged(noise: bytes, cuts: list[int]) -> None:
+    received, _ = scan(noise, cuts)
+    assert received == noise
+
+
+def test_every_single_byte_cut_passes_whole_events_only() -> None:
+    stream = event({"choices": [{"delta": {"content": "a"}}]}) + event({"choices": [], "usage": USAGE})
+    scanner = StreamScanner(hide_usage=True)
+    pieces = [scanner.feed(stream[place : place + 1]) for place in range(len(stream))]
+    assert [piece for piece in pieces if piece] == [event({"choices": [{"delta": {"content": "a"}}]})]
+    assert scanner.flush() == b""
+
+
+def test_a_client_that_asked_for_usage_gets_it() -> None:
+    stream = event({"choices": [], "usage": USAGE})
+    received, scanner = scan(stream, [], hide_usage=False)
+    assert received == stream
+    assert scanner.usage == Usage(prompt_tokens=7, output_tokens=2)
+
+
+def test_continuous_usage_beside_choices_is_read_and_passed() -> None:
+    stream = event({"choices": [{"delta": {}}], "usage": USAGE})
+    received, scanner = scan(stream, [5])
+    assert received == stream
+    assert scanner.usage == Usage(prompt_tokens=7, output_tokens=2)
+
+
+def test_the_usage_of_a_responses_stream_is_read() -> None:
+    usage = {"input_tokens": 9, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 4}}
+    completed = {"type": "response.completed", "response": {"output": [], "error": None, "usage": usage}}
+    stream = b"event: response.completed\n" + event(completed)
+    received, scanner = scan(stream, [])
+    assert received == stream
+    assert scanner.usage == Usage(prompt_tokens=9, output_tokens=3, cached_tokens=4)
+    assert scanner.error is None
+
+
+@pytest.mark.parametrize(
+    ("document", "engines"),
+    [
+        ({"error": {"message": "boom", "code": 500}}, True),
+        ({"error": {"message": "boom", "code": 400}}, False),
+        ({"error": {"message": "boom"}}, True),
+        ({"type": "error", "message": "boom"}, True),
+        ({"error": "boom"}, True),
+    ],
+)
+def test_an_error_inside_the_stream_is_noticed(document: object, engines: bool) -> None:
+    received, scanner = scan(event(document), [3])
+    assert received == event(document)
+    assert scanner.error == "boom"
+    assert scanner.error_is_engines is engines
+
+
+def test_words_about_errors_in_generated_text_are_not_errors() -> None:
+    stream = event({"choices": [{"delta": {"content": '{"error": "no"} and "usage"'}}], "error": None})
+    received, scanner = scan(stream, [])
+    assert received == stream
+    assert scanner.error is None
+
+
+def test_an_event_without_end_is_not_held_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "_MAX_HELD_BYTES", 1000)
+    scanner = StreamScanner(hide_usage=True)
+    stream = b"data: " + b"x" * 5000 + b"\n\n" + event({"choices": [], "usage": USAGE})
+    received = b""
+    for place in range(0, len(stream), 100):
+        received += scanner.feed(stream[place : place + 100])
+        assert len(scanner._held) <= 1100
+    assert received + scanner.flush() == b"data: " + b"x" * 5000 + b"\n\n"
+    assert scanner.usage is not None

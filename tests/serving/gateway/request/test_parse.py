@@ -1,0 +1,205 @@
+"""Bodies of every endpoint: the facts that scheduling needs, and messages that help."""
+
+import json
+from typing import Any
+
+import pytest
+
+from serve_app.request import TextCategory
+from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.request.parse import PARSERS, Parsed, parse_model
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+
+
+def parse(path: str, **fields: Any) -> Parsed:
+    return PARSERS[path].parse(json.dumps({"model": "m", **fields}).encode())
+
+
+def test_text_of_messages_is_counted_in_utf8_bytes_and_media_as_items() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 5000}}
+    sound = {"type": "input_audio", "input_audio": {"data": "B" * 5000}}
+    parsed = parse(
+        CHAT,
+        messages=[
+            {"role": "system", "content": "é"},
+            {"role": "user", "content": [{"type": "text", "text": "abc"}, image, sound, "plain"]},
+            {"role": "assistant", "content": None},
+        ],
+    )
+    assert parsed.shape.text_bytes == 2 + 3 + 5
+    assert parsed.shape.media_items == 2
+    assert parsed.shape.messages == 3
+    assert parsed.shape.prompt_tokens is None
+
+
+def test_tools_and_schemas_are_measured_as_the_json_they_came_as() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    call = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    parsed = parse(
+        CHAT,
+        messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": call}],
+        tools=tools,
+        response_format=None,
+    )
+    assert parsed.shape.tool_bytes == len(json.dumps(tools)) + len(json.dumps(call))
+    assert parsed.shape.text_bytes == 1
+
+
+def test_the_category_of_the_text_is_found() -> None:
+    chinese = parse(CHAT, messages=[{"role": "user", "content": "今天的天气很好我们去公园" * 10}])
+    assert chinese.shape.category is TextCategory.CJK
+    assert parse(COMPLETIONS, prompt="The cat sat on the mat. " * 20).shape.category is TextCategory.PROSE
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [({}, None), ({"max_tokens": 5}, 5), ({"max_tokens": 5, "max_completion_tokens": 9}, 9)],
+)
+def test_the_output_limit_of_a_chat(fields: dict[str, int], limit: int | None) -> None:
+    assert parse(CHAT, messages=[], **fields).max_output_tokens == limit
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"), [({}, 16), ({"max_tokens": None}, None), ({"max_tokens": 3}, 3)]
+)
+def test_a_completion_without_a_limit_gets_openais_default(fields: dict[str, Any], limit: int | None) -> None:
+    assert parse(COMPLETIONS, prompt="x", **fields).max_output_tokens == limit
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text_bytes", "tokens", "prompts"),
+    [
+        ("abc", 3, None, 1),
+        (["abc", "de"], 5, None, 2),
+        ([1, 2, 3], 0, 3, 1),
+        ([[1, 2, 3], [4]], 0, 4, 2),
+        (["abc", [1, 2]], 3, None, 2),
+        ([], 0, None, 1),
+    ],
+)
+def test_prompts_as_text_or_token_ids(prompt: Any, text_bytes: int, tokens: int | None, prompts: int) -> None:
+    for path, name in ((COMPLETIONS, "prompt"), (EMBEDDINGS, "input")):
+        parsed = parse(path, **{name: prompt})
+        assert parsed.shape.text_bytes == text_bytes
+        assert parsed.shape.prompt_tokens == tokens
+        assert parsed.shape.prompts == prompts
+        assert parsed.choices == prompts
+
+
+def test_choices_count_sequences_over_all_prompts() -> None:
+    assert parse(COMPLETIONS, prompt=["a", "b"], n=3).choices == 6
+    assert parse(CHAT, messages=[], n=4).choices == 4
+
+
+def test_embeddings_generate_nothing() -> None:
+    parsed = parse(EMBEDDINGS, input="abc")
+    assert parsed.max_output_tokens == 0
+    assert not parsed.stream
+    assert parse(EMBEDDINGS, messages=[{"role": "user", "content": "abcd"}]).shape.text_bytes == 4
+
+
+def test_responses_take_a_text_or_items_and_instructions() -> None:
+    assert parse(RESPONSES, input="abc", instructions="de").shape.text_bytes == 5
+    parsed = parse(
+        RESPONSES,
+        input=[
+            {"role": "user", "content": [{"type": "input_text", "text": "abc"}, {"type": "input_image"}]},
+            {"type": "function_call", "name": "f", "call_id": "1", "arguments": '{"a":1}'},
+            {"type": "function_call_output", "call_id": "1", "output": "done"},
+            {"type": "computer_call_output", "output": {"type": "computer_screenshot", "image_url": "x"}},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+            {"type": "item_reference", "id": "x"},
+        ],
+        max_output_tokens=7,
+        stream=True,
+    )
+    assert parsed.shape.text_bytes == 3 + 4 + 2
+    assert parsed.shape.tool_bytes == 7
+    assert parsed.shape.media_items == 2
+    assert parsed.shape.messages == 6
+    assert parsed.max_output_tokens == 7
+    assert parsed.stream
+    assert not parsed.asks_usage
+
+
+def test_stream_options_decide_whether_the_client_sees_the_usage() -> None:
+    assert parse(CHAT, messages=[], stream=True).shows_usage is False
+    asked = parse(CHAT, messages=[], stream=True, stream_options={"include_usage": True})
+    assert asked.shows_usage
+    other = parse(CHAT, messages=[], stream=True, stream_options={"continuous_usage_stats": False})
+    assert other.has_stream_options
+    assert not other.shows_usage
+    assert not parse(CHAT, messages=[], stream_options=None).has_stream_options
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        (CHAT, {"messages": []}),
+        (COMPLETIONS, {"prompt": "x"}),
+        (RESPONSES, {"input": "x"}),
+        (EMBEDDINGS, {"input": "x"}),
+    ],
+)
+def test_vllms_priority_is_read_at_every_endpoint(path: str, prompt: dict[str, Any]) -> None:
+    assert parse(path, **prompt).priority is None
+    assert parse(path, **prompt, priority=-(2**63)).priority == -(2**63)
+    with pytest.raises(RequestRefused, match="priority is invalid"):
+        parse(path, **prompt, priority="high")
+
+
+def test_the_end_user_is_found_under_either_name() -> None:
+    assert parse(CHAT, messages=[], user="u").user == "u"
+    assert parse(CHAT, messages=[], user="u", safety_identifier="s").user == "s"
+
+
+def test_of_a_key_given_twice_the_last_counts_as_in_the_engine() -> None:
+    body = b'{"model":"a","max_tokens":1,"messages":[],"model":"b","max\\u005ftokens":9}'
+    parsed = PARSERS[CHAT].parse(body)
+    assert (parsed.model, parsed.max_output_tokens) == ("b", 9)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        (CHAT, b'{"messages":[]}', "model", "model is missing: add it"),
+        (CHAT, b'{"model":"m"}', "messages", "messages is missing"),
+        (COMPLETIONS, b'{"model":"m"}', "prompt", "prompt is missing"),
+        (EMBEDDINGS, b'{"model":"m"}', "input", "input is missing"),
+        (RESPONSES, b'{"model":"m"}', "input", "input is missing"),
+        (RESPONSES, b'{"model":"m","input":"x","background":true}', "background", "leave `background` out"),
+        (
+            CHAT,
+            b'{"model":"m","messages":[],"max_tokens":"9"}',
+            "max_tokens",
+            "expected `int | null`, got `str`",
+        ),
+        (CHAT, b'{"model":"m","messages":[],"max_tokens":-1}', "max_tokens", ">= 0"),
+        (CHAT, b'{"model":"m","messages":[],"n":0}', "n", ">= 1"),
+        (CHAT, b'{"model":"m","messages":[],"n":99999999999999999999999}', "n", "<= 1000000"),
+        (CHAT, b'{"model":"m","messages":[{"content":5}]}', "messages[0].content", "got `int`"),
+        (CHAT, b'{"model":7,"messages":[]}', "model", "expected `str`"),
+        (CHAT, b'{"model":"m","messages":[],"stream":"yes"}', "stream", "expected `bool | null`"),
+        (CHAT, b"[]", None, "send one JSON object"),
+        (CHAT, b"", None, "not valid JSON"),
+        (CHAT, b'{"model":"m"', None, "not valid JSON"),
+        (CHAT, b'{"model":"\xff","messages":[]}', None, "not UTF-8"),
+        (CHAT, b'{"model":"m","messages":[],"x":' + b"[" * 100_000, None, "nested too deeply"),
+    ],
+)
+def test_a_bad_body_is_refused_by_field_and_remedy(
+    path: str, body: bytes, param: str | None, words: str
+) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        PARSERS[path].parse(body)
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert words in caught.value.message
+
+
+def test_the_model_alone_can_be_read() -> None:
+    assert parse_model(b'{"prompt": 5, "model": "m"}') == "m"
+    with pytest.raises(RequestRefused, match="model is missing"):
+        parse_model(b"{}")

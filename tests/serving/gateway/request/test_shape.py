@@ -1,0 +1,106 @@
+"""What counts as text: not the bytes of images, wherever they hide; the bytes of everything that is read."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.request import PromptShape, TextCategory
+from serve_app.serving.gateway.request.parse import PARSERS
+
+CHAT, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
+URL = "https://example.org/cat.png"
+
+
+def data_uri(size: int) -> str:
+    return "data:image/png;base64," + "iVBORw0K" * (size // 8)
+
+
+def shape(path: str, **fields: Any) -> PromptShape:
+    return PARSERS[path].parse(json.dumps({"model": "m", **fields}).encode()).shape
+
+
+def chat(*parts: Any) -> PromptShape:
+    return shape(CHAT, messages=[{"role": "user", "content": list(parts)}])
+
+
+# How clients send an image, a sound, a video and a file.
+MEDIA: dict[str, Callable[[str], dict[str, Any]]] = {
+    "image": lambda data: {"type": "image_url", "image_url": {"url": data, "detail": "high"}},
+    "image as text": lambda data: {"type": "image_url", "image_url": data},
+    "input image": lambda data: {"type": "input_image", "image_url": data},
+    "sound": lambda data: {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+    "sound by address": lambda data: {"type": "audio_url", "audio_url": {"url": data}},
+    "video": lambda data: {"type": "video_url", "video_url": {"url": data}},
+    "file": lambda data: {"type": "file", "file": {"file_data": data, "filename": "a.pdf"}},
+}
+
+
+@pytest.mark.parametrize("media", MEDIA)
+@pytest.mark.parametrize("data", [URL, data_uri(8), data_uri(2_000_000)], ids=["url", "small", "large"])
+def test_the_bytes_of_media_are_no_text_in_a_chat(media: str, data: str) -> None:
+    found = chat({"type": "text", "text": "What is this?"}, MEDIA[media](data))
+    assert found == chat({"type": "text", "text": "What is this?"}, MEDIA[media](URL))
+    assert (found.text_bytes, found.media_items, found.tool_bytes) == (13, 1, 0)
+    assert found.category is TextCategory.PROSE
+
+
+@pytest.mark.parametrize("field", ["image_url", "file_data", "file_url"])
+@pytest.mark.parametrize("data", [URL, data_uri(2_000_000)], ids=["url", "large"])
+def test_the_bytes_of_media_are_no_text_in_a_response(field: str, data: str) -> None:
+    parts = [{"type": "input_text", "text": "What is this?"}, {"type": "input_file", field: data}]
+    found = shape(RESPONSES, input=[{"role": "user", "content": parts}])
+    assert (found.text_bytes, found.media_items, found.tool_bytes) == (13, 1, 0)
+
+
+def test_an_image_that_a_tool_returns_is_no_text() -> None:
+    screen = {"type": "input_image", "image_url": data_uri(400_000)}
+    call = {"type": "function_call_output", "call_id": "1", "output": [screen]}
+    found = shape(RESPONSES, input=[{"role": "user", "content": "Look."}, call])
+    assert (found.text_bytes, found.media_items) == (5, 1)
+
+
+def test_encoded_bytes_inside_a_text_are_text_since_the_model_reads_them() -> None:
+    pasted = "Decode this: " + data_uri(4_000)
+    assert chat({"type": "text", "text": pasted}).text_bytes == len(pasted)
+    assert chat({"type": "text", "text": pasted}).media_items == 0
+    assert shape(COMPLETIONS, prompt=pasted).text_bytes == len(pasted)
+
+
+@given(st.lists(st.sampled_from([*MEDIA, "text"]), max_size=12), st.sampled_from([URL, data_uri(3_000)]))
+def test_text_and_media_are_counted_apart_in_any_order(kinds: list[str], data: str) -> None:
+    parts = [{"type": "text", "text": "abc"} if kind == "text" else MEDIA[kind](data) for kind in kinds]
+    found = chat(*parts)
+    texts = kinds.count("text")
+    assert (found.text_bytes, found.media_items) == (3 * texts, len(kinds) - texts)
+
+
+def test_every_turn_of_a_conversation_counts_again() -> None:
+    turns = [{"role": "user", "content": "abcd"}, {"role": "assistant", "content": "efg"}] * 5
+    asked = [*turns, {"role": "user", "content": "h"}]
+    assert shape(CHAT, messages=asked).text_bytes == 5 * 7 + 1
+    assert shape(CHAT, messages=asked).messages == 11
+
+
+def test_tools_count_with_their_json_and_do_not_sway_the_category() -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "数" * 300, "parameters": {}}}
+    found = shape(CHAT, messages=[{"role": "user", "content": "Call it, please."}], tools=[tool] * 3)
+    assert found.tool_bytes == len(json.dumps([tool] * 3))
+    assert found.category is TextCategory.PROSE
+
+
+@pytest.mark.parametrize(
+    ("text", "category"),
+    [
+        ("3.14159, 2.71828, -1.41421, 0.57721\n" * 20, TextCategory.NUMERIC),
+        ("iVBORw0KGgoAAAANSUhEUgAAAAUA9ZaG" * 20, TextCategory.NUMERIC),
+        ("Les élèves sont arrivés hier soir par le dernier train de la semaine.\n" * 20, TextCategory.MIXED),
+    ],
+)
+def test_bodies_of_numbers_and_mixtures_get_categories_of_their_own(
+    text: str, category: TextCategory
+) -> None:
+    assert shape(CHAT, messages=[{"role": "user", "content": text}]).category is category

@@ -1,0 +1,62 @@
+"""Fields added to the bytes of a body must mean what adding them to the parsed body would."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.request.splice import append_fields, priority_field, usage_field, with_priority
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+bodies = st.dictionaries(st.text(max_size=6), values, max_size=4).map(lambda body: {"model": "m", **body})
+options = st.none() | st.dictionaries(
+    st.sampled_from(["include_usage", "continuous_usage_stats", "other"]), st.booleans(), max_size=3
+)
+spaces = st.text(alphabet=" \t\r\n", max_size=4)
+
+
+@given(bodies, options, st.booleans(), spaces, st.sampled_from([None, 2]))
+def test_a_splice_equals_a_merge_of_the_parsed_bodies(
+    body: dict[str, Any], given_options: dict[str, bool] | None, named: bool, space: str, indent: int | None
+) -> None:
+    if named:
+        body = {**body, "stream_options": given_options}
+    written = (json.dumps(body, indent=indent) + space).encode()
+    has_options = bool(named and given_options is not None)
+    field = usage_field(written, has_stream_options=has_options)
+    spliced = json.loads(append_fields(written, [field, priority_field(2)]))
+    merged_options = {**(given_options or {} if named else {}), "include_usage": True}
+    assert spliced == {**body, "stream_options": merged_options, "priority": 2}
+
+
+def test_nothing_to_add_leaves_the_very_same_bytes() -> None:
+    body = b'{"model": "m" }  '
+    assert append_fields(body, []) is body
+
+
+def test_the_clients_bytes_reach_the_engine_as_they_are() -> None:
+    body = b'{ "model" : "m",\n "text":"\\u00e9\xc3\xa9" }\n'
+    assert (
+        append_fields(body, [priority_field(0)])
+        == b'{ "model" : "m",\n "text":"\\u00e9\xc3\xa9" ,"priority":0}'
+    )
+
+
+@given(bodies, st.none() | st.integers(-9, 9), spaces)
+def test_a_priority_replaces_the_clients_own(body: dict[str, Any], own: int | None, space: str) -> None:
+    written = (json.dumps({"priority": own, **body}) + space).encode()
+    assert json.loads(with_priority(written, 2_000_001)) == {**body, "priority": 2_000_001}
+    assert with_priority(written, None) is written
+
+
+@pytest.mark.parametrize("body", [b"", b"  ", b"[1]"])
+def test_what_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestRefused, match="one JSON object"):
+        append_fields(body, [priority_field(0)])

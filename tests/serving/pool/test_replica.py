@@ -1,0 +1,223 @@
+"""A pool replica with its real server and channel, and with a real scheduler at the other end."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+
+import httpx
+import pytest
+
+from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
+from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
+from serve_app.errors import EngineError, Outcome
+from serve_app.request import PromptShape
+from serve_app.routing.pools import RoutingSettings
+from serve_app.scheduling.settings import SchedulerSettings
+from serve_app.serving.channel.connector import Locate
+from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.messages import Endpoint
+from serve_app.serving.channel.scheduler_client import Grant, Submission
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.pool.autoscaling import KV_USAGE, ONGOING
+from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
+from serve_app.serving.pool.server import ReplicaServerSettings
+from serve_app.serving.scheduler.live_scheduler import SchedulerShell, ShellParts
+
+CHANNEL = ChannelSettings()
+ENGINE = EmulatedEngineSettings(served_model_names=("demo",), profile="laptop", max_model_len=2_048)
+
+
+def settings(**changes: float) -> PoolReplicaSettings:
+    times = {"drain_timeout_s": 20.0, "health_timeout_s": 5.0, **changes}
+    return PoolReplicaSettings(
+        replica_id="replica-1",
+        pool="short",
+        host="127.0.0.1",
+        drain_timeout_s=times["drain_timeout_s"],
+        health_timeout_s=times["health_timeout_s"],
+        server=ReplicaServerSettings(),
+        channel=CHANNEL,
+    )
+
+
+@pytest.fixture
+async def shell() -> AsyncIterator[SchedulerShell]:
+    scheduler = SchedulerSettings(model="demo", routing=RoutingSettings(pools=("short",)))
+    running = SchedulerShell(scheduler, ShellParts(incarnation=1, channel=CHANNEL))
+    await running.start("127.0.0.1")
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+async def gateway(shell: SchedulerShell) -> AsyncIterator[GatewayClient]:
+    client = GatewayClient("gateway-1", locator(shell), CHANNEL)
+    client.start()
+    yield client
+    await client.close()
+
+
+def locator(shell: SchedulerShell) -> Locate:
+    async def locate() -> Endpoint:
+        return shell.endpoint()
+
+    return locate
+
+
+async def granted(gateway: GatewayClient, name: str) -> Grant:
+    shape = PromptShape(text_bytes=40)
+    submission = Submission(request_id=name, model="demo", shape=shape, max_output_tokens=100)
+    grant = await asyncio.wait_for(gateway.acquire(submission), 10)
+    assert isinstance(grant, Grant)
+    return grant
+
+
+def url(grant: Grant) -> str:
+    return f"http://{grant.host}:{grant.port}/v1/completions"
+
+
+def body(tokens: int) -> dict[str, object]:
+    return {"model": "demo", "prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True}
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+            await asyncio.sleep(0.02)
+
+
+async def test_a_replica_joins_serves_what_is_granted_and_drains(
+    shell: SchedulerShell, gateway: GatewayClient
+) -> None:
+    replica = PoolReplica(settings(), EmulatedEngine(ENGINE), locator(shell))
+    await replica.start()
+    grant = await granted(gateway, "first")
+    assert (grant.pool, grant.replica_id) == ("short", "replica-1")
+    async with httpx.AsyncClient(headers={"x-replica-token": grant.token}) as http:
+        running = asyncio.create_task(http.post(url(grant), json=body(400), timeout=30))
+        await until(lambda: replica.record_autoscaling_stats()[ONGOING] == 1.0)
+        await until(lambda: replica.record_autoscaling_stats()[KV_USAGE] > 0)
+
+        stopping = asyncio.create_task(replica.stop())
+        await until(lambda: not gateway.replicas())
+        refused = await http.post(url(grant), json=body(1))
+        assert (refused.status_code, refused.headers["x-replica-draining"]) == (503, "1")
+        assert not stopping.done()
+
+        answer = await running
+        assert answer.json()["usage"]["completion_tokens"] == 400
+        await asyncio.wait_for(stopping, 10)
+        with pytest.raises(httpx.ConnectError):
+            await http.post(url(grant), json=body(1))
+    gateway.finished("first", Outcome.COMPLETED)
+
+
+async def test_a_drain_ends_in_time_though_an_answer_does_not(
+    shell: SchedulerShell, gateway: GatewayClient
+) -> None:
+    replica = PoolReplica(settings(drain_timeout_s=0.3), EmulatedEngine(ENGINE), locator(shell))
+    await replica.start()
+    grant = await granted(gateway, "endless")
+    async with httpx.AsyncClient(headers={"x-replica-token": grant.token}) as http:
+        running = asyncio.create_task(http.post(url(grant), json=body(2_000), timeout=30))
+        await until(lambda: replica.record_autoscaling_stats()[ONGOING] == 1.0)
+        await asyncio.wait_for(replica.stop(), 10)
+        (cut,) = await asyncio.gather(running, return_exceptions=True)
+    assert isinstance(cut, httpx.HTTPError) or (isinstance(cut, httpx.Response) and cut.status_code >= 500)
+
+
+async def test_a_replica_joins_a_scheduler_that_comes_later(
+    gateway: GatewayClient, shell: SchedulerShell
+) -> None:
+    known: list[SchedulerShell] = []
+
+    async def locate() -> Endpoint:
+        if not known:
+            raise ConnectionError("no scheduler yet")
+        return known[0].endpoint()
+
+    replica = PoolReplica(settings(), EmulatedEngine(ENGINE), locate)
+    await replica.start()
+    await asyncio.sleep(0.3)
+    await replica.check_health()
+    assert gateway.replicas() == ()
+    known.append(shell)
+    await until(lambda: len(gateway.replicas()) == 1)
+    await replica.stop()
+
+
+class BrokenEngine:
+    """An engine of which one part fails; counts how often it was stopped."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+        self.stops = 0
+
+    async def start(self) -> EngineLimits:
+        if self.fault == "start":
+            raise EngineError("out of memory")
+        kv_tokens = 0 if self.fault == "limits" else 1_000
+        return EngineLimits(max_model_len=100, kv_tokens=kv_tokens, max_num_seqs=4)
+
+    @property
+    def app(self) -> ASGIApp:
+        async def nothing(scope: object, receive: object, send: object) -> None:
+            raise RuntimeError("nobody calls this engine")
+
+        return nothing
+
+    async def load(self) -> EngineLoad:
+        if self.fault == "load":
+            raise EngineError("no statistics")
+        return EngineLoad(waiting=0, running=0, kv_usage_ratio=0.0)
+
+    async def check_health(self) -> None:
+        if self.fault == "health":
+            raise EngineError("the engine is dead")
+        if self.fault == "silence":
+            await asyncio.sleep(math.inf)
+
+    async def stop(self) -> None:
+        self.stops += 1
+
+
+async def test_an_engine_that_cannot_start_fails_the_start_of_its_replica(shell: SchedulerShell) -> None:
+    with pytest.raises(EngineError, match="out of memory"):
+        await PoolReplica(settings(), BrokenEngine("start"), locator(shell)).start()
+
+
+async def test_an_engine_is_freed_when_its_replica_cannot_join(shell: SchedulerShell) -> None:
+    engine = BrokenEngine("limits")
+    with pytest.raises(ValueError, match="kv_tokens"):
+        await PoolReplica(settings(), engine, locator(shell)).start()
+    assert engine.stops == 1
+
+
+async def test_a_dead_engine_makes_its_replica_unhealthy(shell: SchedulerShell) -> None:
+    replica = PoolReplica(settings(), BrokenEngine("health"), locator(shell))
+    with pytest.raises(EngineError, match="not been started"):
+        await replica.check_health()
+    await replica.start()
+    with pytest.raises(EngineError, match="the engine is dead"):
+        await replica.check_health()
+    await replica.stop()
+
+
+async def test_an_engine_that_does_not_answer_makes_its_replica_unhealthy(shell: SchedulerShell) -> None:
+    replica = PoolReplica(settings(health_timeout_s=0.1), BrokenEngine("silence"), locator(shell))
+    await replica.start()
+    with pytest.raises(EngineError, match=r"within 0\.1 s"):
+        await replica.check_health()
+    await replica.stop()
+
+
+async def test_a_replica_whose_load_stays_unknown_is_unhealthy(
+    shell: SchedulerShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.serving.pool.replica._MISSED_LOOKS", 2)
+    replica = PoolReplica(settings(), BrokenEngine("load"), locator(shell))
+    await replica.start()
+    await asyncio.sleep(1.0)
+    with pytest.raises(EngineError, match="load has been unknown"):
+        await replica.check_health()
+    await replica.stop()

@@ -1,0 +1,240 @@
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from serve_app.errors import ChannelError, Outcome, SettingsError
+from serve_app.request import Usage
+from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.scheduler_client import Grant
+from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSettings, Surroundings
+from serve_app.serving.scheduler.incarnation import Incarnations
+from serve_app.serving.scheduler.live_scheduler import SchedulerShell
+from serve_app.serving.state.store import StateStore
+from tests import builders
+from tests.serving.channel.harness import FAST, scheduler_settings, submission, until
+
+
+class Claims:
+    """A store of claims in memory."""
+
+    def __init__(self) -> None:
+        self.made: set[str] = set()
+
+    def make(self, key: str) -> bool:
+        fresh = key not in self.made
+        self.made.add(key)
+        return fresh
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in self.made if key.startswith(prefix)]
+
+
+class Cluster:
+    """Where actors of one scope live and die."""
+
+    def __init__(self) -> None:
+        self.claims = Claims()
+        self.deaths = 0
+        self.actors: list[SchedulerActor] = []
+
+    def actor(self, state_uri: str | None = None) -> SchedulerActor:
+        settings = SchedulerActorSettings(
+            scheduler=scheduler_settings(), channel=FAST, scope="app/m", state_uri=state_uri
+        )
+        surroundings = Surroundings(claims=self.claims, host=lambda: "127.0.0.1", die=self._die)
+        self.actors.append(SchedulerActor(settings, surroundings))
+        return self.actors[-1]
+
+    def _die(self) -> None:
+        self.deaths += 1
+
+
+@pytest_asyncio.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    for actor in cluster.actors:
+        actor.shutdown()
+
+
+async def test_each_actor_claims_a_higher_incarnation_and_has_a_secret_of_its_own(cluster: Cluster) -> None:
+    first = await cluster.actor().endpoint()
+    second = await cluster.actor().endpoint()
+    assert (first.incarnation, second.incarnation) == (1, 2)
+    assert first.secret != second.secret
+
+
+async def test_an_older_actor_stops_when_a_newer_one_has_claimed(cluster: Cluster) -> None:
+    older = cluster.actor()
+    await older.check_health()
+    newer = cluster.actor()
+    await newer.check_health()
+    await until(lambda: cluster.deaths == 1)
+    with pytest.raises(ChannelError, match="superseded by 2"):
+        await older.check_health()
+    with pytest.raises(ChannelError, match="superseded by 2"):
+        await older.endpoint()
+    await newer.check_health()
+
+
+async def test_other_settings_begin_a_new_incarnation_that_gets_all_requests(
+    cluster: Cluster,
+) -> None:
+    actor = cluster.actor()
+    gateway = GatewayClient("g1", actor.endpoint, FAST)
+    gateway.start()
+    await until(lambda: gateway.is_connected)
+    task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
+    await until(lambda: actor._shell is not None and len(actor._shell.core) == 1)
+    await actor.reconfigure({"max_waiting": 5})
+    assert (await actor.endpoint()).incarnation == 2
+    await until(lambda: actor._shell is not None and len(actor._shell.core) == 1)
+    assert (await actor.status())["waiting"] == {"default": 1}
+    assert not task.done()
+    assert cluster.deaths == 0
+    await gateway.close()
+    answer = await task
+    assert not isinstance(answer, Grant)
+    assert answer.outcome is Outcome.REJECTED_NO_REPLICA
+
+
+async def test_the_same_settings_change_nothing(cluster: Cluster) -> None:
+    actor = cluster.actor()
+    await actor.reconfigure({"max_waiting": scheduler_settings().max_waiting})
+    assert (await actor.endpoint()).incarnation == 1
+
+
+async def test_a_setting_that_cannot_change_is_refused_by_name(cluster: Cluster) -> None:
+    actor = cluster.actor()
+    with pytest.raises(SettingsError, match=r"'model'; what may change while it runs: policy, max_waiting"):
+        await actor.reconfigure({"model": "other"})
+    with pytest.raises(ValueError, match="max_waiting must be at least 1, got 0"):
+        await actor.reconfigure({"max_waiting": 0})
+    assert (await actor.endpoint()).incarnation == 1
+    await actor.check_health()
+
+
+def teach(actor: SchedulerActor, output_tokens: int) -> int:
+    """Let it see sixty answers; the output limit that it gives the next request without one."""
+    core = shell_of(actor).core
+    for _ in range(60):
+        core.estimator.observe(UNLIMITED, Usage(prompt_tokens=40, output_tokens=output_tokens))
+    core.prefill_cost.observe(1_000, 7.5)
+    return core.estimator.estimate(UNLIMITED).max_output_tokens
+
+
+def shell_of(actor: SchedulerActor) -> SchedulerShell:
+    assert actor._shell is not None
+    return actor._shell
+
+
+UNLIMITED = builders.request(max_output_tokens=None)
+
+
+async def test_an_actor_that_restarts_knows_what_the_last_one_had_learned(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    first = cluster.actor(str(tmp_path))
+    await first.check_health()
+    learned = teach(first, output_tokens=77)
+    cost_s = shell_of(first).core.prefill_cost.seconds(500)
+    await first.close()
+    second = cluster.actor(str(tmp_path))
+    await second.check_health()
+    core = shell_of(second).core
+    assert core.estimator.estimate(UNLIMITED).max_output_tokens == learned != 1_024
+    assert core.prefill_cost.seconds(500) == cost_s
+    assert 'ewsjf_state_failures_total{model="m",operation="load"} 0.0' in await second.exposition()
+
+
+async def test_an_actor_that_keeps_nothing_begins_anew(cluster: Cluster, tmp_path: Path) -> None:
+    first = cluster.actor()
+    await first.check_health()
+    learned = teach(first, output_tokens=77)
+    await first.close()
+    second = cluster.actor(str(tmp_path))
+    await second.check_health()
+    assert shell_of(second).core.estimator.estimate(UNLIMITED).max_output_tokens != learned
+
+
+async def test_other_settings_keep_what_was_learned_even_where_nothing_is_stored(cluster: Cluster) -> None:
+    actor = cluster.actor()
+    await actor.check_health()
+    learned = teach(actor, output_tokens=77)
+    await actor.reconfigure({"max_waiting": 5})
+    assert shell_of(actor).core.estimator.estimate(UNLIMITED).max_output_tokens == learned
+
+
+async def test_a_state_that_makes_no_sense_is_set_aside_and_the_actor_begins_anew(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = StateStore(str(tmp_path), "scheduler", "app/m")
+    store.save({"estimator": {"version": 1}, "prefill_cost": {}})
+    actor = cluster.actor(str(tmp_path))
+    await actor.check_health()
+    await until(lambda: Path(f"{store.path}.refused").exists())
+    assert "'b_short_tokens' should be a number from 1" in caplog.text
+    assert 'ewsjf_state_failures_total{model="m",operation="restore"} 1.0' in await actor.exposition()
+    await actor.close()
+    assert store.load() is not None, "what it learned itself takes the place"
+
+
+async def test_a_store_out_of_reach_costs_no_availability(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    actor = cluster.actor(str(tmp_path / "file" / "below"))
+    await actor.check_health()
+    assert (await actor.endpoint()).incarnation == 1
+    await actor.close()
+
+
+async def test_a_scheduler_that_was_superseded_overwrites_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    older = cluster.actor(str(tmp_path))
+    await older.check_health()
+    teach(older, output_tokens=5)
+    newer = cluster.actor(str(tmp_path))
+    await until(lambda: cluster.deaths == 1)
+    learned = teach(newer, output_tokens=300)
+    await newer.close()
+    await older.close()
+    third = cluster.actor(str(tmp_path))
+    await third.check_health()
+    assert shell_of(third).core.estimator.estimate(UNLIMITED).max_output_tokens == learned
+
+
+async def test_an_actor_that_cannot_start_is_unhealthy(cluster: Cluster) -> None:
+    def unreachable() -> str:
+        raise OSError("no address")
+
+    settings = SchedulerActorSettings(scheduler=scheduler_settings(), channel=FAST, scope="app/m")
+    actor = SchedulerActor(settings, Surroundings(claims=cluster.claims, host=unreachable, die=lambda: None))
+    cluster.actors.append(actor)
+    with pytest.raises(OSError, match="no address"):
+        await actor.check_health()
+
+
+def test_claims_rise_and_are_given_once_even_when_two_race() -> None:
+    claims = Claims()
+    here, there = Incarnations(claims, "app/m"), Incarnations(claims, "app/m")
+    assert [here.claim(), there.claim(), here.claim()] == [1, 2, 3]
+    assert Incarnations(claims, "app/other").claim() == 1
+    # The other takes the number between the look and the claim.
+    look = here.newest
+    here_newest = look()
+    there.claim()
+    object.__setattr__(here, "store", Raced(claims, here_newest))
+    assert here.claim() == 5
+
+
+class Raced(Claims):
+    """A store whose list is a moment old."""
+
+    def __init__(self, claims: Claims, newest: int) -> None:
+        super().__init__()
+        self.made = claims.made
+        self._newest = newest
+
+    def keys(self, prefix: str) -> list[str]:
+        return [f"{prefix}{self._newest}"]

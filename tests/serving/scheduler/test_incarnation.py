@@ -1,0 +1,44 @@
+"""Claims in the real store: two racing processes never get the same number."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+CLAIMS = """
+import concurrent.futures, logging, sys
+import ray
+from serve_app.serving.scheduler.incarnation import GcsClaimStore, Incarnations
+
+@ray.remote(num_cpus=0)
+def claim(times):
+    return [Incarnations(GcsClaimStore(), "app/m").claim() for _ in range(times)]
+
+ray.init(
+    address="local", num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[1], logging_level=logging.ERROR
+)
+taken = sum(ray.get([claim.remote(10) for _ in range(3)]), [])
+assert sorted(taken) == list(range(1, 31)), sorted(taken)
+assert Incarnations(GcsClaimStore(), "app/m").newest() == 30
+assert Incarnations(GcsClaimStore(), "app/other").claim() == 1
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow  # starts a Ray of its own
+def test_claims_of_racing_processes_are_all_different() -> None:
+    root = Path(__file__).resolve().parents[3]
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", CLAIMS, folder],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root), "RAY_TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]

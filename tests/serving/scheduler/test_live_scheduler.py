@@ -1,0 +1,210 @@
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from serve_app.errors import ChannelError, Outcome
+from serve_app.request import Usage
+from serve_app.scheduling import Scheduler, SchedulerSettings
+from serve_app.scheduling.commands import Command
+from serve_app.scheduling.events import Arrived, DispatchFailure, Event, Finished, PartitionChanged
+from serve_app.scheduling.policies.partition import LengthInterval, Partition
+from serve_app.serving.channel.scheduler_client import Grant
+from serve_app.serving.scheduler.decision_log import DecisionLogSettings, read_decisions
+from serve_app.serving.scheduler.learned_queues import PartitionUpdate
+from tests.serving.channel.harness import FAST, World, granted, refused, scheduler_settings, submission, until
+
+USAGE = Usage(prompt_tokens=10, output_tokens=5)
+
+
+@pytest_asyncio.fixture
+async def world() -> AsyncIterator[World]:
+    world = World(scheduler_settings(), FAST)
+    yield world
+    await world.close()
+
+
+def break_core(world: World, on: type[Event], request_id: str) -> None:
+    """Let the present core raise on one event of one request, as a fault in it would."""
+    handle = world.shell.core.handle
+
+    def faulty(event: Event, now: float) -> list[Command]:
+        name = event.request.request_id if isinstance(event, Arrived) else getattr(event, "request_id", None)
+        if isinstance(event, on) and name == request_id:
+            raise ZeroDivisionError("a fault")
+        return handle(event, now)
+
+    world.shell.core.handle = faulty  # type: ignore[method-assign]
+
+
+async def test_a_fault_of_the_core_fails_the_request_it_stumbled_over_and_saves_the_others(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    shell = await world.begin()
+    gateway = await world.gateway()
+    others = [asyncio.get_running_loop().create_task(gateway.acquire(submission(f"r{n}"))) for n in range(5)]
+    await until(lambda: len(shell.core) == 5)
+    break_core(world, Arrived, "poison")
+    with caplog.at_level(logging.ERROR, "ray.serve"):
+        refusal = await refused(gateway, "poison")
+    assert refusal.outcome is Outcome.FAILED
+    assert "event=core_failed" in caplog.text
+    assert "Traceback" in caplog.text
+    assert world.ends == ["the core failed on Arrived: ZeroDivisionError('a fault')"]
+    with pytest.raises(ChannelError, match="the core failed"):
+        shell.endpoint()
+    assert "ewsjf_scheduler_errors_total" in shell.exposition()
+    await world.begin()
+    await world.replica("s1")
+    for task in others:
+        answer = await asyncio.wait_for(task, 10)
+        assert isinstance(answer, Grant)
+        gateway.finished(answer.request_id, Outcome.COMPLETED, USAGE)
+    await until(lambda: len(world.shell.core) == 0)
+
+
+async def test_a_fault_over_a_running_request_leaves_it_running(world: World) -> None:
+    await world.begin()
+    gateway = await world.gateway()
+    await world.replica("s1")
+    await granted(gateway, "r1")
+    await granted(gateway, "r2")
+    break_core(world, Finished, "r1")
+    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    await until(lambda: bool(world.ends))
+    await world.begin()
+    await until(lambda: len(world.shell.core) == 1)
+    entry = world.shell.core.entry("r2")
+    assert entry is not None
+    assert entry.replica_id == "s1"
+
+
+async def test_time_alone_expires_a_request(world: World) -> None:
+    await world.begin()
+    gateway = await world.gateway()
+    await world.replica("s1")
+    running = [await granted(gateway, f"r{n}") for n in range(3)]
+    refusal = await refused(gateway, "late", queue_timeout_s=0.2)
+    assert refusal.outcome is Outcome.EXPIRED
+    assert len(world.shell.core) == len(running)
+
+
+async def test_a_class_has_its_own_time_in_the_queue(world: World) -> None:
+    shell = await world.begin()
+    gateway = await world.gateway()
+    task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
+    await until(lambda: len(shell.core) == 1)
+    entry = shell.core.entry("r1")
+    assert entry is not None
+    wanted = world.settings.queue_timeout_s.default
+    assert entry.request.expires_at - entry.request.arrived_at == pytest.approx(wanted)
+    task.cancel()
+
+
+async def test_a_newer_incarnation_in_the_store_ends_an_older_one(world: World) -> None:
+    newest = 1
+
+    async def look() -> int:
+        return newest
+
+    shell = await world.begin(newest_incarnation=look)
+    newest = 2
+    await until(lambda: world.ends == ["incarnation 1 is superseded by 2"])
+    assert shell.ended
+
+
+async def test_a_store_that_does_not_answer_ends_nothing(world: World) -> None:
+    looks = 0
+
+    async def look() -> int:
+        nonlocal looks
+        looks += 1
+        raise ConnectionError("the store is away")
+
+    shell = await world.begin(newest_incarnation=look)
+    await until(lambda: looks > 0)
+    assert not shell.ended
+    assert world.ends == []
+
+
+async def test_the_status_shows_who_waits_and_what_replicas_say(world: World) -> None:
+    await world.begin()
+    gateway = await world.gateway()
+    await world.replica("s1", seats=8)
+    await granted(gateway, "r1")
+    status = world.shell.status()
+    assert (status["model"], status["incarnation"], status["ended"], status["gateways"]) == ("m", 1, "", 1)
+    assert status["replicas"]["s1"]["in_flight"] == 1
+    assert status["replicas"]["s1"]["max_num_seqs"] == 8
+    assert status["replicas"]["s1"]["report"]["waiting"] == 0
+
+
+async def test_the_repr_shows_the_counts(world: World) -> None:
+    await world.begin()
+    gateway = await world.gateway()
+    await world.replica("s1")
+    await granted(gateway, "r1")
+    assert "<GatewayDesk gateways 1, <RequestBook waiting 0, running 1>>" in repr(world.shell)
+    assert "<ReplicaDesk replicas 1, draining 0>" in repr(world.shell)
+
+
+async def test_learned_queues_are_put_in_force_and_recorded(world: World, tmp_path: Path) -> None:
+    world.settings = scheduler_settings(policy="ewsjf")
+    shell = await world.begin(decision_log=DecisionLogSettings(path=str(tmp_path / "decisions.jsonl")))
+    gateway = await world.gateway()
+    await world.replica("s1")
+    before = await granted(gateway, "r1")
+    first = shell.tuner.observed()
+    assert (first.incarnation, first.lengths, first.outcomes) == (1, [10], [])
+    assert shell.tuner.observed().lengths == []
+    partition = Partition((LengthInterval(min_tokens=9, max_tokens=90, mean_tokens=30.0, count=5),))
+    shell.tuner.put_in_force(
+        PartitionUpdate(partition=partition, reason="first", lengths=5, distance=0.0, age_s=0.0)
+    )
+    after = await granted(gateway, "r2")
+    assert before.length_queue != after.length_queue == "9-90"
+    shell.stop("the end")
+    with pytest.raises(ChannelError, match="does not schedule: the end"):
+        shell.tuner.put_in_force(
+            PartitionUpdate(partition=partition, reason="drift", lengths=5, distance=0.0, age_s=0.0)
+        )
+    _, decisions = read_decisions(tmp_path / "decisions.jsonl")
+    assert PartitionChanged(partition) in [decision.event for decision in decisions]
+
+
+def rebuilt(header: dict[str, Any]) -> Scheduler:
+    return Scheduler(msgspec.convert(header["settings"], SchedulerSettings), now=header["now"])
+
+
+async def test_a_recorded_run_replays_to_the_same_commands(world: World, tmp_path: Path) -> None:
+    """Parity: the core under the live shell, and the same core fed from the log on the log's own time."""
+    log = DecisionLogSettings(path=str(tmp_path / "decisions-{incarnation}.jsonl"))
+    await world.begin(decision_log=log)
+    gateway = await world.gateway()
+    await world.replica("s1", seats=4)
+    await world.replica("s2", seats=4)
+
+    async def handle(n: int) -> None:
+        answer = await gateway.acquire(submission(f"r{n}", queue_timeout_s=0.3 if n % 7 == 0 else None))
+        if isinstance(answer, Grant) and n % 5 == 0:
+            answer = await gateway.put_back(f"r{n}", answer.replica_id, DispatchFailure.BUSY, "full")
+        if isinstance(answer, Grant):
+            await asyncio.sleep(0.005)
+            gateway.first_token(f"r{n}")
+            gateway.finished(f"r{n}", Outcome.COMPLETED, USAGE)
+
+    await asyncio.wait_for(asyncio.gather(*(handle(n) for n in range(60))), 30)
+    await until(lambda: len(world.shell.core) == 0)
+    world.shell.stop()
+    header, decisions = read_decisions(tmp_path / "decisions-1.jsonl")
+    core, steps = rebuilt(header), 0
+    for decision in decisions:
+        assert core.handle(decision.event, decision.now) == decision.commands
+        steps += 1
+    assert steps > 100
+    assert repr(core) == repr(world.shell.core)

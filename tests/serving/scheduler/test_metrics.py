@@ -1,0 +1,80 @@
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass
+from serve_app.scheduling.commands import Conclude, Dispatch
+from serve_app.scheduling.events import DispatchFailed, DispatchFailure
+from serve_app.scheduling.prediction import Prediction
+from serve_app.serving.scheduler.metrics import SchedulerMetrics, Standing
+from tests import builders
+
+EMPTY = Standing(waiting={}, in_flight={}, replicas={}, stale=0, gateways=0)
+DISPATCH = Dispatch(
+    request_id="r1",
+    gateway_id="g1",
+    replica_id="s1",
+    pool="long",
+    length_queue="all",
+    estimated_tokens=50,
+    queue_wait_s=0.3,
+)
+
+
+def test_counters_carry_class_pool_outcome_and_failure() -> None:
+    metrics = SchedulerMetrics("m", 7)
+    metrics.dispatched(DISPATCH, PriorityClass.BATCH, spilled=True)
+    metrics.dispatched(DISPATCH, PriorityClass.BATCH, spilled=False)
+    metrics.put_back(DispatchFailed("r1", "s1", DispatchFailure.BUSY))
+    conclude = Conclude(request_id="r1", gateway_id="g1", outcome=Outcome.EXPIRED)
+    metrics.concluded(conclude, PriorityClass.BATCH)
+    text = metrics.exposition(EMPTY)
+    for line in (
+        'ewsjf_dispatches_total{model="m",pool="long"} 2.0',
+        'ewsjf_spills_total{model="m",pool="long"} 1.0',
+        'ewsjf_put_backs_total{failure="busy",model="m"} 1.0',
+        'ewsjf_requests_concluded_total{class="batch",model="m",outcome="expired"} 1.0',
+        'ewsjf_queue_wait_seconds_bucket{class="batch",le="0.25",model="m",pool="long"} 0.0',
+        'ewsjf_queue_wait_seconds_bucket{class="batch",le="0.5",model="m",pool="long"} 2.0',
+        'ewsjf_scheduler_incarnation{model="m"} 7.0',
+    ):
+        assert line in text, line
+
+
+def test_gauges_show_the_moment_and_forget_replicas_that_left() -> None:
+    metrics = SchedulerMetrics("m", 1)
+    standing = Standing(
+        waiting={PriorityClass.INTERACTIVE: 4},
+        in_flight={"s1": 3},
+        replicas={"s1": (builders.spec("s1"), builders.report(waiting=2, kv_usage_ratio=0.5))},
+        stale=1,
+        gateways=2,
+    )
+    text = metrics.exposition(standing)
+    for line in (
+        'ewsjf_requests_waiting{class="interactive",model="m"} 4.0',
+        'ewsjf_requests_waiting{class="batch",model="m"} 0.0',
+        'ewsjf_requests_in_flight{model="m",pool="short",replica="s1"} 3.0',
+        'ewsjf_replica_waiting{model="m",pool="short",replica="s1"} 2.0',
+        'ewsjf_replica_kv_usage_ratio{model="m",pool="short",replica="s1"} 0.5',
+        'ewsjf_replicas_stale{model="m"} 1.0',
+        'ewsjf_gateways_connected{model="m"} 2.0',
+    ):
+        assert line in text, line
+    assert "s1" not in metrics.exposition(EMPTY)
+
+
+def test_the_error_of_predicted_waits_is_counted_with_its_sign() -> None:
+    world = builders.World()
+    world.arrive("r1")
+    entry = world.scheduler.entry("r1")
+    assert entry is not None
+    metrics = SchedulerMetrics("m", 1)
+    metrics.predicted(entry)
+    assert "error_seconds_count{" not in metrics.exposition(EMPTY), "nothing had been predicted"
+    entry.dispatched_at = 5.0
+    entry.prediction = Prediction(kind=(1, 6, False), at=1.0, plain_s=2.0, wait_s=3.2)
+    metrics.predicted(entry)
+    text = metrics.exposition(EMPTY)
+    for line in (
+        'ewsjf_queue_wait_prediction_error_seconds_bucket{class="default",le="-1.0",model="m"} 0.0',
+        'ewsjf_queue_wait_prediction_error_seconds_bucket{class="default",le="-0.5",model="m"} 1.0',
+    ):
+        assert line in text, line

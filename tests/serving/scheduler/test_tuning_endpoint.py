@@ -1,0 +1,100 @@
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from serve_app.errors import ChannelError, SettingsError
+from serve_app.tuning.online.retune import Retune
+from tests.serving.channel.harness import FAST, World, scheduler_settings, until
+
+TARGET = "backpressure.target_waiting"
+
+
+@pytest_asyncio.fixture
+async def world() -> AsyncIterator[World]:
+    world = World(scheduler_settings(policy="ewsjf"), FAST)
+    await world.begin()
+    yield world
+    await world.close()
+
+
+def target(world: World) -> int:
+    return world.shell.core.settings.backpressure.target_waiting
+
+
+async def test_values_are_put_in_force_for_good_logged_and_shown(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        world.shell.tuner.retune(Retune(values={TARGET: 7, "ewsjf.weights.b_u": 0.3}, reason="better"))
+    assert target(world) == 7
+    weights = world.shell.core.settings.ewsjf.weights
+    assert weights is not None
+    # What is not named is the policy's own, not the paper's.
+    assert (weights.b_u, weights.a_u) == (0.3, 0.0)
+    assert "event=retuned model=m incarnation=1 reason='better' backpressure.target_waiting=7" in caplog.text
+    assert (
+        'ewsjf_tuned_value{model="m",setting="backpressure.target_waiting"} 7.0' in world.shell.exposition()
+    )
+    assert world.shell.status()["tuner"]["values"] == {TARGET: 7, "ewsjf.weights.b_u": 0.3}
+
+
+async def test_values_on_trial_run_out_when_the_tuner_is_silent(world: World) -> None:
+    before = target(world)
+    world.shell.tuner.retune(Retune(values={TARGET: 9}, valid_s=0.05))
+    assert target(world) == 9
+    await until(lambda: target(world) == before)
+
+
+async def test_a_renewed_trial_lasts_and_a_verdict_ends_it(world: World) -> None:
+    desk = world.shell.tuner
+    desk.retune(Retune(values={TARGET: 9}, valid_s=0.05))
+    desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))
+    await asyncio.sleep(0.1)
+    assert target(world) == 9
+    desk.retune(Retune(values={TARGET: 4}))
+    assert target(world) == 4
+
+
+async def test_freezing_ends_a_trial_at_once_and_lets_no_other_begin(world: World) -> None:
+    desk, before = world.shell.tuner, target(world)
+    desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))
+    desk.freeze("an incident")
+    assert target(world) == before
+    assert desk.observed().frozen == "an incident"
+    with pytest.raises(ChannelError, match="an incident"):
+        desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))
+    # To return to what was in force for good is never forbidden.
+    desk.retune(Retune(values={TARGET: before}))
+    desk.thaw()
+    desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))
+    assert target(world) == 9
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"backpressure.nonsense": 1}, "no setting"),
+        ({TARGET: 0}, "target_waiting must be at least 1"),
+        ({"max_waiting": 5}, "max_waiting cannot change so"),
+    ],
+)
+async def test_what_cannot_be_changes_nothing_and_harms_nobody(
+    world: World, values: dict[str, float], message: str
+) -> None:
+    before = world.shell.core.settings
+    with pytest.raises(SettingsError, match=message):
+        world.shell.tuner.retune(Retune(values=values))
+    assert world.shell.core.settings == before
+    assert not world.shell.ended
+
+
+async def test_outcomes_are_collected_from_when_they_are_first_asked_for(world: World) -> None:
+    desk = world.shell.tuner
+    assert desk.observed().settings is None
+    seen = desk.observed(outcomes=True)
+    assert seen.settings is not None
+    assert (seen.outcomes, seen.replicas) == ([], [])
+    assert seen.settled_until == seen.at

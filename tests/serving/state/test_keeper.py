@@ -1,0 +1,144 @@
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.serving.state import keeper as state_keeper
+from serve_app.serving.state.keeper import StateKeeper
+from serve_app.serving.state.store import StateError, StateStore
+from tests.serving.channel.harness import until
+
+
+class FlakyStore(StateStore):
+    """A store that hangs or fails when told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), "scheduler", "m")
+        self.error: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls = 0
+
+    def load(self) -> Mapping[str, Any] | None:
+        self._pass()
+        return super().load()
+
+    def save(self, document: Mapping[str, Any]) -> bool:
+        self._pass()
+        return super().save(document)
+
+    def written_at(self) -> int:
+        return Path(self.path).stat().st_mtime_ns
+
+    def _pass(self) -> None:
+        self.calls += 1
+        self.gate.wait()
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FlakyStore]:
+    store = FlakyStore(tmp_path)
+    yield store
+    store.gate.set()
+
+
+def keeper(store: StateStore, document: dict[str, Any] | None, interval_s: float = 60.0) -> StateKeeper:
+    return StateKeeper(store, "m", lambda: document and dict(document), interval_s)
+
+
+def sample(keeper: StateKeeper, name: str) -> float:
+    lines = [line for line in keeper.exposition().splitlines() if line.startswith(name)]
+    return float(lines[0].rpartition(" ")[2])
+
+
+async def test_it_saves_every_so_often_what_has_changed(store: FlakyStore) -> None:
+    document = {"n": 1}
+    kept = keeper(store, document, 0.01)
+    kept.start()
+    kept.start()
+    await until(lambda: Path(store.path).exists())
+    written_at = store.written_at()
+    calls = store.calls
+    await until(lambda: store.calls > calls + 2)
+    assert store.written_at() == written_at, "nothing had changed"
+    document["n"] = 2
+    await until(lambda: (store.load() or {}).get("n") == 2)
+    await kept.close()
+    assert sample(kept, "ewsjf_state_saved_timestamp_seconds{") > 1.7e9
+
+
+async def test_the_last_save_is_at_the_end(store: FlakyStore) -> None:
+    kept = keeper(store, {"n": 3})
+    kept.start()
+    await kept.close()
+    assert await keeper(store, None).load() == {"n": 3}
+
+
+async def test_nothing_is_saved_where_there_is_nothing_to_keep(store: FlakyStore) -> None:
+    await keeper(store, None).close()
+    assert store.calls == 0
+
+
+async def test_a_store_out_of_reach_costs_one_log_line_and_a_count(
+    store: FlakyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    kept = keeper(store, {"n": 1})
+    store.error = StateError("no route to host")
+    assert await kept.load() is None
+    await kept.save()
+    await kept.save()
+    assert repr(kept).endswith("out of reach>")
+    assert sample(kept, 'ewsjf_state_failures_total{model="m",operation="load"}') == 1
+    assert sample(kept, 'ewsjf_state_failures_total{model="m",operation="save"}') == 2
+    store.error = None
+    await kept.save()
+    said = [record.getMessage().split()[0] for record in caplog.records]
+    assert said == ["event=state_out_of_reach", "event=state_within_reach"]
+    assert store.load() == {"n": 1}
+
+
+async def test_a_store_that_hangs_holds_nobody_up(store: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_keeper, "_LOAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(state_keeper, "_LAST_SAVE_TIMEOUT_S", 0.05)
+    kept = keeper(store, {"n": 1})
+    store.gate.clear()
+    assert await kept.load() is None
+    await kept.close()
+    assert store.calls == 1, "no second call is begun while the first has not come back"
+    store.gate.set()
+    await kept.save()
+    assert store.load() == {"n": 1}
+
+
+async def test_a_state_that_cannot_be_written_as_json_is_a_failure_and_no_crash(store: FlakyStore) -> None:
+    kept = keeper(store, {"n": object()}, 0.01)
+    kept.start()
+    await until(lambda: sample(kept, 'ewsjf_state_failures_total{model="m",operation="save"}') > 1)
+    await kept.close()
+
+
+async def test_a_refused_state_is_set_aside_in_the_background(store: FlakyStore) -> None:
+    kept = keeper(store, {"n": 1})
+    await kept.save()
+    kept.refused("it makes no sense")
+    await until(lambda: Path(f"{store.path}.refused").exists())
+    assert await kept.load() is None
+    assert sample(kept, 'ewsjf_state_failures_total{model="m",operation="restore"}') == 1
+
+
+async def test_close_waits_for_a_save_that_is_under_way(store: FlakyStore) -> None:
+    document = {"n": 1}
+    kept = keeper(store, document, 0.01)
+    store.gate.clear()
+    kept.start()
+    await until(lambda: store.calls == 1)
+    document["n"] = 2
+    asyncio.get_running_loop().call_later(0.05, store.gate.set)
+    await kept.close()
+    assert store.load() == {"n": 2}

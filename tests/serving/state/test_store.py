@@ -1,0 +1,211 @@
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from serve_app.serving.state import store as state_store
+from serve_app.serving.state.store import StateError, StateStore
+
+DOCUMENT: Mapping[str, Any] = {
+    "ratios": {"prose": 4.0000000001, "code": 1e-9, "großer Text": 3},
+    "list": [1, 2.5, "x", None, True, {"deep": []}],
+}
+
+
+@pytest.fixture(params=["local", "memory", "object store"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder that is not there yet, on file systems of three kinds."""
+    if request.param == "local":
+        return str(tmp_path / "not" / "there")
+    if request.param == "object store":
+        monkeypatch.setattr(state_store, "_OBJECT_STORES", frozenset({"memory"}))
+    return f"memory://{tmp_path}/state"
+
+
+def written(store: StateStore) -> Any:
+    with fsspec.open(store.path, "rb") as file:
+        return json.load(file)
+
+
+def overwrite(store: StateStore, data: bytes) -> None:
+    with fsspec.open(store.path, "wb") as file:
+        file.write(data)
+
+
+def files(uri: str) -> list[str]:
+    system, path = fsspec.core.url_to_fs(uri)
+    return sorted(name.rpartition("/")[2] for name in system.ls(path, detail=False))
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "state_refused" in record.getMessage()]
+
+
+def test_what_was_saved_is_loaded_by_another_one(uri: str) -> None:
+    store = StateStore(uri, "scheduler", "app/m")
+    assert store.load() is None
+    assert store.save(DOCUMENT)
+    assert StateStore(uri, "scheduler", "app/m").load() == DOCUMENT
+    store.save({"n": 2})
+    assert StateStore(uri, "scheduler", "app/m").load() == {"n": 2}
+    assert len(files(uri)) == 1, "nothing is left lying about"
+
+
+def test_the_same_is_not_written_again(uri: str) -> None:
+    store = StateStore(uri, "scheduler", "m")
+    assert store.save(DOCUMENT)
+    assert not store.save(dict(reversed(list(DOCUMENT.items()))))
+    later = StateStore(uri, "scheduler", "m")
+    later.load()
+    assert not later.save(DOCUMENT)
+    assert later.save({"n": 1})
+
+
+def test_each_learner_has_a_file_of_its_own(uri: str) -> None:
+    named = [("scheduler", "a/b"), ("scheduler", "a-b"), ("scheduler", "a b"), ("tuner", "a/b")]
+    for number, (kind, name) in enumerate(named):
+        StateStore(uri, kind, name).save({"n": number})
+    found = [StateStore(uri, kind, name).load() for kind, name in named]
+    assert found == [{"n": number} for number in range(len(named))]
+
+
+def test_a_person_can_tell_what_a_file_is(tmp_path: Path) -> None:
+    store = StateStore(str(tmp_path), "scheduler", "app/demo")
+    store.save({})
+    envelope = written(store)
+    assert (envelope["format"], envelope["version"]) == ("ewsjf-serve state", 1)
+    assert (envelope["kind"], envelope["name"]) == ("scheduler", "app/demo")
+    assert envelope["checksum"].startswith("sha256:")
+    assert envelope["saved_at"].endswith("+00:00")
+    assert Path(store.path).name.startswith("scheduler-app-demo-")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_a_file_that_was_cut_off_is_set_aside(
+    uri: str, share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = StateStore(uri, "scheduler", "m")
+    store.save(DOCUMENT)
+    whole = json.dumps(written(store)).encode()
+    overwrite(store, whole[: int(share * len(whole))])
+    assert StateStore(uri, "scheduler", "m").load() is None
+    assert len(refusals(caplog)) == 1
+    assert "cut off" in refusals(caplog)[0]
+    assert store.path in refusals(caplog)[0]
+    assert "starts fresh" in refusals(caplog)[0]
+    # The next start finds nothing, and what it saves is kept.
+    assert StateStore(uri, "scheduler", "m").load() is None
+    assert len(refusals(caplog)) == 1
+    assert [name.endswith(".refused") for name in files(uri)] == [True]
+    StateStore(uri, "scheduler", "m").save(DOCUMENT)
+    assert StateStore(uri, "scheduler", "m").load() == DOCUMENT
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"name": "other"}, "name is 'other' where 'm' belongs"),
+        ({"kind": "tuner"}, "kind is 'tuner' where 'scheduler' belongs"),
+        ({"version": 2}, "version is 2 where 1 belongs"),
+        ({"version": None}, "version is None"),
+        ({"format": "something"}, "no ewsjf-serve state"),
+        ({"document": {"n": 2}}, "checksum does not match"),
+        ({"document": [1]}, "it holds no document"),
+        ({"checksum": "sha256:0"}, "checksum does not match"),
+    ],
+)
+def test_what_belongs_to_others_or_was_altered_is_refused(
+    tmp_path: Path, changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = StateStore(str(tmp_path), "scheduler", "m")
+    store.save({"n": 1})
+    overwrite(store, json.dumps(written(store) | changes).encode())
+    assert StateStore(str(tmp_path), "scheduler", "m").load() is None
+    assert reason in refusals(caplog)[0]
+    assert files(str(tmp_path)) == [f"{Path(store.path).name}.refused"]
+
+
+@pytest.mark.parametrize("data", [b"[]", b"null", b"\xff\xfe", b'{"a":' * 100_000])
+def test_anything_else_is_no_state(tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    store = StateStore(str(tmp_path), "scheduler", "m")
+    overwrite(store, data)
+    assert store.load() is None
+    assert len(refusals(caplog)) == 1
+
+
+def test_two_that_write_at_the_same_time_do_not_mix(uri: str) -> None:
+    """Each document holds one number a thousand times; any reader finds one of them, whole."""
+    done = threading.Event()
+    seen: list[Any] = []
+
+    def write(number: int) -> None:
+        store = StateStore(uri, "scheduler", "m")
+        for turn in range(20):
+            store.save({"numbers": [number] * 1_000, "turn": turn})
+
+    def read() -> None:
+        while not done.is_set():
+            seen.append(StateStore(uri, "scheduler", "m").load())
+
+    reader = threading.Thread(target=read)
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    StateStore(uri, "scheduler", "m").save({"numbers": [0] * 1_000})
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    reader.join()
+    assert seen
+    assert all(document is not None and len(set(document["numbers"])) == 1 for document in seen)
+    assert len(files(uri)) == 1
+
+
+def test_a_store_out_of_reach_says_so(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    store = StateStore(str(blocked / "below"), "scheduler", "m")
+    with pytest.raises(StateError, match=r"cannot write .*/file/below/scheduler-m-"):
+        store.save({"n": 1})
+    with pytest.raises(StateError, match="cannot read nosuch://x/"):
+        StateStore("nosuch://x", "scheduler", "m").load()
+    with pytest.raises(StateError, match="cannot be written as JSON"):
+        StateStore(str(tmp_path), "scheduler", "m").save({"n": object()})
+
+
+def test_a_failed_write_leaves_the_old_document_and_no_litter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StateStore(str(tmp_path), "scheduler", "m")
+    store.save({"n": 1})
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fsspec.implementations.local.LocalFileSystem.mv", full)
+        with pytest.raises(StateError, match="no space left"):
+            store.save({"n": 2})
+    assert store.load() == {"n": 1}
+    assert files(str(tmp_path)) == [Path(store.path).name]
+    assert store.save({"n": 2}), "what could not be written is tried again"
+
+
+def test_a_refused_document_that_cannot_be_renamed_is_only_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    store = StateStore(str(tmp_path), "scheduler", "m")
+    overwrite(store, b"{")
+
+    def read_only(*_: object, **__: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.mv", read_only)
+    assert store.load() is None
+    assert any("state_not_set_aside" in record.getMessage() for record in caplog.records)

@@ -1,0 +1,199 @@
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from serve_app.request import PromptShape
+from serve_app.scheduling.policies.partition import Partition
+from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.scheduler_client import Grant, Refusal
+from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
+from serve_app.serving.tuner.actor import TunerActor, TunerSettings
+from serve_app.tuning import StrategicSettings
+from serve_app.tuning.online.retune import Retune
+from tests.serving.channel.harness import FAST, World, scheduler_settings, submission, until
+
+QUICK = TunerSettings(pull_interval_s=0.01, strategic=StrategicSettings(first_after=40))
+
+
+class ToWorld:
+    """The calls of a tuner, answered by whichever scheduler lives."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.is_cut = False
+
+    async def observed(self, *, outcomes: bool) -> Observed:
+        if self.is_cut:
+            raise ConnectionError("the scheduler is away")
+        return self._world.shell.tuner.observed(outcomes=outcomes)
+
+    async def put_in_force(self, update: PartitionUpdate) -> None:
+        self._world.shell.tuner.put_in_force(update)
+
+    async def retune(self, order: Retune) -> None:
+        self._world.shell.tuner.retune(order)
+
+    async def show_tuner(self, document: Mapping[str, Any]) -> None:
+        self._world.shell.tuner.show(document)
+
+
+@pytest_asyncio.fixture
+async def world() -> AsyncIterator[World]:
+    world = World(scheduler_settings(policy="ewsjf"), FAST)
+    await world.begin()
+    yield world
+    await world.close()
+
+
+@pytest_asyncio.fixture
+async def start(world: World) -> AsyncIterator[Callable[[], TunerActor]]:
+    tuners: list[TunerActor] = []
+
+    def begin() -> TunerActor:
+        tuners.append(TunerActor("m", QUICK, ToWorld(world)))
+        return tuners[-1]
+
+    yield begin
+    for tuner in tuners:
+        tuner.stop()
+
+
+async def ask(world: World, client: GatewayClient, count: int = 40) -> list[asyncio.Task[Grant | Refusal]]:
+    """So many more requests that wait, as there is no replica: four of five of 10 tokens, others of 500."""
+    there = len(world.shell.core)
+    tasks = []
+    for number in range(there, there + count):
+        shape = PromptShape(text_bytes=0, prompt_tokens=500 if number % 5 == 0 else 10)
+        wanted = submission(f"r{number}", shape=shape)
+        tasks.append(asyncio.get_running_loop().create_task(client.acquire(wanted)))
+    await until(lambda: len(world.shell.core) == there + count)
+    return tasks
+
+
+def queue_names(world: World) -> set[str]:
+    return world.shell.core.room.queue_names()
+
+
+async def test_queues_are_learned_and_whoever_waits_is_queued_anew(
+    world: World, start: Callable[[], TunerActor], caplog: pytest.LogCaptureFixture
+) -> None:
+    start()
+    gateway = await world.gateway()
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        await ask(world, gateway, 39)
+        assert queue_names(world) == {"1-31", "256-511"}
+        await ask(world, gateway, 1)
+        await until(lambda: queue_names(world) == {"10-10", "500-500"})
+    assert len(world.shell.core.room) == 40
+    assert "event=partition_changed model=m incarnation=1 reason=first queues=2 shortest=10" in caplog.text
+    page = world.shell.exposition()
+    assert 'ewsjf_length_queues{model="m"} 2.0' in page
+    assert 'ewsjf_partition_changes_total{model="m",reason="first"} 1.0' in page
+    assert 'ewsjf_partition_age_seconds{model="m"} ' in page
+    assert world.shell.status()["queues"]["learned"] == 2
+
+
+async def test_a_new_scheduler_is_given_the_queues_in_force(
+    world: World, start: Callable[[], TunerActor]
+) -> None:
+    start()
+    gateway = await world.gateway()
+    await ask(world, gateway)
+    await until(lambda: queue_names(world) == {"10-10", "500-500"})
+    await world.restart()
+    await until(lambda: queue_names(world) == {"10-10", "500-500"})
+    assert len(world.shell.core.room) == 40
+    page = world.shell.exposition()
+    assert 'ewsjf_partition_changes_total{model="m",reason="restored"} 1.0' in page
+    assert 'reason="first"' not in page
+
+
+async def test_a_dead_tuner_changes_nothing_for_requests(
+    world: World, start: Callable[[], TunerActor]
+) -> None:
+    tuner = start()
+    tasks = await ask(world, await world.gateway())
+    await until(lambda: queue_names(world) == {"10-10", "500-500"})
+    tuner.stop()
+    await world.replica("s1")
+    await until(lambda: any(task.done() for task in tasks))
+    granted = [task.result() for task in tasks if task.done()]
+    assert {grant.length_queue for grant in granted if isinstance(grant, Grant)} == {"10-10"}
+    assert queue_names(world) == {"10-10", "500-500"}
+
+
+async def test_a_scheduler_that_is_away_is_reported_once_and_found_again(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = ToWorld(world)
+    calls.is_cut = True
+    tuner = TunerActor("m", QUICK, calls)
+    with caplog.at_level(logging.WARNING, "ray.serve"):
+        await asyncio.sleep(0.1)
+    assert caplog.text.count("event=tuner_without_scheduler model=m") == 1
+    await tuner.check_health()
+    calls.is_cut = False
+    await ask(world, await world.gateway())
+    await until(lambda: queue_names(world) == {"10-10", "500-500"})
+    tuner.stop()
+
+
+async def test_an_update_that_got_lost_is_sent_again() -> None:
+    class Forgetful:
+        """Fails to take the first update."""
+
+        def __init__(self) -> None:
+            self.tries: list[tuple[Partition, str]] = []
+
+        async def observed(self, *, outcomes: bool) -> Observed:
+            return Observed(incarnation=1, lengths=[] if self.tries else [10] * 40)
+
+        async def put_in_force(self, update: PartitionUpdate) -> None:
+            self.tries.append((update.partition, update.reason))
+            if len(self.tries) == 1:
+                raise ConnectionError("lost")
+
+        async def retune(self, order: Retune) -> None:
+            raise AssertionError(order)
+
+        async def show_tuner(self, document: Mapping[str, Any]) -> None:
+            raise AssertionError(document)
+
+    scheduler = Forgetful()
+    tuner = TunerActor("m", QUICK, scheduler)
+    await until(lambda: len(scheduler.tries) == 2)
+    await asyncio.sleep(0.05)
+    tuner.stop()
+    assert len(scheduler.tries) == 2
+    assert scheduler.tries[0] == scheduler.tries[1]
+    assert scheduler.tries[0][1] == "first"
+
+
+async def test_a_tuner_that_cannot_go_on_is_unhealthy() -> None:
+    class Nonsense:
+        async def observed(self, *, outcomes: bool) -> Observed:
+            return Observed(incarnation=1, lengths=["long"])  # type: ignore[list-item] # as a fault would
+
+        async def put_in_force(self, update: PartitionUpdate) -> None:
+            raise AssertionError(update)
+
+        async def retune(self, order: Retune) -> None:
+            raise AssertionError(order)
+
+        async def show_tuner(self, document: Mapping[str, Any]) -> None:
+            raise AssertionError(document)
+
+    tuner = TunerActor("m", QUICK, Nonsense())
+    await tuner.check_health()
+    await until(tuner._turns.done)
+    with pytest.raises(TypeError):
+        await tuner.check_health()
+
+
+def test_a_pull_interval_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"pull_interval_s must be positive, got 0"):
+        TunerSettings(pull_interval_s=0)

@@ -1,0 +1,213 @@
+"""The tuner of values, driven as the actor drives it: observations in, orders out. The twin is real."""
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.errors import Outcome
+from serve_app.routing.pools import RoutingSettings
+from serve_app.scheduling import SchedulerSettings
+from serve_app.serving.scheduler.learned_queues import Observed
+from serve_app.serving.state.store import StateStore
+from serve_app.serving.tuner import parameter_tuner
+from serve_app.serving.tuner.parameter_tuner import ParameterTuner
+from serve_app.tuning.online.control_variate import Control
+from serve_app.tuning.online.outcome_window import Row
+from serve_app.tuning.online.parameter_search import ParameterTuningSettings, engines_of
+from serve_app.tuning.online.retune import Retune
+from serve_app.tuning.online.rollout_settings import Act, RolloutSettings
+from serve_app.tuning.search.study_settings import StudySettings
+from serve_app.tuning.twin.digital_twin import TwinSettings
+from tests.builders import spec
+
+TARGET = "backpressure.target_waiting"
+CONFIGURED = SchedulerSettings(model="m", routing=RoutingSettings(pools=("only",)))
+REPLICA = spec("r1", "only", max_model_len=8_192, kv_tokens=32_768, max_num_seqs=16)
+SMALL: dict[str, Any] = {
+    "profile": "laptop",
+    "min_requests": 150,
+    "search_cpu_s": 60.0,
+    "core_share": 1.0,
+    "twin": TwinSettings(window_requests=60, block_requests=20, learned_requests=50),
+    "study": StudySettings(trials=4, rungs=(1, 2), batch=2, confirm_windows=2, finalists=1),
+}
+
+
+def tuner(mode: str = "on", store: StateStore | None = None, **changes: Any) -> ParameterTuner:
+    rollout = RolloutSettings(mode=mode, slice_s=20.0, settle_s=2.0, pairs=2, min_class_requests=20)  # type: ignore[arg-type]
+    return ParameterTuner("m", ParameterTuningSettings(**{**SMALL, "rollout": rollout, **changes}), store)
+
+
+def rows(count: int, start: float, span_s: float, ttft_s: float = 0.05) -> list[Row]:
+    """Answered requests of mixed lengths, all at the same pace."""
+    rng = random.Random(count)
+    made: list[Row] = []
+    for number in range(count):
+        at = start + span_s * number / count
+        tokens = rng.choice([40, 90, 200, 1_500])
+        first = at + ttft_s
+        outcome = Outcome.COMPLETED.value
+        last = first + 0.3
+        made.append(
+            (f"r{at}", at, at, first, last, outcome, tokens, 30, "t", "default", "only", "r1", "1-2048")
+        )
+    return made
+
+
+def observed(at: float, outcomes: list[Row], **changes: Any) -> Observed:
+    usual = {"incarnation": 1, "lengths": [], "replicas": [REPLICA], "settings": CONFIGURED}
+    return Observed(**{**usual, "at": at, "settled_until": at, "outcomes": outcomes, **changes})
+
+
+async def searched(tuner: ParameterTuner, at: float) -> list[Retune]:
+    """Turns until the search has ended, at one moment of the scheduler's clock."""
+    async with asyncio.timeout(60):
+        while tuner.is_searching:
+            await asyncio.sleep(0.02)
+            orders = tuner.turn(observed(at, []))
+    return orders
+
+
+async def test_a_search_begins_with_enough_traffic_and_leaves_its_figures() -> None:
+    made = tuner("advise")
+    assert made.turn(observed(10.0, rows(100, 0.0, 10.0))) == []
+    assert not made.is_searching
+    assert made.document()["state"] == "watching"
+    made.turn(observed(20.0, rows(100, 10.0, 10.0)))
+    assert made.is_searching
+    assert made.document()["state"] == "searching"
+    assert await searched(made, 20.0) == []
+    (study,) = made.document()["studies"]
+    assert study["trials"] == 4
+    assert 0.25 <= study["speed_factor"] <= 4.0
+    # The next one only after a while.
+    made.turn(observed(21.0, rows(200, 20.0, 1.0)))
+    assert not made.is_searching
+
+
+async def test_a_candidate_is_tried_in_slices_and_dropped_when_it_serves_worse() -> None:
+    made = tuner()
+    made.turn(observed(0.0, []))
+    assert made._loop is not None
+    rollout = made._loop.rollout
+    better = {**rollout.incumbent, "target_waiting": 6}
+    rollout.propose(better, 0.0, "for the test")
+    applied: list[Retune] = []
+    at = 0.0
+    while rollout.target is not None and at < 400.0:
+        at += 1.0
+        on_trial = rollout.in_force == rollout.target
+        applied += made.turn(observed(at, rows(12, at - 1.0, 1.0, ttft_s=5.0 if on_trial else 0.05)))
+    assert rollout.target is None
+    tried = [order for order in applied if order.valid_s is not None]
+    assert tried
+    assert all(order.values[TARGET] == 6 for order in tried)
+    assert applied[-1].valid_s is None
+    assert applied[-1].values[TARGET] == CONFIGURED.backpressure.target_waiting
+    assert "rolled back" in [each["what"] for each in made.document()["audit"]]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_a_trial_waits_for_a_replay_in_a_thread_and_goes_on_without_one_that_breaks(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tuner()
+    made.turn(observed(0.0, []))
+    assert made._loop is not None
+    rollout = made._loop.rollout
+    better = {**rollout.incumbent, "target_waiting": 6}
+    rollout.propose(better, 0.0, "for the test", control=Control())
+    if broken:
+        monkeypatch.setattr(parameter_tuner, "replay_aside", None)
+    at, pairs = 0.0, []
+    while rollout.target is not None and at < 200.0:
+        at += 1.0
+        made.turn(observed(at, rows(12, at - 1.0, 1.0)))
+        # Not a second of the scheduler's clock goes by while it works.
+        while made.is_replaying:
+            await asyncio.sleep(0.02)
+            made.turn(observed(at, []))
+        pairs = [each for each in rollout.audit if each.act is Act.ROLLED_BACK]
+    (verdict,) = pairs
+    assert verdict.figures["pairs"] == 2
+    assert ("uncleared_difference" in verdict.figures) is not broken
+
+
+async def test_freezing_ends_a_trial() -> None:
+    made = tuner()
+    made.turn(observed(0.0, []))
+    assert made._loop is not None
+    made._loop.rollout.propose({**made._loop.rollout.incumbent, "target_waiting": 6}, 0.0, "for the test")
+    (order,) = made.turn(observed(1.0, [], frozen="an incident"))
+    assert (order.valid_s, order.values[TARGET]) == (None, 3)
+    made.turn(observed(2.0, []))
+    assert made.document()["audit"][0]["what"] == "thawed"
+
+
+async def test_a_new_scheduler_gets_the_values_in_force_for_good() -> None:
+    made = tuner()
+    made.turn(observed(100.0, []))
+    assert made._loop is not None
+    adopted = {**made._loop.rollout.incumbent, "target_waiting": 5}
+    made._loop.rollout.incumbent = adopted
+    (order,) = made.turn(observed(3.0, [], incarnation=2))
+    assert (order.values[TARGET], order.valid_s) == (5, None)
+
+
+async def test_values_survive_a_restart_unless_the_settings_have_changed(tmp_path: Path) -> None:
+    store = StateStore(str(tmp_path), "tuner", "m")
+    made = tuner(store=store)
+    made.turn(observed(100.0, []))
+    assert made._loop is not None
+    made._loop.rollout.incumbent = {**made._loop.rollout.incumbent, "target_waiting": 5}
+    await made.save()
+    again = tuner(store=StateStore(str(tmp_path), "tuner", "m"))
+    await again.load()
+    (order,) = again.turn(observed(0.0, []))
+    assert order.values[TARGET] == 5
+    other = tuner(store=StateStore(str(tmp_path), "tuner", "m"))
+    await other.load()
+    changed = replace(CONFIGURED, backpressure=replace(CONFIGURED.backpressure, target_waiting=4))
+    assert other.turn(observed(0.0, [], settings=changed)) == []
+
+
+async def test_without_replicas_or_settings_nothing_is_searched() -> None:
+    made = tuner()
+    assert made.turn(observed(1.0, rows(300, 0.0, 1.0), settings=None)) == []
+    made.turn(observed(2.0, rows(300, 1.0, 1.0), replicas=[]))
+    assert not made.is_searching
+
+
+async def test_a_search_ends_with_its_tuner() -> None:
+    made = tuner("advise", core_share=0.01)
+    made.turn(observed(20.0, rows(300, 0.0, 20.0)))
+    assert made.is_searching
+    made.stop()
+    async with asyncio.timeout(30):
+        while made.is_searching:
+            await asyncio.sleep(0.02)
+            made.turn(observed(21.0, []))
+    assert made.document()["studies"] == []
+
+
+def test_engines_are_those_that_are_connected_at_the_pace_of_the_profile() -> None:
+    (plan,) = engines_of([REPLICA], "laptop")
+    assert (plan.engine.kv_tokens, plan.engine.max_num_seqs) == (32_768, 16)
+    assert plan.engine.long_prefill_token_threshold == plan.step_time.chunk_tokens()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"core_share": 0.0}, "core_share"),
+        ({"every_s": 0.0}, "every_s"),
+        ({"min_requests": 0}, "min_requests"),
+    ],
+)
+def test_bad_settings_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParameterTuningSettings(**{"profile": "laptop", **changes})

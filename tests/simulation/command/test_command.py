@@ -1,0 +1,188 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from serve_app.cli import main
+from serve_app.simulation.command.results import markdown_table
+
+SMALL = ["--profile", "laptop", "--replicas", "2", "--requests", "150", "--jobs", "1"]
+
+
+def simulate(*arguments: str) -> int:
+    return main(["simulate", "--trace", "paper-mix", *SMALL, *arguments])
+
+
+def test_the_json_is_as_the_contract_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "out.json"
+    assert simulate("--policy", "direct,fcfs", "--load", "0.9", "--seeds", "2", "--json", str(out)) == 0
+    document = json.loads(out.read_text())
+    runs = document["runs"]
+    assert [(run["policy"], run["seed"], run["load"]) for run in runs] == [
+        ("direct", 0, 0.9),
+        ("direct", 1, 0.9),
+        ("fcfs", 0, 0.9),
+        ("fcfs", 1, 0.9),
+    ]
+    for run in runs:
+        metrics = run["metrics"]
+        for name in ("completed", "throughput_tokens_per_s", "goodput_per_s", "makespan_s", "jain_tenants"):
+            assert metrics[name] > 0, name
+        assert metrics["preemptions"] >= 0
+        for name in ("ttft_s", "tpot_s", "e2e_s", "queue_wait_s"):
+            for size in ("all", "short", "long"):
+                figures = metrics[name][size]
+                assert set(figures) == {"mean", "p50", "p95", "p99", "max"}
+                assert 0 <= figures["p50"] <= figures["p95"] <= figures["p99"] <= figures["max"]
+        assert run["whole_run"]["completed"] == 150
+    assert {"commit", "settings", "trace", "seeds"} <= set(document["provenance"])
+    assert document["provenance"]["seeds"] == [0, 1]
+    assert document["provenance"]["settings"]["load"] == 0.9
+    table = capsys.readouterr().out
+    assert "| direct " in table
+    assert "| fcfs " in table
+
+
+def test_short_is_up_to_256_tokens_unless_said_otherwise(tmp_path: Path) -> None:
+    shares = []
+    for extra in ([], ["--short-at", "64"]):
+        out = tmp_path / "out.json"
+        simulate("--policy", "direct", "--rate", "5", "--slo-tpot-s", "9", "--json", str(out), *extra)
+        (run,) = json.loads(out.read_text())["runs"]
+        shares.append(run["metrics"]["ttft_s"]["long"]["mean"])
+        assert run["settings"]["short_at_tokens"] == (64 if extra else 256)
+    # More prompts count as long, and those are the quick ones.
+    assert shares[1] < shares[0]
+
+
+def test_the_same_command_writes_the_same_log_to_the_byte(tmp_path: Path) -> None:
+    logs = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    for log in logs:
+        assert simulate("--policy", "fcfs", "--load", "1.1", "--seeds", "2", "--log", str(log)) == 0
+    first, second = (log.read_bytes() for log in logs)
+    assert first == second
+    lines = [json.loads(line) for line in first.splitlines()]
+    heads = [line["run"] for line in lines if "run" in line]
+    assert [head["seed"] for head in heads] == [0, 1]
+    sent = [
+        command["Dispatch"]["request_id"]
+        for line in lines
+        if "run" not in line
+        for command in line["commands"]
+        if "Dispatch" in command
+    ]
+    assert sorted(sent) == sorted(2 * [f"r{number}" for number in range(150)])
+
+
+def test_a_rate_is_shown_with_the_load_that_it_means(tmp_path: Path) -> None:
+    loads = []
+    for rate in ("20", "40"):
+        out = tmp_path / "out.json"
+        simulate("--policy", "direct", "--rate", rate, "--json", str(out))
+        (run,) = json.loads(out.read_text())["runs"]
+        assert run["rate_per_s"] == pytest.approx(float(rate))
+        loads.append(run["load"])
+    assert loads[1] == pytest.approx(2 * loads[0])
+
+
+def test_two_pools_are_named_with_their_sizes(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = [
+        "simulate",
+        "--trace",
+        "paper-mix",
+        "--profile",
+        "laptop",
+        "--requests",
+        "100",
+        "--jobs",
+        "1",
+    ]
+    arguments += ["--pools", "short:2,long:1", "--b-short", "2000", "--policy", "fcfs", "--json", str(out)]
+    assert main(arguments) == 0
+    (run,) = json.loads(out.read_text())["runs"]
+    engines = [(one["replica"], one["max_model_len"]) for one in run["settings"]["engines"]]
+    assert engines == [("short-1", 2_000), ("short-2", 2_000), ("long-1", 8_192)]
+
+
+def test_merged_traces_come_on_one_clock(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["simulate", "--trace", "lmsys+paper-mix", *SMALL, "--policy", "direct", "--json", str(out)]
+    assert main(arguments) == 0
+    trace = json.loads(out.read_text())["provenance"]["trace"]
+    assert trace["name"] == "lmsys+paper-mix"
+    # 10 and 20 requests/s when alone.
+    assert trace["rate_per_s"] == pytest.approx(30.0, rel=0.3)
+
+
+def test_what_was_left_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate("--policy", "fcfs", "--load", "0.5", "--max-model-len", "2000")
+    errors = capsys.readouterr().err
+    assert "requests are longer than any engine's context and were left out" in errors
+
+
+def test_unequal_work_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate("--policy", "fcfs", "--load", "3", "--queue-timeout-s", "0.2")
+    errors = capsys.readouterr().err
+    assert "not the same work: fcfs, seed 0: only" in errors
+    assert "expired" in errors
+
+
+def test_pictures_are_drawn_from_the_same_runs(tmp_path: Path) -> None:
+    assert simulate("--policy", "direct,fcfs", "--load", "1.2", "--plot", str(tmp_path / "plots")) == 0
+    names = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert names == ["frontier.png", "queues-fcfs.png", "ttft_cdf.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "lifo"], "no policy 'lifo'"),
+        (["--profile", "abacus"], "no engine profile 'abacus'"),
+        (["--policy", "fcfs", "--set", "backpressure.target_waiting"], "--set takes PATH=VALUE"),
+        (["--policy", "fcfs", "--set", "backpressure.target_waitin=3"], "target_waitin"),
+        (["--policy", "fcfs", "--arrivals", "tides"], "no arrivals 'tides'"),
+        (["--policy", "fcfs", "--first-seed", "-1"], "--first-seed must not be negative"),
+        (["--policy", "fcfs", "--warm-up", "1.5"], "warm_up_ratio"),
+    ],
+)
+def test_what_cannot_be_ends_with_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(*arguments) == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("pools", ["short:2", "short:0,long:1", "left:1,right:2", "short:x,long:1"])
+def test_pools_are_short_and_long_and_have_replicas(pools: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--trace", "paper-mix", "--pools", pools])
+    assert "write short:N,long:M" in capsys.readouterr().err
+
+
+def row(policy: str, seed: int, mean: float, *, deployable: bool = True) -> dict[str, object]:
+    times = {"mean": mean, "p99": 2 * mean, "max": 3 * mean}
+    by_size = {"all": times, "short": times, "long": times}
+    return {
+        "policy": policy,
+        "seed": seed,
+        "deployable": deployable,
+        "metrics": {"ttft_s": by_size, "queue_wait_s": by_size, "tpot_s": by_size, "goodput_per_s": 1.0},
+        "whole_run": {"throughput_tokens_per_s": 1_000.0},
+    }
+
+
+def test_a_table_has_means_and_intervals_over_seeds() -> None:
+    rows = [row("fcfs", seed, mean) for seed, mean in enumerate((1.0, 2.0, 3.0))]
+    line = next(line for line in markdown_table(rows).splitlines() if "fcfs" in line)
+    # Student's t with two degrees of freedom: 4.303 * 1 / sqrt(3).
+    assert "2.000 ± 2.484" in line
+    assert "| 3 |" in line
+
+
+def test_a_single_seed_has_no_interval_and_the_oracle_is_marked() -> None:
+    table = markdown_table([row("fcfs", 0, 1.0), row("oracle", 0, 0.5, deployable=False)])
+    assert "±" not in table
+    assert "oracle (not deployable)" in table

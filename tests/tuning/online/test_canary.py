@@ -1,0 +1,308 @@
+from random import Random
+
+import pytest
+
+from serve_app.tuning.objective.objective import Reward
+from serve_app.tuning.online.canary import Canary, Standing, Verdict
+from serve_app.tuning.online.control_variate import Control
+from serve_app.tuning.online.rollout_settings import RolloutSettings
+from serve_app.tuning.online.slice_noise import Swings
+from tests.tuning.rewards import told
+
+QUICK = RolloutSettings(slice_s=10.0, settle_s=2.0, pairs=3, void_pairs=1, judge_limit_s=30.0)
+
+
+def run(rewards: list[Reward], swings: Swings | None = None) -> tuple[Canary, Verdict]:
+    """Judge one slice after the other; incumbent, candidate, candidate, incumbent..."""
+    canary, verdict = Canary(QUICK, 0.0, swings), Verdict(Standing.OPEN)
+    for number, reward in enumerate(rewards):
+        canary.advance(10.0 * (number + 1))
+        (part,) = canary.to_judge(10.0 * (number + 1), 1e9)
+        verdict = canary.judge(part.number, reward)
+    return canary, verdict
+
+
+def pairs(*differences: float | None) -> list[Reward]:
+    """Slices of so many pairs, the incumbent always at 0.5; None leaves a pair without figures."""
+    rewards = []
+    for place, difference in enumerate(differences):
+        mine = told(None if difference is None else 0.5 + difference)
+        theirs = told(None if difference is None else 0.5)
+        rewards += [theirs, mine] if place % 2 == 0 else [mine, theirs]
+    return rewards
+
+
+def test_slices_come_in_an_order_that_a_rising_load_does_not_favour() -> None:
+    canary = Canary(QUICK, 0.0)
+    turns = []
+    for second in range(60):
+        turns.append(canary.is_candidates_turn)
+        canary.advance(float(second + 1))
+    assert turns == [False] * 10 + [True] * 20 + [False] * 20 + [True] * 10
+    assert not canary.is_candidates_turn
+
+
+def test_a_slice_is_judged_without_its_beginning_when_its_requests_are_over() -> None:
+    canary = Canary(QUICK, 100.0)
+    canary.advance(110.5)
+    assert canary.to_judge(111.0, settled_until=109.0) == []
+    (part,) = canary.to_judge(111.0, settled_until=111.0)
+    assert (part.number, part.of_candidate, part.start, part.end) == (0, False, 102.0, 110.0)
+    assert canary.to_judge(140.0, settled_until=109.0) == [part]
+    assert canary.is_late(0, 109.0)
+
+
+def test_a_slice_ends_in_time_even_if_nobody_looked() -> None:
+    canary = Canary(QUICK, 0.0)
+    canary.advance(10.0)
+    canary.advance(500.0)
+    assert [part.end for part in canary.to_judge(500.0, 500.0)] == [10.0, 20.0]
+
+
+def test_a_gain_within_the_scatter_of_its_own_pairs_is_not_adopted() -> None:
+    # Nothing is known of the traffic before, so nothing but the pairs can tell that this is chance.
+    verdict = run(pairs(0.6, -0.04, -0.01))[1]
+    assert verdict.figures["mean_difference"] > 0
+    assert verdict.standing is Standing.UNPROVEN
+
+
+def test_better_in_all_is_won() -> None:
+    assert run(pairs(0.1, -0.01, 0.1))[1].standing is Standing.WON
+
+
+@pytest.mark.parametrize("difference", [0.0, -0.001])
+def test_no_better_is_failed(difference: float) -> None:
+    verdict = run(pairs(difference, difference, difference))[1]
+    assert verdict.standing is Standing.FAILED
+    assert "no better" in verdict.reason
+
+
+def test_worse_by_more_than_the_margin_ends_after_two_pairs() -> None:
+    assert run(pairs(-0.04))[1].standing is Standing.OPEN
+    verdict = run(pairs(-0.04, -0.04))[1]
+    assert verdict.standing is Standing.FAILED
+    assert verdict.figures["mean_difference"] == pytest.approx(-0.04)
+
+
+def test_far_worse_ends_after_one_pair() -> None:
+    assert run(pairs(-0.1))[1].standing is Standing.FAILED
+
+
+def test_a_class_that_loses_ends_the_trial_however_good_the_reward() -> None:
+    mine = told(0.9, {"default short": (200, 1.0), "default long": (100, 0.8)})
+    theirs = told(0.5, {"default short": (200, 0.7), "default long": (100, 0.9)})
+    verdict = run([theirs, mine])[1]
+    assert verdict.standing is Standing.FAILED
+    assert "default long" in verdict.reason
+
+
+def test_a_class_of_few_requests_says_nothing() -> None:
+    mine, theirs = told(0.9, {"batch long": (99, 0.0)}), told(0.5, {"batch long": (99, 1.0)})
+    assert run([theirs, mine])[1].standing is Standing.OPEN
+
+
+def test_no_reward_under_the_candidate_alone_ends_the_trial() -> None:
+    verdict = run([told(0.5), told(None)])[1]
+    assert verdict.standing is Standing.FAILED
+    assert "nothing was measured" in verdict.reason
+
+
+def test_a_pair_without_figures_is_made_up_for_but_not_for_ever() -> None:
+    canary, verdict = run([*pairs(0.1, None, 0.1)])
+    assert verdict.standing is Standing.OPEN
+    assert canary.advance(70.0)
+    assert run(pairs(0.1, None, 0.1, 0.1))[1].standing is Standing.WON
+    verdict = run(pairs(0.1, None, None))[1]
+    assert verdict.standing is Standing.FAILED
+    assert "2 pairs" in verdict.reason
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_not_finite_is_none(value: float) -> None:
+    assert run([told(0.5), told(value)])[1].standing is Standing.FAILED
+
+
+def test_what_the_traffic_does_by_itself_ends_no_trial() -> None:
+    # One pair of -0.2 is far off where slices are alike, and nothing where they differ by 0.3.
+    assert run(pairs(-0.2))[1].standing is Standing.FAILED
+    swinging = Swings(reward=0.3)
+    assert run(pairs(-0.2), swinging)[1].standing is Standing.OPEN
+    assert run(pairs(-0.2, 0.5, 0.9), swinging)[1].standing is Standing.UNPROVEN
+    assert run(pairs(0.2, 0.5, 0.4), swinging)[1].standing is Standing.WON
+    # Beyond margin and swing it is harm, and what is better by less than the swing is not adopted.
+    assert run(pairs(-0.4), swinging)[1].standing is Standing.FAILED
+    assert run(pairs(-0.25, -0.25), swinging)[1].standing is Standing.FAILED
+    verdict = run(pairs(0.1, 0.2, 0.1), swinging)[1]
+    assert verdict.standing is Standing.UNPROVEN
+    assert "by more than it swings by itself" in verdict.reason
+    assert run(pairs(0.1, 0.2, 0.1))[1].standing is Standing.WON
+
+
+def test_a_class_may_swing_as_it_does_by_itself_and_no_further() -> None:
+    before, after = {"default long": (200, 0.9)}, {"default long": (200, 0.7)}
+    rewards = [told(0.5, before), told(0.6, after)]
+    assert run(rewards)[1].standing is Standing.FAILED
+    assert run(rewards, Swings(attainment={"default long": 0.2}))[1].standing is Standing.OPEN
+    assert run(rewards, Swings(attainment={"default short": 0.9}))[1].standing is Standing.FAILED
+    verdict = run(rewards, Swings(attainment={"default long": 0.1}))[1]
+    assert verdict.standing is Standing.FAILED
+    assert verdict.figures["attainment_limit"] == pytest.approx(0.15)
+
+
+def test_slices_of_one_side_tell_how_far_the_traffic_swings() -> None:
+    canary = Canary(QUICK, 0.0, Swings(), Control())
+    for number in range(5):
+        canary.advance(10.0 * (number + 1))
+        canary.judge(number, told(0.1 * number))
+    canary.expect({3: told(0.3), 4: told(0.4)})
+    (mine, theirs) = canary.neighbours()
+    # Two of the candidate, of which the twin was not asked, and two of the incumbent.
+    assert [each.reward.value for each in (*mine, *theirs)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert [each.expected for each in mine] == [None, None]
+    assert [each.expected for each in theirs] == [told(0.3), told(0.4)]
+
+
+def concluded(rewards: list[Reward], swings: Swings, settings: RolloutSettings) -> tuple[Standing, int]:
+    """How a trial ends, and after how many pairs."""
+    canary, verdict, taken = Canary(settings, 0.0, swings), Verdict(Standing.OPEN), 0
+    while verdict.standing is Standing.OPEN and taken < len(rewards):
+        canary.advance(settings.slice_s * (taken + 1))
+        verdict = canary.judge(taken, rewards[taken])
+        taken += 1
+    return verdict.standing, taken // 2
+
+
+def test_a_step_without_a_gain_is_adopted_as_seldom_as_stated_and_harm_hardly_ever() -> None:
+    settings, noise = RolloutSettings(), Random(0)
+    won, took = {}, {}
+    for gain in (-0.05, 0.0, 0.2):
+        trials = [
+            concluded(
+                pairs(*(gain + noise.gauss(0.0, 0.1) for _ in range(settings.pairs))),
+                Swings(reward=0.1),
+                settings,
+            )
+            for _ in range(1_000)
+        ]
+        won[gain] = sum(end is Standing.WON for end, _ in trials) / 1_000
+        took[gain] = sum(count for _, count in trials) / 1_000
+    assert won[0.0] <= settings.false_adoption
+    assert won[-0.05] <= 0.01
+    assert won[0.2] >= 0.95
+    # What is clear is adopted before half of the pairs are over.
+    assert took[0.2] < settings.pairs / 2
+
+
+def test_without_a_known_swing_a_gain_is_proven_by_all_pairs_only() -> None:
+    settings, alike = RolloutSettings(pairs=5), pairs(*[0.2] * 5)
+    assert concluded(alike, Swings(), settings) == (Standing.WON, 5)
+    assert concluded(alike, Swings(reward=0.01), settings) == (Standing.WON, 3)
+
+
+def cleared(
+    seen: list[tuple[float, float]], control: Control, settings: RolloutSettings = QUICK, swing: float = 0.5
+) -> tuple[Canary, Verdict]:
+    """Pairs of differences as (seen, expected), until the trial is over; the incumbent is always at 0.5."""
+    canary = Canary(settings, 0.0, Swings(reward=swing), control)
+    verdict = Verdict(Standing.OPEN)
+    rewards = pairs(*(each for each, _ in seen))
+    expected = pairs(*(each for _, each in seen))
+    for number, reward in enumerate(rewards):
+        canary.advance(settings.slice_s * (number + 1))
+        verdict = canary.judge(number, reward)
+        if verdict.standing is Standing.OPEN and number % 2:
+            wanted = [part.number for part in canary.to_expect()]
+            assert wanted == [number - 1, number]
+            verdict = canary.expect({each: expected[each] for each in wanted})
+        if verdict.standing is not Standing.OPEN:
+            break
+    return canary, verdict
+
+
+def test_what_the_twin_expects_of_the_traffic_is_no_difference_of_the_sides() -> None:
+    # Seen, pairs differ by chance and prove nothing; cleared, the candidate gains 0.1 in each.
+    seen = [(0.5, 0.4), (-0.3, -0.4), (0.1, 0.0)]
+    assert run(pairs(*(each for each, _ in seen)), Swings(reward=0.5))[1].standing is Standing.UNPROVEN
+    verdict = cleared(seen, Control(left=Swings(reward=0.02)))[1]
+    assert verdict.standing is Standing.WON
+    assert verdict.figures["mean_difference"] == pytest.approx(0.1)
+    assert verdict.figures["uncleared_difference"] == pytest.approx(0.1)
+    # Nothing of it is taken off where the twin was no guide before.
+    verdict = cleared(seen, Control(reward=0.0, left=Swings(reward=0.5)))[1]
+    assert verdict.standing is Standing.UNPROVEN
+
+
+def test_harm_that_good_luck_hides_is_found() -> None:
+    assert run(pairs(0.2), Swings(reward=0.5))[1].standing is Standing.OPEN
+    verdict = cleared([(0.2, 0.5)], Control(left=Swings(reward=0.02)))[1]
+    assert verdict.standing is Standing.FAILED
+    assert verdict.figures["mean_difference"] == pytest.approx(-0.3)
+
+
+def test_a_pair_waits_for_what_is_expected_and_plain_harm_does_not() -> None:
+    canary = Canary(QUICK, 0.0, Swings(reward=0.1), Control())
+    for number, reward in enumerate(pairs(-0.2)):
+        canary.advance(10.0 * (number + 1))
+        verdict = canary.judge(number, reward)
+    assert verdict.standing is Standing.OPEN
+    assert [part.number for part in canary.to_expect()] == [0, 1]
+    canary = Canary(QUICK, 0.0, Swings(reward=0.1), Control())
+    for number, reward in enumerate(pairs(-0.5)):
+        canary.advance(10.0 * (number + 1))
+        verdict = canary.judge(number, reward)
+    assert verdict.standing is Standing.FAILED
+    assert "far below" in verdict.reason
+
+
+@pytest.mark.parametrize("missing", ["never comes", "has no reward"])
+def test_without_an_expectation_a_trial_goes_on_as_if_there_had_been_none(missing: str) -> None:
+    canary = Canary(QUICK, 0.0, Swings(), Control())
+    for number, reward in enumerate(pairs(-0.2)):
+        canary.advance(10.0 * (number + 1))
+        verdict = canary.judge(number, reward)
+    assert verdict.standing is Standing.OPEN
+    verdict = canary.expect_nothing() if missing == "never comes" else canary.expect({0: told(None)})
+    assert verdict.standing is Standing.FAILED
+    assert canary.to_expect() == []
+
+
+def test_a_class_is_cleared_of_what_is_expected_of_it() -> None:
+    before, after = {"default long": (200, 0.9)}, {"default long": (200, 0.6)}
+    rewards, expected = [told(0.5, before), told(0.6, after)], [told(0.5, before), told(0.5, after)]
+    assert run(rewards)[1].standing is Standing.FAILED
+    canary = Canary(QUICK, 0.0, Swings(), Control())
+    for number, reward in enumerate(rewards):
+        canary.advance(10.0 * (number + 1))
+        canary.judge(number, reward)
+    assert canary.expect(dict(enumerate(expected))).standing is Standing.OPEN
+    canary = Canary(QUICK, 0.0, Swings(), Control())
+    for number, reward in enumerate(rewards):
+        canary.advance(10.0 * (number + 1))
+        canary.judge(number, reward)
+    verdict = canary.expect({0: expected[0], 1: expected[0]})
+    assert verdict.standing is Standing.FAILED
+    assert verdict.figures["attainment_difference"] == pytest.approx(-0.3)
+
+
+def test_a_constant_reward_is_not_adopted_whatever_the_twin_expected_of_it() -> None:
+    verdict = cleared([(0.0, -0.3), (0.0, -0.31), (0.0, -0.29)], Control(left=Swings(reward=0.01)))[1]
+    assert verdict.figures["mean_difference"] == pytest.approx(0.3)
+    assert verdict.standing is Standing.UNPROVEN
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("twin", ["right", "wild", "contrary"])
+def test_however_wrong_the_twin_a_step_without_a_gain_is_adopted_as_seldom_as_stated(
+    twin: str, slope: float
+) -> None:
+    settings, noise = RolloutSettings(attainment_margin=1.0), Random(1)
+    won = 0
+    for _ in range(1_000):
+        seen = [noise.gauss(0.0, 0.1) for _ in range(settings.pairs)]
+        right = {"right": 0.9, "contrary": -0.9, "wild": 0.0}[twin]
+        told_of = [right * each + noise.gauss(0.0, 0.2 if twin == "wild" else 0.02) for each in seen]
+        left = ((1 - slope * right) ** 2 * 0.1**2 + slope**2 * (0.2 if twin == "wild" else 0.02) ** 2) ** 0.5
+        control = Control(reward=slope, left=Swings(reward=left))
+        verdict = cleared(list(zip(seen, told_of, strict=True)), control, settings, swing=0.1)[1]
+        won += verdict.standing is Standing.WON
+    assert won <= 1_000 * settings.false_adoption

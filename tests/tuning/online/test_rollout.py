@@ -1,0 +1,386 @@
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from serve_app.tuning.objective.objective import Reward
+from serve_app.tuning.online.control_variate import Control
+from serve_app.tuning.online.rollout import Rollout
+from serve_app.tuning.online.rollout_settings import Act, Apply, RolloutSettings, Slice
+from serve_app.tuning.online.slice_noise import Swings
+from serve_app.tuning.search.search_space import Values
+from tests.tuning.rewards import BEST, CURRENT, space, told
+
+ON = RolloutSettings(
+    mode="on",
+    max_step=0.2,
+    slice_s=10.0,
+    settle_s=1.0,
+    pairs=3,
+    cool_down_s=100.0,
+    failure_cool_down_s=300.0,
+)
+Judge = Callable[[Slice], Reward]
+
+
+class Production:
+    """What is in force, with values that run out as those do that apply them."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.rollout = rollout
+        self.standing = self.values = rollout.incumbent
+        self.ends_at = math.inf
+        self.applied: list[Values] = []
+
+    def carry_out(self, commands: list[Apply], now: float) -> None:
+        for command in commands:
+            self.values, self.ends_at = dict(command.values), math.inf
+            self.applied.append(command.values)
+            if command.valid_s is None:
+                self.standing = self.values
+            else:
+                self.ends_at = now + command.valid_s
+
+    def passes(self, now: float) -> None:
+        if now >= self.ends_at:
+            self.values, self.ends_at = self.standing, math.inf
+
+    def live(self, begin: float, end: float, judge: Judge) -> None:
+        """Drive the roll-out second by second."""
+        for now in range(int(begin), int(end)):
+            self.passes(now)
+            self.carry_out(self.rollout.tick(now), now)
+            for part in self.rollout.to_judge(now, now):
+                self.carry_out(self.rollout.judged(part, judge(part), now, now), now)
+
+
+def better(part: Slice) -> Reward:
+    return told(0.6 if part.of_candidate else 0.5)
+
+
+def worse(part: Slice) -> Reward:
+    return told(0.3 if part.of_candidate else 0.5)
+
+
+def acts(rollout: Rollout) -> list[Act]:
+    return [each.act for each in rollout.audit if each.act is not Act.JUDGED]
+
+
+def proposed(**changes: Any) -> Production:
+    fields = {name: getattr(ON, name) for name in ON.__slots__}
+    rollout = Rollout(space(), CURRENT, RolloutSettings(**{**fields, **changes}))
+    production = Production(rollout)
+    production.carry_out(rollout.propose(BEST, 0.0, "won by 0.1"), 0.0)
+    return production
+
+
+def test_a_step_that_holds_is_adopted_and_the_next_follows_after_the_cool_down() -> None:
+    production = proposed()
+    production.live(0, 80, better)
+    rollout = production.rollout
+    assert acts(rollout) == [Act.STARTED, Act.ADOPTED]
+    assert production.standing == production.values == rollout.incumbent
+    assert rollout.incumbent == space().step(CURRENT, BEST, 0.2)
+    assert rollout.propose(BEST, 90.0) == []
+    assert "cool-down" in rollout.audit[-1].reason
+    for start in range(200, 2_000, 200):
+        production.carry_out(rollout.propose(BEST, start), start)
+        production.live(start, start + 100, better)
+    assert production.values == BEST
+
+
+def test_a_step_that_does_harm_is_taken_back_and_nothing_is_tried_for_a_while() -> None:
+    production = proposed()
+    production.live(0, 80, worse)
+    assert acts(production.rollout) == [Act.STARTED, Act.ROLLED_BACK]
+    assert production.values == production.standing == CURRENT
+    told_why = production.rollout.audit[-1]
+    assert "margin" in told_why.reason
+    assert told_why.figures["mean_difference"] == pytest.approx(-0.2)
+    # It was in force for no more than a pair's time.
+    assert not production.rollout.is_ready(250.0)
+    assert production.rollout.is_ready(400.0)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        lambda _: told(None),
+        lambda _: told(0.5),
+        lambda _: told(math.nan),
+        lambda _: told(math.inf),
+        lambda part: told(math.inf if part.of_candidate else 0.5),
+        lambda part: told(None if part.of_candidate else 0.5),
+        lambda part: told(0.5 if part.of_candidate else None),
+    ],
+    ids=["none", "constant", "nan", "inf", "candidate inf", "candidate none", "incumbent none"],
+)
+def test_a_poisoned_objective_never_changes_production(reward: Judge) -> None:
+    production = proposed()
+    production.live(0, 400, reward)
+    assert acts(production.rollout) == [Act.STARTED, Act.ROLLED_BACK]
+    assert production.values == production.standing == CURRENT
+
+
+def test_requests_that_do_not_end_leave_a_slice_without_a_reward() -> None:
+    production = proposed(judge_limit_s=20.0)
+    rollout = production.rollout
+    for now in range(400):
+        production.carry_out(rollout.tick(now), now)
+        # A request of the candidate's first slice never ends.
+        settled = min(now, 12)
+        for part in rollout.to_judge(now, settled):
+            production.carry_out(rollout.judged(part, better(part), now, settled), now)
+    assert acts(rollout) == [Act.STARTED, Act.ROLLED_BACK]
+    assert production.values == CURRENT
+
+
+def test_advice_changes_nothing() -> None:
+    production = proposed(mode="advise")
+    production.live(0, 100, better)
+    assert production.applied == []
+    (advice,) = production.rollout.audit
+    assert (advice.act, advice.reason) == (Act.ADVISED, "won by 0.1")
+    assert advice.values == space().step(CURRENT, BEST, 0.2)
+
+
+def test_off_takes_nothing() -> None:
+    assert acts(proposed(mode="off").rollout) == [Act.REFUSED]
+
+
+@pytest.mark.parametrize("second", [5, 15, 35])
+def test_a_freeze_returns_to_the_incumbent_at_once(second: int) -> None:
+    production = proposed()
+    production.live(0, second, better)
+    production.carry_out(production.rollout.freeze(second, "release day"), second)
+    assert production.values == CURRENT
+    production.live(second, 400, better)
+    assert production.rollout.propose(BEST, 1_000.0) == []
+    assert "release day" in production.rollout.audit[-1].reason
+    production.rollout.thaw(1_001.0)
+    production.rollout.propose(BEST, 1_002.0)
+    assert acts(production.rollout)[-2:] == [Act.THAWED, Act.STARTED]
+
+
+def test_another_mode_ends_a_trial() -> None:
+    production = proposed()
+    production.live(0, 15, better)
+    assert production.values != CURRENT
+    production.carry_out(production.rollout.set_mode("off", 15.0), 15.0)
+    assert production.values == CURRENT
+
+
+def test_a_tuner_that_dies_leaves_nothing_behind() -> None:
+    production = proposed()
+    production.live(0, 15, better)
+    assert production.values != CURRENT
+    production.passes(10.0 + 1.5 * ON.slice_s)
+    assert production.values == CURRENT
+
+
+def test_a_restart_returns_to_the_incumbent_and_keeps_what_was_adopted() -> None:
+    production = proposed()
+    production.live(0, 80, better)
+    adopted = production.rollout.incumbent
+    production.rollout.freeze(90.0, "night")
+    stored = json.loads(json.dumps(production.rollout.state(90.0)))
+    restored = Rollout(space(), CURRENT, ON)
+    assert restored.restore(stored, 5.0) == [Apply(values=adopted)]
+    assert (restored.incumbent, restored.frozen) == (adopted, "night")
+    restored.thaw(6.0)
+    assert not restored.is_ready(5.0 + 69.0)
+    assert restored.is_ready(5.0 + 71.0)
+
+
+def test_a_restart_in_the_middle_of_a_trial_is_a_step_taken_back() -> None:
+    production = proposed()
+    production.live(0, 15, better)
+    stored = production.rollout.state(15.0)
+    restored = Rollout(space(), CURRENT, ON)
+    assert restored.restore(stored, 0.0) == [Apply(values=CURRENT)]
+    assert acts(restored) == [Act.ROLLED_BACK]
+    assert not restored.is_ready(299.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 7}, "format"),
+        ({"incumbent": {"a": 0.0}}, "parameters"),
+        ({"incumbent": {**CURRENT, "a": 5.0}}, "beyond their bounds"),
+        ({"incumbent": {**CURRENT, "n": 2.5}}, "beyond their bounds"),
+        ({"incumbent": {**CURRENT, "a": "x"}}, "'a'"),
+        ({"configured": BEST}, "settings have changed"),
+        ({"rests_s": -1.0}, "'rests_s'"),
+        ({"frozen": None}, "'frozen'"),
+    ],
+)
+def test_a_broken_state_is_refused_as_a_whole(change: dict[str, object], message: str) -> None:
+    rollout = Rollout(space(), CURRENT, ON)
+    with pytest.raises(ValueError, match=message):
+        rollout.restore({**Rollout(space(), CURRENT, ON).state(0.0), **change}, 0.0)
+    assert rollout.incumbent == CURRENT
+    assert rollout.is_ready(0.0)
+
+
+def test_settings_from_outside_end_a_trial_and_are_what_is_returned_to() -> None:
+    production = proposed()
+    production.live(0, 15, better)
+    outside = {**CURRENT, "n": 40}
+    production.carry_out(production.rollout.replace_incumbent(outside, 15.0, "operator"), 15.0)
+    assert production.values == outside
+    # Beyond the bounds is the operator's right; a step from there leads inside.
+    production.rollout.propose(BEST, 1_000.0)
+    assert space().is_within(production.rollout.target or {})
+
+
+@pytest.mark.parametrize(
+    "candidate", [{"a": 0.0}, {**BEST, "a": math.nan}, {**BEST, "b": math.inf}, CURRENT], ids=str
+)
+def test_a_candidate_that_is_none_is_refused(candidate: Values) -> None:
+    rollout = Rollout(space(), CURRENT, ON)
+    assert rollout.propose(candidate, 0.0) == []
+    assert acts(rollout) == [Act.REFUSED]
+
+
+REWARD = st.one_of(
+    st.none(), st.floats(allow_nan=True, allow_infinity=True), st.floats(-1.0, 1.0), st.just(0.5)
+)
+CANDIDATE = st.fixed_dictionaries({"a": st.floats(-9, 9), "b": st.floats(-9, 900), "n": st.integers(-3, 99)})
+
+
+class Guarded(RuleBasedStateMachine):
+    """Whatever happens, in whatever order: the rules of the module."""
+
+    @initialize(mode=st.sampled_from(["on", "on", "advise", "off"]), step=st.floats(0.05, 1.0))
+    def begin(self, mode: str, step: float) -> None:
+        fields = {name: getattr(ON, name) for name in ON.__slots__}
+        self.settings = RolloutSettings(**{**fields, "mode": mode, "max_step": step, "cool_down_s": 20.0})
+        self.now = 0.0
+        self.production = Production(Rollout(space(), CURRENT, self.settings))
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.production.rollout
+
+    def do(self, commands: list[Apply]) -> None:
+        before = self.rollout.incumbent
+        for command in commands:
+            values = command.values
+            assert space().is_within(values)
+            if command.valid_s is not None:
+                self.never_farther_than_a_step(before, values)
+                assert self.rollout.mode == "on"
+                assert not self.rollout.frozen
+        self.production.carry_out(commands, self.now)
+
+    def never_farther_than_a_step(self, before: Values, after: Values) -> None:
+        for parameter in space():
+            first, last = before[parameter.name], after[parameter.name]
+            moved = abs(parameter.unit(last) - parameter.unit(first))
+            assert moved <= self.settings.max_step + 1e-3 or (parameter.integer and abs(last - first) <= 1)
+
+    @rule(seconds=st.floats(0.0, 40.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.production.passes(self.now)
+        self.do(self.rollout.tick(self.now))
+
+    @rule(candidate=CANDIDATE, slope=st.one_of(st.none(), st.floats(0.0, 1.0)))
+    def a_candidate_won(self, candidate: Values, slope: float | None) -> None:
+        control = None if slope is None else Control(reward=slope)
+        self.do(self.rollout.propose(candidate, self.now, control=control))
+
+    @rule(mine=REWARD, theirs=REWARD, of_another=st.sampled_from([False, False, True]))
+    def the_twin_tells_what_it_expected(
+        self, mine: float | None, theirs: float | None, of_another: bool
+    ) -> None:
+        before, parts = self.rollout.incumbent, self.rollout.to_expect()
+        expected = {part.number: told(mine if part.of_candidate else theirs) for part in parts}
+        self.do(self.rollout.expected(self.rollout.trials - of_another, expected, self.now))
+        if of_another:
+            assert self.rollout.incumbent == before
+            assert self.rollout.to_expect() == parts
+        self.never_farther_than_a_step(before, self.rollout.incumbent)
+
+    @rule(slope=st.floats(0.0, 1.0))
+    def more_is_known_of_the_twin(self, slope: float) -> None:
+        before = self.rollout.incumbent
+        self.do(self.rollout.controlled(Control(reward=slope, left=Swings(reward=0.1)), self.now))
+        self.never_farther_than_a_step(before, self.rollout.incumbent)
+
+    @rule()
+    def the_twin_does_not_tell(self) -> None:
+        before = self.rollout.incumbent
+        self.do(self.rollout.not_expected(self.now))
+        assert self.rollout.to_expect() == []
+        self.never_farther_than_a_step(before, self.rollout.incumbent)
+
+    @rule(mine=REWARD, theirs=REWARD, lag=st.sampled_from([0.0, 0.0, 5.0, 50.0]), kept=st.floats(0.0, 1.0))
+    def slices_are_judged(self, mine: float | None, theirs: float | None, lag: float, kept: float) -> None:
+        settled = self.now - lag
+        for part in self.rollout.to_judge(self.now, settled):
+            value = mine if part.of_candidate else theirs
+            before, adopted = self.rollout.incumbent, acts(self.rollout).count(Act.ADOPTED)
+            reward = told(value, {"default short": (200, kept if part.of_candidate else 0.9)})
+            self.do(self.rollout.judged(part, reward, self.now, settled))
+            if acts(self.rollout).count(Act.ADOPTED) == adopted:
+                assert self.rollout.incumbent == before
+            else:
+                # The last reward of a pair decides; what is not finite can never be on the winning side.
+                assert value is not None
+                assert math.isfinite(value)
+                self.never_farther_than_a_step(before, self.rollout.incumbent)
+
+    @rule()
+    def frozen(self) -> None:
+        self.do(self.rollout.freeze(self.now, "test"))
+        assert self.production.values == self.rollout.incumbent
+
+    @rule()
+    def thawed(self) -> None:
+        self.do(self.rollout.thaw(self.now))
+
+    @rule(mode=st.sampled_from(["off", "advise", "on", "on"]))
+    def another_mode(self, mode: Any) -> None:
+        self.do(self.rollout.set_mode(mode, self.now))
+
+    @rule()
+    def restarted(self) -> None:
+        stored = json.loads(json.dumps(self.rollout.state(self.now)))
+        adopted = self.rollout.incumbent
+        self.production.rollout = Rollout(space(), CURRENT, self.settings)
+        self.do(self.rollout.restore(stored, self.now))
+        assert self.production.values == self.rollout.incumbent == adopted
+
+    @invariant()
+    def production_has_the_incumbent_or_the_step_on_trial(self) -> None:
+        if not hasattr(self, "production"):
+            return
+        allowed = [self.rollout.incumbent]
+        if self.rollout.target is not None:
+            allowed.append(self.rollout.target)
+        assert self.production.values in allowed
+        assert self.production.standing == self.rollout.incumbent
+
+    @invariant()
+    def without_a_trial_the_incumbent_is_in_force(self) -> None:
+        if hasattr(self, "production") and self.rollout.target is None:
+            assert self.production.values == self.rollout.incumbent
+
+
+TestGuarded = Guarded.TestCase
+TestGuarded.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@given(rewards=st.lists(st.one_of(st.none(), st.just(math.nan), st.just(0.25)), min_size=6, max_size=6))
+def test_no_poison_in_any_order_is_adopted(rewards: list[float | None]) -> None:
+    production = proposed()
+    production.live(0, 400, lambda part: told(rewards[part.number % 6]))
+    assert Act.ADOPTED not in acts(production.rollout)
+    assert production.values == CURRENT

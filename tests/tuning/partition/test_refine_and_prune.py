@@ -1,0 +1,191 @@
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.tuning.partition.refine_and_prune import LengthsError, refine, refine_and_prune
+from serve_app.tuning.partition.settings import PAPER, RELEASED, RefineAndPruneSettings
+from tests.tuning.builders import extents, heavy_tail, paper_mix
+
+STABLE = RefineAndPruneSettings()
+KEEP = replace(STABLE, smooth="keep")
+EVERY_KIND = pytest.mark.parametrize(
+    "kind", [STABLE, KEEP, PAPER, RELEASED], ids=["stable", "keep", "paper", "released"]
+)
+
+
+def test_the_published_steps_on_a_sample_worked_by_hand() -> None:
+    # k-means: {10 .. 30}, {1000, 1010}, {4000}. In the first, gaps 1 1 17 1: mean 5, 17 > 1.5 * 5 splits;
+    # then 1 1 and 1 hold nothing significant. 1000 and 1010 differ by less than 0.2 of their mean.
+    lengths = [10, 11, 12, 29, 30, 1000, 1010, 4000]
+    partition = refine_and_prune(lengths, replace(PAPER, min_cluster_size=2))
+
+    assert extents(partition) == [(10, 12), (29, 30), (1000, 1010), (4000, 4000)]
+    assert [queue.count for queue in partition.intervals] == [3, 2, 2, 1]
+    assert [queue.mean_tokens for queue in partition.intervals] == [11.0, 29.5, 1005.0, 4000.0]
+
+
+def test_the_published_refinement_leaves_small_clusters_whole() -> None:
+    lengths = [10, 11, 12, 29, 30, 1000, 1010, 4000]
+
+    assert extents(refine_and_prune(lengths, PAPER)) == [(10, 30), (1000, 1010), (4000, 4000)]
+
+
+def test_pruning_ends_at_the_wanted_number_of_queues() -> None:
+    for kind in (replace(STABLE, prune="merge-highest"), replace(STABLE, prune="merge-lowest"), PAPER):
+        partition = refine_and_prune(paper_mix(5000, seed=1), replace(kind, max_queues=7))
+
+        assert len(partition) == 7
+        assert sum(queue.count for queue in partition.intervals) == 5000
+
+
+def test_midpoint_bounds_leave_no_gap_between_queues() -> None:
+    lengths = [10, 11, 12, 29, 30, 1000, 1010, 4000]
+    partition = refine_and_prune(lengths, replace(PAPER, min_cluster_size=2, bounds="midpoint"))
+
+    assert extents(partition) == [(10, 20), (21, 515), (516, 2505), (2506, 4000)]
+
+
+def test_lengths_that_keep_to_a_few_sizes_get_a_queue_for_each() -> None:
+    # All three straddle lines on which smooth stretches are cut; narrow ones are left whole all the same.
+    rng = np.random.default_rng(5)
+    modes = [
+        rng.integers(centre - spread, centre + spread + 1, 400)
+        for centre, spread in ((120, 4), (600, 20), (3000, 90))
+    ]
+
+    for size in (40, 400):
+        partition = refine_and_prune(np.concatenate([mode[:size] for mode in modes]), STABLE)
+        assert [queue.count for queue in partition.intervals] == [size] * 3
+
+
+def test_the_gap_between_short_and_long_prompts_is_never_bridged() -> None:
+    for kind in (STABLE, KEEP, PAPER):
+        bounds = extents(refine_and_prune(paper_mix(2000, seed=2), kind))
+
+        assert not [pair for pair in bounds if pair[0] <= 256 and pair[1] >= 1024]
+
+
+def test_no_queue_is_wider_than_the_relative_range_allows_where_its_share_permits() -> None:
+    partition = refine_and_prune(paper_mix(20_000, seed=3), STABLE)
+
+    # e ** 0.2, twice where one cell alone holds too few: at 32 tokens a cell has 2.3 % of the requests.
+    assert all(queue.max_tokens / queue.min_tokens <= np.exp(0.2) ** 2 for queue in partition.intervals)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([7], [(7, 7)]),
+        ([512] * 1000, [(512, 512)]),
+        ([1] * 300 + [4096] * 300, [(1, 1), (4096, 4096)]),
+        ([2**53, 2**53], [(2**53, 2**53)]),
+    ],
+    ids=["a single one", "all the same", "two", "huge"],
+)
+def test_few_distinct_lengths_give_a_queue_each(
+    kind: RefineAndPruneSettings, lengths: list[int], expected: list[tuple[int, int]]
+) -> None:
+    assert extents(refine_and_prune(lengths, kind)) == expected
+
+
+@EVERY_KIND
+def test_a_single_huge_prompt_among_many_does_no_harm(kind: RefineAndPruneSettings) -> None:
+    partition = refine_and_prune([*paper_mix(3000, seed=4).tolist(), 10**9], kind)
+
+    assert partition.intervals[-1].max_tokens == 10**9
+    assert sum(queue.count for queue in partition.intervals) == 3001
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([], "at least one prompt length"),
+        (np.ones((2, 2), dtype=np.int64), "shape"),
+        ([100, 0, 7], "got one of 0"),
+        ([100, -3], "got one of -3"),
+        ([100, 2**53 + 1], "got one of 9007199254740993"),
+        ([100, 2**70], "whole numbers"),
+        ([1.5, 2.0], "whole numbers"),
+        ([True, False], "whole numbers"),
+        (["12"], "whole numbers"),
+    ],
+)
+def test_what_is_no_prompt_length_is_refused_by_name(lengths: Any, message: str) -> None:
+    with pytest.raises(LengthsError, match=message):
+        refine_and_prune(lengths, STABLE)
+
+
+@EVERY_KIND
+def test_the_order_of_the_lengths_does_not_matter_and_the_input_is_left_alone(
+    kind: RefineAndPruneSettings,
+) -> None:
+    lengths = heavy_tail(3000, seed=6)
+    shuffled = np.random.default_rng(7).permutation(lengths)
+    before = shuffled.copy()
+
+    assert refine_and_prune(shuffled, kind) == refine_and_prune(lengths, kind)
+    assert (shuffled == before).all()
+
+
+def test_any_integer_type_gives_the_same_queues() -> None:
+    lengths = paper_mix(1000, seed=8)
+    expected = refine_and_prune(lengths, STABLE)
+
+    assert refine_and_prune(lengths.tolist(), STABLE) == expected
+    assert refine_and_prune(lengths.astype(np.uint16), STABLE) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 2**53) | st.integers(1, 300), min_size=1, max_size=150),
+    kind=st.sampled_from(
+        [STABLE, KEEP, PAPER, replace(PAPER, min_cluster_size=2), replace(STABLE, bounds="midpoint")]
+    ),
+    max_queues=st.integers(1, 8),
+)
+def test_any_lengths_are_divided_without_loss_in_order_and_within_the_limit(
+    lengths: list[int], kind: RefineAndPruneSettings, max_queues: int
+) -> None:
+    partition = refine_and_prune(lengths, replace(kind, max_queues=max_queues))
+
+    assert len(partition) <= max_queues
+    assert sum(queue.count for queue in partition.intervals) == len(lengths)
+    for queue in partition.intervals:
+        assert queue.count == sum(queue.min_tokens <= length <= queue.max_tokens for length in lengths)
+    assert (partition.intervals[0].min_tokens, partition.intervals[-1].max_tokens) == (
+        min(lengths),
+        max(lengths),
+    )
+
+
+def test_the_trap_the_published_refinement_follows_the_size_of_the_sample() -> None:
+    found = {count: refine(paper_mix(count, seed=9), RELEASED) for count in (500, 10_000)}
+
+    assert len(found[500]) < 20
+    assert len(found[10_000]) > 150
+    assert min(queue.count for queue in refine(paper_mix(1000, seed=9), PAPER)) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"alpha": 0.0}, "alpha must be a positive number, got 0.0"),
+        ({"alpha": float("nan")}, "alpha must be a positive number, got nan"),
+        ({"relative_range": -1.0}, "relative_range"),
+        ({"max_queues": 0}, "max_queues must be at least 1, got 0"),
+        ({"clusters": 0}, "clusters"),
+        ({"sample_size": 3}, "sample_size must be at least 16, got 3"),
+        ({"min_share": 0.7}, "min_share must lie between 0 and 0.5, got 0.7"),
+        ({"mode": "fast"}, "mode must be one of stable, paper, got 'fast'"),
+        ({"prune": "no"}, "prune must be one of widen, merge-highest"),
+        ({"mode": "paper"}, "set prune to merge-highest"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RefineAndPruneSettings(**wrong)

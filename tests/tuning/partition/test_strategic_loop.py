@@ -1,0 +1,177 @@
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.scheduling.policies.partition import Partition
+from serve_app.tuning.partition.online_adjustment import AdjustmentSettings
+from serve_app.tuning.partition.partition_distance import distance
+from serve_app.tuning.partition.refine_and_prune import refine_and_prune
+from serve_app.tuning.partition.strategic_loop import (
+    PartitionChange,
+    Reason,
+    StrategicLoop,
+    StrategicSettings,
+)
+from tests.tuning.builders import Sample, heavy_tail, paper_mix
+
+USUAL = StrategicSettings()
+Mix = Callable[[int, int], Sample]
+
+
+def flipped_mix(count: int, seed: int) -> Sample:
+    """20 % of 32 to 256 tokens, 80 % of 1,024 to 4,096."""
+    rng = np.random.default_rng(seed)
+    short = rng.random(count) < 0.2
+    return np.where(short, rng.integers(32, 257, count), rng.integers(1024, 4097, count))
+
+
+def play(
+    loop: StrategicLoop, lengths: Sequence[int] | Sample, *, per_s: float = 10.0, since_s: float = 0.0
+) -> list[PartitionChange]:
+    """Feed one length after the other, ask each time, and return what was put in force."""
+    changes = []
+    for number, length in enumerate(lengths):
+        loop.observe(int(length))
+        partition = loop.due(since_s + number / per_s)
+        if partition is not None:
+            assert loop.change is not None
+            assert loop.change.partition == partition
+            changes.append(loop.change)
+    return changes
+
+
+def reasons(changes: list[PartitionChange]) -> list[Reason]:
+    return [change.reason for change in changes]
+
+
+def test_nothing_is_learned_from_fewer_lengths_than_asked_for() -> None:
+    loop = StrategicLoop(USUAL)
+    assert play(loop, paper_mix(499, 1)) == []
+    assert loop.full_runs == 0
+    (change,) = play(loop, [100], since_s=60.0)
+    assert (change.reason, change.at, change.lengths) == (Reason.FIRST, 60.0, 500)
+
+
+def test_the_first_partition_is_that_of_the_lengths_seen() -> None:
+    loop = StrategicLoop(USUAL)
+    lengths = paper_mix(500, 1)
+    (change,) = play(loop, lengths)
+    assert change.partition == refine_and_prune(lengths, USUAL.refine_and_prune)
+
+
+def test_queues_are_learned_again_after_the_interval_from_the_whole_sample() -> None:
+    loop = StrategicLoop(replace(USUAL, min_distance=1e-9, adjustment=AdjustmentSettings(rate=0)))
+    lengths = paper_mix(7000, 2)
+    changes = play(loop, lengths)
+    assert reasons(changes) == [Reason.FIRST, Reason.INTERVAL]
+    assert changes[1].at == pytest.approx(changes[0].at + USUAL.interval_s)
+    assert changes[1].lengths == 6500
+
+
+def test_the_sample_is_bounded() -> None:
+    loop = StrategicLoop(
+        replace(USUAL, sample_size=600, min_distance=1e-9, adjustment=AdjustmentSettings(rate=0))
+    )
+    changes = play(loop, paper_mix(7000, 2))
+    assert {change.lengths for change in changes if change.reason is Reason.INTERVAL} == {600}
+
+
+def test_a_partition_that_hardly_differs_is_not_put_in_force() -> None:
+    loop = StrategicLoop(USUAL)
+    changes = play(loop, paper_mix(14_000, 3))
+    assert loop.full_runs == 3
+    assert reasons(changes) == [Reason.FIRST]
+
+
+def test_other_lengths_are_answered_within_two_looks_for_drift() -> None:
+    loop = StrategicLoop(USUAL)
+    before, after = paper_mix(3000, 4), heavy_tail(3000, 5)
+    play(loop, before)
+    changes = play(loop, after, since_s=300.0)
+    assert changes[0].reason is Reason.DRIFT
+    assert changes[0].at <= 300.0 + 2 * USUAL.drift_every / 10.0
+    # The old traffic has no part in what is in force in the end.
+    alone = refine_and_prune(after, USUAL.refine_and_prune)
+    assert loop.change is not None
+    assert distance(loop.change.partition, alone, after) < USUAL.min_distance
+
+
+def test_a_flip_of_the_mix_is_learned_from_and_changes_queues_only_where_they_differ() -> None:
+    loop = StrategicLoop(USUAL)
+    play(loop, paper_mix(3000, 4))
+    assert loop.full_runs == 1
+    after = flipped_mix(3000, 5)
+    changes = play(loop, after, since_s=300.0)
+    assert loop.full_runs > 1
+    # The same lengths in other shares ask for the same queues.
+    assert changes == []
+    alone = refine_and_prune(after, USUAL.refine_and_prune)
+    assert loop.change is not None
+    assert distance(loop.change.partition, alone, after) < USUAL.min_distance
+
+
+def test_lengths_that_creep_are_followed_between_full_runs() -> None:
+    loop = StrategicLoop(USUAL)
+    play(loop, np.tile([100, 1000], 300))
+    changes = play(loop, np.tile([104, 1040], 2000), since_s=60.0)
+    assert reasons(changes) == [Reason.ADJUSTED]
+    assert [len(change.partition) for change in changes] == [2]
+    assert 102 < changes[0].partition.intervals[0].mean_tokens < 104
+
+
+def test_without_requests_nothing_happens() -> None:
+    loop = StrategicLoop(USUAL)
+    assert [loop.due(now) for now in (0.0, 1e3, 1e6)] == [None, None, None]
+    play(loop, paper_mix(600, 1), since_s=1e6)
+    assert [loop.due(1e6 + now) for now in (600.0, 1e4)] == [None, None]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from([paper_mix, heavy_tail]), st.integers(0, 10_000), st.sampled_from([2.0, 10.0, 40.0]))
+def test_a_stationary_mix_keeps_its_partition(mix: Mix, seed: int, per_s: float) -> None:
+    loop = StrategicLoop(USUAL)
+    changes = play(loop, mix(8000, seed), per_s=per_s)
+    # The first is of 500 lengths and may be put right once, when there are more.
+    assert reasons(changes)[0] is Reason.FIRST
+    assert len(changes) <= 2
+    assert play(loop, mix(4000, seed + 1), per_s=per_s, since_s=8000 / per_s) == []
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([2.0, 10.0, 40.0]))
+def test_the_same_lengths_at_the_same_times_give_the_same_changes(seed: int, per_s: float) -> None:
+    lengths = np.concatenate([paper_mix(1500, seed), heavy_tail(1500, seed)])
+    first, second = (play(StrategicLoop(USUAL), lengths, per_s=per_s) for _ in range(2))
+    assert first == second
+    assert Reason.DRIFT in reasons(first)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(-5, 200_000), min_size=1, max_size=400), st.integers(1, 40))
+def test_whatever_arrives_it_answers_with_partitions(lengths: list[int], first_after: int) -> None:
+    quick = replace(USUAL, first_after=first_after, drift_every=10, interval_s=5.0)
+    for change in play(StrategicLoop(quick), lengths):
+        assert isinstance(change.partition, Partition)
+        assert change.lengths <= len(lengths)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sample_size": 0},
+        {"first_after": 0},
+        {"interval_s": 0.0},
+        {"drift_every": 0},
+        {"drift_window": 20_000},
+        {"first_after": 10_001},
+        {"min_distance": float("inf")},
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        StrategicSettings(**wrong)

@@ -1,0 +1,110 @@
+import json
+import math
+
+import pytest
+
+from serve_app.errors import SettingsError
+from serve_app.tuning.search.optimiser import METHODS, Optimiser, TpeSearch, make_optimiser
+from serve_app.tuning.search.search_space import Values
+from tests.tuning.rewards import BEST, CURRENT, bowl, space
+
+
+def run(optimiser: Optimiser, trials: int) -> list[Values]:
+    """Try so many proposals on the bowl, without noise."""
+    tried = []
+    for _ in range(trials):
+        proposal = optimiser.ask()
+        optimiser.tell(proposal, bowl(proposal.values, 0))
+        tried.append(proposal.values)
+    return tried
+
+
+def miss(tried: list[Values]) -> float:
+    return -max(bowl(values, 0) for values in tried)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_in_force_comes_first_then_the_anchors(method: str) -> None:
+    optimiser = make_optimiser(method, space(), anchors=[BEST, CURRENT, {**BEST, "n": 99}])
+    first = [optimiser.ask().values for _ in range(4)]
+    assert first[:3] == [CURRENT, BEST, {**BEST, "n": 16}]
+    assert first[3] not in first[:3]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_proposal_is_within_the_bounds(method: str) -> None:
+    assert all(space().is_within(values) for values in run(make_optimiser(method, space()), 40))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_seed_decides_the_course(method: str) -> None:
+    courses = [run(make_optimiser(method, space(), seed=seed), 16) for seed in (1, 1, 2)]
+    assert courses[0] == courses[1]
+    assert courses[0] != courses[2]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_restored_optimiser_makes_the_same_proposals(method: str) -> None:
+    whole = make_optimiser(method, space(), seed=3)
+    run(whole, 15)
+    # Two are out when it is stored; one of them is told afterwards.
+    out = [whole.ask(), whole.ask()]
+    stored = json.loads(json.dumps(whole.state()))
+    restored = make_optimiser(method, space(), seed=3)
+    restored.restore(stored)
+    for optimiser in (whole, restored):
+        optimiser.tell(out[0], bowl(out[0].values, 0))
+    assert run(restored, 5) == run(whole, 5)
+
+
+def test_tpe_comes_nearer_than_random_search_on_most_seeds() -> None:
+    wins = [
+        miss(run(make_optimiser("tpe", space(), seed=seed), 50))
+        < miss(run(make_optimiser("random", space(), seed=seed), 50))
+        for seed in range(5)
+    ]
+    assert sum(wins) >= 4
+
+
+@pytest.mark.parametrize("reward", [None, math.nan, math.inf, -math.inf])
+def test_what_cannot_be_measured_does_not_attract_the_search(reward: float | None) -> None:
+    optimiser = TpeSearch(space(), seed=0, startup=5)
+    proposals = []
+    for _ in range(30):
+        proposal = optimiser.ask()
+        poisoned = proposal.values["a"] > 0
+        optimiser.tell(proposal, reward if poisoned else bowl(proposal.values, 0))
+        proposals.append(proposal.values["a"])
+    # Two thirds of the prior lie there.
+    assert sum(value > 0 for value in proposals[15:]) <= 7
+
+
+def test_only_what_was_asked_for_can_be_told() -> None:
+    optimiser, other = make_optimiser("random", space()), make_optimiser("random", space())
+    proposal = other.ask()
+    with pytest.raises(ValueError, match="not made here"):
+        optimiser.tell(proposal, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 99}, "format 99"),
+        ({"method": "tpe"}, "of tpe"),
+        ({"seed": 5}, "seed 5"),
+        ({"trials": "none"}, "'trials' should be a list"),
+        ({"trials": [{"number": 0, "values": {"x": 1.0}, "reward": None}]}, "parameters x"),
+        ({"trials": [{"number": 0, "values": CURRENT, "reward": "good"}]}, "'reward'"),
+    ],
+)
+def test_a_state_of_something_else_is_refused_as_a_whole(change: dict[str, object], message: str) -> None:
+    source, optimiser = make_optimiser("random", space()), make_optimiser("random", space())
+    run(source, 3)
+    with pytest.raises(ValueError, match=message):
+        optimiser.restore({**source.state(), **change})
+    assert optimiser.ask().values == CURRENT
+
+
+def test_methods_are_named() -> None:
+    with pytest.raises(SettingsError, match="no search method 'grid'"):
+        make_optimiser("grid", space())

@@ -1,0 +1,121 @@
+import pytest
+import yaml
+from pydantic import TypeAdapter
+
+from serve_app.errors import SettingsError
+from serve_app.routing.adaptive_b_short import AdaptiveThresholdSettings
+from serve_app.routing.pools import RoutingSettings
+from serve_app.scheduling import SchedulerSettings
+from serve_app.scheduling.dispatch.engine_priority import EnginePrioritySettings
+from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
+from serve_app.scheduling.policies import POLICIES
+from serve_app.scheduling.policies.settings import (
+    OWN_WEIGHTS,
+    PAPER_WEIGHTS,
+    EwsjfSettings,
+    GivenWeights,
+    ScoreWeights,
+)
+from serve_app.tuning.search.search_space import SearchSpace
+from serve_app.tuning.search.tunable import (
+    Tunable,
+    as_model_settings,
+    parameters_of,
+    space_of,
+    started_from,
+    with_weights,
+)
+
+OURS = Tunable(scheduler=SchedulerSettings(model="m"))
+PAPER_NAMES = ("a_u", "b_u", "a_f", "b_f", "alpha")
+
+
+def test_the_papers_parameters_are_among_ours_within_its_ranges() -> None:
+    space = space_of(OURS)
+    assert set(PAPER_NAMES) <= set(space.names)
+    assert (space["a_u"].low, space["a_u"].high) == (-1e-3, 1e-2)
+    assert (space["a_f"].low, space["a_f"].high) == (-1e-3, 1e-3)
+    assert (space["alpha"].low, space["alpha"].high) == (0.5, 3.0)
+
+
+@pytest.mark.parametrize(("policy", "weights"), [("ewsjf", OWN_WEIGHTS), ("ewsjf-paper", PAPER_WEIGHTS)])
+def test_weights_that_are_not_given_are_those_of_the_policy(policy: str, weights: ScoreWeights) -> None:
+    space = space_of(Tunable(scheduler=SchedulerSettings(model="m", policy=policy)))
+    assert [space.current[name] for name in ("a_u", "b_u", "a_f", "b_f")] == [
+        weights.a_u,
+        weights.b_u,
+        weights.a_f,
+        weights.b_f,
+    ]
+
+
+def test_given_weights_stay() -> None:
+    given = EwsjfSettings(weights=GivenWeights(b_u=3.0))
+    assert space_of(Tunable(scheduler=SchedulerSettings(model="m", ewsjf=given))).current["b_u"] == 3.0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_has_a_space_whose_corners_are_settings(policy: str) -> None:
+    tunable = Tunable(scheduler=SchedulerSettings(model="m", policy=policy))
+    space = space_of(tunable, context_of_short=8_192)
+    for draw in (0.0, 1.0):
+        corner = space.from_draws(dict.fromkeys(space.names, draw))
+        tuned = tunable.with_values(corner, space)
+        assert {each.name: tuned.value(each) for each in space} == corner
+
+
+def test_only_what_matters_is_tuned() -> None:
+    plain = {each.name for each in parameters_of(SchedulerSettings(model="m", policy="fcfs"), 8_192)}
+    assert plain == {"target_waiting", "b_short_tokens"}
+    one_pool = SchedulerSettings(model="m", routing=RoutingSettings(pools=("all",)))
+    assert "b_short_tokens" not in space_of(Tunable(scheduler=one_pool), context_of_short=8_192).names
+    off = SchedulerSettings(model="m", isolation=IsolationSettings(max_long_prefills=0))
+    assert "short_work_share" not in space_of(Tunable(scheduler=off)).names
+    ordered = SchedulerSettings(model="m", engine_priority=EnginePrioritySettings(enabled=True))
+    (waiting,) = (each for each in parameters_of(ordered) if each.name == "target_waiting")
+    assert waiting.path == "engine_priority.target_waiting"
+
+
+def test_the_border_of_the_pools_stays_within_the_context_of_the_short_one() -> None:
+    assert space_of(OURS, context_of_short=4_096)["b_short_tokens"].high == 4_096
+
+
+def test_a_border_that_adapts_by_itself_is_not_tuned() -> None:
+    adaptive = RoutingSettings(adaptive_b_short=AdaptiveThresholdSettings(enabled=True))
+    adapting = Tunable(scheduler=SchedulerSettings(model="m", routing=adaptive))
+    assert "b_short_tokens" not in space_of(adapting, context_of_short=8_192).names
+
+
+def test_a_part_of_the_space_can_be_chosen() -> None:
+    assert space_of(OURS, only=["b_u", "alpha"]).names == ("b_u", "alpha")
+    with pytest.raises(SettingsError, match="cannot tune c_u"):
+        space_of(OURS, only=["c_u"])
+
+
+def test_a_start_is_given_by_name_or_path_and_need_not_be_sensible() -> None:
+    parameters = parameters_of(OURS.scheduler)
+    started = started_from(OURS, parameters, {"b_u": 9.0, "backpressure.target_waiting": 30, "alpha": 2.0})
+    current = space_of(started).current
+    assert (current["b_u"], current["target_waiting"], current["alpha"]) == (9.0, 30, 2.0)
+    with pytest.raises(SettingsError, match="cannot start from speed"):
+        started_from(OURS, parameters, {"speed": 1})
+    with pytest.raises(SettingsError, match="target_waiting"):
+        started_from(OURS, parameters, {"target_waiting": 0})
+    with pytest.raises(SettingsError, match="b_u must be a number, got 'much'"):
+        started_from(OURS, parameters, {"b_u": "much"})
+    with pytest.raises(SettingsError, match=r"target_waiting must be a whole number, got 2\.5"):
+        started_from(OURS, parameters, {"target_waiting": 2.5})
+
+
+def test_the_yaml_gives_the_very_settings_that_were_found() -> None:
+    space = space_of(OURS)
+    found = space.from_draws(dict.fromkeys(space.names, 0.3))
+    tree = yaml.safe_load(yaml.safe_dump(as_model_settings(space, found)))
+    read = TypeAdapter(SchedulerSettings).validate_python({"model": "m", **tree["scheduler"]})
+    assert with_weights(read) == OURS.with_values(found, space).scheduler
+    assert tree["tuner"]["strategic"]["refine_and_prune"]["max_queues"] == found["max_queues"]
+
+
+def test_a_space_may_have_any_spread_above_zero() -> None:
+    with pytest.raises(SettingsError, match="spread"):
+        SearchSpace(parameters_of(OURS.scheduler), space_of(OURS).current, spread=0.0)

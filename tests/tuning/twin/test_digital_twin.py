@@ -1,0 +1,148 @@
+import math
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from serve_app.scheduling import SchedulerSettings
+from serve_app.simulation.fleet import FleetSettings
+from serve_app.simulation.workload import TraceChoice, choose_trace
+from serve_app.tuning.objective.objective import ObjectiveSettings
+from serve_app.tuning.search.scoreboard import Job
+from serve_app.tuning.search.tunable import Tunable, space_of
+from serve_app.tuning.twin.digital_twin import DigitalTwin, TwinPlan, TwinSettings, with_speed
+from serve_app.tuning.twin.processes import TwinProcesses
+from serve_app.workloads.transform import scale_to_rate
+
+FLEET = FleetSettings(profile="laptop", replicas={"all": 2})
+
+
+def plan(
+    *, rate_per_s: float = 8.0, policy: str = "ewsjf", window: int = 120, **settings: object
+) -> TwinPlan:
+    tunable = Tunable(
+        scheduler=SchedulerSettings(model="m", policy=policy, routing=FLEET.routing, **settings)  # type: ignore[arg-type]
+    )
+    traffic = choose_trace(TraceChoice(name="paper-mix", requests=400, tenants="3"), 0)
+    return TwinPlan(
+        tunable=tunable,
+        space=space_of(tunable),
+        engines=tuple(FLEET.plans(isolated=True)),
+        traffic=scale_to_rate(traffic, rate_per_s),
+        settings=TwinSettings(window_requests=window, block_requests=30),
+    )
+
+
+def test_the_same_values_and_window_give_the_same_records() -> None:
+    first, second = DigitalTwin(plan()), DigitalTwin(plan())
+    values = plan().space.current
+    assert first.records(values, 3) == second.records(values, 3)
+    # Nothing is left over from one window to the next.
+    assert first.play(values, 4) == second.play(values, 4)
+    assert first.records(values, 3) == second.records(values, 3)
+
+
+def test_candidates_meet_the_same_requests_at_the_same_times() -> None:
+    twin = DigitalTwin(plan(rate_per_s=60.0))
+    values = twin.records(plan(rate_per_s=60.0).space.current, 0)
+    others = twin.records(
+        {**plan(rate_per_s=60.0).space.current, "b_u": 5.0, "target_waiting": 16, "max_queues": 4}, 0
+    )
+    assert [(one.arrived_at, one.prompt_tokens, one.output_tokens, one.tenant) for one in values] == [
+        (one.arrived_at, one.prompt_tokens, one.output_tokens, one.tenant) for one in others
+    ]
+    assert [one.first_token_at for one in values] != [one.first_token_at for one in others]
+
+
+def test_a_candidate_has_its_own_queues() -> None:
+    twin = DigitalTwin(plan())
+    queues = {
+        wanted: len(
+            {one.length_queue for one in twin.records({**plan().space.current, "max_queues": wanted}, 0)}
+        )
+        for wanted in (4, 32)
+    }
+    assert queues[4] <= 5 < queues[32]
+
+
+def test_the_first_part_of_a_window_is_not_measured() -> None:
+    played = DigitalTwin(plan()).play(plan().space.current, 0)
+    assert (played.requests, played.reward.requests) == (120, 102)
+    assert played.reward.value is not None
+    assert played.reward.terms["attainment"] > 0
+
+
+def test_the_scheduler_of_the_twin_has_learned_already() -> None:
+    twin = DigitalTwin(plan(window=40))
+    records = twin.records(plan(window=40).space.current, 0)
+    # Without learning, the first requests would be expected to be as long as the prior says.
+    known = [one.estimated_tokens for one in records]
+    assert all(estimate is not None and estimate < 2_000 for estimate in known[:5])
+
+
+def test_a_policy_without_queues_has_a_twin_as_well() -> None:
+    fcfs = plan(policy="fcfs")
+    assert fcfs.space.names == ("target_waiting",)
+    assert DigitalTwin(fcfs).play(fcfs.space.current, 0).reward.value is not None
+
+
+def test_requests_wait_no_longer_than_their_class_may() -> None:
+    overloaded = plan(rate_per_s=500.0)
+    timeouts = replace(overloaded.tunable.scheduler.queue_timeout_s, default=0.5)
+    scheduler = replace(overloaded.tunable.scheduler, queue_timeout_s=timeouts)
+    short = replace(overloaded, tunable=Tunable(scheduler=scheduler))
+    outcomes = {one.outcome.value for one in DigitalTwin(short).records(short.space.current, 0)}
+    assert "expired" in outcomes
+
+
+def test_slower_engines_are_slower() -> None:
+    quick = plan()
+    slow = replace(quick, engines=with_speed(quick.engines, 2.0))
+    ttft = [DigitalTwin(one).play(one.space.current, 0).reward.terms["slowness"] for one in (quick, slow)]
+    assert ttft[1] > ttft[0]
+    for engine, scaled in zip(quick.engines, slow.engines, strict=True):
+        for tokens in (1, 500):
+            assert scaled.step_time.step_s(
+                prefill_tokens=tokens, sequences=3, context_tokens=40
+            ) == pytest.approx(
+                2 * engine.step_time.step_s(prefill_tokens=tokens, sequences=3, context_tokens=40)
+            )
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
+def test_a_speed_factor_is_positive(factor: float) -> None:
+    with pytest.raises(ValueError, match="speed factor"):
+        with_speed(plan().engines, factor)
+
+
+def test_more_traffic_is_more_independent_windows() -> None:
+    assert plan(window=100).independent_windows == 4.0
+    assert plan(window=900).independent_windows == 1.0
+
+
+def test_a_plan_travels_to_other_processes() -> None:
+    sent = pickle.loads(pickle.dumps(plan()))
+    values = plan().space.current
+    assert DigitalTwin(sent).play(values, 1) == DigitalTwin(plan()).play(values, 1)
+
+
+def test_what_fails_has_no_reward_and_says_why() -> None:
+    with TwinProcesses(plan()) as twin:
+        jobs = [Job(0, 0, plan().space.current), Job(1, 0, {**plan().space.current, "target_waiting": 0})]
+        good, bad = (played.reward for _, played in twin.play(jobs))
+    assert good.value is not None
+    assert bad.value is None
+    assert "target_waiting" in bad.reason
+
+
+@pytest.mark.slow
+def test_processes_come_to_what_one_process_comes_to() -> None:
+    jobs = [Job(number, window, plan().space.current) for number in range(2) for window in range(2)]
+    with TwinProcesses(plan()) as one, TwinProcesses(plan(), jobs=2, niceness=5) as two:
+        assert list(one.play(jobs)) == list(two.play(jobs))
+
+
+def test_a_twin_may_use_the_objective_of_the_paper() -> None:
+    paper = replace(plan(), objective=ObjectiveSettings(kind="paper"))
+    terms = DigitalTwin(paper).play(paper.space.current, 0).reward.terms
+    assert 0 < terms["compactness"] <= 1
