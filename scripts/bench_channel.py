@@ -46,11 +46,11 @@ from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
 from serve_app.serving.channel.gateway_client import GatewayClient
-from serve_app.serving.channel.messages import Endpoint
+from serve_app.serving.channel.messages import SchedulerEndpoint
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, Submission
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.scheduler.live_scheduler import SchedulerShell, ShellParts
+from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 
 USAGE = Usage(prompt_tokens=100, output_tokens=10)
 SHAPE = PromptShape(text_bytes=400, messages=2)
@@ -101,7 +101,7 @@ async def serve() -> None:
         # The bench measures the channel, so a replica may be sent as much as the rows ask for.
         backpressure=BackpressureSettings(target_waiting=1_000_000),
     )
-    shell = SchedulerShell(settings, ShellParts(incarnation=1, channel=ChannelSettings()))
+    shell = LiveScheduler(settings, LiveSchedulerOptions(incarnation=1, channel=ChannelSettings()))
     endpoint = await shell.start("127.0.0.1")
     sys.stdout.write(json.dumps(asdict(endpoint)) + "\n")
     sys.stdout.flush()
@@ -112,8 +112,8 @@ async def serve() -> None:
 class Bench:
     """One gateway, one replica, and a stop-watch."""
 
-    def __init__(self, endpoint: Endpoint, scheduler_pid: int) -> None:
-        async def locate() -> Endpoint:
+    def __init__(self, endpoint: SchedulerEndpoint, scheduler_pid: int) -> None:
+        async def locate() -> SchedulerEndpoint:
             return endpoint
 
         self._scheduler_pid = scheduler_pid
@@ -167,7 +167,7 @@ class Bench:
             waits.append(time.perf_counter() - began)
             assert isinstance(answer, Grant), answer
             self.gateway.first_token(request_id)
-            self.gateway.finished(request_id, Outcome.COMPLETED, USAGE)
+            self.gateway.finish(request_id, Outcome.COMPLETED, USAGE)
             if pause_s:
                 await asyncio.sleep(pause_s)
 
@@ -188,7 +188,7 @@ async def bench(arguments: argparse.Namespace) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        endpoint = Endpoint(**json.loads(process.stdout.readline()))
+        endpoint = SchedulerEndpoint(**json.loads(process.stdout.readline()))
         rows = await all_rows(Bench(endpoint, process.pid), arguments)
     finally:
         process.stdin.close()

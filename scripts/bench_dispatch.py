@@ -64,7 +64,7 @@ from dispatch_fleet import (
 )
 
 from serve_app.command import positive_float, positive_int, progress_bar, write_json
-from serve_app.metrics.confidence import Interval, interval_95
+from serve_app.metrics.confidence import ConfidenceInterval, interval_95
 from serve_app.metrics.statistics import Distribution
 from serve_app.provenance import commit, hardware, load_average
 from serve_app.tuning import RefineAndPruneSettings, refine_and_prune
@@ -227,15 +227,15 @@ def table(rows: list[dict[str, Any]]) -> str:
             row["decider"],
             f"{row['replicas']:,}",
             *events,
-            plus_minus(Interval(**row["request_us"]), 1),
-            plus_minus(Interval(**row["of_smallest"]), 2),
+            plus_minus(ConfidenceInterval(**row["request_us"]), 1),
+            plus_minus(ConfidenceInterval(**row["of_smallest"]), 2),
             f"{row['taken']:.0%}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def plus_minus(interval: Interval, decimals: int) -> str:
+def plus_minus(interval: ConfidenceInterval, decimals: int) -> str:
     """The mean, and half the width of its interval."""
     if interval.high is None:
         return f"{interval.mean:.{decimals}f}"

@@ -39,11 +39,11 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.statistics import Distribution
 from serve_app.request import PriorityClass
 from serve_app.simulation.batch import parallel
-from serve_app.simulation.direct import DirectWorld
+from serve_app.simulation.direct import DirectSimulation
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.load import saturated_rate_per_s
 from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import World, WorldSettings
+from serve_app.simulation.simulation import Simulation, SimulationSettings
 from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
 from serve_app.workloads.trace import Trace, TraceRequest
 from serve_app.workloads.transform import merge, scale_to_rate
@@ -63,7 +63,7 @@ class Variant:
     name: str
     policy: str | None
     settings: Mapping[str, object] = field(default_factory=dict)
-    world: WorldSettings = field(default_factory=WorldSettings)
+    world: SimulationSettings = field(default_factory=SimulationSettings)
 
 
 def fair(policy: str, mode: str, **settings: object) -> Variant:
@@ -80,9 +80,9 @@ def play(fleet: FleetSettings, variant: Variant, trace: Trace) -> list[RequestRe
     plans = fleet.plans(isolated=isolated)
     requests = list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
     if variant.policy is None:
-        return DirectWorld(plans).run(requests)
+        return DirectSimulation(plans).run(requests)
     settings = scheduler_settings(variant.policy, fleet.routing, variant.settings)
-    return World(settings, plans, variant.world).run(requests)
+    return Simulation(settings, plans, variant.world).run(requests)
 
 
 def mix(fleet: FleetSettings, load: float, duration_s: float, seed: int, tenants: str | None = None) -> Trace:
@@ -223,7 +223,7 @@ def worked(record: RequestRecord, until: float) -> float:
 
 def swept(policy: str) -> list[Variant]:
     """The targets of the sweep, with reports that are up to a quarter of a second old."""
-    late = WorldSettings(report_interval_s=0.25)
+    late = SimulationSettings(report_interval_s=0.25)
     return [
         Variant(
             f"{policy}, {target if target < UNLIMITED else 'unlimited'}",

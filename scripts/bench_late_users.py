@@ -34,7 +34,7 @@ import uvloop
 import yaml
 
 from serve_app.bench.application import started_application
-from serve_app.bench.bodies import BodyFactory, BodyKind, BodySettings, Endpoint
+from serve_app.bench.bodies import BenchEndpoint, BodyFactory, BodyKind, BodySettings
 from serve_app.bench.connection import ConnectionPool, Target
 from serve_app.bench.live import free_port
 from serve_app.bench.load import LoadSettings, OpenLoop
@@ -147,7 +147,7 @@ def scenario(flood: int, after_s: float) -> Trace:
 async def drive(target: Target, mode: str, trace: Trace) -> list[RequestRecord]:
     """Play the scenario against one model."""
     pool = ConnectionPool(target)
-    bodies = BodySettings(model=mode, kind=BodyKind.TEXT, endpoint=Endpoint.COMPLETIONS, ignore_eos=True)
+    bodies = BodySettings(model=mode, kind=BodyKind.TEXT, endpoint=BenchEndpoint.COMPLETIONS, ignore_eos=True)
     try:
         loop = OpenLoop(pool, BodyFactory(bodies, target.authority), LoadSettings(timeout_s=300.0))
         result = await loop.run(trace)

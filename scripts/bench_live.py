@@ -53,7 +53,7 @@ import uvloop
 import yaml
 
 from serve_app.bench.application import started_application
-from serve_app.bench.bodies import BodyFactory, BodyKind, BodySettings, Endpoint
+from serve_app.bench.bodies import BenchEndpoint, BodyFactory, BodyKind, BodySettings
 from serve_app.bench.connection import ConnectionPool, Target
 from serve_app.bench.live import LiveExperiment, free_port, load_experiment, saturated_rate, serve_config
 from serve_app.bench.load import LoadResult, LoadSettings, OpenLoop
@@ -204,7 +204,7 @@ class Player:
         bodies = BodySettings(
             model=name,
             kind=BodyKind.TEXT,
-            endpoint=Endpoint.COMPLETIONS,
+            endpoint=BenchEndpoint.COMPLETIONS,
             bytes_per_token=self.experiment.bytes_per_token,
             ignore_eos=True,
         )

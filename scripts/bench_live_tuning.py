@@ -50,7 +50,7 @@ from serve_app.errors import ServeAppError
 from serve_app.metrics.record import RequestRecord
 from serve_app.provenance import commit, load_average
 from serve_app.tuning.objective.objective import ObjectiveSettings, reward_of
-from serve_app.tuning.objective.service_class import ClassTarget, Targets
+from serve_app.tuning.objective.service_class import ClassTarget, ClassTargets
 from serve_app.workloads.arrivals import GammaArrivals
 from serve_app.workloads.lengths import MixedLengths, UniformLengths
 from serve_app.workloads.streams import stream
@@ -66,7 +66,7 @@ BAD_START = {
     "backpressure": {"target_waiting": 16},
 }
 TARGET = ClassTarget(ttft_s=0.5, long_ttft_s=5.0, tpot_s=None)
-OBJECTIVE = ObjectiveSettings(targets=Targets(default=TARGET), min_requests=20)
+OBJECTIVE = ObjectiveSettings(targets=ClassTargets(default=TARGET), min_requests=20)
 
 
 @dataclass(slots=True)

@@ -41,7 +41,7 @@ import yaml
 from bench_overhead import role_of
 
 from serve_app.bench.application import started_application
-from serve_app.bench.bodies import BodyFactory, BodyKind, BodySettings, Endpoint
+from serve_app.bench.bodies import BenchEndpoint, BodyFactory, BodyKind, BodySettings
 from serve_app.bench.connection import BenchError, ConnectionPool, Target
 from serve_app.bench.live import free_port
 from serve_app.bench.load import LoadResult, LoadSettings, OpenLoop
@@ -54,8 +54,8 @@ from serve_app.metrics.slo import Slo, slo_attainment_ratio
 from serve_app.metrics.statistics import percentile
 from serve_app.planning.costs import CostTable
 from serve_app.planning.plan import Effort, make_plan
-from serve_app.planning.sizing.candidates import SearchSpace, SizedFleet
-from serve_app.planning.sizing.verification import Demand, RunFigures, Verification, Verifier
+from serve_app.planning.sizing.candidates import FleetOptions, SizedFleet
+from serve_app.planning.sizing.verification import RunFigures, Verification, Verifier, Workload
 from serve_app.provenance import commit, hardware, load_average
 from serve_app.simulation.workload import TraceChoice, at_rate, choose_trace, fit
 from serve_app.workloads.trace import Trace
@@ -115,7 +115,7 @@ def arguments() -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """All that is asked for."""
-    demand = Demand(
+    demand = Workload(
         trace=TraceChoice(name=args.trace, requests=args.plan_requests, arrivals="poisson"),
         rate_per_s=args.rate,
         slo=Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s),
@@ -138,13 +138,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def planned(args: argparse.Namespace, demand: Demand) -> SizedFleet:
+def planned(args: argparse.Namespace, demand: Workload) -> SizedFleet:
     """The two pools of the plan.
 
     Raises:
         BenchError: no two pools keep the limits.
     """
-    space = SearchSpace(profile=args.profile, b_short_tokens=tuple(args.b_short), candidates=1)
+    space = FleetOptions(profile=args.profile, b_short_tokens=tuple(args.b_short), candidates=1)
     plan = make_plan(space, demand, CostTable.load(), Effort(seeds=range(args.plan_seeds)))
     if plan.result.pools is None:
         raise BenchError("no two pools keep the limits: relax them, or choose another profile")
@@ -170,9 +170,9 @@ def live_choice(args: argparse.Namespace) -> TraceChoice:
     return TraceChoice(name=args.trace, requests=requests, arrivals="poisson")
 
 
-def simulated_runs(args: argparse.Namespace, fleet: SizedFleet, demand: Demand) -> tuple[RunFigures, ...]:
+def simulated_runs(args: argparse.Namespace, fleet: SizedFleet, demand: Workload) -> tuple[RunFigures, ...]:
     """The fleet in the simulator, under the requests of the live runs."""
-    same = Demand(trace=live_choice(args), rate_per_s=demand.rate_per_s, slo=demand.slo)
+    same = Workload(trace=live_choice(args), rate_per_s=demand.rate_per_s, slo=demand.slo)
     return Verifier(same).measure(fleet.plan, fleet.counts, range(args.repeats)).runs
 
 
@@ -258,7 +258,7 @@ def play(trace: Trace, seed: int, serve_pid: int, url: str, slo: Slo) -> LiveRun
 async def drive(trace: Trace, target: Target) -> LoadResult:
     """Send everything at its time; bodies state no limit, engines are told the length of the answer."""
     pool = ConnectionPool(target)
-    bodies = BodySettings(model=MODEL, kind=BodyKind.EMULATED, endpoint=Endpoint.CHAT, max_tokens=0)
+    bodies = BodySettings(model=MODEL, kind=BodyKind.EMULATED, endpoint=BenchEndpoint.CHAT, max_tokens=0)
     try:
         loop = OpenLoop(pool, BodyFactory(bodies, target.authority), LoadSettings(timeout_s=PATIENCE_S))
         return await loop.run(trace)

@@ -44,8 +44,8 @@ from serve_app.planning.model.length_mix import LengthMix
 from serve_app.planning.model.paper_model import A100, PaperEngine
 from serve_app.planning.plan import Effort, make_plan
 from serve_app.planning.results import plan_as_json
-from serve_app.planning.sizing.candidates import SearchSpace
-from serve_app.planning.sizing.verification import Demand
+from serve_app.planning.sizing.candidates import FleetOptions
+from serve_app.planning.sizing.verification import Workload
 from serve_app.provenance import commit, hardware, load_average
 from serve_app.simulation.workload import TraceChoice, choose_trace
 from serve_app.workloads.streams import stream
@@ -277,7 +277,7 @@ def played(cases: Sequence[Case], experiment: PlanningExperiment, args: argparse
     with args.out.open("a", encoding="utf-8") as file, progress_bar("plans", len(cases)) as advance:
         circumstances = {"commit": commit(), "hardware": hardware(), "load_average": load_average()}
         for case in cases:
-            demand = Demand(
+            demand = Workload(
                 trace=TraceChoice(
                     name=case.trace, requests=args.requests or case.requests, arrivals="poisson"
                 ),
@@ -301,9 +301,9 @@ def played(cases: Sequence[Case], experiment: PlanningExperiment, args: argparse
             yield row
 
 
-def space(case: Case) -> SearchSpace:
+def space(case: Case) -> FleetOptions:
     """What the planner may choose from in a case."""
-    return SearchSpace(
+    return FleetOptions(
         profile=case.profile,
         short_profiles=case.short_profiles,
         long_profiles=case.long_profiles,

@@ -35,11 +35,11 @@ from serve_app.command import positive_float, positive_int, progress_bar
 from serve_app.metrics.record import RequestRecord
 from serve_app.routing.prefix.index import PrefixIndex
 from serve_app.serving.gateway.request.prefix import Opening, prefix_hashes
-from serve_app.simulation.direct import Balance, DirectWorld
+from serve_app.simulation.direct import Balance, DirectSimulation
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.replica import SimulatedReplica
 from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import World
+from serve_app.simulation.simulation import Simulation
 from serve_app.simulation.workload import Disclosure, requests_of
 from serve_app.workloads.conversations import ConversationSettings, conversations
 from serve_app.workloads.trace import Trace
@@ -153,10 +153,10 @@ def outcome(
     plans = fleet.plans(isolated=variant.policy == "ewsjf")
     requests = list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
     if variant.policy is None:
-        direct = DirectWorld(plans, variant.balance)
+        direct = DirectSimulation(plans, variant.balance)
         return direct.run(requests), direct.replicas
     changes = {"affinity.enabled": variant.affinity}
-    world = World(scheduler_settings(variant.policy, fleet.routing, changes), plans)
+    world = Simulation(scheduler_settings(variant.policy, fleet.routing, changes), plans)
     return world.run(requests), list(world.replicas.values())
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Does a `B_short` that adapts serve a drifting mix better than one that is fixed?
 
-    .venv/bin/python scripts/bench_threshold.py          # configs/experiments/adaptive_threshold.yaml
+    .venv/bin/python scripts/bench_threshold.py          # configs/experiments/adaptive_b_short.yaml
     .venv/bin/python scripts/bench_threshold.py --scenarios flip --seeds 1 --out out/threshold.jsonl
 
 The traffic is made of chats (lengths of a published trace) and of documents (lognormal prompts of some
@@ -49,17 +49,17 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.slo import Slo, slo_attainment_ratio
 from serve_app.metrics.statistics import percentile
 from serve_app.provenance import commit
-from serve_app.routing.adaptive_b_short import ThresholdMoved
+from serve_app.routing.adaptive_b_short import BShortChanged
 from serve_app.simulation.fleet import EngineChanges, FleetSettings, PoolChanges
 from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import Decision, World
+from serve_app.simulation.simulation import Decision, Simulation
 from serve_app.simulation.workload import Disclosure, fit, requests_of
 from serve_app.workloads.lengths import LognormalLengths
 from serve_app.workloads.published import RECIPES
 from serve_app.workloads.streams import stream
 from serve_app.workloads.trace import Trace, TraceRequest
 
-_CONFIG = Path(__file__).resolve().parents[1] / "configs" / "experiments" / "adaptive_threshold.yaml"
+_CONFIG = Path(__file__).resolve().parents[1] / "configs" / "experiments" / "adaptive_b_short.yaml"
 _WARM_UP = 0.1
 _BACKLOG = 2_000
 _ADAPTIVE = "adaptive"
@@ -252,11 +252,11 @@ def play(experiment: Experiment, run: Run) -> Figures:
     spilled = 0
 
     def look(decision: Decision) -> None:
-        moved = (command for command in decision.commands if isinstance(command, ThresholdMoved))
+        moved = (command for command in decision.commands if isinstance(command, BShortChanged))
         borders.extend((decision.at, move.b_short_tokens) for move in moved)
 
     scheduler = scheduler_settings(experiment.policy, settings.routing, variant.scheduler)
-    world = World(scheduler, settings.plans(isolated=True), on_decision=look)
+    world = Simulation(scheduler, settings.plans(isolated=True), on_decision=look)
     records = sorted(world.run(requests), key=lambda record: record.arrived_at)
     records = records[round(_WARM_UP * len(records)) :]
     spilled = sum(record.pool != home(record, borders, variant.b_short_tokens) for record in records)
@@ -355,7 +355,7 @@ def _seconds_each(fleet_json: str, of: Mix, share: float) -> float:
     trace = requests_as_trace("backlog", arrivals, 0, of, fleet.context)
     plans = settings.plans()
     requests = list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
-    records = World(scheduler_settings("fcfs", settings.routing, {}), plans).run(requests)
+    records = Simulation(scheduler_settings("fcfs", settings.routing, {}), plans).run(requests)
     ends = sorted(record.finished_at for record in records)
     # Without the filling and the emptying of the batches.
     first, last = len(ends) // 4, 3 * len(ends) // 4

@@ -57,7 +57,7 @@ from serve_app.tuning import LearnedPartitions, StrategicSettings
 from serve_app.tuning.objective.objective import ObjectiveSettings, reward_of
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings
 from serve_app.tuning.online.rollout_settings import Act, Audit, RolloutSettings
-from serve_app.tuning.online.tuned_simulation import TunedWorld, counting_replay, counting_search
+from serve_app.tuning.online.tuned_simulation import TunedSimulation, counting_replay, counting_search
 from serve_app.tuning.search.study_settings import StudySettings
 from serve_app.tuning.search.tunable import Tunable, parameters_of, started_from
 from serve_app.tuning.twin.digital_twin import TwinSettings
@@ -85,7 +85,7 @@ _QUICK = ParameterTuningSettings(
 )
 _USUAL = ParameterTuningSettings(profile="laptop", rollout=RolloutSettings(mode="on"))
 # A guard that knows nothing of what traffic does by itself.
-_NAIVE = replace(_QUICK, rollout=replace(_QUICK.rollout, swing_allowance=0.0, false_adoption=1.0))
+_NAIVE = replace(_QUICK, rollout=replace(_QUICK.rollout, noise_allowance=0.0, false_adoption=1.0))
 TUNERS = {"quick": _QUICK, "usual": _USUAL, "naive": _NAIVE}
 
 
@@ -209,7 +209,7 @@ def play(args: argparse.Namespace, fleet: FleetSettings, trace: Trace, variant: 
         Tunable(scheduler=configured), parameters_of(configured), STARTS[start]
     ).scheduler
     plans = fleet.plans(isolated=True)
-    world = TunedWorld(
+    world = TunedSimulation(
         configured,
         plans,
         tuning,

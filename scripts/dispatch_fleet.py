@@ -166,7 +166,7 @@ class Production:
         settings = scheduler_settings(policy, routing, {"affinity.enabled": affinity})
         self.scheduler = Scheduler(settings)
         self.choosing_ns = 0
-        run, room = self.scheduler.dispatcher.run, self.scheduler.room
+        run, room = self.scheduler.dispatcher.run, self.scheduler.queue
 
         def timed(now: float, send: Callable[..., None]) -> None:
             if not room:

@@ -56,7 +56,7 @@ def _run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PIPE_COLUMNS)
-    for part in rendered(status["models"], queue["models"], args.lanes):
+    for part in rendered(status["models"], queue["models"], args.sub_queues):
         console.print(part)
     return 0
 
@@ -100,7 +100,7 @@ def rendered(
         yield _overview(model)
         yield _replicas(model["replicas"])
         queue = of_model.get(model["model"], {})
-        if queue.get("lanes"):
+        if queue.get("sub_queues"):
             yield _lanes(queue, most_lanes)
         served = {name: counters for name, counters in queue.get("served", {}).items() if counters}
         if served:
@@ -152,20 +152,20 @@ def _replicas(replicas: Mapping[str, Document]) -> Table:
 
 
 def _lanes(queue: Document, most: int) -> Table:
-    left_out = max(0, len(queue["lanes"]) - most) + queue["lanes_left_out"]
+    left_out = max(0, len(queue["sub_queues"]) - most) + queue["sub_queues_left_out"]
     title = f"queue under {queue['policy']}, the longest wait first"
     table = Table(title=title + (f"; {left_out} more" if left_out else ""), title_justify="left")
     for name in ("class", "tenant", "length queue", "waiting", "head waits", "score", "why"):
         table.add_column(name, justify="right" if name in {"waiting", "head waits", "score"} else "left")
-    for lane in queue["lanes"][:most]:
+    for sub_queue in queue["sub_queues"][:most]:
         table.add_row(
-            lane["priority"],
-            lane["tenant"],
-            lane["length_queue"],
-            str(lane["waiting"]),
-            f"{lane['wait_s']:.1f} s",
-            f"{lane['score']:.3g}",
-            lane["why"],
+            sub_queue["priority"],
+            sub_queue["tenant"],
+            sub_queue["length_queue"],
+            str(sub_queue["waiting"]),
+            f"{sub_queue['wait_s']:.1f} s",
+            f"{sub_queue['score']:.3g}",
+            sub_queue["why"],
         )
     return table
 

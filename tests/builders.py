@@ -82,7 +82,7 @@ def settings(**changes: Any) -> SchedulerSettings:
     return SchedulerSettings(**{**usual, **changes})
 
 
-class World:
+class Simulation:
     """A scheduler with the clock in hand."""
 
     def __init__(self, **changes: Any) -> None:

@@ -43,7 +43,7 @@ QUEUE: dict[str, Any] = {
         {
             "model": "demo",
             "policy": "ewsjf",
-            "lanes": [
+            "sub_queues": [
                 {
                     "priority": "default",
                     "tenant": f"t{number}",
@@ -55,7 +55,7 @@ QUEUE: dict[str, Any] = {
                 }
                 for number in range(3)
             ],
-            "lanes_left_out": 1,
+            "sub_queues_left_out": 1,
             "served": {"default": {"t0": 1_200.0}, "batch": {}},
         }
     ]

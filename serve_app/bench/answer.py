@@ -42,7 +42,7 @@ class _Choice(msgspec.Struct):
     text: str | None = None
 
 
-class _Usage(msgspec.Struct):
+class _UsageCounts(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -55,7 +55,7 @@ class _Error(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: _UsageCounts | None = None
     error: _Error | None = None
 
 

@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from serve_app.bench.bodies import BodyKind, BodySettings, Endpoint
+from serve_app.bench.bodies import BenchEndpoint, BodyKind, BodySettings
 from serve_app.bench.connection import BenchError
 from serve_app.bench.load import LoadSettings
 from serve_app.command import positive_float, positive_int
@@ -39,7 +39,10 @@ def _configure_requests(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--model", help="the model to ask for (the first that the endpoint serves)")
     group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="(OPENAI_API_KEY)")
     group.add_argument(
-        "--endpoint", choices=[one.name.lower() for one in Endpoint], default="chat", help="(%(default)s)"
+        "--endpoint",
+        choices=[one.name.lower() for one in BenchEndpoint],
+        default="chat",
+        help="(%(default)s)",
     )
     group.add_argument(
         "--body",
@@ -96,7 +99,7 @@ def body_settings(args: argparse.Namespace, models: list[str]) -> BodySettings:
     return BodySettings(
         model=args.model or models[0],
         kind=args.body,
-        endpoint=Endpoint[args.endpoint.upper()],
+        endpoint=BenchEndpoint[args.endpoint.upper()],
         stream=not args.no_stream,
         bytes_per_token=args.bytes_per_token,
         max_tokens=args.max_tokens,

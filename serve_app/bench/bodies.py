@@ -42,7 +42,7 @@ class BodyKind(enum.StrEnum):
     """By the text itself and `max_tokens`: for real engines."""
 
 
-class Endpoint(enum.StrEnum):
+class BenchEndpoint(enum.StrEnum):
     """The OpenAI endpoint under test."""
 
     CHAT = "/v1/chat/completions"
@@ -63,7 +63,7 @@ class BodySettings:
 
     model: str
     kind: BodyKind = BodyKind.EMULATED
-    endpoint: Endpoint = Endpoint.CHAT
+    endpoint: BenchEndpoint = BenchEndpoint.CHAT
     stream: bool = True
     bytes_per_token: float = 5.0
     max_tokens: int | None = None
@@ -102,7 +102,7 @@ class BodyFactory:
             opening |= {"stream": True, "stream_options": {"include_usage": True}}
         if settings.ignore_eos:
             opening |= {"ignore_eos": True}
-        chat = settings.endpoint is Endpoint.CHAT
+        chat = settings.endpoint is BenchEndpoint.CHAT
         self._opening = json.dumps(opening).encode()[:-1]
         self._before_text = b',"messages":[{"role":"user","content":"' if chat else b',"prompt":"'
         self._after_text = b'"}]}' if chat else b'"}'

@@ -7,13 +7,13 @@ the same arrivals), `start.py` and `fit.py` (coefficients under which it plays t
 """
 
 from serve_app.calibration.accuracy import Accuracy, compare
-from serve_app.calibration.fit import Fit, fit_step_time
+from serve_app.calibration.fit import CalibrationFit, fit_step_time
 from serve_app.calibration.measurements import MeasuredRequest, Measurements, read_measurements
 from serve_app.calibration.replay import replay
 
 __all__ = [
     "Accuracy",
-    "Fit",
+    "CalibrationFit",
     "MeasuredRequest",
     "Measurements",
     "compare",

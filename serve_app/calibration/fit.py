@@ -63,7 +63,7 @@ EXPECTED_REPLAYS = sum(stage.steps for stage in _STAGES) * (len(_NAMES) + 1) + _
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class CalibrationFit:
     """The outcome of a fit.
 
     Attributes:
@@ -80,8 +80,8 @@ def fit_step_time(
     fit_first: int,
     settings: EngineModelSettings,
     on_replay: Callable[[], object] = lambda: None,
-) -> Fit:
-    """Fit the step-time model to the timings of the first requests.
+) -> CalibrationFit:
+    """CalibrationFit the step-time model to the timings of the first requests.
 
     Args:
         requests: all that the engine served, in the order of arrival.
@@ -102,7 +102,7 @@ def fit_step_time(
     for stage in _STAGES:
         position = _least_squares(misses, position, stage)
     position = _simplex(misses, position)
-    return Fit(misses.step_time(position), misses.replays)
+    return CalibrationFit(misses.step_time(position), misses.replays)
 
 
 def _least_squares(misses: "_Misses", position: Floats, stage: _Stage) -> Floats:

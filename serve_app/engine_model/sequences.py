@@ -70,5 +70,5 @@ class EngineSequence:
 
     @property
     def urgency(self) -> tuple[int, float, int]:
-        """Order under the priority policy: lower value first, then arrival."""
+        """ForwardJob under the priority policy: lower value first, then arrival."""
         return (self.priority, self.arrived_at, self.number)

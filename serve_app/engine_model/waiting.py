@@ -10,7 +10,7 @@ from serve_app.engine_model.sequences import EngineSequence
 
 
 class SchedulingPolicy(enum.StrEnum):
-    """Order of the engine's waiting queue, named as in vLLM's `--scheduling-policy`."""
+    """ForwardJob of the engine's waiting queue, named as in vLLM's `--scheduling-policy`."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"

@@ -107,12 +107,12 @@ class LoadMeter:
     def __repr__(self) -> str:
         return f"<LoadMeter running={sum(self._running.values())} token_gaps={self._token_gaps}>"
 
-    def core_stepped(self, core: int, running: int, kv_usage_ratio: float) -> None:
+    def on_step(self, core: int, running: int, kv_usage_ratio: float) -> None:
         """One engine core reports the state of its batch after a step."""
         self._running[core] = running
         self._kv_usage_ratio[core] = kv_usage_ratio
 
-    def tokens_came(self, gaps_s: Sequence[float], preempted: int, now: float) -> None:
+    def on_tokens(self, gaps_s: Sequence[float], preempted: int, now: float) -> None:
         """Output tokens came `gaps_s` after the ones before them, and so many sequences were preempted."""
         self._preemptions += preempted
         if gaps_s:
@@ -152,10 +152,10 @@ class StepRecorder:
         """Called after each step with vLLM's `SchedulerStats` and `IterationStats`, either of them None."""
         if scheduler_stats is not None:
             running, usage = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
-            self._meter.core_stepped(self._core, running, usage)
+            self._meter.on_step(self._core, running, usage)
         if iteration_stats is not None:
             gaps_s, preempted = iteration_stats.inter_token_latencies_iter, iteration_stats.num_preempted_reqs
-            self._meter.tokens_came(gaps_s, preempted, time.monotonic())
+            self._meter.on_tokens(gaps_s, preempted, time.monotonic())
 
     def log_engine_initialized(self) -> None:
         """Nothing to say: the engine's limits are read from its configuration."""

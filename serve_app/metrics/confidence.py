@@ -19,7 +19,7 @@ _NORMAL_95 = 1.959964
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class ConfidenceInterval:
     """A mean over `n` runs and the 95 % interval around it; without bounds when one run cannot tell."""
 
     mean: float
@@ -36,7 +36,7 @@ class Interval:
         return asdict(self)
 
 
-def interval_95(values: Sequence[float]) -> Interval:
+def interval_95(values: Sequence[float]) -> ConfidenceInterval:
     """The mean of one figure over seeds with its 95 % Student-t interval.
 
     Raises:
@@ -46,12 +46,12 @@ def interval_95(values: Sequence[float]) -> Interval:
         raise ValueError("an interval needs at least one value, got none: run at least one seed")
     mean = statistics.fmean(values)
     if len(values) == 1:
-        return Interval(mean, None, None, 1)
+        return ConfidenceInterval(mean, None, None, 1)
     half = t_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(mean, mean - half, mean + half, len(values))
+    return ConfidenceInterval(mean, mean - half, mean + half, len(values))
 
 
-def paired_difference_95(candidate: Sequence[float], baseline: Sequence[float]) -> Interval:
+def paired_difference_95(candidate: Sequence[float], baseline: Sequence[float]) -> ConfidenceInterval:
     """`candidate - baseline` seed by seed, with its 95 % interval.
 
     Raises:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from serve_app.command import positive_float, positive_int
 from serve_app.metrics.slo import Slo
-from serve_app.planning.sizing.candidates import SearchSpace
-from serve_app.planning.sizing.verification import Demand
+from serve_app.planning.sizing.candidates import FleetOptions
+from serve_app.planning.sizing.verification import Workload
 from serve_app.scheduling.policies import POLICIES
 from serve_app.simulation.command.arguments import setting
 from serve_app.simulation.command.workload_arguments import configure_max_output, configure_trace
@@ -99,9 +99,9 @@ def _configure_simulation(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--plot", type=Path, metavar="DIR", help="write pictures")
 
 
-def space(args: argparse.Namespace) -> SearchSpace:
+def space(args: argparse.Namespace) -> FleetOptions:
     """What the planner may choose from."""
-    return SearchSpace(
+    return FleetOptions(
         profile=args.profile,
         short_profiles=args.short_profile,
         long_profiles=args.long_profile,
@@ -112,9 +112,9 @@ def space(args: argparse.Namespace) -> SearchSpace:
     )
 
 
-def demand(args: argparse.Namespace) -> Demand:
+def demand(args: argparse.Namespace) -> Workload:
     """What the fleets must serve; how many requests a run plays is open unless given."""
-    return Demand(
+    return Workload(
         trace=TraceChoice(
             name=args.trace,
             requests=args.requests,

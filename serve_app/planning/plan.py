@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from serve_app.engine_model.profiles import load_profile
 from serve_app.planning.costs import CostTable
 from serve_app.planning.model.length_mix import LengthMix
-from serve_app.planning.sizing.candidates import Candidate, PlanResult, SearchSpace
+from serve_app.planning.sizing.candidates import Candidate, FleetOptions, PlanResult
 from serve_app.planning.sizing.search import Planner
-from serve_app.planning.sizing.verification import Demand, Verification, Verifier, stand_in_share
+from serve_app.planning.sizing.verification import Verification, Verifier, Workload, stand_in_share
 from serve_app.simulation.workload import FittedTrace, choose_trace, fit
 
 # Requests that the model learns lengths from when a run's number is open.
@@ -51,7 +51,7 @@ class Plan:
             first seed: what a stand-in may differ by. Empty when fleets were simulated at full size.
     """
 
-    demand: Demand
+    demand: Workload
     workload: FittedTrace
     verifier: Verifier
     result: PlanResult
@@ -59,8 +59,8 @@ class Plan:
 
 
 def make_plan(
-    space: SearchSpace,
-    demand: Demand,
+    space: FleetOptions,
+    demand: Workload,
     costs: CostTable,
     effort: Effort,
     on_step: Callable[[str], object] = lambda _: None,
@@ -90,19 +90,19 @@ def make_plan(
     return Plan(demand=demand, workload=workload, verifier=verifier, result=result, twice=twice)
 
 
-def steps(space: SearchSpace) -> int:
+def steps(space: FleetOptions) -> int:
     """Fleets that a search sizes by simulation at most."""
     return 1 + 2 * space.candidates
 
 
-def _workload(space: SearchSpace, demand: Demand) -> FittedTrace:
+def _workload(space: FleetOptions, demand: Workload) -> FittedTrace:
     choice = demand.trace
     if choice.requests is None:
         choice = replace(choice, requests=_MODEL_REQUESTS)
     return fit(choose_trace(choice, 0), load_profile(space.profile).max_model_len)
 
 
-def _with_requests(demand: Demand, share: float, mix: LengthMix, undivided: Candidate) -> Demand:
+def _with_requests(demand: Workload, share: float, mix: LengthMix, undivided: Candidate) -> Workload:
     """How many requests a run plays: enough that queues fill, which takes several of the longest requests."""
     if demand.trace.requests is not None:
         return demand

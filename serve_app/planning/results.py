@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.metrics.confidence import Interval
+from serve_app.metrics.confidence import ConfidenceInterval
 from serve_app.planning.model.closed_form import ClosedForm
 from serve_app.planning.sizing.candidates import Candidate, PlanResult, SizedFleet
 from serve_app.planning.sizing.fleets import WORST_CASE
@@ -170,7 +170,7 @@ def verdict(result: PlanResult) -> str:
     return f"Splitting {pays}: {split} costs {measured.ratio:.1%} less than {baseline}; {exact}."
 
 
-def _interval(interval: Interval | None, factor: float, decimals: int) -> str:
+def _interval(interval: ConfidenceInterval | None, factor: float, decimals: int) -> str:
     if interval is None:
         return "-"
     mean = f"{factor * interval.mean:.{decimals}f}"

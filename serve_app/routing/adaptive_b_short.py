@@ -57,7 +57,7 @@ _SURE = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveThresholdSettings:
+class AdaptiveBShortSettings:
     """Whether, how far and how fast `B_short` moves."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -109,7 +109,7 @@ class AdaptiveThresholdSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ThresholdMoved:
+class BShortChanged:
     """`B_short` has another value from now on.
 
     Attributes:
@@ -126,7 +126,7 @@ class ThresholdMoved:
     speed_ratio: float
 
 
-class AdaptiveThreshold:
+class AdaptiveBShort:
     """The border of one model's pools.
 
     Args:
@@ -136,7 +136,7 @@ class AdaptiveThreshold:
         b_short_tokens: where it stands.
     """
 
-    def __init__(self, settings: AdaptiveThresholdSettings, b_short_tokens: int) -> None:
+    def __init__(self, settings: AdaptiveBShortSettings, b_short_tokens: int) -> None:
         self._settings = settings
         self.b_short_tokens = b_short_tokens
         self._lowest = settings.lowest(b_short_tokens)
@@ -145,25 +145,25 @@ class AdaptiveThreshold:
         self._speeds = _Speeds(settings.memory_s)
 
     def __repr__(self) -> str:
-        return f"<AdaptiveThreshold {self.b_short_tokens} requests={len(self._demand)}>"
+        return f"<AdaptiveBShort {self.b_short_tokens} requests={len(self._demand)}>"
 
-    def came(self, budget_tokens: int, kv_tokens: int) -> float:
+    def on_arrival(self, budget_tokens: int, kv_tokens: int) -> float:
         """A request is there: it waits or runs. Returns what `left` is to be given.
 
         Args:
             budget_tokens: the most it may take; decides where it is at home.
             kv_tokens: what it is expected to hold of a KV cache.
         """
-        return self._demand.came(budget_tokens, kv_tokens)
+        return self._demand.on_arrival(budget_tokens, kv_tokens)
 
-    def left(self, budget_tokens: int, kv_tokens: int, came_at: float) -> None:
+    def on_departure(self, budget_tokens: int, kv_tokens: int, came_at: float) -> None:
         """A request that came is over.
 
         Args:
             budget_tokens, kv_tokens: those with which it came.
             came_at: what `came` returned.
         """
-        self._demand.left(budget_tokens, kv_tokens, came_at)
+        self._demand.on_departure(budget_tokens, kv_tokens, came_at)
 
     def is_due(self, now: float) -> bool:
         """Whether it is time for another look."""
@@ -172,7 +172,7 @@ class AdaptiveThreshold:
 
     def adapt(
         self, short: PoolCapacity | None, long: PoolCapacity | None, now: float
-    ) -> ThresholdMoved | None:
+    ) -> BShortChanged | None:
         """Look at the demand, and move the border if that is due.
 
         Args:
@@ -221,7 +221,7 @@ class AdaptiveThreshold:
         highest = min(self._settings.b_short_max or short.context_tokens, short.context_tokens)
         return range(bisect_left(EDGES, self._lowest), place_below(highest) + 1)
 
-    def _move(self, target: int, present: int, loads: Loads, now: float) -> ThresholdMoved | None:
+    def _move(self, target: int, present: int, loads: Loads, now: float) -> BShortChanged | None:
         step = int(self._settings.max_step_octaves * PER_OCTAVE)
         place = min(max(target, present - step), present + step)
         if EDGES[place] == self.b_short_tokens:
@@ -229,7 +229,7 @@ class AdaptiveThreshold:
         was, self.b_short_tokens = self.b_short_tokens, EDGES[place]
         self._stays_until = now + self._settings.dwell_s
         self._speeds.restart()
-        return ThresholdMoved(
+        return BShortChanged(
             b_short_tokens=self.b_short_tokens,
             was_tokens=was,
             short_load=loads.short(present),
@@ -269,7 +269,7 @@ class _Speeds:
             if tpot_s is not None and tpot_s > 0:
                 self._tpot_s[place] = tpot_s if mean is None else mean + weight * (tpot_s - mean)
 
-    def learn(self, settings: AdaptiveThresholdSettings, now: float) -> None:
+    def learn(self, settings: AdaptiveBShortSettings, now: float) -> None:
         """Take a difference in pace that has lasted for one in speed."""
         short_s, long_s = self._tpot_s
         if short_s is None or long_s is None or self._began_at is None:

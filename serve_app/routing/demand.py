@@ -72,19 +72,19 @@ class Demand:
         """Requests that are there."""
         return sum(self._count.there)
 
-    def came(self, budget_tokens: int, kv_tokens: int) -> float:
+    def on_arrival(self, budget_tokens: int, kv_tokens: int) -> float:
         """A request is there; returns what `left` is to be given."""
         place = place_of(budget_tokens)
-        self._tokens.came(place, kv_tokens)
-        self._count.came(place, 1)
+        self._tokens.on_arrival(place, kv_tokens)
+        self._count.on_arrival(place, 1)
         return self._clock_s
 
-    def left(self, budget_tokens: int, kv_tokens: int, came_at: float) -> None:
+    def on_departure(self, budget_tokens: int, kv_tokens: int, came_at: float) -> None:
         """A request that came is over."""
         place = place_of(budget_tokens)
         faded = math.exp((came_at - self._clock_s) / self._memory_s)
-        self._tokens.left(place, kv_tokens, faded)
-        self._count.left(place, 1, faded)
+        self._tokens.on_departure(place, kv_tokens, faded)
+        self._count.on_departure(place, 1, faded)
 
     def sample(self, now: float) -> None:
         """Average what was there since the last sample."""
@@ -127,14 +127,14 @@ class _Resource:
         self._once = [0.0] * len(EDGES)
         self._twice = [0.0] * len(EDGES)
 
-    def came(self, place: int, amount: int) -> None:
+    def on_arrival(self, place: int, amount: int) -> None:
         self.there[place] += amount
         square = amount * amount
         self._squares[place] += square
         self._once[place] += square
         self._twice[place] += square
 
-    def left(self, place: int, amount: int, faded: float) -> None:
+    def on_departure(self, place: int, amount: int, faded: float) -> None:
         self.there[place] -= amount
         square = amount * amount
         self._squares[place] -= square

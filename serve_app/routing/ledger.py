@@ -95,7 +95,7 @@ class ReplicaLedger:
             gap_s = now - state.reported_at
             state.report_gap_s += _REPORT_GAP_WEIGHT * (gap_s - state.report_gap_s)
         was_stale = state.stale
-        state.report, state.reported_at, state.stale, state.shunned = report, now, False, False
+        state.report, state.reported_at, state.stale, state.suspended = report, now, False, False
         state.gated = self._backpressure.gates(state)
         self._fresh[replica_id] = now
         self._fresh.move_to_end(replica_id)
@@ -114,11 +114,11 @@ class ReplicaLedger:
         self._forget_if_done(state)
         self._measure_context_limits()
 
-    def shun(self, replica_id: str, now: float) -> None:
+    def suspend(self, replica_id: str, now: float) -> None:
         """Send nothing more to a replica until it reports again."""
         state = self._replicas.get(replica_id)
         if state is not None:
-            state.shunned = True
+            state.suspended = True
             self._refresh(state, now)
 
     def expire_reports(self, now: float) -> list[tuple[str, float]]:
@@ -144,20 +144,26 @@ class ReplicaLedger:
     # Requests
 
     def best(
-        self, pool: str, tokens: int, now: float, *, long_limits: tuple[int, ...] = (), quiet: bool = False
+        self,
+        pool: str,
+        tokens: int,
+        now: float,
+        *,
+        long_limits: tuple[int, ...] = (),
+        needs_empty_engine_queue: bool = False,
     ) -> ReplicaState | None:
         """The open replica of `pool` that suits best, few long prefills first, if `tokens` fit into any.
 
         Args:
             tokens: what the request will need; at most `context_limit(pool)`, so that an idle replica always
                 fits.
-            long_limits: only replicas with fewer prefills in flight than these, by grade from 1 up.
-            quiet: only replicas whose engine's queue is empty.
+            long_limits: only replicas with fewer prefills in flight than these, by prefill_class from 1 up.
+            needs_empty_engine_queue: only replicas whose engine's queue is empty.
         """
         for long_prefills in sorted(self._open.get(pool, ())):
             if any(count >= limit for count, limit in zip(long_prefills, long_limits, strict=False)):
                 continue
-            state = self._freest(pool, long_prefills, now, quiet=quiet)
+            state = self._freest(pool, long_prefills, now, needs_empty_engine_queue=needs_empty_engine_queue)
             if state is not None and tokens <= state.free_tokens:
                 return state
         return None
@@ -169,7 +175,7 @@ class ReplicaLedger:
         now: float,
         *,
         long_limits: tuple[int, ...] = (),
-        quiet: bool = False,
+        needs_empty_engine_queue: bool = False,
     ) -> ReplicaState | None:
         """The named replica if it is open and fits a request, as `best` has it; None otherwise."""
         state = self._replicas.get(replica_id)
@@ -177,7 +183,7 @@ class ReplicaLedger:
             return None
         if any(count >= limit for count, limit in zip(state.long_prefills, long_limits, strict=False)):
             return None
-        return state if not quiet or self._backpressure.is_quiet(state) else None
+        return state if not needs_empty_engine_queue or self._backpressure.is_quiet(state) else None
 
     def has_open(self, pool: str, now: float) -> bool:
         """Whether any replica of `pool` may take one more request, however small."""
@@ -202,7 +208,7 @@ class ReplicaLedger:
         state.in_flight += 1
         state.dispatches += not seen
         state.held_tokens += hold.tokens
-        state.long_prefills = _moved(state.long_prefills, hold.grade, 1)
+        state.long_prefills = _moved(state.long_prefills, hold.prefill_class, 1)
         state.pending_prefill_tokens += hold.prefill_tokens
         state.unstarted += not started
         state.unseen += not seen
@@ -219,7 +225,7 @@ class ReplicaLedger:
     def end_prefill(self, replica_id: str, hold: Hold, now: float) -> None:
         """The prefill of one hold on this replica is over, as far as anybody knows."""
         state = self._replicas[replica_id]
-        state.long_prefills = _moved(state.long_prefills, hold.grade, -1)
+        state.long_prefills = _moved(state.long_prefills, hold.prefill_class, -1)
         state.pending_prefill_tokens -= hold.prefill_tokens
         self._refresh(state, now)
 
@@ -233,7 +239,7 @@ class ReplicaLedger:
         state = self._replicas[replica_id]
         state.in_flight -= 1
         state.held_tokens -= hold.tokens
-        state.long_prefills = _moved(state.long_prefills, hold.grade, -1)
+        state.long_prefills = _moved(state.long_prefills, hold.prefill_class, -1)
         state.pending_prefill_tokens -= hold.prefill_tokens
         if not started:
             state.unstarted -= 1
@@ -248,7 +254,7 @@ class ReplicaLedger:
         state.reserved_tokens = tokens
         self._refresh(state, now)
 
-    def limits_changed(self, now: float) -> None:
+    def on_limits_changed(self, now: float) -> None:
         """The rules of backpressure are others now."""
         for state in self._replicas.values():
             self._refresh(state, now)
@@ -280,7 +286,7 @@ class ReplicaLedger:
     def is_usable(self, state: ReplicaState) -> bool:
         """Whether the replica will take requests again, even if it has no room for any now."""
         report = state.report
-        return state.joined and report is not None and not (report.draining or state.stale or state.shunned)
+        return state.joined and report is not None and not (report.draining or state.stale or state.suspended)
 
     def roomiest(self, pool: str) -> ReplicaState | None:
         """The usable replica of `pool` with the most free tokens; None when none is usable."""
@@ -309,11 +315,11 @@ class ReplicaLedger:
         return max(int(spec.kv_tokens * self._kv_fill_ratio), spec.max_model_len)
 
     def _freest(
-        self, pool: str, long_prefills: tuple[int, int], now: float, *, quiet: bool = False
+        self, pool: str, long_prefills: tuple[int, int], now: float, *, needs_empty_engine_queue: bool = False
     ) -> ReplicaState | None:
         heaps = self._open[pool][long_prefills]
         best = self._top(heaps[_QUIET], now)
-        if quiet:
+        if needs_empty_engine_queue:
             return best
         other = self._top(heaps[_BUSY], now)
         if best is None or other is None:
@@ -375,7 +381,7 @@ def _unknown_spec(replica_id: str) -> ReplicaSpec:
     return ReplicaSpec(replica_id=replica_id, pool="", max_model_len=1, kv_tokens=1, max_num_seqs=1)
 
 
-def _moved(counts: tuple[int, int], grade: int, by: int) -> tuple[int, int]:
-    """The counts when one prefill of that grade begins or ends."""
+def _moved(counts: tuple[int, int], prefill_class: int, by: int) -> tuple[int, int]:
+    """The counts when one prefill of that prefill_class begins or ends."""
     long, longest = counts
-    return long + by * (grade >= 1), longest + by * (grade >= 2)
+    return long + by * (prefill_class >= 1), longest + by * (prefill_class >= 2)

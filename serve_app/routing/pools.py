@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 from serve_app.request import Request
 from serve_app.routing.adaptive_b_short import (
-    AdaptiveThreshold,
-    AdaptiveThresholdSettings,
-    ThresholdMoved,
+    AdaptiveBShort,
+    AdaptiveBShortSettings,
+    BShortChanged,
 )
 from serve_app.routing.demand import PoolCapacity
 from serve_app.routing.estimation.estimate import TokenEstimate
@@ -42,7 +42,7 @@ class RoutingSettings:
     # Whether a request may go to the other pool when its own has no room. Off isolates the pools strictly.
     spill: bool = True
     # Whether `b_short_tokens` is where the border stays, or only where it begins.
-    adaptive_b_short: AdaptiveThresholdSettings = field(default_factory=AdaptiveThresholdSettings)
+    adaptive_b_short: AdaptiveBShortSettings = field(default_factory=AdaptiveBShortSettings)
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.pools) <= 2:
@@ -74,7 +74,7 @@ class PoolRouter:
         self._context_limit = context_limit
         adapts = settings.adaptive_b_short.enabled and len(settings.pools) == 2
         self._threshold = (
-            AdaptiveThreshold(settings.adaptive_b_short, settings.b_short_tokens) if adapts else None
+            AdaptiveBShort(settings.adaptive_b_short, settings.b_short_tokens) if adapts else None
         )
 
     def __repr__(self) -> str:
@@ -90,22 +90,22 @@ class PoolRouter:
         if self._threshold is not None:
             self._threshold.restore(b_short_tokens, now)
 
-    def came(self, estimate: TokenEstimate) -> float:
+    def on_arrival(self, estimate: TokenEstimate) -> float:
         """A request waits or runs from now on. Returns what `left` is to be given."""
         if self._threshold is None:
             return 0.0
-        return self._threshold.came(estimate.budget_tokens, estimate.expected_tokens)
+        return self._threshold.on_arrival(estimate.budget_tokens, estimate.expected_tokens)
 
-    def left(self, estimate: TokenEstimate, came_at: float) -> None:
+    def on_departure(self, estimate: TokenEstimate, came_at: float) -> None:
         """A request that came is over.
 
         Args:
             came_at: what `came` returned.
         """
         if self._threshold is not None:
-            self._threshold.left(estimate.budget_tokens, estimate.expected_tokens, came_at)
+            self._threshold.on_departure(estimate.budget_tokens, estimate.expected_tokens, came_at)
 
-    def adapt(self, replicas: Iterable[ReplicaState], now: float) -> ThresholdMoved | None:
+    def adapt(self, replicas: Iterable[ReplicaState], now: float) -> BShortChanged | None:
         """Move the border if that is due; then whoever waits has to be routed again.
 
         Args:

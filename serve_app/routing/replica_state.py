@@ -12,12 +12,12 @@ class Hold:
 
     Attributes:
         tokens: of the KV cache, as expected.
-        grade: of its prefill while that has not ended: 0 short, 1 long, 2 among the longest.
+        prefill_class: of its prefill while that has not ended: 0 short, 1 long, 2 among the longest.
         prefill_tokens: prompt tokens to compute, while its prefill has not ended.
     """
 
     tokens: int
-    grade: int = 0
+    prefill_class: int = 0
     prefill_tokens: int = 0
 
 
@@ -28,9 +28,9 @@ class ReplicaState:
     Attributes:
         order: position in the order of joining; breaks ties.
         joined: it is connected; a lost replica stays until its last request has been released.
-        shunned: it refused or broke a request; closed until its next report.
+        suspended: it refused or broke a request; closed until its next report.
         unstarted: requests whose answer has not begun.
-        long_prefills: prefills of grade 1 or more that have not ended, and those of grade 2.
+        long_prefills: prefills of prefill_class 1 or more that have not ended, and those of prefill_class 2.
         dispatches: requests sent to it so far.
         unseen: requests sent that its last report cannot have counted.
         pending_prefill_tokens: prompt tokens of the prefills that have not ended.
@@ -44,7 +44,7 @@ class ReplicaState:
     kv_budget: int
     joined: bool = True
     stale: bool = False
-    shunned: bool = False
+    suspended: bool = False
     in_flight: int = 0
     unstarted: int = 0
     unseen: int = 0
@@ -72,7 +72,7 @@ class ReplicaState:
 
     def __repr__(self) -> str:
         marks = "" if self.joined else " lost"
-        marks += "".join(f" {name}" for name in ("stale", "shunned") if getattr(self, name))
+        marks += "".join(f" {name}" for name in ("stale", "suspended") if getattr(self, name))
         return (
             f"<Replica {self.spec.replica_id} {self.spec.pool} in_flight={self.in_flight} "
             f"unstarted={self.unstarted} held={self.held_tokens}/{self.kv_budget}{marks}>"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from serve_app.errors import Outcome
-from serve_app.routing.adaptive_b_short import ThresholdMoved
+from serve_app.routing.adaptive_b_short import BShortChanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,4 +63,4 @@ class ReportFresh:
     replica_id: str
 
 
-Command = Dispatch | Conclude | ReportStale | ReportFresh | ThresholdMoved
+Command = Dispatch | Conclude | ReportStale | ReportFresh | BShortChanged

@@ -12,7 +12,7 @@ NOTHING = Hold(0)
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class ScheduledRequest:
     """One request, waiting or running.
 
     Attributes:
@@ -29,7 +29,7 @@ class Entry:
         counted_at: when it came, by the clock of the router's demand.
         hold: what its replica's ledger holds for it.
         engine_priority: what its engine was told, None for nothing.
-        grade: of its whole prefill by the boundaries of when it was let in, see `isolation`.
+        prefill_class: of its whole prefill by the boundaries of when it was let in, see `isolation`.
         cached_tokens: of its prompt, on the replica where it runs; while it waits, where most of it is.
         dispatched_at: when it was sent to that replica.
         dispatch_number: how many requests that replica had been sent then, this one included.
@@ -53,7 +53,7 @@ class Entry:
     replica_id: str | None = None
     counted_at: float = 0.0
     hold: Hold = NOTHING
-    grade: int = 0
+    prefill_class: int = 0
     engine_priority: int | None = None
     cached_tokens: int = 0
     dispatched_at: float = 0.0
@@ -70,4 +70,4 @@ class Entry:
 
     def __repr__(self) -> str:
         place = f"waiting in {self.length_queue}" if self.queued else f"running on {self.replica_id}"
-        return f"<Entry {self.request.request_id} {self.estimate.budget_tokens} tokens {place}>"
+        return f"<ScheduledRequest {self.request.request_id} {self.estimate.budget_tokens} tokens {place}>"

@@ -2,45 +2,45 @@
 
 from collections.abc import Iterator
 
-from serve_app.scheduling.request import Entry
+from serve_app.scheduling.request import ScheduledRequest
 
 
-class EntryBook:
+class RequestTable:
     """All requests that wait or run."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
-        self._by_gateway: dict[str, dict[str, Entry]] = {}
+        self._requests: dict[str, ScheduledRequest] = {}
+        self._by_gateway: dict[str, dict[str, ScheduledRequest]] = {}
 
-    def add(self, entry: Entry) -> None:
+    def add(self, scheduled: ScheduledRequest) -> None:
         """Remember a request that is not known yet."""
-        request = entry.request
-        self._entries[request.request_id] = entry
-        self._by_gateway.setdefault(request.gateway_id, {})[request.request_id] = entry
+        request = scheduled.request
+        self._requests[request.request_id] = scheduled
+        self._by_gateway.setdefault(request.gateway_id, {})[request.request_id] = scheduled
 
-    def get(self, request_id: str) -> Entry | None:
+    def get(self, request_id: str) -> ScheduledRequest | None:
         """The request of this id, None when it is unknown or over."""
-        return self._entries.get(request_id)
+        return self._requests.get(request_id)
 
-    def pop(self, request_id: str) -> Entry | None:
+    def pop(self, request_id: str) -> ScheduledRequest | None:
         """Forget a request and return it; None when it is not known."""
-        entry = self._entries.pop(request_id, None)
-        if entry is not None:
-            siblings = self._by_gateway[entry.request.gateway_id]
+        scheduled = self._requests.pop(request_id, None)
+        if scheduled is not None:
+            siblings = self._by_gateway[scheduled.request.gateway_id]
             del siblings[request_id]
             if not siblings:
-                del self._by_gateway[entry.request.gateway_id]
-        return entry
+                del self._by_gateway[scheduled.request.gateway_id]
+        return scheduled
 
-    def of_gateway(self, gateway_id: str) -> list[Entry]:
+    def of_gateway(self, gateway_id: str) -> list[ScheduledRequest]:
         """All requests of one gateway."""
         return list(self._by_gateway.get(gateway_id, {}).values())
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entries
+        return request_id in self._requests
 
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries.values())
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        return iter(self._requests.values())
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._requests)

@@ -5,7 +5,7 @@ applies the event, then dispatches until no head of any lane fits anywhere. It r
 `next_wakeup()` says when time alone will change something. The live actor and the simulator do the same three
 things with it: feed events, carry out commands, arm the next wake-up.
 
-A request is in exactly one of three places: in the waiting room, on a replica's books in the ledger, or
+A request is in exactly one of three places: in the waiting queue, on a replica's books in the ledger, or
 concluded and forgotten.
 
 Rules:
@@ -35,16 +35,16 @@ from serve_app.scheduling.dispatch.backpressure import EngineBackpressure
 from serve_app.scheduling.dispatch.dispatcher import Dispatcher
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities
 from serve_app.scheduling.dispatch.placement import Placement
-from serve_app.scheduling.isolation.feedback_delay import NewsLag
+from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
 from serve_app.scheduling.isolation.prefill_isolation import PrefillIsolation
 from serve_app.scheduling.isolation.prefill_watch import PrefillWatch
-from serve_app.scheduling.policies import make_policy
+from serve_app.scheduling.policies import POLICIES, MakePolicy, make_policy
 from serve_app.scheduling.policies.inputs import PolicyInputs
-from serve_app.scheduling.queue_snapshot import Census, take_census
+from serve_app.scheduling.queue_snapshot import QueueSnapshot, take_queue_snapshot
 from serve_app.scheduling.queueing.expiry import ExpiryHeap
-from serve_app.scheduling.queueing.request_queue import WaitingRoom
-from serve_app.scheduling.request import NOTHING, Entry
-from serve_app.scheduling.request_table import EntryBook
+from serve_app.scheduling.queueing.request_queue import RequestQueue
+from serve_app.scheduling.request import NOTHING, ScheduledRequest
+from serve_app.scheduling.request_table import RequestTable
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.scheduling.settings import SchedulerSettings
 
@@ -54,9 +54,11 @@ class Scheduler:
 
     Args:
         now: time at which it begins, in seconds on the clock that its events will use.
+        policies: what `settings.policy` may name; simulations add research baselines.
+        estimator: instead of the one that the settings describe; simulations add noise to it.
 
     Attributes:
-        room: the requests that wait.
+        queue: the requests that wait.
         ledger: the replicas and what they have been promised.
         estimator: what has been learned of bytes per token and of output lengths.
         affinity: which replicas have probably cached which prompts.
@@ -67,12 +69,19 @@ class Scheduler:
         router: which pools a request may go to.
     """
 
-    def __init__(self, settings: SchedulerSettings, *, now: float = 0.0) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        now: float = 0.0,
+        policies: Mapping[str, MakePolicy] = POLICIES,
+        estimator: TokenEstimator | None = None,
+    ) -> None:
         self.settings = settings
         self.prefill_cost = PrefillCost(settings.prefill_cost)
         inputs = PolicyInputs(prefill_cost=self.prefill_cost, ewsjf=settings.ewsjf)
-        self._policy = make_policy(settings.policy, inputs)
-        self.room = WaitingRoom(self._policy, settings.fairness)
+        self._policy = make_policy(settings.policy, inputs, policies)
+        self.queue = RequestQueue(self._policy, settings.fairness)
         backpressure = settings.backpressure_in_force
         self._backpressure = EngineBackpressure(backpressure, self.prefill_cost)
         self.ledger = ReplicaLedger(
@@ -81,8 +90,8 @@ class Scheduler:
             kv_fill_ratio=backpressure.kv_fill_ratio,
         )
         self._engine_priorities = EnginePriorities(settings.engine_priority)
-        self.estimator = TokenEstimator(settings.estimator)
-        self._prefills = PrefillWatch(self.ledger, self.prefill_cost, lag := NewsLag())
+        self.estimator = estimator or TokenEstimator(settings.estimator)
+        self._prefills = PrefillWatch(self.ledger, self.prefill_cost, lag := FeedbackDelay())
         self.isolation = PrefillIsolation(settings.isolation, lag, wanted=self._policy.isolates)
         self.affinity = PrefixAffinity(
             settings.affinity,
@@ -90,27 +99,27 @@ class Scheduler:
             lambda category: self.estimator.bytes_per_token(category)[0],
         )
         placement = Placement(self.ledger, self.isolation, self.affinity)
-        self.dispatcher = Dispatcher(settings, self.room, self.ledger, placement, self._policy)
+        self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
         self.router = PoolRouter(settings.routing, self.ledger.context_limit)
-        self.admission = Admission(settings, self.room, now)
+        self.admission = Admission(settings, self.queue, now)
         self._expiry = ExpiryHeap()
-        self._entries = EntryBook()
+        self._requests = RequestTable()
         self._sequence = 0
         self._now = now
         self._commands: list[Command] = []
         self._handlers: Mapping[type, Callable[[Any, float], None]] = {
-            ev.Arrived: self._arrived,
-            ev.Resumed: self._resumed,
-            ev.FirstToken: self._first_token,
-            ev.Finished: self._finished,
-            ev.DispatchFailed: self._dispatch_failed,
-            ev.Cancelled: self._cancelled,
-            ev.GatewayLost: self._gateway_lost,
-            ev.ReplicaJoined: self._replica_joined,
-            ev.ReplicaReported: self._replica_reported,
-            ev.ReplicaLost: self._replica_lost,
-            ev.PartitionChanged: self._partition_changed,
-            ev.Retuned: self._retuned,
+            ev.Arrived: self._on_arrival,
+            ev.Resumed: self._on_resume,
+            ev.FirstToken: self._on_first_token,
+            ev.Finished: self._on_finish,
+            ev.DispatchFailed: self._on_dispatch_failure,
+            ev.Cancelled: self._on_cancel,
+            ev.GatewayLost: self._on_gateway_loss,
+            ev.ReplicaJoined: self._on_replica_join,
+            ev.ReplicaReported: self._on_report,
+            ev.ReplicaLost: self._on_replica_loss,
+            ev.PartitionChanged: self._on_partition_change,
+            ev.Retuned: self._on_retune,
             ev.Woke: lambda _event, _now: None,
         }
 
@@ -130,7 +139,7 @@ class Scheduler:
         self._now = now
         commands: list[Command] = []
         self._commands = commands
-        self._end_what_time_has_ended(now)
+        self._end_overdue(now)
         self._handlers[type(event)](event, now)
         self._dispatch(now)
         return commands
@@ -141,48 +150,48 @@ class Scheduler:
         times = (expiry, report, self._prefills.next_at())
         return min((time for time in times if time is not None), default=None)
 
-    def entry(self, request_id: str) -> Entry | None:
+    def find(self, request_id: str) -> ScheduledRequest | None:
         """The request as it stands, None when it is unknown or over."""
-        return self._entries.get(request_id)
+        return self._requests.get(request_id)
 
-    def entries_of(self, gateway_id: str) -> list[Entry]:
+    def requests_of(self, gateway_id: str) -> list[ScheduledRequest]:
         """All requests of one gateway, waiting and running."""
-        return self._entries.of_gateway(gateway_id)
+        return self._requests.of_gateway(gateway_id)
 
-    def census(self, now: float) -> Census:
+    def census(self, now: float) -> QueueSnapshot:
         """Who waits where, and why; for people."""
-        return take_census(self.room, self.dispatcher, self._policy, self.router.b_short_tokens, now)
+        return take_queue_snapshot(self.queue, self.dispatcher, self._policy, self.router.b_short_tokens, now)
 
     def __len__(self) -> int:
         """Requests that are waiting or running."""
-        return len(self._entries)
+        return len(self._requests)
 
     def __repr__(self) -> str:
-        running = len(self._entries) - len(self.room)
-        return f"<Scheduler {self.settings.model} waiting={len(self.room)} running={running} {self.ledger}>"
+        running = len(self._requests) - len(self.queue)
+        return f"<Scheduler {self.settings.model} waiting={len(self.queue)} running={running} {self.ledger}>"
 
     # Events about requests
 
-    def _arrived(self, event: ev.Arrived, now: float) -> None:
+    def _on_arrival(self, event: ev.Arrived, now: float) -> None:
         request = event.request
-        if request.request_id in self._entries:
+        if request.request_id in self._requests:
             return
-        entry = self._admit(request, now)
-        if entry is None:
+        scheduled = self._admit(request, now)
+        if scheduled is None:
             return
-        objection = self.admission.objection(entry, now)
-        if objection is not None and not self.dispatcher.fits(entry, now):
-            self._conclude_refused(request, self.admission.turn_away(entry, objection, now))
+        denial = self.admission.denial(scheduled, now)
+        if denial is not None and not self.dispatcher.fits(scheduled, now):
+            self._conclude_refused(request, self.admission.deny(scheduled, denial, now))
             return
-        self._remember(entry)
-        self._queue(entry)
-        if objection is not None:
+        self._remember(scheduled)
+        self._enqueue(scheduled)
+        if denial is not None:
             # It may go at once: those that wait may be waiting for another pool.
             self._dispatch(now)
-            if entry.queued:
-                self._refuse_waiting(entry, self.admission.turn_away(entry, objection, now))
+            if scheduled.queued:
+                self._refuse_waiting(scheduled, self.admission.deny(scheduled, denial, now))
 
-    def _admit(self, request: Request, now: float) -> Entry | None:
+    def _admit(self, request: Request, now: float) -> ScheduledRequest | None:
         refusal = self.admission.refuse(request, now)
         estimate = self.estimator.estimate(request)
         pools = () if refusal else self.router.route(request, estimate)
@@ -192,233 +201,245 @@ class Scheduler:
             self._conclude_refused(request, refusal)
             return None
         self._sequence += 1
-        entry = Entry(request, estimate, self._sequence, pools, expires_at=request.expires_at)
-        entry.cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
-        self.isolation.observe(entry.prefill_tokens)
-        entry.grade = self.isolation.grade(estimate.expected_prompt_tokens)
-        if entry.grade == 0 and request.priority is not PriorityClass.BATCH:
-            self.isolation.short_came(now)
+        scheduled = ScheduledRequest(request, estimate, self._sequence, pools, expires_at=request.expires_at)
+        scheduled.cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
+        self.isolation.observe(scheduled.prefill_tokens)
+        scheduled.prefill_class = self.isolation.prefill_class(estimate.expected_prompt_tokens)
+        if scheduled.prefill_class == 0 and request.priority is not PriorityClass.BATCH:
+            self.isolation.on_short_arrival(now)
         # It was dispatched by a scheduler before this one, and came back to its gateway meanwhile.
-        entry.returned = request.attempts > 0
-        entry.attempts = min(request.attempts, self.settings.max_attempts - 1)
-        return entry
+        scheduled.returned = request.attempts > 0
+        scheduled.attempts = min(request.attempts, self.settings.max_attempts - 1)
+        return scheduled
 
-    def _resumed(self, event: ev.Resumed, now: float) -> None:
+    def _on_resume(self, event: ev.Resumed, now: float) -> None:
         """The gateway that holds the request is right about where it runs."""
-        entry = self._entries.get(event.request.request_id)
-        if entry is None:
+        scheduled = self._requests.get(event.request.request_id)
+        if scheduled is None:
             estimate = self.estimator.estimate(event.request)
             self._sequence += 1
-            entry = Entry(event.request, estimate, self._sequence, self.settings.routing.pools[:1])
-            self._remember(entry)
-        elif entry.replica_id == event.replica_id:
+            scheduled = ScheduledRequest(
+                event.request, estimate, self._sequence, self.settings.routing.pools[:1]
+            )
+            self._remember(scheduled)
+        elif scheduled.replica_id == event.replica_id:
             if event.started:
-                self._start(entry, now)
+                self._start(scheduled, now)
             return
         else:
-            self._take_from_its_place(entry, now)
-        self._hold(entry, event.replica_id, Hold(entry.estimate.expected_tokens), now, resumed=event)
+            self._take_from_its_place(scheduled, now)
+        self._hold(scheduled, event.replica_id, Hold(scheduled.estimate.expected_tokens), now, resumed=event)
 
-    def _first_token(self, event: ev.FirstToken, now: float) -> None:
-        entry = self._entries.get(event.request_id)
-        if entry is not None and entry.replica_id is not None:
-            self._start(entry, now)
+    def _on_first_token(self, event: ev.FirstToken, now: float) -> None:
+        scheduled = self._requests.get(event.request_id)
+        if scheduled is not None and scheduled.replica_id is not None:
+            self._start(scheduled, now)
 
-    def _finished(self, event: ev.Finished, now: float) -> None:
-        entry = self._entries.get(event.request_id)
-        if entry is None:
+    def _on_finish(self, event: ev.Finished, now: float) -> None:
+        scheduled = self._requests.get(event.request_id)
+        if scheduled is None:
             return
         # The count of an answer that broke off would teach that answers are short.
         if event.outcome is Outcome.COMPLETED and event.usage is not None:
-            self.estimator.observe(entry.request, event.usage)
-            self.room.settle(entry, event.usage)
-        dispatched = entry.replica_id is not None
-        self._take_from_its_place(entry, now)
-        self._conclude(entry.request, event.outcome, dispatched=dispatched)
+            self.estimator.observe(scheduled.request, event.usage)
+            self.queue.settle(scheduled, event.usage)
+        dispatched = scheduled.replica_id is not None
+        self._take_from_its_place(scheduled, now)
+        self._conclude(scheduled.request, event.outcome, dispatched=dispatched)
 
-    def _cancelled(self, event: ev.Cancelled, now: float) -> None:
-        entry = self._entries.get(event.request_id)
-        if entry is not None:
-            dispatched = entry.replica_id is not None
-            self._take_from_its_place(entry, now)
-            self._conclude(entry.request, Outcome.CANCELLED, dispatched=dispatched)
+    def _on_cancel(self, event: ev.Cancelled, now: float) -> None:
+        scheduled = self._requests.get(event.request_id)
+        if scheduled is not None:
+            dispatched = scheduled.replica_id is not None
+            self._take_from_its_place(scheduled, now)
+            self._conclude(scheduled.request, Outcome.CANCELLED, dispatched=dispatched)
 
-    def _gateway_lost(self, event: ev.GatewayLost, now: float) -> None:
-        for entry in self.entries_of(event.gateway_id):
-            self._cancelled(ev.Cancelled(entry.request.request_id), now)
+    def _on_gateway_loss(self, event: ev.GatewayLost, now: float) -> None:
+        for scheduled in self.requests_of(event.gateway_id):
+            self._on_cancel(ev.Cancelled(scheduled.request.request_id), now)
 
-    def _dispatch_failed(self, event: ev.DispatchFailed, now: float) -> None:
-        entry = self._entries.get(event.request_id)
-        if entry is None or entry.replica_id != event.replica_id:
+    def _on_dispatch_failure(self, event: ev.DispatchFailed, now: float) -> None:
+        scheduled = self._requests.get(event.request_id)
+        if scheduled is None or scheduled.replica_id != event.replica_id:
             return
         limit = self.ledger[event.replica_id].spec.max_model_len
-        self._release(entry, now, ran=False)
-        self.room.refund(entry)
+        self._release(scheduled, now, ran=False)
+        self.queue.refund(scheduled)
         if event.failure is ev.DispatchFailure.TOO_LONG:
-            entry.above_tokens = max(entry.above_tokens, limit)
+            scheduled.above_tokens = max(scheduled.above_tokens, limit)
         else:
-            self.ledger.shun(event.replica_id, now)
-        entry.attempts += event.failure is ev.DispatchFailure.LOST
-        if entry.attempts >= self.settings.max_attempts:
+            self.ledger.suspend(event.replica_id, now)
+        scheduled.attempts += event.failure is ev.DispatchFailure.LOST
+        if scheduled.attempts >= self.settings.max_attempts:
             reason = event.message or "the connection broke before the answer began"
-            message = f"{entry.attempts} replicas in a row failed under this request; the last: {reason}"
-            self._conclude(entry.request, Outcome.FAILED, dispatched=True, message=message)
+            message = f"{scheduled.attempts} replicas in a row failed under this request; the last: {reason}"
+            self._conclude(scheduled.request, Outcome.FAILED, dispatched=True, message=message)
         else:
-            self._put_back(entry, event.message, now)
+            self._put_back(scheduled, event.message, now)
 
-    def _put_back(self, entry: Entry, message: str, now: float) -> None:
+    def _put_back(self, scheduled: ScheduledRequest, message: str, now: float) -> None:
         """To the front of its queue, with its whole time before it again: it had been served in time."""
-        request = entry.request
+        request = scheduled.request
         # Routed again: an engine may have found it too long, and pools may have changed while it ran.
-        entry.pools = self.router.route(request, entry.estimate, above_tokens=entry.above_tokens)
-        if not entry.pools:
-            refusal = too_long(request, entry.estimate, self.router.longest_context())
+        scheduled.pools = self.router.route(request, scheduled.estimate, above_tokens=scheduled.above_tokens)
+        if not scheduled.pools:
+            refusal = too_long(request, scheduled.estimate, self.router.longest_context())
             self._conclude(
-                entry.request, refusal.outcome, dispatched=True, message=message or refusal.message
+                scheduled.request, refusal.outcome, dispatched=True, message=message or refusal.message
             )
             return
-        entry.returned, entry.prediction = True, None
-        entry.cached_tokens = self.affinity.cached_tokens(request, entry.estimate.expected_prompt_tokens)
-        entry.expires_at = now + (request.expires_at - request.arrived_at)
-        self._queue(entry)
+        scheduled.returned, scheduled.prediction = True, None
+        scheduled.cached_tokens = self.affinity.cached_tokens(
+            request, scheduled.estimate.expected_prompt_tokens
+        )
+        scheduled.expires_at = now + (request.expires_at - request.arrived_at)
+        self._enqueue(scheduled)
 
     # Events about replicas
 
-    def _replica_joined(self, event: ev.ReplicaJoined, now: float) -> None:
+    def _on_replica_join(self, event: ev.ReplicaJoined, now: float) -> None:
         self.ledger.join(event.spec, now)
         self.affinity.join(event.spec)
-        self._replicas_changed(now)
+        self._on_replicas_changed(now)
 
-    def _replica_lost(self, event: ev.ReplicaLost, now: float) -> None:
+    def _on_replica_loss(self, event: ev.ReplicaLost, now: float) -> None:
         self.ledger.lose(event.replica_id, now)
         self.affinity.lose(event.replica_id)
-        self._replicas_changed(now)
+        self._on_replicas_changed(now)
 
-    def _replica_reported(self, event: ev.ReplicaReported, now: float) -> None:
+    def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
         if self.ledger.report(event.replica_id, event.report, now):
             self._commands.append(ReportFresh(replica_id=event.replica_id))
         if (moved := self.router.adapt(self.ledger, now)) is not None:
             self._commands.append(moved)
             self._route_anew()
 
-    def _replicas_changed(self, now: float) -> None:
-        self.admission.replicas_changed(self.ledger.joined, now)
+    def _on_replicas_changed(self, now: float) -> None:
+        self.admission.on_replicas_changed(self.ledger.joined, now)
         self._route_anew()
 
     def _route_anew(self) -> None:
         """Context limits or the border of the pools may be others now; nobody who waits stays misrouted."""
-        for entry in list(self.room):
-            pools = self.router.route(entry.request, entry.estimate, above_tokens=entry.above_tokens)
+        for scheduled in list(self.queue):
+            pools = self.router.route(
+                scheduled.request, scheduled.estimate, above_tokens=scheduled.above_tokens
+            )
             if not pools:
-                refusal = too_long(entry.request, entry.estimate, self.router.longest_context())
-                self._refuse_waiting(entry, refusal)
-            elif pools != entry.pools:
-                self.room.reroute(entry, pools)
+                refusal = too_long(scheduled.request, scheduled.estimate, self.router.longest_context())
+                self._refuse_waiting(scheduled, refusal)
+            elif pools != scheduled.pools:
+                self.queue.reroute(scheduled, pools)
 
     # Time
 
-    def _end_what_time_has_ended(self, now: float) -> None:
+    def _end_overdue(self, now: float) -> None:
         for replica_id, age_s in self.ledger.expire_reports(now):
             self._commands.append(ReportStale(replica_id=replica_id, age_s=age_s))
         self._prefills.end_overdue(now)
-        self.admission.predictor.drain.time_passed(len(self.room), now)
-        for entry in self._expiry.pop_expired(now):
-            self.room.remove(entry)
-            waited_s = now - entry.request.arrived_at
+        self.admission.predictor.drain.on_time(len(self.queue), now)
+        for scheduled in self._expiry.pop_expired(now):
+            self.queue.remove(scheduled)
+            waited_s = now - scheduled.request.arrived_at
             bare = not self.ledger.joined
             reason = "no replica was available" if bare else "its turn did not come"
             self._conclude(
-                entry.request,
+                scheduled.request,
                 Outcome.REJECTED_NO_REPLICA if bare else Outcome.EXPIRED,
                 message=f"the request waited {waited_s:.1f} s in the queue and {reason}",
-                retry_after_s=self.admission.retry_after_expiry_s(entry, now),
+                retry_after_s=self.admission.retry_after_expiry_s(scheduled, now),
             )
 
     # Dispatch
 
-    def _partition_changed(self, event: ev.PartitionChanged, _now: float) -> None:
+    def _on_partition_change(self, event: ev.PartitionChanged, _now: float) -> None:
         if self._policy.replace_partition(event.partition):
-            self.room.queue_anew()
+            self.queue.queue_anew()
 
-    def _retuned(self, event: ev.Retuned, now: float) -> None:
+    def _on_retune(self, event: ev.Retuned, now: float) -> None:
         """Weights, isolation and backpressure; the ledger's own limits are not retunable."""
         self.settings = settings = checked_retuning(self.settings, event.settings)
         self._policy.retune(settings.ewsjf)
         self.isolation.retune(settings.isolation)
         self._backpressure.retune(settings.backpressure_in_force)
-        self.ledger.limits_changed(now)
+        self.ledger.on_limits_changed(now)
 
     def _dispatch(self, now: float) -> None:
-        self.dispatcher.run(now, lambda entry, replica, hold: self._send(entry, replica, hold, now))
+        self.dispatcher.run(now, lambda scheduled, replica, hold: self._send(scheduled, replica, hold, now))
 
-    def _send(self, entry: Entry, replica: ReplicaState, hold: Hold, now: float) -> None:
-        self.room.remove(entry)
-        self.admission.predictor.dispatched(entry, now)
-        entry.prefilled_alone = replica.unstarted == 0
-        entry.cached_tokens = entry.estimate.expected_prompt_tokens - hold.prefill_tokens
-        self._hold(entry, replica.spec.replica_id, hold, now)
-        self._prefills.sent(entry, now)
+    def _send(self, scheduled: ScheduledRequest, replica: ReplicaState, hold: Hold, now: float) -> None:
+        self.queue.remove(scheduled)
+        self.admission.predictor.on_dispatch(scheduled, now)
+        scheduled.prefilled_alone = replica.unstarted == 0
+        scheduled.cached_tokens = scheduled.estimate.expected_prompt_tokens - hold.prefill_tokens
+        self._hold(scheduled, replica.spec.replica_id, hold, now)
+        self._prefills.on_dispatch(scheduled, now)
         self._commands.append(
             Dispatch(
-                request_id=entry.request.request_id,
-                gateway_id=entry.request.gateway_id,
+                request_id=scheduled.request.request_id,
+                gateway_id=scheduled.request.gateway_id,
                 replica_id=replica.spec.replica_id,
                 pool=replica.spec.pool,
-                length_queue=entry.length_queue,
-                estimated_tokens=entry.estimate.budget_tokens,
-                queue_wait_s=now - entry.request.arrived_at,
-                engine_priority=entry.engine_priority,
+                length_queue=scheduled.length_queue,
+                estimated_tokens=scheduled.estimate.budget_tokens,
+                queue_wait_s=now - scheduled.request.arrived_at,
+                engine_priority=scheduled.engine_priority,
             )
         )
 
     # The three places of a request
 
-    def _remember(self, entry: Entry) -> None:
-        self._entries.add(entry)
-        entry.counted_at = self.router.came(entry.estimate)
+    def _remember(self, scheduled: ScheduledRequest) -> None:
+        self._requests.add(scheduled)
+        scheduled.counted_at = self.router.on_arrival(scheduled.estimate)
 
-    def _queue(self, entry: Entry) -> None:
-        self.room.add(entry)
-        self._expiry.add(entry)
-        self.dispatcher.queued(entry)
+    def _enqueue(self, scheduled: ScheduledRequest) -> None:
+        self.queue.add(scheduled)
+        self._expiry.add(scheduled)
+        self.dispatcher.on_enqueue(scheduled)
 
     def _hold(
-        self, entry: Entry, replica_id: str, hold: Hold, now: float, *, resumed: ev.Resumed | None = None
+        self,
+        scheduled: ScheduledRequest,
+        replica_id: str,
+        hold: Hold,
+        now: float,
+        *,
+        resumed: ev.Resumed | None = None,
     ) -> None:
-        entry.replica_id, entry.hold, entry.dispatched_at = replica_id, hold, now
-        entry.started = resumed is not None and resumed.started
-        entry.engine_priority = self._engine_priorities.sent(entry.request)
-        self.ledger.hold(replica_id, hold, now, seen=resumed is not None, started=entry.started)
-        self.affinity.sent(replica_id, entry.request)
-        self.room.charge(entry)
-        entry.dispatch_number = self.ledger[replica_id].dispatches
+        scheduled.replica_id, scheduled.hold, scheduled.dispatched_at = replica_id, hold, now
+        scheduled.started = resumed is not None and resumed.started
+        scheduled.engine_priority = self._engine_priorities.on_dispatch(scheduled.request)
+        self.ledger.hold(replica_id, hold, now, seen=resumed is not None, started=scheduled.started)
+        self.affinity.on_dispatch(replica_id, scheduled.request)
+        self.queue.charge(scheduled)
+        scheduled.dispatch_number = self.ledger[replica_id].dispatches
 
-    def _start(self, entry: Entry, now: float) -> None:
-        if entry.started or entry.replica_id is None:
+    def _start(self, scheduled: ScheduledRequest, now: float) -> None:
+        if scheduled.started or scheduled.replica_id is None:
             return
-        entry.started = True
-        self._prefills.first_token(entry, now)
-        self.ledger.start(entry.replica_id, now)
+        scheduled.started = True
+        self._prefills.first_token(scheduled, now)
+        self.ledger.start(scheduled.replica_id, now)
 
-    def _release(self, entry: Entry, now: float, *, ran: bool) -> None:
-        assert entry.replica_id is not None
-        self._engine_priorities.left(entry.request)
-        self.ledger.release(entry.replica_id, entry.hold, now, started=entry.started, ran=ran)
-        entry.replica_id, entry.hold, entry.started = None, NOTHING, False
+    def _release(self, scheduled: ScheduledRequest, now: float, *, ran: bool) -> None:
+        assert scheduled.replica_id is not None
+        self._engine_priorities.on_departure(scheduled.request)
+        self.ledger.release(scheduled.replica_id, scheduled.hold, now, started=scheduled.started, ran=ran)
+        scheduled.replica_id, scheduled.hold, scheduled.started = None, NOTHING, False
 
-    def _take_from_its_place(self, entry: Entry, now: float) -> None:
-        if entry.queued:
-            self.room.remove(entry)
-            self._expiry.prune(len(self.room))
+    def _take_from_its_place(self, scheduled: ScheduledRequest, now: float) -> None:
+        if scheduled.queued:
+            self.queue.remove(scheduled)
+            self._expiry.prune(len(self.queue))
         else:
-            self._release(entry, now, ran=True)
+            self._release(scheduled, now, ran=True)
 
     # Conclusions
 
-    def _refuse_waiting(self, entry: Entry, refusal: Refusal) -> None:
-        self.room.remove(entry)
-        self._expiry.prune(len(self.room))
-        self._conclude_refused(entry.request, refusal)
+    def _refuse_waiting(self, scheduled: ScheduledRequest, refusal: Refusal) -> None:
+        self.queue.remove(scheduled)
+        self._expiry.prune(len(self.queue))
+        self._conclude_refused(scheduled.request, refusal)
 
     def _conclude_refused(self, request: Request, refusal: Refusal) -> None:
         self._conclude(request, refusal.outcome, message=refusal.message, retry_after_s=refusal.retry_after_s)
@@ -446,5 +467,5 @@ class Scheduler:
         )
 
     def _forget(self, request: Request) -> None:
-        if (entry := self._entries.pop(request.request_id)) is not None:
-            self.router.left(entry.estimate, entry.counted_at)
+        if (scheduled := self._requests.pop(request.request_id)) is not None:
+            self.router.on_departure(scheduled.estimate, scheduled.counted_at)

@@ -5,6 +5,6 @@ channel), then `world` (requests in, decisions and records out). Nothing here de
 `serve_app.scheduling.Scheduler`'s.
 
 What is simulated: `run.simulate` composes one run from `fleet`, `workload` and `scheduler_settings`; `direct`
-is the world without a gateway, `misjudgement` and `disturbance` make life harder, `load` says what load 1.0
+is the world without a gateway, `estimate_noise` and `disturbance` make life harder, `load` says what load 1.0
 is. Many runs: `batch`, `experiment`, `results`, `plots`, and `command` for the command line.
 """

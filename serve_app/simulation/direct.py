@@ -31,7 +31,7 @@ class Balance(enum.StrEnum):
 
 
 @dataclass(slots=True)
-class DirectWorld:
+class DirectSimulation:
     """One run without a scheduler.
 
     Attributes:

@@ -29,7 +29,7 @@ class LengthNoise:
         return {one: math.exp(rng.gauss(0.0, self.relative_error)) for one in request_ids}
 
 
-class MisjudgingEstimator(TokenEstimator):
+class NoisyEstimator(TokenEstimator):
     """Multiplies each exact prompt length by the request's factor.
 
     Args:

@@ -14,7 +14,7 @@ from serve_app.simulation.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
 from serve_app.simulation.partitions import PartitionSource
 from serve_app.simulation.run import RunSettings, SloByLength, policy_names
-from serve_app.simulation.simulation import WorldSettings
+from serve_app.simulation.simulation import SimulationSettings
 from serve_app.simulation.workload import Disclosure, TraceChoice
 
 _STRICT: Mapping[str, Any] = {"extra": "forbid"}
@@ -47,7 +47,7 @@ class Case:
         name: in the table; the trace's name unless given.
         loads: shares of the saturated rate.
         short_at_tokens: longest prompt that counts as short, in the figures alone.
-        length_noise: see `misjudgement.LengthNoise`.
+        length_noise: see `estimate_noise.LengthNoise`.
         flip_mix: exchange the shares of short and long prompts half-way.
     """
 
@@ -63,7 +63,7 @@ class Case:
     flip_mix: bool = False
     length_noise: float = 0.0
     output_known: bool = False
-    world: WorldSettings = field(default_factory=WorldSettings)
+    world: SimulationSettings = field(default_factory=SimulationSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

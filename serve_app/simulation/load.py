@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import World
+from serve_app.simulation.simulation import Simulation
 from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, fit, requests_of
 from serve_app.workloads.trace import Trace
 from serve_app.workloads.transform import take
@@ -64,7 +64,7 @@ def saturated_rate_of(fleet: FleetSettings, trace: Trace) -> float:
     fitted = fit(trace, max(plan.engine.max_model_len for plan in plans)).trace
     backlog = _backlog(fitted, max(_LEAST_REQUESTS, _LEAST_TURNOVERS * in_batches))
     requests = list(requests_of(backlog, Disclosure(), plans[0].engine.block_size))
-    records = World(scheduler_settings("fcfs", fleet.routing, {}), plans).run(requests)
+    records = Simulation(scheduler_settings("fcfs", fleet.routing, {}), plans).run(requests)
     ends = sorted(record.finished_at for record in records if record.completed)
     first = _TURNOVERS_TO_FILL * in_batches
     last_dispatch = max(record.dispatched_at for record in records if record.dispatched_at is not None)

@@ -15,14 +15,15 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.slo import Slo
 from serve_app.metrics.summary import SHORT_AT_TOKENS, Summary, SummaryRules, summarise
 from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.policies import POLICIES, learns_queues, make_policy
+from serve_app.scheduling.policies import learns_queues, make_policy
 from serve_app.scheduling.policies.partition import Partition
-from serve_app.simulation.direct import Balance, DirectWorld
-from serve_app.simulation.estimate_noise import LengthNoise, MisjudgingEstimator
+from serve_app.simulation.baselines import SIMULATED_POLICIES
+from serve_app.simulation.direct import Balance, DirectSimulation
+from serve_app.simulation.estimate_noise import LengthNoise, NoisyEstimator
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.partitions import PartitionSource
 from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import Decision, SimulatedRequest, World, WorldSettings
+from serve_app.simulation.simulation import Decision, SimulatedRequest, Simulation, SimulationSettings
 from serve_app.simulation.workload import (
     Disclosure,
     FittedTrace,
@@ -82,7 +83,7 @@ class RunSettings:
     load: float | None = None
     disclosure: Disclosure = field(default_factory=Disclosure)
     noise: LengthNoise = field(default_factory=LengthNoise)
-    world: WorldSettings = field(default_factory=WorldSettings)
+    world: SimulationSettings = field(default_factory=SimulationSettings)
     scheduler: Mapping[str, object] = field(default_factory=dict)
     partition: PartitionSource | None = None
     balance: Balance = Balance.LEAST_OUTSTANDING
@@ -100,7 +101,7 @@ class RunSettings:
     @property
     def isolates(self) -> bool:
         """Whether the policy keeps long prefills apart, so that engines get a chunk limit for them."""
-        return self.policy != DIRECT and make_policy(self.policy).isolates
+        return self.policy != DIRECT and make_policy(self.policy, table=SIMULATED_POLICIES).isolates
 
     @property
     def name(self) -> str:
@@ -134,7 +135,7 @@ class RunResult:
 
 def policy_names() -> list[str]:
     """Every policy that can be simulated."""
-    return [DIRECT, *POLICIES]
+    return [DIRECT, *SIMULATED_POLICIES]
 
 
 def simulate(settings: RunSettings, on_decision: Callable[[Decision], None] | None = None) -> RunResult:
@@ -181,20 +182,19 @@ def _play(
         disclosure = replace(disclosure, output_known=True)
     requests = list(requests_of(workload.trace, disclosure, plans[0].engine.block_size))
     if settings.policy == DIRECT:
-        return DirectWorld(plans, settings.balance).run(requests), ()
+        return DirectSimulation(plans, settings.balance).run(requests), ()
     scheduler = scheduler_settings(settings.policy, settings.fleet.routing, settings.scheduler)
     learner = None
-    if settings.partition is not None and learns_queues(settings.policy):
+    if settings.partition is not None and learns_queues(settings.policy, SIMULATED_POLICIES):
         learner = settings.partition.learner()
-    world = World(scheduler, plans, settings.world, on_decision, learner)
-    if settings.noise.relative_error:
-        world.scheduler.estimator = _misjudging(settings, scheduler, requests)
+    estimator = _noisy_estimator(settings, scheduler, requests) if settings.noise.relative_error else None
+    world = Simulation(scheduler, plans, settings.world, on_decision, learner, estimator)
     return world.run(requests), tuple(world.partitions)
 
 
-def _misjudging(
+def _noisy_estimator(
     settings: RunSettings, scheduler: SchedulerSettings, requests: list[SimulatedRequest]
-) -> MisjudgingEstimator:
+) -> NoisyEstimator:
     ids = (simulated.request.request_id for simulated in requests)
     factors = settings.noise.factors(ids, plain_stream(settings.seed, "length noise"))
-    return MisjudgingEstimator(scheduler.estimator, factors)
+    return NoisyEstimator(scheduler.estimator, factors)

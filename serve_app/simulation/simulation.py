@@ -14,18 +14,20 @@ from serve_app.engine_model.sequences import EngineSequence
 from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
 from serve_app.request import Request, Usage
+from serve_app.routing.estimation.estimate import TokenEstimator
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.commands import Command, Conclude, Dispatch
 from serve_app.scheduling.policies.inputs import prompt_tokens
 from serve_app.scheduling.policies.partition import Partition
+from serve_app.simulation.baselines import SIMULATED_POLICIES
 from serve_app.simulation.partitions import PartitionLearner
 from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
 from serve_app.simulation.timeline import Rank, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorldSettings:
+class SimulationSettings:
     """The world around the scheduler.
 
     Attributes:
@@ -66,21 +68,23 @@ class Decision:
 
 
 @dataclass(slots=True)
-class World:
+class Simulation:
     """One run.
 
     Attributes:
         records: one per concluded request, in the order of conclusion.
         on_decision: called with every decision; None keeps no log, which is faster.
         learner: of length queues; None leaves the policy those that it begins with.
+        estimator: instead of the one that the settings describe.
         partitions: every partition that was put in force, with its time.
     """
 
     scheduler_settings: SchedulerSettings
     plans: Sequence[ReplicaPlan]
-    settings: WorldSettings = field(default_factory=WorldSettings)
+    settings: SimulationSettings = field(default_factory=SimulationSettings)
     on_decision: Callable[[Decision], None] | None = None
     learner: PartitionLearner | None = None
+    estimator: TokenEstimator | None = None
     timeline: Timeline = field(init=False, default_factory=Timeline)
     scheduler: Scheduler = field(init=False)
     replicas: dict[str, SimulatedReplica] = field(init=False, default_factory=dict)
@@ -91,7 +95,9 @@ class World:
     _wake_at: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.scheduler_settings)
+        self.scheduler = Scheduler(
+            self.scheduler_settings, policies=SIMULATED_POLICIES, estimator=self.estimator
+        )
         self._partition_due()
         for number, plan in enumerate(self.plans):
             replica = SimulatedReplica(plan, self.timeline, self._step_ended)
@@ -151,7 +157,7 @@ class World:
         self._live[simulated.request.request_id] = simulated
         self.feed(ev.Arrived(simulated.request))
         if self.learner is not None:
-            entry = self.scheduler.entry(simulated.request.request_id)
+            entry = self.scheduler.find(simulated.request.request_id)
             if entry is not None:
                 self.learner.observe(prompt_tokens(entry))
             self._partition_due()
@@ -166,7 +172,7 @@ class World:
         simulated = self._live[command.request_id]
         simulated.dispatch, simulated.dispatched_at = command, self.timeline.now
         self._after_latency(
-            Rank.NEWS, lambda: self._reach_engine(simulated, self.replicas[command.replica_id])
+            Rank.FEEDBACK, lambda: self._reach_engine(simulated, self.replicas[command.replica_id])
         )
 
     def _reach_engine(self, simulated: SimulatedRequest, replica: SimulatedReplica) -> None:
@@ -178,7 +184,7 @@ class World:
             failure = ev.DispatchFailed(
                 request.request_id, replica.spec.replica_id, ev.DispatchFailure.TOO_LONG
             )
-            self._after_latency(Rank.NEWS, lambda: self.feed(failure))
+            self._after_latency(Rank.FEEDBACK, lambda: self.feed(failure))
             return
         simulated.sequence = EngineSequence(
             request.request_id,
@@ -222,7 +228,7 @@ class World:
     def _step_ended(self, outcome: StepOutcome) -> None:
         for sequence in outcome.first_tokens:
             first = ev.FirstToken(sequence.sequence_id)
-            self._after_latency(Rank.NEWS, partial(self.feed, first))
+            self._after_latency(Rank.FEEDBACK, partial(self.feed, first))
         for sequence in outcome.finished:
             usage = Usage(
                 prompt_tokens=sequence.prompt_tokens,
@@ -230,7 +236,7 @@ class World:
                 cached_tokens=sequence.cached_tokens,
             )
             finished = ev.Finished(sequence.sequence_id, Outcome.COMPLETED, usage)
-            self._after_latency(Rank.NEWS, partial(self.feed, finished))
+            self._after_latency(Rank.FEEDBACK, partial(self.feed, finished))
 
     def _report(self, replica: SimulatedReplica) -> None:
         event = ev.ReplicaReported(replica.spec.replica_id, replica.report())

@@ -19,7 +19,7 @@ class Rank(enum.IntEnum):
     """
 
     ENGINE = 0
-    NEWS = 1
+    FEEDBACK = 1
     REPORT = 2
     ARRIVAL = 3
     WAKE_UP = 4

@@ -9,7 +9,7 @@ them together.
 To tune parameters, read `objective` (what is better: `service_class`, `slo_reward`, `paper_reward`),
 `search_space` and `tunable` (what may change), `optimiser` (what to try next), `traffic` and `digital_twin`
 (what would come of it), `comparison` (whether that is luck) and `study`, which puts them together; `command`
-does it offline. `rollout` and `canary` bring a result into production without harm, `swings`, `replay` and
+does it offline. `rollout` and `canary` bring a result into production without harm, `slice_noise`, `replay` and
 `control_variate` tell them what is only the traffic's doing; `parameter_loop` is all of it beside a running
 scheduler, and `tuned_world` simulates such a production.
 

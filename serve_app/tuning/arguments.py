@@ -19,7 +19,7 @@ from serve_app.simulation.load import saturated_rate_per_s
 from serve_app.simulation.run import RunSettings, fitted_trace
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.tuning.objective.objective import ObjectiveSettings
-from serve_app.tuning.objective.service_class import ClassTarget, Targets
+from serve_app.tuning.objective.service_class import ClassTarget, ClassTargets
 from serve_app.tuning.search.optimiser import METHODS
 from serve_app.tuning.search.search_space import SearchSpace, Values
 from serve_app.tuning.search.study_settings import StudySettings
@@ -157,7 +157,7 @@ def _settings(texts: list[str], option: str) -> dict[str, object]:
 
 def _objective(args: argparse.Namespace) -> ObjectiveSettings:
     target = ClassTarget(ttft_s=args.slo_ttft_s, long_ttft_s=args.slo_long_ttft_s, tpot_s=args.slo_tpot_s)
-    targets = Targets(interactive=target, default=target, short_at_tokens=args.short_at)
+    targets = ClassTargets(interactive=target, default=target, short_at_tokens=args.short_at)
     return ObjectiveSettings(kind=args.objective, targets=targets)
 
 

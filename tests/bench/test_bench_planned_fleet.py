@@ -9,7 +9,7 @@ import pytest
 from serve_app.errors import Outcome
 from serve_app.metrics.slo import Slo
 from serve_app.planning.sizing.fleets import PoolPlan, split_fleet
-from serve_app.planning.sizing.verification import Demand, PoolFigures, RunFigures, Verification
+from serve_app.planning.sizing.verification import PoolFigures, RunFigures, Verification, Workload
 from serve_app.settings.application import AppSettings
 from serve_app.simulation.fleet import EngineChanges
 from serve_app.simulation.workload import TraceChoice
@@ -42,7 +42,7 @@ def run_figures(seed: int, ttft_s: float) -> RunFigures:
 
 
 def verification() -> Verification:
-    demand = Demand(trace=TraceChoice(name="azure-conv"), rate_per_s=4.0, slo=Slo(ttft_s=2.0, tpot_s=0.08))
+    demand = Workload(trace=TraceChoice(name="azure-conv"), rate_per_s=4.0, slo=Slo(ttft_s=2.0, tpot_s=0.08))
     return Verification(PLAN, {"short": 2, "long": 3}, demand, (run_figures(0, 1.0), run_figures(1, 3.0)))
 
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from serve_app.bench.bodies import BodyFactory, BodyKind, BodySettings, Endpoint
+from serve_app.bench.bodies import BenchEndpoint, BodyFactory, BodyKind, BodySettings
 from serve_app.request import PriorityClass
 from serve_app.workloads.trace import PREFIX_BLOCK_TOKENS, TraceRequest
 
@@ -68,7 +68,7 @@ def test_prompts_share_the_blocks_that_the_trace_says_and_go_by_their_text() -> 
 
 def test_tenant_class_and_key_travel_as_headers() -> None:
     factory = BodyFactory(
-        BodySettings(model="m", api_key="secret", endpoint=Endpoint.COMPLETIONS), "h", "/base"
+        BodySettings(model="m", api_key="secret", endpoint=BenchEndpoint.COMPLETIONS), "h", "/base"
     )
     headers, body = sent(factory, 1, request(tenant="search", priority=PriorityClass.BATCH))
     assert headers["line"] == "POST /base/v1/completions HTTP/1.1"

@@ -15,7 +15,7 @@ from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.dispatch.engine_priority import EnginePrioritySettings
 from serve_app.scheduling.policies import POLICIES
-from serve_app.simulation.simulation import Decision, SimulatedRequest, World
+from serve_app.simulation.simulation import Decision, SimulatedRequest, Simulation
 from tests.simulation.builders import mixed_requests, plan
 
 OFF = EnginePrioritySettings(target_waiting=99)
@@ -32,7 +32,7 @@ def decisions(policy: str, mode: EnginePrioritySettings) -> list[Decision]:
         plan("s1", "short", max_model_len=1_000, kv_tokens=3_000),
         plan("l1", "long", max_model_len=4_000, kv_tokens=6_000),
     ]
-    World(settings, plans, on_decision=log.append).run(mixed_requests(200, rate_per_s=12.0, seed=1))
+    Simulation(settings, plans, on_decision=log.append).run(mixed_requests(200, rate_per_s=12.0, seed=1))
     return log
 
 
@@ -78,7 +78,7 @@ def played(requests: list[SimulatedRequest], *, enabled: bool) -> dict[str, Requ
         backpressure=replace(usual.backpressure, kv_fill_ratio=10.0, max_prefill_backlog_s=30.0, **wide),
         engine_priority=EnginePrioritySettings(enabled=enabled, batch_share=1.0, **wide),
     )
-    return {record.request_id: record for record in World(settings, [engine]).run(requests)}
+    return {record.request_id: record for record in Simulation(settings, [engine]).run(requests)}
 
 
 def crowd(*last: tuple[str, PriorityClass]) -> list[SimulatedRequest]:

@@ -31,21 +31,21 @@ async def test_who_asks_once_is_served_before_one_who_floods(app: Served) -> Non
     limits = httpx.Limits(max_connections=FLOOD + 10)
     async with httpx.AsyncClient(base_url=app.url, timeout=120, limits=limits) as http:
         flood = [asyncio.create_task(queue_wait_ms(http, "flood")) for _ in range(FLOOD)]
-        waiting = await lanes_once_many_wait(http, flood)
+        waiting = await sub_queues_once_many_wait(http, flood)
         late = await asyncio.gather(queue_wait_ms(http, "late-1"), queue_wait_ms(http, "late-2"))
         waits = sorted(await asyncio.gather(*flood))
-    assert all(lane["why"] for lane in waiting)
+    assert all(sub_queue["why"] for sub_queue in waiting)
     # Only what had been sent to the engines already goes before them, and most of the flood after.
     assert max(late) < waits[-FLOOD // 4]
 
 
-async def lanes_once_many_wait(
+async def sub_queues_once_many_wait(
     http: httpx.AsyncClient, flood: list[asyncio.Task[float]]
 ) -> list[dict[str, object]]:
-    """The flood's lanes as an admin sees them, when a quarter of it has to wait."""
+    """The flood's sub_queues as an admin sees them, when a quarter of it has to wait."""
     while not all(task.done() for task in flood):
         (model,) = (await http.get("/debug/queue")).json()["models"]
-        lanes = [lane for lane in model["lanes"] if lane["tenant"] == "flood"]
-        if sum(lane["waiting"] for lane in lanes) > FLOOD / 4:
-            return lanes
+        sub_queues = [sub_queue for sub_queue in model["sub_queues"] if sub_queue["tenant"] == "flood"]
+        if sum(sub_queue["waiting"] for sub_queue in sub_queues) > FLOOD / 4:
+            return sub_queues
     raise AssertionError("the flood never queued up: the engines of this application are too fast for it")

@@ -33,17 +33,17 @@ from serve_app.serving.channel.messages import (
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, Submission
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.learned_queues import PartitionUpdate
-from serve_app.serving.scheduler.live_scheduler import SchedulerShell, ShellParts
+from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.simulation.partitions import PartitionLearner
 from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
-from serve_app.simulation.simulation import Decision, SimulatedRequest, World, WorldSettings
+from serve_app.simulation.simulation import Decision, SimulatedRequest, Simulation, SimulationSettings
 from serve_app.simulation.timeline import Action, Rank, Timeline
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 from tests.parity.jumping_loop import LoopTimeline, run_jumping
 from tests.simulation.builders import mixed_requests, plan
 
 TIMEOUT_S = 4.0
-WORLD = WorldSettings(control_latency_s=0.0013, report_interval_s=0.2)
+WORLD = SimulationSettings(control_latency_s=0.0013, report_interval_s=0.2)
 Decisions = list[tuple[float, tuple[Command, ...]]]
 
 
@@ -79,7 +79,7 @@ def simulated_decisions(
     requests: list[SimulatedRequest], policy: str = "fcfs", learner: PartitionLearner | None = None
 ) -> Decisions:
     log: list[Decision] = []
-    World(scheduler_settings(policy), plans(), WORLD, log.append, learner).run(requests)
+    Simulation(scheduler_settings(policy), plans(), WORLD, log.append, learner).run(requests)
     return [(step.at, step.commands) for step in log if step.commands]
 
 
@@ -99,12 +99,12 @@ class LiveWorld:
         self.last_arrival = max(simulated.request.arrived_at for simulated in requests)
         self.over = asyncio.Event()
         self.decisions: Decisions = []
-        parts = ShellParts(incarnation=1, channel=ChannelSettings())
-        self.shell = SchedulerShell(scheduler_settings(policy), parts)
+        parts = LiveSchedulerOptions(incarnation=1, channel=ChannelSettings())
+        self.shell = LiveScheduler(scheduler_settings(policy), parts)
         handle = self.shell.core.handle
         self.shell.core.handle = partial(self.handle, handle)  # type: ignore[method-assign]
         self.replicas: dict[str, SimulatedReplica] = {}
-        self.say = self.shell._gateways.joined("g1", cast("Link", self))
+        self.say = self.shell._gateways.on_join("g1", cast("Link", self))
 
     def handle(self, handle: Any, event: Any, now: float) -> list[Command]:
         commands: list[Command] = handle(event, now)
@@ -126,13 +126,15 @@ class LiveWorld:
         replica = SimulatedReplica(each, cast("Timeline", self.timeline), self.step_ended)
         self.replicas[each.replica_id] = replica
         address = ReplicaAddress(replica_id=each.replica_id, pool=each.pool, host="h", port=1, token="t")
-        self.shell._replicas.said(each.replica_id, cast("Link", self), Register(replica.spec, address))
+        self.shell._replicas.on_message(each.replica_id, cast("Link", self), Register(replica.spec, address))
         self.timeline.at(first_report_at, Rank.REPORT, partial(self.report, replica))
 
     def report(self, replica: SimulatedReplica) -> None:
         message = Report(replica.report())
         replica_id = replica.spec.replica_id
-        self.later(Rank.REPORT, partial(self.shell._replicas.said, replica_id, cast("Link", self), message))
+        self.later(
+            Rank.REPORT, partial(self.shell._replicas.on_message, replica_id, cast("Link", self), message)
+        )
         next_at = self.timeline.now + WORLD.report_interval_s
         self.timeline.at(next_at, Rank.REPORT, partial(self.report, replica))
 
@@ -161,7 +163,9 @@ class LiveWorld:
         """What the scheduler tells its peers."""
         if isinstance(message, Granted):
             simulated = self.requests[message.request_id]
-            self.later(Rank.NEWS, partial(self.reach_engine, simulated, self.replicas[message.replica_id]))
+            self.later(
+                Rank.FEEDBACK, partial(self.reach_engine, simulated, self.replicas[message.replica_id])
+            )
         return 1
 
     def reach_engine(self, simulated: SimulatedRequest, replica: SimulatedReplica) -> None:
@@ -183,7 +187,7 @@ class LiveWorld:
             )
             news.append(Finish(sequence.sequence_id, Outcome.COMPLETED, usage))
         if news:
-            self.later(Rank.NEWS, partial(self.deliver, news))
+            self.later(Rank.FEEDBACK, partial(self.deliver, news))
 
     def deliver(self, news: list[Message]) -> None:
         for message in news:

@@ -1,7 +1,7 @@
 """The tuner beside the live scheduler and the one beside the simulated scheduler do the same.
 
 The live side is the real shell with its tuner's desk, and the real `ParameterTuner` that the actor drives,
-on a loop whose clock jumps; the simulated side is `TunedWorld`. Both are given the same finding by whoever
+on a loop whose clock jumps; the simulated side is `TunedSimulation`. Both are given the same finding by whoever
 searches. What is compared is every decision of the schedulers with its time, and what the tuners noted.
 """
 
@@ -19,7 +19,7 @@ from serve_app.tuning.objective.objective import ObjectiveSettings
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings, Searched, SearchTask
 from serve_app.tuning.online.replay import Replayed, ReplayTask
 from serve_app.tuning.online.rollout_settings import Act, Audit, RolloutSettings
-from serve_app.tuning.online.tuned_simulation import LOOK_INTERVAL_S, TunedWorld, counting_replay
+from serve_app.tuning.online.tuned_simulation import LOOK_INTERVAL_S, TunedSimulation, counting_replay
 from serve_app.tuning.search.comparison import Comparison
 from serve_app.tuning.search.history import Proposal
 from serve_app.tuning.search.search_space import Values
@@ -103,18 +103,18 @@ class TunedLiveWorld(untuned.LiveWorld):
         self.tuner = ParameterTuner("m", TUNING, searcher=searcher, replayer=replayer)
         # Outcomes are collected from the first time on that somebody asks.
         self.shell.tuner.observed(outcomes=True)
-        self.timeline.at(LOOK_INTERVAL_S, Rank.NEWS, self.look)
+        self.timeline.at(LOOK_INTERVAL_S, Rank.FEEDBACK, self.look)
 
     def look(self) -> None:
         for order in self.tuner.turn(self.shell.tuner.observed(outcomes=True)):
             self.shell.tuner.retune(order)
         if self.timeline.now + LOOK_INTERVAL_S <= self.last_arrival:
-            self.timeline.at(self.timeline.now + LOOK_INTERVAL_S, Rank.NEWS, self.look)
+            self.timeline.at(self.timeline.now + LOOK_INTERVAL_S, Rank.FEEDBACK, self.look)
 
 
 def simulated(rate_per_s: float, values: Values) -> tuple[untuned.Decisions, Sequence[Audit]]:
     log: list[Decision] = []
-    world = TunedWorld(
+    world = TunedSimulation(
         untuned.scheduler_settings("ewsjf"),
         untuned.plans(),
         TUNING,

@@ -7,7 +7,7 @@ from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.metrics.slo import Slo
 from serve_app.planning.model.length_mix import LengthMix
 from serve_app.planning.model.queueing import PoolModel
-from serve_app.planning.sizing.verification import Demand
+from serve_app.planning.sizing.verification import Workload
 from serve_app.simulation.workload import TraceChoice
 
 STEP_TIME = StepTimeModel(
@@ -39,9 +39,9 @@ def pool_model(
 
 def demand(
     rate_per_s: float, *, requests: int = 400, ttft_s: float = 1.0, tpot_s: float | None = None
-) -> Demand:
+) -> Workload:
     """The paper's mix, for the profile of a laptop."""
-    return Demand(
+    return Workload(
         trace=TraceChoice(name="paper-mix", requests=requests, arrivals="poisson"),
         rate_per_s=rate_per_s,
         slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s),

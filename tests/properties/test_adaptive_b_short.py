@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.routing.adaptive_b_short import (
-    AdaptiveThreshold,
-    AdaptiveThresholdSettings,
-    ThresholdMoved,
+    AdaptiveBShort,
+    AdaptiveBShortSettings,
+    BShortChanged,
 )
 from serve_app.routing.demand import PoolCapacity
 
 CONTEXT = 16_384
-SETTINGS = AdaptiveThresholdSettings(enabled=True)
+SETTINGS = AdaptiveBShortSettings(enabled=True)
 # Long enough for the averages to be of one mix, and for the border to walk across its whole range.
 SETTLED_S = 600.0
 HOUR_S = 3_600.0
@@ -60,11 +60,11 @@ class Traffic:
             PoolCapacity(kv_tokens=100_000 * count, sequences=64 * count, context_tokens=CONTEXT)
             for count in replicas
         )
-        self.threshold = AdaptiveThreshold(SETTINGS, begin)
+        self.threshold = AdaptiveBShort(SETTINGS, begin)
         self.lowest = SETTINGS.lowest(begin)
         self.now = self.look_at = 0.0
         self.there: list[tuple[float, int, float]] = []
-        self.moves: list[tuple[float, ThresholdMoved]] = []
+        self.moves: list[tuple[float, BShortChanged]] = []
 
     def go_on(self, mix: Mix, seconds: float, rate_per_s: float) -> None:
         until = self.now + seconds
@@ -74,20 +74,20 @@ class Traffic:
                 self._look(self.look_at)
                 self.look_at += SETTINGS.interval_s
             tokens = mix.draw(self.rng)
-            came_at = self.threshold.came(tokens, tokens)
+            came_at = self.threshold.on_arrival(tokens, tokens)
             leaves_at = self.now + self.rng.expovariate(1 / mean_stay_s(tokens))
             heapq.heappush(self.there, (leaves_at, tokens, came_at))
 
     def _look(self, now: float) -> None:
         while self.there and self.there[0][0] <= now:
             _, tokens, came_at = heapq.heappop(self.there)
-            self.threshold.left(tokens, tokens, came_at)
+            self.threshold.on_departure(tokens, tokens, came_at)
         move = self.threshold.adapt(self.short, self.long, now)
         if move is not None:
             self.moves.append((now, move))
         assert self.lowest <= self.threshold.b_short_tokens <= CONTEXT
 
-    def moves_since(self, when: float) -> list[ThresholdMoved]:
+    def moves_since(self, when: float) -> list[BShortChanged]:
         return [move for at, move in self.moves if at >= when]
 
     def true_imbalance(self, mix: Mix) -> float:
@@ -123,7 +123,7 @@ def random_mix(rng: random.Random) -> Mix:
     )
 
 
-def moves_in_an_hour(seed: int) -> list[ThresholdMoved]:
+def moves_in_an_hour(seed: int) -> list[BShortChanged]:
     """Of a border that has settled, under a random mix that stays."""
     rng = random.Random(seed)
     traffic = Traffic(seed, rng.choice(((1, 1), (2, 1), (1, 3), (4, 4))), 8_192)

@@ -22,7 +22,7 @@ from serve_app.scheduling.commands import Conclude, Dispatch, ReportFresh, Repor
 from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
 from serve_app.scheduling.dispatch.promotion import PromotionSettings
 from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
-from serve_app.scheduling.request import Entry
+from serve_app.scheduling.request import ScheduledRequest
 from tests.builders import report, request, spec
 from tests.builders import settings as scheduler_settings
 
@@ -56,7 +56,7 @@ class ReplicaBooks:
         self.spec = of
         self.reported_at: float | None = None
         self.draining = False
-        self.shunned = False
+        self.suspended = False
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -132,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         books = self.replicas[command.replica_id]
         assert command.pool == books.spec.pool
         assert command.queue_wait_s >= 0
-        assert not books.shunned
+        assert not books.suspended
         assert not books.draining
         assert books.reported_at is not None
         assert self.now < books.reported_at + REPORT_LIMIT_S
@@ -229,7 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pass_time(seconds)
         if request_id in self.running:
             self.feed(ev.Finished(request_id, outcome, Usage(prompt_tokens=50, output_tokens=5)))
-            assert self.scheduler.entry(request_id) is None
+            assert self.scheduler.find(request_id) is None
 
     @rule(
         target=requests,
@@ -243,10 +243,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if replica_id is None or request_id in self.started:
             return request_id
         if failure is not ev.DispatchFailure.TOO_LONG and replica_id in self.replicas:
-            self.replicas[replica_id].shunned = True
-        entry = self.scheduler.entry(request_id)
-        assert entry is not None
-        allowance = entry.request.expires_at - entry.request.arrived_at
+            self.replicas[replica_id].suspended = True
+        scheduled = self.scheduler.find(request_id)
+        assert scheduled is not None
+        allowance = scheduled.request.expires_at - scheduled.request.arrived_at
         # It waits again from the scheduler's first breath on, unless it is concluded or sent in the same
         # step.
         del self.running[request_id]
@@ -286,7 +286,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pass_time(seconds)
         books = self.replicas.get(replica_id)
         if books is not None:
-            books.reported_at, books.draining, books.shunned = self.now, draining, False
+            books.reported_at, books.draining, books.suspended = self.now, draining, False
         self.feed(
             ev.ReplicaReported(replica_id, report(received=received, waiting=waiting, draining=draining))
         )
@@ -317,16 +317,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def conserves_requests(self) -> None:
-        room = {entry.request.request_id for entry in self.scheduler.room}
-        assert room == self.waiting
-        assert len(self.scheduler.room) == len(self.waiting)
+        queue = {scheduled.request.request_id for scheduled in self.scheduler.queue}
+        assert queue == self.waiting
+        assert len(self.scheduler.queue) == len(self.waiting)
         assert len(self.scheduler) == len(self.waiting) + len(self.running)
         assert self.submitted == self.waiting | set(self.running) | set(self.concluded)
-        assert self.scheduler.room.waiting_tokens == sum(
-            entry.estimate.expected_tokens for entry in self.scheduler.room
+        assert self.scheduler.queue.waiting_tokens == sum(
+            scheduled.estimate.expected_tokens for scheduled in self.scheduler.queue
         )
-        wait = [entry for entry in self.scheduler.room if entry.request.priority is not BATCH]
-        assert +self.scheduler.room.waiting_at == Counter(entry.pools[0] for entry in wait)
+        wait = [scheduled for scheduled in self.scheduler.queue if scheduled.request.priority is not BATCH]
+        assert +self.scheduler.queue.waiting_at == Counter(scheduled.pools[0] for scheduled in wait)
 
     @invariant()
     def concludes_each_request_once(self) -> None:
@@ -337,10 +337,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def holds_exactly_what_is_running(self) -> None:
         held: dict[str, list[int]] = {}
         for request_id, replica_id in self.running.items():
-            entry = self.scheduler.entry(request_id)
-            assert entry is not None
-            assert entry.replica_id == replica_id
-            held.setdefault(replica_id, []).append(entry.hold.tokens)
+            scheduled = self.scheduler.find(request_id)
+            assert scheduled is not None
+            assert scheduled.replica_id == replica_id
+            held.setdefault(replica_id, []).append(scheduled.hold.tokens)
         for state in self.scheduler.ledger:
             here = held.pop(state.spec.replica_id, [])
             running = [r for r, replica in self.running.items() if replica == state.spec.replica_id]
@@ -348,50 +348,55 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert state.in_flight == len(here)
             assert state.unstarted == len([r for r in running if r not in self.started])
             assert 0 <= state.unseen <= state.unstarted
-            entries = [self.scheduler.entry(request_id) for request_id in running]
-            grades = [entry.hold.grade for entry in entries if entry]
-            assert state.long_prefills == (sum(grade >= 1 for grade in grades), grades.count(2))
-            assert state.pending_prefill_tokens == sum(e.hold.prefill_tokens for e in entries if e)
-            for request_id, entry in zip(running, entries, strict=True):
-                assert entry is not None
+            requests = [self.scheduler.find(request_id) for request_id in running]
+            prefill_classes = [scheduled.hold.prefill_class for scheduled in requests if scheduled]
+            assert state.long_prefills == (
+                sum(prefill_class >= 1 for prefill_class in prefill_classes),
+                prefill_classes.count(2),
+            )
+            assert state.pending_prefill_tokens == sum(e.hold.prefill_tokens for e in requests if e)
+            for request_id, scheduled in zip(running, requests, strict=True):
+                assert scheduled is not None
                 # A streamed request holds its long prefill exactly until its first token.
-                kept = entry.grade if request_id not in self.started else 0
-                assert entry.hold.grade in {0, kept}
-                if entry.request.streamed and request_id in self.sent:
-                    assert entry.hold.grade == kept
+                kept = scheduled.prefill_class if request_id not in self.started else 0
+                assert scheduled.hold.prefill_class in {0, kept}
+                if scheduled.request.streamed and request_id in self.sent:
+                    assert scheduled.hold.prefill_class == kept
         assert not held
 
     @invariant()
     def keeps_room_only_for_who_waits(self) -> None:
         """At most one request of each pool, and nothing stays behind when it has gone."""
         kept = list(self.scheduler.dispatcher.reservations)
-        assert all(each.entry.request.request_id in self.waiting for each in kept)
-        assert len({each.entry.pools[0] for each in kept}) == len(kept)
+        assert all(each.scheduled.request.request_id in self.waiting for each in kept)
+        assert len({each.scheduled.pools[0] for each in kept}) == len(kept)
         for state in self.scheduler.ledger:
             assert state.reserved_tokens == sum(each.tokens for each in kept if each.replica is state)
 
     @invariant()
     def leaves_no_room_idle(self) -> None:
-        """No head of a lane waits while a replica that could take it has room. Those behind it wait by the
+        """No head of a lane waits while a replica that could take it has queue. Those behind it wait by the
         order's rule.
         """
-        lanes: dict[tuple[object, ...], list[Entry]] = {}
-        for entry in self.scheduler.room:
-            whose = entry.request.priority, entry.request.tenant
-            lanes.setdefault((*whose, entry.length_queue, entry.pools, entry.grade), []).append(entry)
-        for entries in lanes.values():
-            pools = entries[0].pools
+        sub_queues: dict[tuple[object, ...], list[ScheduledRequest]] = {}
+        for scheduled in self.scheduler.queue:
+            whose = scheduled.request.priority, scheduled.request.tenant
+            sub_queues.setdefault(
+                (*whose, scheduled.length_queue, scheduled.pools, scheduled.prefill_class), []
+            ).append(scheduled)
+        for requests in sub_queues.values():
+            pools = requests[0].pools
             head = min(
-                entries, key=lambda e: (not e.returned, not e.claimed, e.request.arrived_at, e.sequence)
+                requests, key=lambda e: (not e.returned, not e.claimed, e.request.arrived_at, e.sequence)
             )
             for replica_id, books in self.replicas.items():
                 assert books.spec.pool not in pools or not self.has_room(replica_id, head)
 
-    def has_room(self, replica_id: str, head: Entry) -> bool:
+    def has_room(self, replica_id: str, head: ScheduledRequest) -> bool:
         books, state = self.replicas[replica_id], self.scheduler.ledger[replica_id]
         if books.reported_at is None or self.now >= books.reported_at + REPORT_LIMIT_S:
             return False
-        if books.draining or books.shunned:
+        if books.draining or books.suspended:
             return False
         running = [request_id for request_id, at in self.running.items() if at == replica_id]
         if len(running) >= books.spec.max_num_seqs + self.target:
@@ -408,26 +413,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         isolation = self.scheduler.settings.isolation
         relief = min(isolation.max_relief, int((self.now - head.request.arrived_at) / isolation.relief_s))
         limits = (isolation.max_long_prefills, isolation.max_longest_prefills)
-        for count, limit in zip(state.long_prefills, limits[: head.grade], strict=False):
+        for count, limit in zip(state.long_prefills, limits[: head.prefill_class], strict=False):
             if count >= limit + relief:
                 return False
         reservation = self.scheduler.dispatcher.reservations.of(books.spec.pool)
-        if reservation is None or reservation.entry is not head:
+        if reservation is None or reservation.scheduled is not head:
             held += state.reserved_tokens
         return min(head.estimate.expected_tokens, context) <= books.spec.kv_tokens - held
 
     def held(self, request_id: str) -> int:
-        entry = self.scheduler.entry(request_id)
-        assert entry is not None
-        return entry.hold.tokens
+        scheduled = self.scheduler.find(request_id)
+        assert scheduled is not None
+        return scheduled.hold.tokens
 
     @invariant()
     def waits_where_it_can_go(self) -> None:
         """Context limits change as replicas come and go, and those who wait know."""
         router = PoolRouter(ROUTING, self.context_limit)
-        for entry in self.scheduler.room:
-            assert entry.pools == router.route(entry.request, entry.estimate, above_tokens=entry.above_tokens)
-            assert entry.pools
+        for scheduled in self.scheduler.queue:
+            assert scheduled.pools == router.route(
+                scheduled.request, scheduled.estimate, above_tokens=scheduled.above_tokens
+            )
+            assert scheduled.pools
 
     def context_limit(self, pool: str) -> int | None:
         return min(

@@ -5,9 +5,9 @@ from collections import deque
 import pytest
 
 from serve_app.routing.adaptive_b_short import (
-    AdaptiveThreshold,
-    AdaptiveThresholdSettings,
-    ThresholdMoved,
+    AdaptiveBShort,
+    AdaptiveBShortSettings,
+    BShortChanged,
 )
 from serve_app.routing.demand import PoolCapacity
 
@@ -18,10 +18,10 @@ class Demand:
     """A threshold with the clock in hand, and a crowd whose members change but not their number."""
 
     def __init__(self, b_short_tokens: int = 8_192, **changes: object) -> None:
-        settings = AdaptiveThresholdSettings(**{"enabled": True, "b_short_min": 1, **changes})  # type: ignore[arg-type]
-        self.threshold = AdaptiveThreshold(settings, b_short_tokens)
+        settings = AdaptiveBShortSettings(**{"enabled": True, "b_short_min": 1, **changes})  # type: ignore[arg-type]
+        self.threshold = AdaptiveBShort(settings, b_short_tokens)
         self.now = 0.0
-        self.moves: list[ThresholdMoved] = []
+        self.moves: list[BShortChanged] = []
         self.came: dict[int, deque[float]] = {}
 
     @property
@@ -30,15 +30,15 @@ class Demand:
 
     def come(self, count: int, tokens: int) -> None:
         for _ in range(count):
-            self.came.setdefault(tokens, deque()).append(self.threshold.came(tokens, tokens))
+            self.came.setdefault(tokens, deque()).append(self.threshold.on_arrival(tokens, tokens))
 
     def leave(self, count: int, tokens: int) -> None:
         for _ in range(count):
-            self.threshold.left(tokens, tokens, self.came[tokens].popleft())
+            self.threshold.on_departure(tokens, tokens, self.came[tokens].popleft())
 
     def stay(
         self, seconds: int, short: PoolCapacity | None = POOL, long: PoolCapacity | None = POOL
-    ) -> list[ThresholdMoved]:
+    ) -> list[BShortChanged]:
         """Time passes, a second at a time; the moves meanwhile."""
         before = len(self.moves)
         for _ in range(seconds):
@@ -225,7 +225,7 @@ def test_it_goes_on_from_where_it_stood_within_its_bounds() -> None:
     assert demand.threshold.b_short_tokens == 10_000
     demand.threshold.restore(1, 0.0)
     assert demand.threshold.b_short_tokens == 1
-    assert AdaptiveThresholdSettings().lowest(8_192) == 256
+    assert AdaptiveBShortSettings().lowest(8_192) == 256
 
 
 @pytest.mark.parametrize(
@@ -242,4 +242,4 @@ def test_it_goes_on_from_where_it_stood_within_its_bounds() -> None:
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AdaptiveThresholdSettings(**changes)  # type: ignore[arg-type]
+        AdaptiveBShortSettings(**changes)  # type: ignore[arg-type]

@@ -20,14 +20,14 @@ def test_the_grid_has_eight_borders_to_the_octave() -> None:
 
 def test_the_average_tells_what_was_there_and_forgets_it() -> None:
     demand = Demand(MEMORY_S)
-    came = [demand.came(1_000, 800) for _ in range(5)]
+    came = [demand.on_arrival(1_000, 800) for _ in range(5)]
     border = place_below(2_000)
     for second in range(601):
         demand.sample(float(second))
     assert demand.loads(POOL, POOL, 1.0).short(border) == pytest.approx(5 * 800 / 100_000, rel=1e-3)
     assert len(demand) == 5
     for each in came:
-        demand.left(1_000, 800, each)
+        demand.on_departure(1_000, 800, each)
     demand.sample(660.0)
     assert demand.loads(POOL, POOL, 1.0).short(border) == pytest.approx(0.04 / math.e, rel=1e-3)
     assert len(demand) == 0
@@ -36,9 +36,9 @@ def test_the_average_tells_what_was_there_and_forgets_it() -> None:
 def test_the_scarcer_resource_is_the_load_and_a_faster_pool_has_less_of_it() -> None:
     demand = Demand(MEMORY_S)
     for _ in range(200):
-        demand.came(100, 100)
+        demand.on_arrival(100, 100)
     for _ in range(10):
-        demand.came(9_000, 9_000)
+        demand.on_arrival(9_000, 9_000)
     for second in range(601):
         demand.sample(float(second))
     border = place_below(1_000)
@@ -77,9 +77,9 @@ def test_the_variance_is_the_sum_of_the_squares_of_what_each_request_adds() -> N
                 adds[number] += (1 - kept) * tokens
         for number, (at, until, tokens) in enumerate(stays):
             if number not in came and at <= second:
-                came[number] = demand.came(1_000, tokens)
+                came[number] = demand.on_arrival(1_000, tokens)
             if number in came and number not in gone and until <= second:
-                demand.left(1_000, tokens, came[number])
+                demand.on_departure(1_000, tokens, came[number])
                 gone.add(number)
     loads = demand.loads(POOL, POOL, 1.0)
     border = place_of(1_000)
@@ -99,7 +99,7 @@ def test_the_standard_error_is_what_the_imbalance_really_varies_by(width: float)
     now, leaves, found = 0.0, list[tuple[float, int, float]](), list[tuple[float, float]]()
     for second in range(6_000):
         for each in sorted(one for one in leaves if one[0] <= second):
-            demand.left(each[1], each[1], each[2])
+            demand.on_departure(each[1], each[1], each[2])
         leaves = [one for one in leaves if one[0] > second]
         demand.sample(float(second))
         if second > 600 and second % 30 == 0:
@@ -108,6 +108,8 @@ def test_the_standard_error_is_what_the_imbalance_really_varies_by(width: float)
         while now <= second:
             now += rng.expovariate(4.0)
             tokens = min(round(1_000 * 2 ** rng.gauss(0, width)), 60_000)
-            leaves.append((now + rng.expovariate(1 / (stay_s * tokens)), tokens, demand.came(tokens, tokens)))
+            leaves.append(
+                (now + rng.expovariate(1 / (stay_s * tokens)), tokens, demand.on_arrival(tokens, tokens))
+            )
     real = statistics.pstdev(imbalance for imbalance, _ in found)
     assert statistics.fmean(error for _, error in found) == pytest.approx(real, rel=0.25)

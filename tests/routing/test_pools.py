@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from serve_app.request import PromptShape, Request
-from serve_app.routing.adaptive_b_short import AdaptiveThresholdSettings
+from serve_app.routing.adaptive_b_short import AdaptiveBShortSettings
 from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.pools import PoolRouter, RoutingSettings, least_budget_tokens
 from serve_app.routing.rate import DecayingRate
@@ -76,7 +76,7 @@ def test_a_pool_without_replicas_may_be_a_home_but_nobody_spills_into_it() -> No
     assert router({}).longest_context() is None
 
 
-ADAPTIVE = AdaptiveThresholdSettings(enabled=True, b_short_min=64, memory_s=1.0, dwell_s=0.0)
+ADAPTIVE = AdaptiveBShortSettings(enabled=True, b_short_min=64, memory_s=1.0, dwell_s=0.0)
 
 
 def replicas(*pools: str) -> list[ReplicaState]:
@@ -91,7 +91,7 @@ def replicas(*pools: str) -> list[ReplicaState]:
 def test_an_adaptive_border_moves_to_where_the_pools_loads_are_even() -> None:
     adaptive = router(adaptive_b_short=ADAPTIVE)
     for prompt_tokens in (50, 150) * 50:
-        adaptive.came(estimate(prompt_tokens))
+        adaptive.on_arrival(estimate(prompt_tokens))
     fleet = replicas("short", "long")
     moves = [move for now in range(5) if (move := adaptive.adapt(fleet, float(now))) is not None]
     assert [move.was_tokens for move in moves][:1] == [600]
@@ -104,7 +104,7 @@ def test_an_adaptive_border_moves_to_where_the_pools_loads_are_even() -> None:
 def test_lost_replicas_are_no_capacity_and_a_pool_without_any_moves_nothing() -> None:
     adaptive = router(adaptive_b_short=ADAPTIVE)
     for prompt_tokens in (50, 150) * 50:
-        adaptive.came(estimate(prompt_tokens))
+        adaptive.on_arrival(estimate(prompt_tokens))
     fleet = replicas("short", "long")
     fleet[1].joined = False
     assert [adaptive.adapt(fleet, float(now)) for now in range(5)] == [None] * 5
@@ -113,7 +113,7 @@ def test_lost_replicas_are_no_capacity_and_a_pool_without_any_moves_nothing() ->
 def test_a_border_that_is_fixed_or_has_one_side_only_never_moves() -> None:
     for settled in (router(), router(pools=("short",), adaptive_b_short=ADAPTIVE)):
         for _ in range(200):
-            settled.came(estimate(100))
+            settled.on_arrival(estimate(100))
         fleet = replicas("short", "long")
         assert [settled.adapt(fleet, float(now)) for now in range(5)] == [None] * 5
         settled.restore(100, 5.0)

@@ -1,15 +1,15 @@
-from serve_app.routing.adaptive_b_short import AdaptiveThresholdSettings, ThresholdMoved
+from serve_app.routing.adaptive_b_short import AdaptiveBShortSettings, BShortChanged
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.commands import Command
 from serve_app.scheduling.events import Cancelled
-from tests.builders import World, dispatched
+from tests.builders import Simulation, dispatched
 
-ADAPTIVE = AdaptiveThresholdSettings(enabled=True, b_short_min=64, memory_s=1.0, dwell_s=0.0)
+ADAPTIVE = AdaptiveBShortSettings(enabled=True, b_short_min=64, memory_s=1.0, dwell_s=0.0)
 
 
-def busy_world(count: int = 60) -> World:
+def busy_world(count: int = 60) -> Simulation:
     """Full pools, and a crowd of two lengths that are both at home in the short one."""
-    world = World(
+    world = Simulation(
         max_waiting=1_000, routing=RoutingSettings(b_short_tokens=500, spill=False, adaptive_b_short=ADAPTIVE)
     )
     world.join("s1", "short")
@@ -20,13 +20,13 @@ def busy_world(count: int = 60) -> World:
     return world
 
 
-def moves(commands: list[Command]) -> list[ThresholdMoved]:
-    return [command for command in commands if isinstance(command, ThresholdMoved)]
+def moves(commands: list[Command]) -> list[BShortChanged]:
+    return [command for command in commands if isinstance(command, BShortChanged)]
 
 
 def test_when_the_border_moves_whoever_waits_is_routed_anew() -> None:
     world = busy_world()
-    assert {entry.pools for entry in world.scheduler.room} == {("short",)}
+    assert {scheduled.pools for scheduled in world.scheduler.queue} == {("short",)}
     commands: list[Command] = []
     for _ in range(4):
         commands += world.report("l1", after_s=1.0)
@@ -36,8 +36,8 @@ def test_when_the_border_moves_whoever_waits_is_routed_anew() -> None:
     border = world.scheduler.router.b_short_tokens
     assert 100 <= border < 300
     assert world.scheduler.census(world.now).b_short_tokens == border
-    for entry in world.scheduler.room:
-        assert entry.pools == (("short",) if entry.estimate.budget_tokens <= border else ("long",))
+    for scheduled in world.scheduler.queue:
+        assert scheduled.pools == (("short",) if scheduled.estimate.budget_tokens <= border else ("long",))
     assert {replica for _, replica in dispatched(commands)} >= {"l1"}, "they go where they are at home now"
 
 

@@ -2,12 +2,14 @@ from serve_app.request import PriorityClass
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import queue_snapshot as census
 from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
-from tests.builders import World
+from tests.builders import Simulation
 
 
-def full_world() -> World:
+def full_world() -> Simulation:
     """Three requests of tenant a run; of those that wait, two are of b and one is c's."""
-    world = World(routing=RoutingSettings(pools=("only",)), backpressure=BackpressureSettings(lag_factor=0.0))
+    world = Simulation(
+        routing=RoutingSettings(pools=("only",)), backpressure=BackpressureSettings(lag_factor=0.0)
+    )
     world.join("r1", "only")
     for number in range(3):
         world.arrive(f"a{number}", tenant="a")
@@ -21,7 +23,7 @@ def full_world() -> World:
 def test_every_lane_is_shown_by_its_head_the_longest_wait_first() -> None:
     world = full_world()
     found = world.scheduler.census(world.now + 1.0)
-    first, second = found.lanes
+    first, second = found.sub_queues
     assert (first.tenant, first.head, first.waiting, first.wait_s) == ("b", "b1", 2, 3.0)
     assert (second.priority, second.tenant, second.wait_s) == (PriorityClass.BATCH, "c", 1.0)
     assert first.why == "only: every replica is saturated, too busy, stale or draining"
@@ -34,13 +36,13 @@ def test_a_long_queue_is_cut_where_nobody_would_read_on() -> None:
     for number in range(census.MOST_LANES):
         world.arrive(f"t{number}", tenant=f"t{number}")
     found = world.scheduler.census(world.now)
-    assert len(found.lanes) == census.MOST_LANES
+    assert len(found.sub_queues) == census.MOST_LANES
     assert found.left_out == 2
-    assert found.lanes[0].head == "b1"
+    assert found.sub_queues[0].head == "b1"
 
 
 def test_looking_changes_nothing() -> None:
     world = full_world()
-    before = repr(world.scheduler.room), world.scheduler.next_wakeup()
+    before = repr(world.scheduler.queue), world.scheduler.next_wakeup()
     world.scheduler.census(world.now)
-    assert (repr(world.scheduler.room), world.scheduler.next_wakeup()) == before
+    assert (repr(world.scheduler.queue), world.scheduler.next_wakeup()) == before

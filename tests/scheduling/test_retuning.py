@@ -11,16 +11,16 @@ from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
 from serve_app.scheduling.events import Finished, FirstToken, Retuned
 from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
 from serve_app.scheduling.policies.settings import EwsjfSettings, GivenWeights
-from tests.builders import World, dispatched
+from tests.builders import Simulation, dispatched
 
 
-def world(policy: str = "ewsjf", **changes: Any) -> World:
-    made = World(policy=policy, routing=RoutingSettings(pools=("only",)), **changes)
+def world(policy: str = "ewsjf", **changes: Any) -> Simulation:
+    made = Simulation(policy=policy, routing=RoutingSettings(pools=("only",)), **changes)
     made.join("r1", "only", kv_tokens=20_000, max_model_len=8_000)
     return made
 
 
-def retune(made: World, **changes: Any) -> list[Command]:
+def retune(made: Simulation, **changes: Any) -> list[Command]:
     return made.feed(Retuned(replace(made.scheduler.settings, **changes)))
 
 

@@ -20,24 +20,24 @@ from serve_app.scheduling.events import (
     Resumed,
     Woke,
 )
-from tests.builders import World, concluded, dispatched, request, spec
+from tests.builders import Simulation, concluded, dispatched, request, spec
 
 
 @pytest.fixture
-def world() -> World:
-    world = World()
+def world() -> Simulation:
+    world = Simulation()
     world.join("s1", "short", max_model_len=1_000)
     world.join("l1", "long", max_model_len=4_000, kv_tokens=16_000)
     return world
 
 
-def fill_short(world: World) -> None:
+def fill_short(world: Simulation) -> None:
     """Three requests whose answers have not begun close a replica."""
     for number in range(3):
         world.arrive(f"f{number}")
 
 
-def test_a_request_is_dispatched_at_once_when_there_is_room(world: World) -> None:
+def test_a_request_is_dispatched_at_once_when_there_is_room(world: Simulation) -> None:
     (command,) = world.arrive("r1", prompt_tokens=40, max_output_tokens=10)
     assert command == Dispatch(
         request_id="r1",
@@ -50,22 +50,24 @@ def test_a_request_is_dispatched_at_once_when_there_is_room(world: World) -> Non
     )
 
 
-def test_a_budget_above_b_short_goes_to_the_long_pool(world: World) -> None:
+def test_a_budget_above_b_short_goes_to_the_long_pool(world: Simulation) -> None:
     assert dispatched(world.arrive("r1", prompt_tokens=480, max_output_tokens=20)) == [("r1", "s1")]
     assert dispatched(world.arrive("r2", prompt_tokens=480, max_output_tokens=21)) == [("r2", "l1")]
 
 
-def test_a_short_request_spills_when_its_pool_has_no_room_and_a_long_one_spills_back(world: World) -> None:
+def test_a_short_request_spills_when_its_pool_has_no_room_and_a_long_one_spills_back(
+    world: Simulation,
+) -> None:
     fill_short(world)
     assert dispatched(world.arrive("spilled")) == [("spilled", "l1")]
-    other = World()
+    other = Simulation()
     other.join("s1", "short", max_model_len=1_000)
     other.join("l1", "long", max_model_len=4_000)
     sent = [dispatched(other.arrive(f"r{n}", prompt_tokens=600))[0][1] for n in range(4)]
     assert sent == ["l1", "l1", "l1", "s1"]
 
 
-def test_a_request_that_the_other_pool_cannot_hold_waits_for_its_own(world: World) -> None:
+def test_a_request_that_the_other_pool_cannot_hold_waits_for_its_own(world: Simulation) -> None:
     for number in range(3):
         world.arrive(f"long{number}", prompt_tokens=2_000)
     assert world.arrive("r", prompt_tokens=2_000) == []
@@ -73,14 +75,14 @@ def test_a_request_that_the_other_pool_cannot_hold_waits_for_its_own(world: Worl
 
 
 def test_without_spill_a_request_waits_for_its_home() -> None:
-    world = World(routing=RoutingSettings(b_short_tokens=500, spill=False))
+    world = Simulation(routing=RoutingSettings(b_short_tokens=500, spill=False))
     world.join("s1", "short", max_model_len=1_000)
     world.join("l1", "long", max_model_len=4_000)
     fill_short(world)
     assert world.arrive("r") == []
 
 
-def test_those_at_home_go_before_those_that_spill(world: World) -> None:
+def test_those_at_home_go_before_those_that_spill(world: Simulation) -> None:
     fill_short(world)
     for number in range(3):
         world.arrive(f"long{number}", prompt_tokens=2_000)
@@ -90,7 +92,7 @@ def test_those_at_home_go_before_those_that_spill(world: World) -> None:
     assert dispatched(world.feed(FirstToken("long1"))) == [("short", "l1")]
 
 
-def test_a_dispatch_holds_expected_tokens_and_its_end_returns_them(world: World) -> None:
+def test_a_dispatch_holds_expected_tokens_and_its_end_returns_them(world: Simulation) -> None:
     world.arrive("r1", prompt_tokens=40, max_output_tokens=10)
     held = world.scheduler.ledger["s1"].held_tokens
     assert 40 < held <= 50
@@ -103,8 +105,8 @@ def test_a_dispatch_holds_expected_tokens_and_its_end_returns_them(world: World)
     assert len(world.scheduler) == 0
 
 
-def test_the_engine_queue_is_kept_at_its_target(world: World) -> None:
-    world = World(routing=RoutingSettings(pools=("short",)))
+def test_the_engine_queue_is_kept_at_its_target(world: Simulation) -> None:
+    world = Simulation(routing=RoutingSettings(pools=("short",)))
     world.join("s1", "short")
     assert [len(world.arrive(f"r{n}")) for n in range(5)] == [1, 1, 1, 0, 0]
     # The engine has taken all three into its batch: three more may go.
@@ -115,7 +117,7 @@ def test_the_engine_queue_is_kept_at_its_target(world: World) -> None:
 
 
 def test_requests_on_their_way_count_although_the_report_has_not_seen_them() -> None:
-    world = World(routing=RoutingSettings(pools=("short",)))
+    world = Simulation(routing=RoutingSettings(pools=("short",)))
     world.join("s1", "short")
     for number in range(4):
         world.arrive(f"r{number}")
@@ -125,7 +127,7 @@ def test_requests_on_their_way_count_although_the_report_has_not_seen_them() -> 
 
 
 def test_the_batch_size_limits_what_a_replica_runs() -> None:
-    world = World(routing=RoutingSettings(pools=("short",)))
+    world = Simulation(routing=RoutingSettings(pools=("short",)))
     world.join("s1", "short", max_num_seqs=2)
     for number in range(8):
         world.arrive(f"r{number}")
@@ -134,7 +136,7 @@ def test_the_batch_size_limits_what_a_replica_runs() -> None:
 
 
 def test_a_head_that_does_not_fit_the_kv_budget_holds_up_the_lane() -> None:
-    world = World(routing=RoutingSettings(pools=("short",)))
+    world = Simulation(routing=RoutingSettings(pools=("short",)))
     world.join("s1", "short", max_model_len=1_000, kv_tokens=1_500)
     world.arrive("big", prompt_tokens=900, max_output_tokens=50)
     assert world.arrive("big2", prompt_tokens=900, max_output_tokens=50) == []
@@ -143,7 +145,7 @@ def test_a_head_that_does_not_fit_the_kv_budget_holds_up_the_lane() -> None:
 
 
 def test_the_replica_with_the_most_free_tokens_is_chosen() -> None:
-    world = World(routing=RoutingSettings(pools=("short",)))
+    world = Simulation(routing=RoutingSettings(pools=("short",)))
     world.join("s1", "short")
     world.join("s2", "short")
     assert dispatched(world.arrive("a", prompt_tokens=400)) == [("a", "s1")]
@@ -153,7 +155,7 @@ def test_the_replica_with_the_most_free_tokens_is_chosen() -> None:
     assert dispatched(world.arrive("e", prompt_tokens=100)) == [("e", "s1")]
 
 
-def test_too_long_for_every_pool_is_refused_with_numbers(world: World) -> None:
+def test_too_long_for_every_pool_is_refused_with_numbers(world: Simulation) -> None:
     (command,) = world.arrive("r", prompt_tokens=4_000, max_output_tokens=1)
     assert isinstance(command, Conclude)
     assert command.outcome is Outcome.REJECTED_TOO_LONG
@@ -163,7 +165,7 @@ def test_too_long_for_every_pool_is_refused_with_numbers(world: World) -> None:
 
 
 def test_a_full_queue_refuses_with_a_time_to_come_again() -> None:
-    world = World(max_waiting=2)
+    world = Simulation(max_waiting=2)
     world.join("s1")
     fill_short(world)
     world.arrive("w1")
@@ -178,7 +180,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_again() -> None:
 def test_retry_after_follows_the_measured_drain_rate() -> None:
     def retry_after_s(finished_per_s: float) -> float:
         # Without growth by pace, three requests close the replica whatever its pace was.
-        world = World(
+        world = Simulation(
             max_waiting=1,
             routing=RoutingSettings(pools=("short",)),
             backpressure=BackpressureSettings(lag_factor=0.0),
@@ -202,7 +204,7 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
     assert slow == pytest.approx(10 * fast, rel=0.4)
 
 
-def test_an_unknown_model_is_refused_by_name(world: World) -> None:
+def test_an_unknown_model_is_refused_by_name(world: Simulation) -> None:
     (command,) = world.arrive("r", model="other")
     assert isinstance(command, Conclude)
     assert command.outcome is Outcome.REJECTED_UNKNOWN_MODEL
@@ -210,22 +212,22 @@ def test_an_unknown_model_is_refused_by_name(world: World) -> None:
 
 
 def test_an_alias_is_served() -> None:
-    world = World(aliases=("m-lora",))
+    world = Simulation(aliases=("m-lora",))
     world.join("s1")
     assert dispatched(world.arrive("r", model="m-lora")) == [("r", "s1")]
 
 
-def test_a_request_expires_when_its_time_in_the_queue_is_over(world: World) -> None:
+def test_a_request_expires_when_its_time_in_the_queue_is_over(world: Simulation) -> None:
     fill_short(world)
     for number in range(3):
         world.arrive(f"long{number}", prompt_tokens=2_000)
     world.arrive("w", expires_at=2.0)
     assert world.scheduler.next_wakeup() == 2.0
     assert concluded(world.feed(Woke(), after_s=2.0)) == [("w", "expired")]
-    assert len(world.scheduler.room) == 0
+    assert len(world.scheduler.queue) == 0
 
 
-def test_expiry_comes_before_dispatch_in_the_same_instant(world: World) -> None:
+def test_expiry_comes_before_dispatch_in_the_same_instant(world: Simulation) -> None:
     fill_short(world)
     for number in range(3):
         world.arrive(f"long{number}", prompt_tokens=2_000)
@@ -235,14 +237,14 @@ def test_expiry_comes_before_dispatch_in_the_same_instant(world: World) -> None:
     assert dispatched(commands) == []
 
 
-def test_a_cancelled_request_leaves_the_queue_or_returns_its_tokens(world: World) -> None:
+def test_a_cancelled_request_leaves_the_queue_or_returns_its_tokens(world: Simulation) -> None:
     fill_short(world)
     assert concluded(world.feed(Cancelled("f0"))) == [("f0", "cancelled")]
     assert world.scheduler.ledger["s1"].in_flight == 2
     assert world.feed(Cancelled("f0")) == []
 
 
-def test_a_request_that_asks_not_to_wait_is_dispatched_or_refused_at_once(world: World) -> None:
+def test_a_request_that_asks_not_to_wait_is_dispatched_or_refused_at_once(world: Simulation) -> None:
     assert dispatched(world.arrive("a", no_wait=True, prompt_tokens=2_000)) == [("a", "l1")]
     world.arrive("b", prompt_tokens=2_000)
     world.arrive("c", prompt_tokens=2_000)
@@ -252,7 +254,7 @@ def test_a_request_that_asks_not_to_wait_is_dispatched_or_refused_at_once(world:
     assert "asked not to wait" in command.message
 
 
-def test_a_lost_replica_gives_its_requests_back_to_the_front(world: World) -> None:
+def test_a_lost_replica_gives_its_requests_back_to_the_front(world: Simulation) -> None:
     fill_short(world)
     for number in range(3):
         world.arrive(f"long{number}", prompt_tokens=2_000)
@@ -265,7 +267,7 @@ def test_a_lost_replica_gives_its_requests_back_to_the_front(world: World) -> No
     assert dispatched(world.feed(FirstToken("long2"))) == [("waiting", "l1")]
 
 
-def test_a_lost_replica_is_forgotten_when_its_last_request_is_released(world: World) -> None:
+def test_a_lost_replica_is_forgotten_when_its_last_request_is_released(world: Simulation) -> None:
     world.arrive("r")
     world.feed(ReplicaLost("s1"))
     assert "s1" in world.scheduler.ledger
@@ -273,15 +275,15 @@ def test_a_lost_replica_is_forgotten_when_its_last_request_is_released(world: Wo
     assert "s1" not in world.scheduler.ledger
 
 
-def test_a_request_lost_on_three_replicas_fails(world: World) -> None:
+def test_a_request_lost_on_three_replicas_fails(world: Simulation) -> None:
     world.arrive("r")
     for _ in range(2):
-        replica = world.scheduler.entry("r").replica_id  # type: ignore[union-attr]
+        replica = world.scheduler.find("r").replica_id  # type: ignore[union-attr]
         assert replica is not None
         world.feed(DispatchFailed("r", replica, DispatchFailure.LOST))
         world.report("s1")
         world.report("l1")
-    replica = world.scheduler.entry("r").replica_id  # type: ignore[union-attr]
+    replica = world.scheduler.find("r").replica_id  # type: ignore[union-attr]
     assert replica is not None
     (command,) = world.feed(DispatchFailed("r", replica, DispatchFailure.LOST, "the engine died"))
     assert isinstance(command, Conclude)
@@ -291,14 +293,14 @@ def test_a_request_lost_on_three_replicas_fails(world: World) -> None:
 
 @pytest.mark.parametrize("failure", [DispatchFailure.UNREACHABLE, DispatchFailure.BUSY])
 def test_a_replica_that_refuses_gets_nothing_until_it_reports(failure: DispatchFailure) -> None:
-    world = World(routing=RoutingSettings(pools=("short",)))
+    world = Simulation(routing=RoutingSettings(pools=("short",)))
     world.join("s1", "short")
     world.arrive("r")
     assert world.feed(DispatchFailed("r", "s1", failure)) == []
     assert dispatched(world.report("s1")) == [("r", "s1")]
 
 
-def test_what_the_short_engine_finds_too_long_goes_to_the_long_pool(world: World) -> None:
+def test_what_the_short_engine_finds_too_long_goes_to_the_long_pool(world: Simulation) -> None:
     world.arrive("r")
     assert dispatched(world.feed(DispatchFailed("r", "s1", DispatchFailure.TOO_LONG))) == [("r", "l1")]
     (command,) = world.feed(
@@ -310,7 +312,7 @@ def test_what_the_short_engine_finds_too_long_goes_to_the_long_pool(world: World
 
 
 def test_a_report_that_is_too_old_closes_the_replica_until_the_next() -> None:
-    world = World(
+    world = Simulation(
         routing=RoutingSettings(pools=("short",)), backpressure=BackpressureSettings(report_limit_s=2.0)
     )
     world.join("s1", "short")
@@ -322,12 +324,12 @@ def test_a_report_that_is_too_old_closes_the_replica_until_the_next() -> None:
     assert dispatched(commands) == [("r", "s1")]
 
 
-def test_a_draining_replica_gets_nothing_new(world: World) -> None:
+def test_a_draining_replica_gets_nothing_new(world: Simulation) -> None:
     world.report("s1", draining=True)
     assert dispatched(world.arrive("r")) == [("r", "l1")]
 
 
-def test_a_gateway_that_dies_releases_all_its_requests(world: World) -> None:
+def test_a_gateway_that_dies_releases_all_its_requests(world: Simulation) -> None:
     for number in range(4):
         world.arrive(f"r{number}", prompt_tokens=2_000, gateway_id="g2")
     assert len(world.scheduler) == 4
@@ -338,7 +340,7 @@ def test_a_gateway_that_dies_releases_all_its_requests(world: World) -> None:
 
 
 def test_a_new_scheduler_takes_over_running_requests_before_their_replica_joins() -> None:
-    world = World()
+    world = Simulation()
     world.feed(Resumed(request("r"), "s1", started=True))
     assert world.scheduler.ledger["s1"].held_tokens > 0
     world.join("s1", "short")
@@ -348,19 +350,19 @@ def test_a_new_scheduler_takes_over_running_requests_before_their_replica_joins(
 
 
 def test_a_request_that_an_earlier_scheduler_had_dispatched_goes_to_the_front() -> None:
-    world = World(routing=RoutingSettings(pools=("short",)))
+    world = Simulation(routing=RoutingSettings(pools=("short",)))
     world.arrive("new")
     world.feed(Arrived(dataclasses.replace(request("back"), attempts=1, arrived_at=1.0)), after_s=1.0)
     assert dispatched(world.join("s1", "short")) == [("back", "s1"), ("new", "s1")]
 
 
-def test_a_request_submitted_twice_is_taken_once(world: World) -> None:
+def test_a_request_submitted_twice_is_taken_once(world: Simulation) -> None:
     assert len(world.arrive("r")) == 1
     assert world.arrive("r") == []
     assert len(world.scheduler) == 1
 
 
-def test_the_gateway_is_right_about_where_a_request_runs(world: World) -> None:
+def test_the_gateway_is_right_about_where_a_request_runs(world: Simulation) -> None:
     world.arrive("r")
     world.feed(Resumed(request("r"), "l1", started=False))
     assert world.scheduler.ledger["s1"].in_flight == 0
@@ -368,7 +370,7 @@ def test_the_gateway_is_right_about_where_a_request_runs(world: World) -> None:
 
 
 def test_without_any_replica_requests_wait_for_one_and_are_refused_after_the_grace() -> None:
-    world = World(no_replica_grace_s=10.0)
+    world = Simulation(no_replica_grace_s=10.0)
     assert world.arrive("r") == []
     world.now = 11.0
     (command,) = world.arrive("late")
@@ -378,19 +380,19 @@ def test_without_any_replica_requests_wait_for_one_and_are_refused_after_the_gra
 
 
 def test_waiting_requests_are_routed_again_when_a_pool_turns_out_too_small() -> None:
-    world = World()
+    world = Simulation()
     world.arrive("r", prompt_tokens=450, max_output_tokens=40)
     assert dispatched(world.join("s1", "short", max_model_len=300)) == []
     assert dispatched(world.join("l1", "long", max_model_len=4_000)) == [("r", "l1")]
 
 
-def test_time_never_goes_back(world: World) -> None:
+def test_time_never_goes_back(world: Simulation) -> None:
     world.feed(Woke(), after_s=1.0)
     with pytest.raises(ValueError, match=r"time went back from 1\.0 to 0\.5"):
         world.scheduler.handle(Woke(), 0.5)
 
 
-def test_events_about_requests_that_are_over_change_nothing(world: World) -> None:
+def test_events_about_requests_that_are_over_change_nothing(world: Simulation) -> None:
     assert world.feed(FirstToken("x")) == []
     assert world.feed(Finished("x", Outcome.COMPLETED)) == []
     assert world.feed(DispatchFailed("x", "s1", DispatchFailure.LOST)) == []
@@ -399,7 +401,7 @@ def test_events_about_requests_that_are_over_change_nothing(world: World) -> Non
 
 
 def test_its_repr_counts() -> None:
-    world = World()
+    world = Simulation()
     assert repr(world.scheduler) == "<Scheduler m waiting=0 running=0 <ReplicaLedger joined=0 []>>"
     world.feed(ReplicaJoined(spec()))
     world.feed(Arrived(request()))

@@ -15,7 +15,7 @@ from serve_app.scheduling.dispatch.engine_priority import EnginePrioritySettings
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
-from tests.serving.channel.harness import FAST, World, scheduler_settings, until
+from tests.serving.channel.harness import FAST, Simulation, scheduler_settings, until
 from tests.serving.gateway.builders import serving
 
 BACKLOG = 6
@@ -50,7 +50,7 @@ async def stage() -> AsyncIterator[Stage]:
     engine = EmulatedEngine(ENGINE)
     limits = await engine.start()
     mode = EnginePrioritySettings(enabled=True)
-    world = World(scheduler_settings(policy="fcfs", engine_priority=mode), FAST)
+    world = Simulation(scheduler_settings(policy="fcfs", engine_priority=mode), FAST)
     await world.begin()
     async with serving(engine.app) as engine_port:
         made = Stage(httpx.AsyncClient(timeout=30), engine)

@@ -6,11 +6,11 @@ import pytest
 from serve_app.errors import Outcome, SettingsError
 from serve_app.metrics.record import RequestRecord
 from serve_app.scheduling.commands import Dispatch
-from serve_app.scheduling.policies import POLICIES
+from serve_app.simulation.baselines import SIMULATED_POLICIES
 from serve_app.simulation.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import EngineChanges, FleetSettings
 from serve_app.simulation.run import DIRECT, RunSettings, SloByLength, policy_names, simulate
-from serve_app.simulation.simulation import Decision, WorldSettings
+from serve_app.simulation.simulation import Decision, SimulationSettings
 from serve_app.simulation.workload import Disclosure, TraceChoice
 
 LAPTOP = FleetSettings(profile="laptop", replicas={"all": 2})
@@ -50,7 +50,7 @@ def test_all_policies_meet_the_same_requests_at_the_same_times_and_do_the_same_w
     assert all(one == played[0] for one in played)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
 def test_the_same_seed_gives_the_same_decisions_to_the_byte(policy: str) -> None:
     first, second = (repr(decisions_of(settings(policy))).encode() for _ in range(2))
     assert first == second
@@ -148,7 +148,7 @@ def test_known_output_lengths_are_told_and_unknown_ones_are_not() -> None:
 
 def test_reports_and_control_latency_are_those_of_the_settings() -> None:
     near = simulate(settings())
-    far = simulate(settings(world=WorldSettings(control_latency_s=0.3, report_interval_s=1.0)))
+    far = simulate(settings(world=SimulationSettings(control_latency_s=0.3, report_interval_s=1.0)))
     # A grant reaches its engine late, so nobody has a first token any sooner than that.
     assert min(record.ttft_s or 0.0 for record in far.records) > 0.3
     assert min(record.ttft_s or 0.0 for record in near.records) < 0.3

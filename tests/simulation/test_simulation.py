@@ -4,19 +4,19 @@ from serve_app.errors import Outcome
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.commands import Conclude, Dispatch
-from serve_app.simulation.simulation import Decision, World, WorldSettings
+from serve_app.simulation.simulation import Decision, Simulation, SimulationSettings
 from tests.simulation.builders import mixed_requests, plan
 
 SCHEDULER = SchedulerSettings(model="m", routing=RoutingSettings(b_short_tokens=500))
 
 
-def world(log: list[Decision] | None = None, **changes: float) -> World:
+def world(log: list[Decision] | None = None, **changes: float) -> Simulation:
     plans = [
         plan("s1", "short", max_model_len=1_000, kv_tokens=4_000),
         plan("l1", "long", max_model_len=4_000, kv_tokens=8_000),
     ]
     on_decision = None if log is None else log.append
-    return World(SCHEDULER, plans, settings=WorldSettings(**changes), on_decision=on_decision)
+    return Simulation(SCHEDULER, plans, settings=SimulationSettings(**changes), on_decision=on_decision)
 
 
 def test_every_request_concludes_exactly_once_and_everything_ends_empty() -> None:

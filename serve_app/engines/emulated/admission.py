@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from serve_app.engine_model import EngineModelSettings, EngineSequence, SchedulingPolicy
 from serve_app.engines.emulated import errors
 from serve_app.engines.emulated.driver import EngineDriver, Ticket
-from serve_app.engines.emulated.lengths import LengthWish, OutputLengths
+from serve_app.engines.emulated.lengths import LengthWish, OutputLengthSampler
 from serve_app.engines.emulated.metrics import EngineMetrics
 from serve_app.engines.emulated.requests import Generation
 from serve_app.engines.emulated.text import Prompt
@@ -25,11 +25,15 @@ class AdmissionRules:
     max_num_queued_reqs: int | None
 
 
-class Admission:
+class EmulatedAdmission:
     """Turns requests into tickets, or refuses them with an `ApiError`."""
 
     def __init__(
-        self, rules: AdmissionRules, driver: EngineDriver, lengths: OutputLengths, metrics: EngineMetrics
+        self,
+        rules: AdmissionRules,
+        driver: EngineDriver,
+        lengths: OutputLengthSampler,
+        metrics: EngineMetrics,
     ) -> None:
         self._rules = rules
         self._driver = driver

@@ -76,7 +76,7 @@ class AnswerHead:
         return self.sequences[:: len(self.sequences) // self.prompts]
 
 
-class Answer(Protocol):
+class EmulatedAnswer(Protocol):
     """One answer, written whole or piece by piece."""
 
     def opening(self) -> bytes:

@@ -9,13 +9,13 @@ from typing import Any
 
 from serve_app.engines.asgi import read_body
 from serve_app.engines.emulated import errors
-from serve_app.engines.emulated.admission import Admission
+from serve_app.engines.emulated.admission import EmulatedAdmission
 from serve_app.engines.emulated.answers import (
     DONE,
-    Answer,
     AnswerHead,
     ChatAnswer,
     CompletionAnswer,
+    EmulatedAnswer,
     encode,
 )
 from serve_app.engines.emulated.driver import EngineDriver, Ticket
@@ -41,7 +41,7 @@ class EngineParts:
     """What the app serves with."""
 
     driver: EngineDriver
-    admission: Admission
+    admission: EmulatedAdmission
     metrics: EngineMetrics
     tokenizer: PseudoTokenizer
     model_names: tuple[str, ...]
@@ -50,17 +50,17 @@ class EngineParts:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class EmulatedRoute:
     """How one generating endpoint reads and writes."""
 
     read: Callable[[bytes, PseudoTokenizer], Generation]
-    write: Callable[[AnswerHead], Answer]
+    write: Callable[[AnswerHead], EmulatedAnswer]
     id_prefix: str
 
 
-_CHAT = Endpoint(read_chat, ChatAnswer, "chatcmpl")
-_COMPLETIONS = Endpoint(read_completion, CompletionAnswer, "cmpl")
-_RESPONSES = Endpoint(read_responses, ResponsesAnswer, "resp")
+_CHAT = EmulatedRoute(read_chat, ChatAnswer, "chatcmpl")
+_COMPLETIONS = EmulatedRoute(read_completion, CompletionAnswer, "cmpl")
+_RESPONSES = EmulatedRoute(read_responses, ResponsesAnswer, "resp")
 
 
 class EmulatedApp:
@@ -110,7 +110,7 @@ class EmulatedApp:
 
     # -- generation -----------------------------------------------------------------------------------------
 
-    async def _generate(self, endpoint: Endpoint, call: Call) -> None:
+    async def _generate(self, endpoint: EmulatedRoute, call: Call) -> None:
         generation = endpoint.read(call.body, self._parts.tokenizer)
         model = self._parts.admission.check_model(generation.model)
         request_id = call.request_id(endpoint.id_prefix)
@@ -145,7 +145,7 @@ class EmulatedApp:
             watcher.cancel()
             self._parts.driver.close(ticket)
 
-    async def _stream(self, call: Call, ticket: Ticket, answer: Answer) -> None:
+    async def _stream(self, call: Call, ticket: Ticket, answer: EmulatedAnswer) -> None:
         """Send tokens as they come."""
         await call.begin_events()
         sent = [0] * len(ticket.sequences)
@@ -169,7 +169,7 @@ class EmulatedApp:
                 await call.send_events(events, more=not done)
             events = b""
 
-    def _new_tokens(self, ticket: Ticket, answer: Answer, sent: list[int]) -> bytes:
+    def _new_tokens(self, ticket: Ticket, answer: EmulatedAnswer, sent: list[int]) -> bytes:
         """Events for the tokens that have come since the last time; notes them in `sent`."""
         parts: list[bytes] = []
         for choice, sequence in enumerate(ticket.sequences):
@@ -236,7 +236,7 @@ class EmulatedApp:
 
 
 async def _answer_whole(call: Call, ticket: Ticket, whole: Callable[[], bytes]) -> None:
-    """Answer when everything is generated."""
+    """EmulatedAnswer when everything is generated."""
     try:
         while not ticket.is_done and not ticket.abandoned:
             await ticket.progress()

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 from serve_app.engine_model import EngineModel, EngineModelSettings, SchedulingPolicy
 from serve_app.engine_model.profiles import EngineProfile, load_profile
-from serve_app.engines.emulated.admission import Admission, AdmissionRules
+from serve_app.engines.emulated.admission import AdmissionRules, EmulatedAdmission
 from serve_app.engines.emulated.app import EmulatedApp, EngineParts
 from serve_app.engines.emulated.driver import EngineDriver
-from serve_app.engines.emulated.lengths import OutputLengths
+from serve_app.engines.emulated.lengths import OutputLengthSampler
 from serve_app.engines.emulated.metrics import EngineMetrics
 from serve_app.engines.emulated.text import PseudoTokenizer
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
@@ -110,7 +110,7 @@ class EmulatedEngine:
         self._driver = EngineDriver(model, metrics, settings.speed_up)
         metrics.watch(self._driver.snapshot)
         rng = random.Random(settings.seed)  # noqa: S311 - lengths of placeholder answers, not secrets
-        lengths = OutputLengths(settings.mean_output_tokens, settings.output_tokens_sigma, rng)
+        lengths = OutputLengthSampler(settings.mean_output_tokens, settings.output_tokens_sigma, rng)
         rules = AdmissionRules(
             limits=self._limits,
             model_names=settings.served_model_names,
@@ -119,7 +119,7 @@ class EmulatedEngine:
         self._app = EmulatedApp(
             EngineParts(
                 driver=self._driver,
-                admission=Admission(rules, self._driver, lengths, metrics),
+                admission=EmulatedAdmission(rules, self._driver, lengths, metrics),
                 metrics=metrics,
                 tokenizer=PseudoTokenizer(settings.bytes_per_token, self._limits.block_size),
                 model_names=settings.served_model_names,

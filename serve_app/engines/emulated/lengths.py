@@ -30,7 +30,7 @@ class LengthWish:
     exact: int | None = None
 
 
-class OutputLengths:
+class OutputLengthSampler:
     """Draws answer lengths.
 
     Args:

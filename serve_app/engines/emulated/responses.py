@@ -28,7 +28,7 @@ class ResponsesAnswer:
             )
         )
 
-    # ARG002: `Answer` says with the last token that it is the last; here the end is an event of its own.
+    # ARG002: `EmulatedAnswer` says with the last token that it is the last; here the end is an event of its own.
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
         """One text delta."""
         number = self._number()

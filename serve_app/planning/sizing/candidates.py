@@ -11,7 +11,7 @@ from serve_app.planning.sizing.verification import Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchSpace:
+class FleetOptions:
     """What the planner may choose from.
 
     Attributes:

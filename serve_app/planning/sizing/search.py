@@ -14,11 +14,11 @@ from serve_app.planning.costs import CostTable
 from serve_app.planning.model.closed_form import ClosedForm
 from serve_app.planning.model.length_mix import LengthMix
 from serve_app.planning.sizing import fleets
-from serve_app.planning.sizing.candidates import Candidate, PlanResult, SearchSpace, SizedFleet
+from serve_app.planning.sizing.candidates import Candidate, FleetOptions, PlanResult, SizedFleet
 from serve_app.planning.sizing.fleets import FleetPlan, PoolPlan
 from serve_app.planning.sizing.sizing import closed_form, size, sized_pool
 from serve_app.planning.sizing.smallest import smallest_fleet
-from serve_app.planning.sizing.verification import Demand, Verification, Verifier, at_full_size
+from serve_app.planning.sizing.verification import Verification, Verifier, Workload, at_full_size
 from serve_app.simulation.fleet import EngineChanges
 
 # A border that sends fewer requests than this to one side makes no pool worth its reserve.
@@ -40,8 +40,8 @@ class Planner:
 
     def __init__(
         self,
-        space: SearchSpace,
-        demand: Demand,
+        space: FleetOptions,
+        demand: Workload,
         mix: LengthMix,
         costs: CostTable,
         on_step: Callable[[str], object] = lambda _: None,

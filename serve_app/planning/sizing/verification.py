@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from serve_app.metrics.confidence import Interval, interval_95
+from serve_app.metrics.confidence import ConfidenceInterval, interval_95
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.slo import Slo
 from serve_app.metrics.statistics import percentile
@@ -25,7 +25,7 @@ from serve_app.simulation.workload import Disclosure, TraceChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class Workload:
     """What the fleet must serve, and how well.
 
     Attributes:
@@ -50,7 +50,7 @@ class Demand:
         if not self.rate_per_s > 0:
             raise ValueError(f"rate_per_s must be positive, got {self.rate_per_s}")
 
-    def scaled(self, share: float) -> "Demand":
+    def scaled(self, share: float) -> "Workload":
         """The same at a share of the rate, with as many requests."""
         return replace(self, rate_per_s=share * self.rate_per_s)
 
@@ -96,7 +96,7 @@ class Verification:
 
     plan: FleetPlan
     counts: Counts
-    demand: Demand
+    demand: Workload
     runs: tuple[RunFigures, ...]
 
     @property
@@ -105,17 +105,17 @@ class Verification:
         return all(run.meets(self.demand.slo) for run in self.runs)
 
     @property
-    def ttft(self) -> Interval | None:
+    def ttft(self) -> ConfidenceInterval | None:
         """P99 TTFT over seeds, in seconds."""
         return _interval([run.p99_ttft_s for run in self.runs])
 
     @property
-    def tpot(self) -> Interval | None:
+    def tpot(self) -> ConfidenceInterval | None:
         """P99 TPOT over seeds, in seconds."""
         return _interval([run.p99_tpot_s for run in self.runs])
 
     @property
-    def long_ttft(self) -> Interval | None:
+    def long_ttft(self) -> ConfidenceInterval | None:
         """P99 TTFT of long requests over seeds, in seconds: who pays for the others' tails."""
         return _interval([run.long_p99_ttft_s for run in self.runs])
 
@@ -158,7 +158,7 @@ class Verifier:
         measured: every fleet that was asked for, in that order.
     """
 
-    def __init__(self, demand: Demand, *, share: float = 1.0, jobs: int = 1) -> None:
+    def __init__(self, demand: Workload, *, share: float = 1.0, jobs: int = 1) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {share}")
         self.demand = demand
@@ -200,7 +200,7 @@ class Verifier:
         return self._measure(plan, twice, seeds, demand, noted=False)
 
     def _measure(
-        self, plan: FleetPlan, counts: Counts, seeds: Sequence[int], demand: Demand, *, noted: bool = True
+        self, plan: FleetPlan, counts: Counts, seeds: Sequence[int], demand: Workload, *, noted: bool = True
     ) -> Verification:
         settings = plan.settings(counts)
         runs = [
@@ -279,7 +279,7 @@ def _within(value: float | None, limit: float | None) -> bool:
     return value is None or limit is None or value <= limit
 
 
-def _interval(values: Sequence[float | None]) -> Interval | None:
+def _interval(values: Sequence[float | None]) -> ConfidenceInterval | None:
     known = [value for value in values if value is not None]
     return interval_95(known) if known else None
 

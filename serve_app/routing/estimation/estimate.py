@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from serve_app.request import PromptShape, Request, TextCategory, Usage
 from serve_app.routing.estimation.bytes_per_token import BytesPerToken, RatioSettings
-from serve_app.routing.estimation.output_length import OutputLengths, OutputSettings
+from serve_app.routing.estimation.output_length import OutputLengthEstimator, OutputSettings
 from serve_app.routing.estimation.overhead import MediaTokens, OverheadSettings, TemplateOverhead
 from serve_app.routing.snapshot import Snapshot, number, section
 
@@ -100,7 +100,7 @@ class TokenEstimator:
         self._tools = BytesPerToken(settings.ratio, settings.ratio.cold_tool_bytes_per_token)
         self._overhead = TemplateOverhead(settings.overhead)
         self._media = MediaTokens(settings.overhead)
-        self._output = OutputLengths(settings.output)
+        self._output = OutputLengthEstimator(settings.output)
 
     def __repr__(self) -> str:
         ratios = " ".join(f"{category.value}={ratio.mean:.2f}" for category, ratio in self._text.items())

@@ -191,7 +191,7 @@ class LengthCurve:
         self._fresh_for = 0
 
 
-class OutputLengths:
+class OutputLengthEstimator:
     """The output lengths of one model, by tenant and category."""
 
     def __init__(self, settings: OutputSettings) -> None:
@@ -201,7 +201,7 @@ class OutputLengths:
         self._tenants: dict[tuple[str, TextCategory], LengthCurve] = {}
 
     def __repr__(self) -> str:
-        return f"<OutputLengths of {len(self._tenants)} tenants, {len(self._categories)} categories>"
+        return f"<OutputLengthEstimator of {len(self._tenants)} tenants, {len(self._categories)} categories>"
 
     def limit(self, request: Request) -> int:
         """The most tokens one choice may have: the client's own limit if believable, or else the quantile."""

@@ -118,7 +118,7 @@ class PrefixAffinity:
         """A replica is gone, and its cache with it."""
         self.index.lose(replica_id)
 
-    def sent(self, replica_id: str, request: Request) -> None:
+    def on_dispatch(self, replica_id: str, request: Request) -> None:
         """A replica has been sent a request."""
         self.index.add(replica_id, request.prefix)
 

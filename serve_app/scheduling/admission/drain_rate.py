@@ -30,14 +30,14 @@ class DrainRate:
         self._requests = DecayingRate(_TIME_CONSTANT_S, 0.0)
         self._known = False
 
-    def time_passed(self, waiting: int, now: float) -> None:
+    def on_time(self, waiting: int, now: float) -> None:
         """Note that `waiting` requests have waited from the last call until `now`."""
         self._backlogged = waiting > 0
         if self._backlogged:
             self._backlog_s += now - self._at
         self._at = now
 
-    def dispatched(self, tokens: int) -> None:
+    def on_dispatch(self, tokens: int) -> None:
         """Count the work of a request that leaves the queue at the time of the last `time_passed`."""
         if self._backlogged:
             self._tokens.add(tokens, self._backlog_s)

@@ -18,9 +18,9 @@ class AdmissionSettings:
         tenant_share: share of `max_waiting` that one tenant can fill when it is alone.
         reserved_share: share of `max_waiting` kept for each higher class: `default` leaves it free for
             `interactive`, `batch` leaves it free twice.
-        max_bookings: refused requests whose return is expected, at any time.
-        booking_early_s: how long before its time a booking may be claimed.
-        booking_grace_s: how long after its time it is kept.
+        max_reservations: refused requests whose return is expected, at any time.
+        reservation_early_s: how long before its time a reservation may be claimed.
+        reservation_grace_s: how long after its time it is kept.
     """
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
@@ -35,21 +35,21 @@ class AdmissionSettings:
     tenant_share: float = 0.8
     reserved_share: float = 0.1
     # Twice as many as may wait by default; about half a kilobyte each.
-    max_bookings: int = 4_000
+    max_reservations: int = 4_000
     # Clients that read whole seconds of Retry-After come up to a second late, never early.
-    booking_early_s: float = 0.25
-    booking_grace_s: float = 3.0
+    reservation_early_s: float = 0.25
+    reservation_grace_s: float = 3.0
 
     def __post_init__(self) -> None:
-        for name in ("deadline_margin_ratio", "booking_early_s", "booking_grace_s"):
+        for name in ("deadline_margin_ratio", "reservation_early_s", "reservation_grace_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"admission.{name} must not be negative, got {getattr(self, name)}")
         if not self.probe_interval_s > 0:
             raise ValueError(f"admission.probe_interval_s must be positive, got {self.probe_interval_s}")
         if self.min_observations < 1:
             raise ValueError(f"admission.min_observations must be at least 1, got {self.min_observations}")
-        if self.max_bookings < 0:
-            raise ValueError(f"admission.max_bookings must not be negative, got {self.max_bookings}")
+        if self.max_reservations < 0:
+            raise ValueError(f"admission.max_reservations must not be negative, got {self.max_reservations}")
         if not 0 < self.tenant_share <= 1:
             raise ValueError(f"admission.tenant_share must be above 0 and at most 1, got {self.tenant_share}")
         if not 0 <= self.reserved_share < 0.5:

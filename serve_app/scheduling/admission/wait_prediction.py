@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from serve_app.scheduling.admission.drain_rate import DrainRate
 from serve_app.scheduling.admission.settings import AdmissionSettings
 from serve_app.scheduling.prediction import Kind, Prediction
-from serve_app.scheduling.request import Entry
+from serve_app.scheduling.request import ScheduledRequest
 
 # An observation's weight after n more is `_KEPT ** n`: the last fifty or so count.
 _KEPT = 0.98
@@ -103,12 +103,12 @@ class WaitPredictor:
         rate = self.drain.tokens_per_s
         return self._correction(kind) / rate if rate > 0 else None
 
-    def predict(self, entry: Entry, tokens_ahead: int, now: float) -> Prediction | None:
+    def predict(self, scheduled: ScheduledRequest, tokens_ahead: int, now: float) -> Prediction | None:
         """How long a request that comes now will wait; None before anything has drained."""
         rate = self.drain.tokens_per_s
         if not rate > 0:
             return None
-        kind = kind_of(entry)
+        kind = kind_of(scheduled)
         plain_s = tokens_ahead / rate
         return Prediction(kind, now, plain_s, plain_s * self._correction(kind))
 
@@ -130,10 +130,10 @@ class WaitPredictor:
             return False
         return True
 
-    def dispatched(self, entry: Entry, now: float) -> None:
+    def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
         """A request leaves the queue for a replica."""
-        self.drain.dispatched(entry.estimate.expected_tokens)
-        prediction = entry.prediction
+        self.drain.on_dispatch(scheduled.estimate.expected_tokens)
+        prediction = scheduled.prediction
         if prediction is None:
             return
         actual_s = now - prediction.at
@@ -141,9 +141,9 @@ class WaitPredictor:
             self.errors.add(prediction.wait_s - actual_s)
             self._learn(prediction, actual_s, now)
 
-    def expired(self, entry: Entry, now: float) -> None:
+    def on_expiry(self, scheduled: ScheduledRequest, now: float) -> None:
         """A request was not served in time: nobody knows how long it would have taken."""
-        prediction = entry.prediction
+        prediction = scheduled.prediction
         if prediction is not None:
             waited_s = now - prediction.at
             self.errors.add(prediction.wait_s - waited_s)
@@ -168,7 +168,7 @@ class WaitPredictor:
         return f"<WaitPredictor {self.drain!r} correction={self._all.ratio(1.0):.2f} {self.errors}>"
 
 
-def kind_of(entry: Entry) -> Kind:
+def kind_of(scheduled: ScheduledRequest) -> Kind:
     """Requests of one class and octave wait alike, and those that were promised a place by themselves."""
-    octave = entry.estimate.expected_prompt_tokens.bit_length()
-    return entry.request.priority.rank, octave, entry.claimed
+    octave = scheduled.estimate.expected_prompt_tokens.bit_length()
+    return scheduled.request.priority.rank, octave, scheduled.claimed

@@ -1,6 +1,6 @@
 """How much may be sent to an engine before it has said what it did with the last.
 
-Question: does this replica's engine have room in its *own* queue? A request that waits in the engine can no
+Question: does this replica's engine have queue in its *own* queue? A request that waits in the engine can no
 longer be reordered, so the engine's queue is kept just long enough that it never runs dry.
 
 Two upper bounds on the engine's queue are known at any moment, and the smaller one counts:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.replica_state import ReplicaState
-from serve_app.scheduling.request import Entry
+from serve_app.scheduling.request import ScheduledRequest
 
 
 @dataclass(slots=True)
 class Reservation:
     """Room that is kept on one replica."""
 
-    entry: Entry
+    scheduled: ScheduledRequest
     replica: ReplicaState
     tokens: int
 
@@ -33,7 +33,7 @@ class Reservations:
         self._kept: dict[str, Reservation] = {}
 
     def __repr__(self) -> str:
-        kept = {each.entry.request.request_id: each.replica.spec.replica_id for each in self}
+        kept = {each.scheduled.request.request_id: each.replica.spec.replica_id for each in self}
         return f"<Reservations {kept}>"
 
     def __iter__(self) -> Iterator[Reservation]:
@@ -46,36 +46,36 @@ class Reservations:
     def prune(self, now: float) -> None:
         """Drop those of requests that do not wait any more."""
         for pool, kept in list(self._kept.items()):
-            if not kept.entry.queued or kept.entry.pools[:1] != (pool,):
+            if not kept.scheduled.queued or kept.scheduled.pools[:1] != (pool,):
                 self._drop(pool, now)
 
-    def lift(self, pool: str, now: float) -> Entry | None:
+    def lift(self, pool: str, now: float) -> ScheduledRequest | None:
         """Count what is kept as free, to see whether it suffices now; whose it is."""
         kept = self._kept.get(pool)
         if kept is None:
             return None
         self._ledger.reserve(kept.replica, 0, now)
-        return kept.entry
+        return kept.scheduled
 
-    def keep(self, entry: Entry, pool: str, tokens: int, now: float) -> None:
+    def keep(self, scheduled: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
         """Keep that many tokens for a request, where it had them before or where least is lacking.
 
         The one that the pool had before, of another request, is dropped.
         """
         kept = self._kept.get(pool)
-        if kept is None or kept.entry is not entry or not self._ledger.is_usable(kept.replica):
+        if kept is None or kept.scheduled is not scheduled or not self._ledger.is_usable(kept.replica):
             replica = self._ledger.roomiest(pool)
             if kept is not None:
                 self._drop(pool, now)
             if replica is None:
                 return
-            kept = self._kept[pool] = Reservation(entry, replica, tokens)
+            kept = self._kept[pool] = Reservation(scheduled, replica, tokens)
         kept.tokens = tokens
         self._ledger.reserve(kept.replica, tokens, now)
 
-    def dispatched(self, entry: Entry, now: float) -> bool:
+    def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> bool:
         """A request has gone, and needs no room any more; whether some was kept for it."""
-        pools = [pool for pool, kept in self._kept.items() if kept.entry is entry]
+        pools = [pool for pool, kept in self._kept.items() if kept.scheduled is scheduled]
         for pool in pools:
             self._drop(pool, now)
         return bool(pools)

@@ -47,7 +47,7 @@ class ClassFloors:
         """Classes that may go first now, the highest first."""
         return [priority for priority, credit in self._credit.items() if credit >= 1.0]
 
-    def took(self, priority: PriorityClass, waiting: Iterable[PriorityClass]) -> None:
+    def on_dispatch(self, priority: PriorityClass, waiting: Iterable[PriorityClass]) -> None:
         """A request of a class was dispatched, while those classes waited."""
         if self._credit[priority] >= 1.0:
             self._credit[priority] -= 1.0

@@ -18,15 +18,15 @@ from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.replica_state import Hold, ReplicaState
 from serve_app.scheduling.dispatch.capacity_reservations import Reservations
 from serve_app.scheduling.dispatch.class_floors import ClassFloors
-from serve_app.scheduling.dispatch.placement import Fit, Placement
+from serve_app.scheduling.dispatch.placement import Placement, PlacementQuery
 from serve_app.scheduling.dispatch.promotion import Promotion
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.queueing.expiry import ExpiryHeap
-from serve_app.scheduling.queueing.request_queue import WaitingRoom
-from serve_app.scheduling.request import Entry
+from serve_app.scheduling.queueing.request_queue import RequestQueue
+from serve_app.scheduling.request import ScheduledRequest
 from serve_app.scheduling.settings import SchedulerSettings
 
-Send = Callable[[Entry, ReplicaState, Hold], None]
+Send = Callable[[ScheduledRequest, ReplicaState, Hold], None]
 """Carries a choice out: takes the request out of the room and holds its place in the ledger."""
 
 
@@ -34,7 +34,7 @@ class Dispatcher:
     """Chooses until nothing fits any more.
 
     Args:
-        room, ledger, placement, policy: those of the scheduler, which owns them.
+        queue, ledger, placement, policy: those of the scheduler, which owns them.
 
     Attributes:
         reservations: room that is kept for who has waited too long.
@@ -43,13 +43,13 @@ class Dispatcher:
     def __init__(
         self,
         settings: SchedulerSettings,
-        room: WaitingRoom,
+        queue: RequestQueue,
         ledger: ReplicaLedger,
         placement: Placement,
         policy: OrderingPolicy,
     ) -> None:
         self._pools = settings.routing.pools
-        self._room = room
+        self._queue = queue
         self._ledger = ledger
         self._placement = placement
         self._isolation = placement.isolation
@@ -59,61 +59,68 @@ class Dispatcher:
         self._floors = ClassFloors(settings.class_floors)
         self.reservations = Reservations(ledger)
 
-    def queued(self, entry: Entry) -> None:
-        """A request has come into the room."""
+    def on_enqueue(self, scheduled: ScheduledRequest) -> None:
+        """A request has come into the queue."""
         if self._promotion is not None:
-            self._overdue.add(entry)
+            self._overdue.add(scheduled)
 
     def run(self, now: float, send: Send) -> None:
         """Dispatch whatever fits."""
         self.reservations.prune(now)
-        if not self._room:
+        if not self._queue:
             return
-        self._policy.round_began()
-        while self._room:
+        self._policy.on_round_start()
+        while self._queue:
             self._fill(now, send, at_home=True)
-            # Each spill brings a new head to the top of its lane, and that one may fit at home.
-            if not self._room or not self._fill(now, send, at_home=False):
+            # Each spill brings a new head to the top of its sub_queue, and that one may fit at home.
+            if not self._queue or not self._fill(now, send, at_home=False):
                 break
-        self._policy.round_ended(self._room.queue_names())
-        self._overdue.prune(len(self._room))
+        self._policy.on_round_end(self._queue.queue_names())
+        self._overdue.prune(len(self._queue))
 
-    def fits(self, entry: Entry, now: float) -> bool:
+    def fits(self, scheduled: ScheduledRequest, now: float) -> bool:
         """Whether some replica has room for a request that has just come, whoever goes before it."""
-        quiet = entry.request.priority is PriorityClass.BATCH
-        limits = self._limits(entry, now)
-        for pool in entry.pools:
+        needs_empty_engine_queue = scheduled.request.priority is PriorityClass.BATCH
+        limits = self._limits(scheduled, now)
+        for pool in scheduled.pools:
             limit = self._ledger.context_limit(pool)
             if limit is None:
                 continue
-            tokens = min(entry.estimate.expected_tokens, limit)
-            if self._ledger.best(pool, tokens, now, long_limits=limits, quiet=quiet) is not None:
+            tokens = min(scheduled.estimate.expected_tokens, limit)
+            if (
+                self._ledger.best(
+                    pool, tokens, now, long_limits=limits, needs_empty_engine_queue=needs_empty_engine_queue
+                )
+                is not None
+            ):
                 return True
         return False
 
-    def why_waiting(self, head: Entry, now: float) -> str:
-        """Why the head of a lane is not being dispatched right now, in a few words for a person."""
+    def why_waiting(self, head: ScheduledRequest, now: float) -> str:
+        """Why the head of a sub_queue is not being dispatched right now, in a few words for a person."""
         reasons = {pool: self._obstacle(head, pool, now) for pool in head.pools}
         return "; ".join(f"{pool}: {reason}" for pool, reason in reasons.items())
 
     def _fill(self, now: float, send: Send, *, at_home: bool) -> bool:
         filled = False
         for pool in self._pools:
-            while self._room and (choice := self._choose(pool, now, at_home=at_home)):
-                entry, replica, hold = choice
-                send(entry, replica, hold)
-                self._took(entry, now)
+            while self._queue and (choice := self._choose(pool, now, at_home=at_home)):
+                scheduled, replica, hold = choice
+                send(scheduled, replica, hold)
+                self._on_dispatch(scheduled, now)
                 filled = True
         return filled
 
-    def _took(self, entry: Entry, now: float) -> None:
-        room_was_kept = self.reservations.dispatched(entry, now)
-        self._policy.took(entry)
+    def _on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
+        room_was_kept = self.reservations.on_dispatch(scheduled, now)
+        self._policy.on_dispatch(scheduled)
         if self._promotion is not None:
-            self._promotion.took(entry, now, room_was_kept=room_was_kept)
-        self._floors.took(entry.request.priority, self._room.waiting_classes())
+            self._promotion.on_dispatch(scheduled, now, room_was_kept=room_was_kept)
+        self._floors.on_dispatch(scheduled.request.priority, self._queue.waiting_classes())
 
-    def _choose(self, pool: str, now: float, *, at_home: bool) -> tuple[Entry, ReplicaState, Hold] | None:
+    def _choose(
+        self, pool: str, now: float, *, at_home: bool
+    ) -> tuple[ScheduledRequest, ReplicaState, Hold] | None:
         """The first head in the order of service that fits a replica of `pool`, with what to hold of it."""
         limit = self._ledger.context_limit(pool)
         if limit is None or not self._ledger.has_open(pool, now):
@@ -123,66 +130,72 @@ class Dispatcher:
         misfits: dict[tuple[tuple[int, ...], bool], int] = {}
         first = self.reservations.lift(pool, now) if at_home else None
         first = first or self._promoted(pool, now, at_home=at_home)
-        for head, quiet in self._order(pool, now, first, at_home=at_home):
+        for head, needs_empty_engine_queue in self._order(pool, now, first, at_home=at_home):
             tokens = min(head.estimate.expected_tokens, limit)
             limits = self._limits(head, now)
             replica = None
-            if tokens < misfits.get((limits, quiet), limit + 1):
-                replica = self._ledger.best(pool, tokens, now, long_limits=limits, quiet=quiet)
+            if tokens < misfits.get((limits, needs_empty_engine_queue), limit + 1):
+                replica = self._ledger.best(
+                    pool, tokens, now, long_limits=limits, needs_empty_engine_queue=needs_empty_engine_queue
+                )
                 if replica is None:
-                    misfits[limits, quiet] = tokens
-            placed = self._placement.choose(head, replica, Fit(pool, tokens, quiet), now)
+                    misfits[limits, needs_empty_engine_queue] = tokens
+            placed = self._placement.choose(
+                head, replica, PlacementQuery(pool, tokens, needs_empty_engine_queue), now
+            )
             if placed is not None:
                 return head, *placed
             if head is first and at_home:
                 self._keep_room(head, pool, tokens, now)
         return None
 
-    def _keep_room(self, head: Entry, pool: str, tokens: int, now: float) -> None:
+    def _keep_room(self, head: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
         kept = self.reservations.of(pool)
         # Who has room kept and waits for something else as well, such as isolation, does not lose it.
-        if (kept is not None and kept.entry is head) or self._ledger.best(pool, tokens, now) is None:
+        if (kept is not None and kept.scheduled is head) or self._ledger.best(pool, tokens, now) is None:
             self.reservations.keep(head, pool, tokens, now)
 
-    def _limits(self, entry: Entry, now: float) -> tuple[int, ...]:
+    def _limits(self, scheduled: ScheduledRequest, now: float) -> tuple[int, ...]:
         """How many long prefills may be in flight on a replica that gets this one."""
-        if entry.grade == 0:
+        if scheduled.prefill_class == 0:
             return ()
-        waited_s = now - entry.request.arrived_at
-        return self._isolation.limits(entry.grade, now, waited_s, self._room.behind_requests(entry.request))
+        waited_s = now - scheduled.request.arrived_at
+        return self._isolation.limits(
+            scheduled.prefill_class, now, waited_s, self._queue.behind_requests(scheduled.request)
+        )
 
     def _order(
-        self, pool: str, now: float, first: Entry | None, *, at_home: bool
-    ) -> Iterator[tuple[Entry, bool]]:
-        """Heads in the order of service, each with whether it must find a quiet engine.
+        self, pool: str, now: float, first: ScheduledRequest | None, *, at_home: bool
+    ) -> Iterator[tuple[ScheduledRequest, bool]]:
+        """Heads in the order of service, each with whether it must find a needs_empty_engine_queue engine.
 
         Args:
             first: who has waited too long.
         """
-        room = self._room
-        for head in room.returned_heads(pool, at_home=at_home):
+        queue = self._queue
+        for head in queue.returned_heads(pool, at_home=at_home):
             yield head, False
         if first is not None:
             yield first, False
         for priority in self._floors.owed():
-            for head in room.heads(priority, pool, now, at_home=at_home):
+            for head in queue.heads(priority, pool, now, at_home=at_home):
                 yield head, False
-        for priority in room.waiting_classes():
-            quiet = priority is PriorityClass.BATCH
-            for head in room.heads(priority, pool, now, at_home=at_home):
-                yield head, quiet
+        for priority in queue.waiting_classes():
+            needs_empty_engine_queue = priority is PriorityClass.BATCH
+            for head in queue.heads(priority, pool, now, at_home=at_home):
+                yield head, needs_empty_engine_queue
 
-    def _promoted(self, pool: str, now: float, *, at_home: bool) -> Entry | None:
+    def _promoted(self, pool: str, now: float, *, at_home: bool) -> ScheduledRequest | None:
         promotion, first_at = self._promotion, self._overdue.next_at()
         if promotion is None or not promotion.is_due or first_at is None or now <= first_at:
             return None
-        return promotion.first(self._room.all_heads(pool, at_home=at_home), now)
+        return promotion.first(self._queue.all_heads(pool, at_home=at_home), now)
 
-    def _overdue_at(self, entry: Entry) -> float:
+    def _overdue_at(self, scheduled: ScheduledRequest) -> float:
         assert self._promotion is not None
-        return self._promotion.overdue_at(entry)
+        return self._promotion.overdue_at(scheduled)
 
-    def _obstacle(self, head: Entry, pool: str, now: float) -> str:
+    def _obstacle(self, head: ScheduledRequest, pool: str, now: float) -> str:
         limit = self._ledger.context_limit(pool)
         if limit is None:
             return "no replica is connected"
@@ -191,15 +204,19 @@ class Dispatcher:
         tokens = min(head.estimate.expected_tokens, limit)
         if self._ledger.best(pool, tokens, now) is None:
             kept = self.reservations.of(pool)
-            for_it = "" if kept is None or kept.entry is not head else "; room is being kept for it"
+            for_it = "" if kept is None or kept.scheduled is not head else "; room is being kept for it"
             return f"no open replica has {tokens:,} free KV tokens{for_it}"
         limits = self._limits(head, now)
         if self._ledger.best(pool, tokens, now, long_limits=limits) is None:
             return "long prefills are under way on every open replica"
-        quiet = head.request.priority is PriorityClass.BATCH
-        if quiet and self._ledger.best(pool, tokens, now, long_limits=limits, quiet=True) is None:
+        needs_empty_engine_queue = head.request.priority is PriorityClass.BATCH
+        if (
+            needs_empty_engine_queue
+            and self._ledger.best(pool, tokens, now, long_limits=limits, needs_empty_engine_queue=True)
+            is None
+        ):
             return "batch work waits for an engine with an empty queue"
         return "others go first"
 
     def __repr__(self) -> str:
-        return f"<Dispatcher {self._room}>"
+        return f"<Dispatcher {self._queue}>"

@@ -65,7 +65,7 @@ class EnginePriorities:
     def __repr__(self) -> str:
         return f"<EnginePriorities {self._pending.total()} of {len(self._pending)} tenants and classes>"
 
-    def sent(self, request: Request) -> int | None:
+    def on_dispatch(self, request: Request) -> int | None:
         """Count a request that goes to an engine; return what that is to be told, None for nothing."""
         if not self._enabled:
             return None
@@ -74,7 +74,7 @@ class EnginePriorities:
         self._pending[key] = before + 1
         return request.priority.rank * BAND + min(before, BAND - 1)
 
-    def left(self, request: Request) -> None:
+    def on_departure(self, request: Request) -> None:
         """A request that was sent has ended, or has come back from its engine."""
         if not self._enabled:
             return

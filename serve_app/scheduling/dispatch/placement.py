@@ -11,21 +11,21 @@ from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.prefix.affinity import PrefixAffinity, Wanted
 from serve_app.routing.replica_state import Hold, ReplicaState
 from serve_app.scheduling.isolation.prefill_isolation import PrefillIsolation
-from serve_app.scheduling.request import Entry
+from serve_app.scheduling.request import ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class PlacementQuery:
     """What a head needs of a replica besides room for its prefill.
 
     Attributes:
         tokens: of the KV cache.
-        quiet: the engine's own queue must be empty.
+        needs_empty_engine_queue: the engine's own queue must be empty.
     """
 
     pool: str
     tokens: int
-    quiet: bool
+    needs_empty_engine_queue: bool
 
 
 class Placement:
@@ -37,31 +37,37 @@ class Placement:
         self._affinity = affinity
 
     def choose(
-        self, head: Entry, by_load: ReplicaState | None, fit: Fit, now: float
+        self, head: ScheduledRequest, by_load: ReplicaState | None, fit: PlacementQuery, now: float
     ) -> tuple[ReplicaState, Hold] | None:
         """The replica, and what to hold of it; None when nobody may take the request.
 
         Args:
             by_load: the best for its whole prefill; None when isolation or load lets none take that.
         """
-        if by_load is None and not (head.grade and head.cached_tokens):
+        if by_load is None and not (head.prefill_class and head.cached_tokens):
             return None
         estimate, waited_s = head.estimate, now - head.request.arrived_at
 
         def able(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
             limits = self.isolation.limits(self._grade(head, prefill_tokens), now, waited_s)
-            replica = self._ledger.able(replica_id, fit.tokens, now, long_limits=limits, quiet=fit.quiet)
+            replica = self._ledger.able(
+                replica_id,
+                fit.tokens,
+                now,
+                long_limits=limits,
+                needs_empty_engine_queue=fit.needs_empty_engine_queue,
+            )
             return replica if replica is not None and replica.spec.pool == fit.pool else None
 
         wanted = Wanted(head.request, estimate.expected_prompt_tokens, estimate.expected_output_tokens)
         placed = self._affinity.choose(by_load, wanted, able)
         if placed is None:
             return None
-        grade = self._grade(head, placed.prefill_tokens)
-        return placed.replica, Hold(fit.tokens, grade, placed.prefill_tokens)
+        prefill_class = self._grade(head, placed.prefill_tokens)
+        return placed.replica, Hold(fit.tokens, prefill_class, placed.prefill_tokens)
 
-    def _grade(self, head: Entry, prefill_tokens: int) -> int:
+    def _grade(self, head: ScheduledRequest, prefill_tokens: int) -> int:
         if prefill_tokens >= head.estimate.expected_prompt_tokens:
-            return head.grade
+            return head.prefill_class
         # Boundaries may have moved since it was let in, but what is cached only shortens it.
-        return min(head.grade, self.isolation.grade(prefill_tokens))
+        return min(head.prefill_class, self.isolation.prefill_class(prefill_tokens))

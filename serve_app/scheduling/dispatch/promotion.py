@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from serve_app.request import PriorityClass
-from serve_app.scheduling.request import Entry
+from serve_app.scheduling.request import ScheduledRequest
 
 # Promotions that may be saved up while nobody needs one.
 _SAVED = 4.0
@@ -63,12 +63,12 @@ class Promotion:
         """Whether somebody may be promoted now."""
         return self._allowed >= 1.0
 
-    def first(self, heads: Iterable[Entry], now: float) -> Entry | None:
+    def first(self, heads: Iterable[ScheduledRequest], now: float) -> ScheduledRequest | None:
         """The head that is longest past its time; None when none is."""
         overdue = [head for head in heads if self.is_overdue(head, now)]
         return min(overdue, key=lambda head: (head.request.arrived_at, head.sequence), default=None)
 
-    def took(self, entry: Entry, now: float, *, room_was_kept: bool = False) -> None:
+    def on_dispatch(self, scheduled: ScheduledRequest, now: float, *, room_was_kept: bool = False) -> None:
         """Count a dispatch.
 
         Args:
@@ -77,18 +77,18 @@ class Promotion:
         """
         if room_was_kept:
             self._allowed = 0.0
-        elif self._allowed >= 1.0 and self.is_overdue(entry, now):
+        elif self._allowed >= 1.0 and self.is_overdue(scheduled, now):
             self._allowed -= 1.0
         self._allowed = min(_SAVED, self._allowed + self._settings.promoted_share)
 
-    def overdue_at(self, entry: Entry) -> float:
+    def overdue_at(self, scheduled: ScheduledRequest) -> float:
         """When the request will have waited as long as its class may, or as it was promised."""
-        request = entry.request
+        request = scheduled.request
         wait_s = self._settings.max_wait_s(request.priority)
-        if entry.claimed:
+        if scheduled.claimed:
             wait_s = min(wait_s, _PROMISED_SHARE * (request.expires_at - request.arrived_at))
         return request.arrived_at + wait_s
 
-    def is_overdue(self, entry: Entry, now: float) -> bool:
+    def is_overdue(self, scheduled: ScheduledRequest, now: float) -> bool:
         """Whether the request has waited longer than its class may."""
-        return now > self.overdue_at(entry)
+        return now > self.overdue_at(scheduled)

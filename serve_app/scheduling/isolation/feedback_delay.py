@@ -18,7 +18,7 @@ _LEAST = 16
 _WEIGHT = 0.03
 
 
-class NewsLag:
+class FeedbackDelay:
     """The delay of one fleet.
 
     Attributes:
@@ -31,9 +31,9 @@ class NewsLag:
         self.seconds = 0.0
 
     def __repr__(self) -> str:
-        return f"<NewsLag {self.seconds:.3f} s n={len(self._seen)}>"
+        return f"<FeedbackDelay {self.seconds:.3f} s n={len(self._seen)}>"
 
-    def short_began(self, seconds: float) -> None:
+    def on_short_first_token(self, seconds: float) -> None:
         """A short answer's first token was heard of, so long after its dispatch, prefill and iteration."""
         oldest = self._seen[0] if len(self._seen) == _REMEMBERED else None
         self._seen.append(seconds)
@@ -43,11 +43,11 @@ class NewsLag:
         if seconds <= self.seconds or oldest is None or oldest <= self.seconds:
             self.seconds = max(0.0, min(self._seen))
 
-    def long_began(self, seconds: float) -> None:
+    def on_long_first_token(self, seconds: float) -> None:
         """The first token of a long prompt was heard of, so long after its dispatch."""
         self._long_s = seconds if self._long_s is None else self._long_s + _WEIGHT * (seconds - self._long_s)
 
-    def stretch(self, usual_s: float) -> float:
+    def limit_factor(self, usual_s: float) -> float:
         """By what a limit on long prefills in flight has to grow, (T + L) / T.
 
         Args:

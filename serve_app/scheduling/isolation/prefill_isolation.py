@@ -7,7 +7,7 @@ first token, and the others wait here, where they can be passed. In the engine,
 `long_prefill_token_threshold` keeps those that are there from filling whole iterations; it belongs to the
 method (`StepTimeModel.chunk_tokens`).
 
-Prefills have grades. Grade 0, short, may always pass. Grade 1 is long. Grade 2 is the longest, of which only
+Prefills have prefill_classes. Grade 0, short, may always pass. Grade 1 is long. Grade 2 is the longest, of which only
 `max_longest_prefills` may be in flight, so that a prompt of medium length never waits until two huge ones are
 done: on a merge of Azure's two traces at load 0.9 (70B on H100) that takes the p99 of prompts up to 2,048
 tokens from 1.6 s to 1.2 s, for a mean of the longer ones of 14.0 s instead of 12.3 s.
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from serve_app.scheduling.isolation.feedback_delay import NewsLag
+from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
 
 _BUCKETS_PER_OCTAVE = 8
 _RELEARN_EVERY = 64
@@ -46,7 +46,7 @@ class IsolationSettings:
     # engine busy when the scheduler hears of first tokens late, and let a medium prompt in beside a huge
     # one. One gives short requests a tenth less time to first token, and long ones half as much again.
     max_long_prefills: int = 2
-    # Of the longest alone. As many as `max_long_prefills` makes one grade of both.
+    # Of the longest alone. As many as `max_long_prefills` makes one prefill_class of both.
     max_longest_prefills: int = 1
     # Share of prefill work that counts as short. More isolates less.
     short_work_share: float = 0.25
@@ -110,7 +110,7 @@ class PrefillIsolation:
         wanted: the policy asks for it; baselines do not.
     """
 
-    def __init__(self, settings: IsolationSettings, lag: NewsLag, *, wanted: bool) -> None:
+    def __init__(self, settings: IsolationSettings, lag: FeedbackDelay, *, wanted: bool) -> None:
         self._settings = settings
         self._lag = lag
         self._wanted = wanted
@@ -139,27 +139,27 @@ class PrefillIsolation:
         if self._observed % _RELEARN_EVERY == 0:
             self._learn()
 
-    def grade(self, prompt_tokens: int) -> int:
+    def prefill_class(self, prompt_tokens: int) -> int:
         """How far a prefill of this length is limited: 0 not at all, 1 as long, 2 as one of the longest."""
         if not self.is_on or prompt_tokens <= self.boundary_tokens:
             return 0
         return 1 if prompt_tokens <= self.longest_boundary_tokens else 2
 
-    def short_came(self, now: float) -> None:
+    def on_short_arrival(self, now: float) -> None:
         """A short request came that is to be protected."""
         self._short_at = now
 
     def limits(
-        self, grade: int, now: float, waited_s: float, behind_requests: float = 0.0
+        self, prefill_class: int, now: float, waited_s: float, behind_requests: float = 0.0
     ) -> tuple[int, ...]:
-        """How many prefills may be in flight on a replica that gets one more, by grade from 1 up.
+        """How many prefills may be in flight on a replica that gets one more, by prefill_class from 1 up.
 
         Args:
             now: seconds on the scheduler's clock.
             waited_s: how long this one, the first of its kind, has waited.
             behind_requests: how far its tenant is behind its share, see `FairShares.behind_requests`.
         """
-        if grade == 0:
+        if prefill_class == 0:
             return ()
         settings = self._settings
         relief = min(settings.max_relief, int(waited_s / settings.relief_s))
@@ -167,10 +167,10 @@ class PrefillIsolation:
             relief += min(settings.max_owed, int(behind_requests / settings.owed_requests))
         if now - self._short_at > settings.quiet_s:
             relief = max(relief, settings.quiet_long_prefills - settings.max_long_prefills)
-        stretch = self._lag.stretch(settings.usual_lag_s)
-        long = round(settings.max_long_prefills * stretch)
-        longest = round(settings.max_longest_prefills * stretch)
-        return (long + relief, longest + relief)[:grade]
+        limit_factor = self._lag.limit_factor(settings.usual_lag_s)
+        long = round(settings.max_long_prefills * limit_factor)
+        longest = round(settings.max_longest_prefills * limit_factor)
+        return (long + relief, longest + relief)[:prefill_class]
 
     def _learn(self) -> None:
         settings = self._settings

@@ -20,7 +20,7 @@ from serve_app.scheduling.policies.settings import (
     EwsjfSettings,
     ScoreWeights,
 )
-from serve_app.scheduling.request import Entry
+from serve_app.scheduling.request import ScheduledRequest
 
 
 def density_weighted_score(
@@ -66,11 +66,11 @@ class EwsjfPaper(OrderingPolicy):
         )
         self._filling_from: int | None = None
 
-    def queue_of(self, entry: Entry) -> str:
+    def queue_of(self, scheduled: ScheduledRequest) -> str:
         """By Dynamic Queue Routing."""
-        return self.queues.route(prompt_tokens(entry)).name
+        return self.queues.route(prompt_tokens(scheduled)).name
 
-    def score(self, head: Entry, now: float) -> float:
+    def score(self, head: ScheduledRequest, now: float) -> float:
         """Density-weighted, Eq 1."""
         tokens = prompt_tokens(head)
         place = self.queues.place(head.length_queue)
@@ -83,23 +83,23 @@ class EwsjfPaper(OrderingPolicy):
             prefill_s=self._prefill_cost.seconds(tokens),
         )
 
-    def rank(self, heads: list[Entry], now: float) -> None:
+    def rank(self, heads: list[ScheduledRequest], now: float) -> None:
         """The best queue first; once a round fills from one, that queue and then its neighbours."""
         super().rank(heads, now)
         place = self._filling_from
         if place is not None:
             heads.sort(key=lambda head: abs(self.queues.place(head.length_queue) - place))
 
-    def round_began(self) -> None:
+    def on_round_start(self) -> None:
         """Forget the queue of the round before."""
         self._filling_from = None
 
-    def took(self, entry: Entry) -> None:
+    def on_dispatch(self, scheduled: ScheduledRequest) -> None:
         """Go on with the queue that the round began with."""
         if self._filling_from is None:
-            self._filling_from = self.queues.place(entry.length_queue)
+            self._filling_from = self.queues.place(scheduled.length_queue)
 
-    def round_ended(self, waiting_queues: set[str]) -> None:
+    def on_round_end(self, waiting_queues: set[str]) -> None:
         """Let empty bubbles burst."""
         self.queues.retire_bubbles(waiting_queues)
 
@@ -120,6 +120,6 @@ class Ewsjf(EwsjfPaper):
     isolates = True
     promotes = True
 
-    def rank(self, heads: list[Entry], now: float) -> None:
+    def rank(self, heads: list[ScheduledRequest], now: float) -> None:
         """By score alone."""
         OrderingPolicy.rank(self, heads, now)

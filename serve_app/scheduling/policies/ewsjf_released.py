@@ -11,7 +11,7 @@ import math
 
 from serve_app.scheduling.policies.inputs import prompt_tokens
 from serve_app.scheduling.policies.protocol import OrderingPolicy
-from serve_app.scheduling.request import Entry
+from serve_app.scheduling.request import ScheduledRequest
 
 _STEP_TOKENS = 200
 
@@ -22,28 +22,28 @@ class EwsjfReleased(OrderingPolicy):
     def __init__(self) -> None:
         self._draining: str | None = None
 
-    def queue_of(self, entry: Entry) -> str:
+    def queue_of(self, scheduled: ScheduledRequest) -> str:
         """By whole steps of length."""
-        low = prompt_tokens(entry) // _STEP_TOKENS * _STEP_TOKENS
+        low = prompt_tokens(scheduled) // _STEP_TOKENS * _STEP_TOKENS
         return f"{low}-{low + _STEP_TOKENS - 1}"
 
-    def score(self, head: Entry, now: float) -> float:
+    def score(self, head: ScheduledRequest, now: float) -> float:
         """The released formula."""
         tokens = prompt_tokens(head)
         waited_s = now - head.request.arrived_at
         return waited_s * (1 + 0.5 * math.log(tokens + 1)) * _STEP_TOKENS / (tokens // _STEP_TOKENS + 1)
 
-    def rank(self, heads: list[Entry], now: float) -> None:
+    def rank(self, heads: list[ScheduledRequest], now: float) -> None:
         """The best queue; within a round, only the one that it began with as long as that has heads."""
         super().rank(heads, now)
         if any(head.length_queue == self._draining for head in heads):
             heads[:] = [head for head in heads if head.length_queue == self._draining]
 
-    def round_began(self) -> None:
+    def on_round_start(self) -> None:
         """Choose anew."""
         self._draining = None
 
-    def took(self, entry: Entry) -> None:
+    def on_dispatch(self, scheduled: ScheduledRequest) -> None:
         """Stay with the queue that the round began with."""
         if self._draining is None:
-            self._draining = entry.length_queue
+            self._draining = scheduled.length_queue

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from serve_app.routing.prefill_cost import PrefillCost, PrefillCostSettings
 from serve_app.scheduling.policies.settings import EwsjfSettings
-from serve_app.scheduling.request import Entry
+from serve_app.scheduling.request import ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,6 @@ class PolicyInputs:
     ewsjf: EwsjfSettings = field(default_factory=EwsjfSettings)
 
 
-def prompt_tokens(entry: Entry) -> int:
+def prompt_tokens(scheduled: ScheduledRequest) -> int:
     """Length of a request's prompt as all policies see it: what is expected to be left to compute of it."""
-    return entry.prefill_tokens
+    return scheduled.prefill_tokens

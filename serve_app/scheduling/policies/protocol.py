@@ -2,7 +2,7 @@
 
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.scheduling.policies.settings import EwsjfSettings
-from serve_app.scheduling.request import Entry
+from serve_app.scheduling.request import ScheduledRequest
 
 
 class OrderingPolicy:
@@ -22,29 +22,29 @@ class OrderingPolicy:
     learns_queues: bool = False
     """Whether its length queues are those of the learned partition (`replace_partition`)."""
 
-    def queue_of(self, entry: Entry) -> str:
-        """Name of the length queue that `entry` waits in. Asked once when it is queued."""
+    def queue_of(self, scheduled: ScheduledRequest) -> str:
+        """Name of the length queue that `scheduled` waits in. Asked once when it is queued."""
         return "all"
 
-    def key(self, entry: Entry) -> float:
+    def key(self, scheduled: ScheduledRequest) -> float:
         """Place inside its length queue, lowest first. Must not change while it waits."""
-        return entry.request.arrived_at
+        return scheduled.request.arrived_at
 
-    def score(self, head: Entry, now: float) -> float:
+    def score(self, head: ScheduledRequest, now: float) -> float:
         """Urgency of a queue's head at `now` (seconds); the highest goes first."""
         return now - head.request.arrived_at
 
-    def rank(self, heads: list[Entry], now: float) -> None:
+    def rank(self, heads: list[ScheduledRequest], now: float) -> None:
         """Sort the heads that could go now, most urgent first."""
         heads.sort(key=lambda head: (-self.score(head, now), head.sequence))
 
-    def round_began(self) -> None:
+    def on_round_start(self) -> None:
         """A new round of dispatch begins."""
 
-    def took(self, entry: Entry) -> None:
-        """`entry` is being dispatched."""
+    def on_dispatch(self, scheduled: ScheduledRequest) -> None:
+        """`scheduled` is being dispatched."""
 
-    def round_ended(self, waiting_queues: set[str]) -> None:
+    def on_round_end(self, waiting_queues: set[str]) -> None:
         """The round is over; `waiting_queues` are the queues that are not empty."""
 
     def retune(self, settings: EwsjfSettings) -> None:

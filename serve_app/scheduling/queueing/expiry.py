@@ -4,11 +4,11 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 
-from serve_app.scheduling.request import Entry
+from serve_app.scheduling.request import ScheduledRequest
 
 
-def _expires_at(entry: Entry) -> float:
-    return entry.expires_at
+def _expires_at(scheduled: ScheduledRequest) -> float:
+    return scheduled.expires_at
 
 
 class ExpiryHeap:
@@ -18,27 +18,27 @@ class ExpiryHeap:
         when: the time, in seconds; by default the end of its time in the queue. Infinite: never.
     """
 
-    def __init__(self, when: Callable[[Entry], float] = _expires_at) -> None:
+    def __init__(self, when: Callable[[ScheduledRequest], float] = _expires_at) -> None:
         self._when = when
-        self._heap: list[tuple[float, int, Entry]] = []
+        self._heap: list[tuple[float, int, ScheduledRequest]] = []
 
-    def add(self, entry: Entry) -> None:
+    def add(self, scheduled: ScheduledRequest) -> None:
         """Watch a waiting request."""
-        at = self._when(entry)
+        at = self._when(scheduled)
         if at < math.inf:
-            heapq.heappush(self._heap, (at, entry.sequence, entry))
+            heapq.heappush(self._heap, (at, scheduled.sequence, scheduled))
 
     def next_at(self) -> float | None:
         """The earliest time; None when nothing waits that has one."""
         heap = self._heap
         while heap:
-            at, _, entry = heap[0]
-            if entry.queued and self._when(entry) == at:
+            at, _, scheduled = heap[0]
+            if scheduled.queued and self._when(scheduled) == at:
                 return at
             heapq.heappop(heap)
         return None
 
-    def pop_expired(self, now: float) -> Iterator[Entry]:
+    def pop_expired(self, now: float) -> Iterator[ScheduledRequest]:
         """Requests whose time has come at `now`, the earliest first."""
         while (at := self.next_at()) is not None and at <= now:
             yield heapq.heappop(self._heap)[2]

@@ -139,7 +139,7 @@ class FairShares:
         self._highest = 0.0
         self._joined = 0
 
-    def came(self, name: str) -> None:
+    def on_arrival(self, name: str) -> None:
         """The first of a tenant's requests waits."""
         tenant = self._tenant(name)
         floor = self._waiting[0].counter if self._waiting else self._highest

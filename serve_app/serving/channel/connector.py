@@ -15,30 +15,30 @@ from typing import Any, Protocol
 from serve_app.errors import ChannelError
 from serve_app.serving.channel.framing import decode_from_scheduler
 from serve_app.serving.channel.link import Link
-from serve_app.serving.channel.messages import VERSION, Bye, Endpoint, Hello, Rejected, Role, Welcome
+from serve_app.serving.channel.messages import VERSION, Bye, Hello, Rejected, Role, SchedulerEndpoint, Welcome
 from serve_app.serving.channel.settings import ChannelSettings
 
 logger = logging.getLogger("ray.serve")
 
-Locate = Callable[[], Awaitable[Endpoint]]
+Locate = Callable[[], Awaitable[SchedulerEndpoint]]
 
 
 class Resident(Protocol):
     """What lives behind a connector. All methods are called on the event loop and must not block."""
 
-    def up(self, link: Link, welcome: Welcome) -> None:
+    def on_connected(self, link: Link, welcome: Welcome) -> None:
         """A scheduler has let us in; what it must know first is to be sent now."""
         ...
 
-    def said(self, message: Any) -> None:
+    def on_message(self, message: Any) -> None:
         """The scheduler said something; `ChannelError` ends the connection."""
         ...
 
-    def down(self) -> None:
+    def on_disconnected(self) -> None:
         """The connection to the scheduler is lost."""
         ...
 
-    def beat(self) -> None:
+    def on_heartbeat(self) -> None:
         """Every `heartbeat_s`, connected or not."""
         ...
 
@@ -97,19 +97,19 @@ class Connector:
             self._link.send(Bye())
             self._link.close("we said goodbye")
             self._up = False
-            self._resident.down()
+            self._resident.on_disconnected()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
     # What the link calls.
 
-    def link_said(self, link: Link, message: Any) -> None:
+    def on_link_message(self, link: Link, message: Any) -> None:
         """Take a message of the current connection."""
         if link is not self._link:
             return
         if self._up:
-            self._resident.said(message)
+            self._resident.on_message(message)
         elif isinstance(message, Welcome):
             self._let_in(link, message)
         elif isinstance(message, Rejected):
@@ -117,7 +117,7 @@ class Connector:
         else:
             raise ChannelError(f"a scheduler must say Welcome first, not {type(message).__name__}")
 
-    def link_lost(self, link: Link, reason: str) -> None:
+    def on_link_lost(self, link: Link, reason: str) -> None:
         """A connection is over."""
         if link is not self._link:
             return
@@ -127,7 +127,7 @@ class Connector:
         if self._up:
             self._up = False
             logger.warning("event=scheduler_lost peer=%s reason=%r", self._peer_id, reason)
-            self._resident.down()
+            self._resident.on_disconnected()
         self._lost.set()
 
     # How it works.
@@ -188,7 +188,7 @@ class Connector:
         self.highest_incarnation = welcome.incarnation
         self._up = True
         logger.info("event=scheduler_found peer=%s incarnation=%d", self._peer_id, welcome.incarnation)
-        self._resident.up(link, welcome)
+        self._resident.on_connected(link, welcome)
         if not self._welcome.done():
             self._welcome.set_result(welcome)
 
@@ -202,4 +202,4 @@ class Connector:
         self._timer = asyncio.get_running_loop().call_later(self._settings.heartbeat_s, self._tick)
         if self._link is not None and self._up:
             self._link.tick()
-        self._resident.beat()
+        self._resident.on_heartbeat()

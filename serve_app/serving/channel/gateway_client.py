@@ -1,6 +1,6 @@
 """The gateway's end of the control channel: holds its requests and asks the scheduler for their turns.
 
-The rules are those at the top of `gateway_desk`; this is the authority they speak of. A request is held
+The rules are those at the top of `gateway_desk`; this is the authority they speak of. A request is pending
 from `acquire` until `finished`, a refusal, or its cancellation. It waits (`answer` is pending) or runs (by
 its last grant). While no scheduler is there, what waits goes on waiting and what runs goes on running;
 requests that would not wait are refused, and those whose time in the queue ends are expired here.
@@ -33,7 +33,7 @@ from serve_app.serving.channel.messages import (
 from serve_app.serving.channel.pending_request import (
     AWAY_RETRY_AFTER_S,
     REFUSES_TO_WAIT,
-    Held,
+    PendingRequest,
     grant_to,
     refuse_alone,
     refuse_away,
@@ -51,7 +51,7 @@ _OVERDUE_S = 5.0
 
 
 class GatewayClient:
-    """One model's scheduler as seen from one gateway; implements `Dispatcher`.
+    """One model's scheduler as seen from one gateway; implements `SchedulerClient`.
 
     Args:
         gateway_id: unique to this process and its start; a second user of the same id throws the first out.
@@ -64,7 +64,7 @@ class GatewayClient:
         self._loop = asyncio.get_running_loop()
         self._connector = Connector(Role.GATEWAY, gateway_id, locate, settings, self)
         self._link: Link | None = None
-        self._held: dict[str, Held] = {}
+        self._pending: dict[str, PendingRequest] = {}
         # Ends without a receipt, with the number of the message that told of each; 0 when none could.
         self._ended: deque[tuple[int, Finish]] = deque()
         self._table: dict[str, ReplicaAddress] = {}
@@ -75,9 +75,9 @@ class GatewayClient:
         self._closed = False
 
     def __repr__(self) -> str:
-        waiting = sum(held.waits for held in self._held.values())
+        waiting = sum(pending.waits for pending in self._pending.values())
         return (
-            f"<GatewayClient {self._gateway_id} waiting {waiting}, running {len(self._held) - waiting}, "
+            f"<GatewayClient {self._gateway_id} waiting {waiting}, running {len(self._pending) - waiting}, "
             f"{'connected' if self._link else 'alone'}>"
         )
 
@@ -98,10 +98,10 @@ class GatewayClient:
     async def close(self) -> None:
         """Refuse what waits, say goodbye, and stop; what runs is released by the scheduler."""
         self._closed = True
-        for held in list(self._held.values()):
-            if held.waits:
-                self._refuse(held, refuse_away(held.request_id, _CLOSING))
-        self._held.clear()
+        for pending in list(self._pending.values()):
+            if pending.waits:
+                self._refuse(pending, refuse_away(pending.request_id, _CLOSING))
+        self._pending.clear()
         await self._connector.close()
 
     # What the gateway's handler calls.
@@ -110,20 +110,20 @@ class GatewayClient:
         """Queue a request and wait for its turn.
 
         Raises:
-            ValueError: the request id is held already.
+            ValueError: the request id is pending already.
         """
         request_id = submission.request_id
-        if request_id in self._held:
-            raise ValueError(f"request id {request_id!r} is held already: ids must be unique")
+        if request_id in self._pending:
+            raise ValueError(f"request id {request_id!r} is pending already: ids must be unique")
         refusal = self._objection(submission)
         if refusal is not None:
             return refusal
         now = self._loop.time()
-        held = Held(submission, now, now, self._loop.create_future())
-        self._held[request_id] = held
+        pending = PendingRequest(submission, now, now, self._loop.create_future())
+        self._pending[request_id] = pending
         if self._link is not None:
             self._link.send(Submit(submission, 0.0, 0.0))
-        return await self._answer(held)
+        return await self._answer(pending)
 
     async def put_back(
         self, request_id: str, replica_id: str, failure: DispatchFailure, message: str = ""
@@ -133,30 +133,30 @@ class GatewayClient:
         Raises:
             ValueError: the request is not running on that replica.
         """
-        held = self._held.get(request_id)
-        if held is None or held.replica_id != replica_id:
+        pending = self._pending.get(request_id)
+        if pending is None or pending.replica_id != replica_id:
             if self._closed:
                 return refuse_away(request_id, _CLOSING)
             raise ValueError(f"request {request_id!r} does not run on replica {replica_id!r}")
-        held.answer = self._loop.create_future()
-        self._wait_again(held, failure, message)
-        return await self._answer(held)
+        pending.answer = self._loop.create_future()
+        self._wait_again(pending, failure, message)
+        return await self._answer(pending)
 
     def first_token(self, request_id: str) -> None:
         """The first byte of the engine's streamed answer has come."""
-        held = self._held.get(request_id)
-        if held is not None and not held.started:
-            held.started = True
+        pending = self._pending.get(request_id)
+        if pending is not None and not pending.started:
+            pending.started = True
             if self._link is not None:
                 self._link.send(First(request_id))
 
-    def finished(self, request_id: str, outcome: Outcome, usage: Usage | None = None) -> None:
+    def finish(self, request_id: str, outcome: Outcome, usage: Usage | None = None) -> None:
         """The request is over and its place is free."""
-        held = self._held.pop(request_id, None)
-        if held is None:
+        pending = self._pending.pop(request_id, None)
+        if pending is None:
             return
-        if not held.answer.done():
-            held.answer.cancel()
+        if not pending.answer.done():
+            pending.answer.cancel()
         finish = Finish(request_id, outcome, usage)
         self._ended.append((self._link.send(finish) if self._link is not None else 0, finish))
 
@@ -183,17 +183,17 @@ class GatewayClient:
 
     # What the connector calls.
 
-    def up(self, link: Link, welcome: Welcome) -> None:
+    def on_connected(self, link: Link, welcome: Welcome) -> None:
         """Tell a scheduler everything: what waits, what runs, what ended without a receipt."""
         self._link = link
         self._queue_timeouts_s = welcome.queue_timeouts_s
         now = self._loop.time()
-        for held in self._held.values():
-            link.send(held.described(now))
+        for pending in self._pending.values():
+            link.send(pending.described(now))
         self._ended = deque((link.send(finish), finish) for _, finish in self._ended)
         link.send(SnapshotEnd())
 
-    def said(self, message: Any) -> None:
+    def on_message(self, message: Any) -> None:
         """Take one message of the scheduler."""
         if isinstance(message, Granted):
             self._granted(message)
@@ -209,14 +209,14 @@ class GatewayClient:
         else:
             raise ChannelError(f"a scheduler does not say {type(message).__name__} to a gateway")
 
-    def down(self) -> None:
+    def on_disconnected(self) -> None:
         """Go on alone; whoever did not want to wait is told so."""
         self._link = None
-        for held in list(self._held.values()):
-            if held.waits and held.submission.no_wait:
-                self._refuse(held, refuse_away(held.request_id, REFUSES_TO_WAIT))
+        for pending in list(self._pending.values()):
+            if pending.waits and pending.submission.no_wait:
+                self._refuse(pending, refuse_away(pending.request_id, REFUSES_TO_WAIT))
 
-    def beat(self) -> None:
+    def on_heartbeat(self) -> None:
         """Forget ends that have their receipt, and end what has waited its time out."""
         link = self._link
         while self._ended and link is not None and 0 < self._ended[0][0] <= link.acknowledged:
@@ -224,70 +224,70 @@ class GatewayClient:
         now = self._loop.time()
         grace_s = 0.0 if link is None else _OVERDUE_S
         overdue = [
-            held
-            for held in self._held.values()
-            if held.waits and now - held.waiting_since > self._timeout_s(held.submission) + grace_s
+            pending
+            for pending in self._pending.values()
+            if pending.waits and now - pending.waiting_since > self._timeout_s(pending.submission) + grace_s
         ]
-        for held in overdue:
-            self._expire(held, now)
+        for pending in overdue:
+            self._expire(pending, now)
 
     # How it works.
 
-    async def _answer(self, held: Held) -> Grant | Refusal:
+    async def _answer(self, pending: PendingRequest) -> Grant | Refusal:
         try:
-            return await held.answer
+            return await pending.answer
         except asyncio.CancelledError:
             # Also when a grant has come, and this task was cancelled before it could take it.
-            if self._held.pop(held.request_id, None) is not None and self._link is not None:
-                self._link.send(Cancel(held.request_id))
+            if self._pending.pop(pending.request_id, None) is not None and self._link is not None:
+                self._link.send(Cancel(pending.request_id))
             raise
 
     def _granted(self, message: Granted) -> None:
-        held = self._held.get(message.request_id)
-        if held is None or message.grant <= held.grants:
+        pending = self._pending.get(message.request_id)
+        if pending is None or message.grant <= pending.grants:
             return  # cancelled meanwhile, or told twice
-        held.run(message)
+        pending.run(message)
         address = self._table.get(message.replica_id)
         if address is not None:
-            held.answer_with(grant_to(message, address))
+            pending.answer_with(grant_to(message, address))
         else:
             # The table comes before the grants that refer to it; if it did not, the request must not hang.
             logger.error("event=no_address request=%s replica=%s", message.request_id, message.replica_id)
-            self._wait_again(held, DispatchFailure.UNREACHABLE, "the gateway does not know its address")
+            self._wait_again(pending, DispatchFailure.UNREACHABLE, "the gateway does not know its address")
 
-    def _wait_again(self, held: Held, failure: DispatchFailure, message: str) -> None:
-        put_back = held.wait(failure, message, self._loop.time())
+    def _wait_again(self, pending: PendingRequest, failure: DispatchFailure, message: str) -> None:
+        put_back = pending.wait(failure, message, self._loop.time())
         if self._link is not None:
             self._link.send(put_back)
 
     def _refused(self, message: Refused) -> None:
-        held = self._held.get(message.request_id)
-        if held is not None and held.waits:
+        pending = self._pending.get(message.request_id)
+        if pending is not None and pending.waits:
             refusal = Refusal(
                 request_id=message.request_id,
                 outcome=message.outcome,
                 message=message.message,
                 retry_after_s=message.retry_after_s,
             )
-            self._refuse(held, refusal)
+            self._refuse(pending, refusal)
 
-    def _refuse(self, held: Held, refusal: Refusal) -> None:
-        del self._held[held.request_id]
-        held.answer_with(refusal)
+    def _refuse(self, pending: PendingRequest, refusal: Refusal) -> None:
+        del self._pending[pending.request_id]
+        pending.answer_with(refusal)
 
-    def _expire(self, held: Held, now: float) -> None:
-        waited_s = now - held.waiting_since
+    def _expire(self, pending: PendingRequest, now: float) -> None:
+        waited_s = now - pending.waiting_since
         if self._link is not None:
-            logger.error("event=overdue request=%s waited_s=%.1f", held.request_id, waited_s)
-            self._link.send(Cancel(held.request_id))
+            logger.error("event=overdue request=%s waited_s=%.1f", pending.request_id, waited_s)
+            self._link.send(Cancel(pending.request_id))
         why = "its turn did not come" if self._link is not None else "the scheduler is away"
         refusal = Refusal(
-            request_id=held.request_id,
+            request_id=pending.request_id,
             outcome=Outcome.EXPIRED,
             message=f"the request waited {waited_s:.1f} s in the queue and {why}",
             retry_after_s=AWAY_RETRY_AFTER_S,
         )
-        self._refuse(held, refusal)
+        self._refuse(pending, refusal)
 
     def _timeout_s(self, submission: Submission) -> float:
         if submission.queue_timeout_s is not None:
@@ -300,5 +300,5 @@ class GatewayClient:
             return refuse_away(submission.request_id, _CLOSING)
         refusal = refuse_oversized(submission)
         if refusal is None and self._link is None:
-            return refuse_alone(submission, len(self._held), self._settings.max_waiting_offline)
+            return refuse_alone(submission, len(self._pending), self._settings.max_waiting_offline)
         return refusal

@@ -72,7 +72,7 @@ from serve_app.serving.channel.messages import (
     SnapshotEnd,
     Submit,
 )
-from serve_app.serving.channel.request_book import Gateway, Record, RequestBook, as_request
+from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession, RequestBook, as_request
 
 logger = logging.getLogger("ray.serve")
 
@@ -101,7 +101,7 @@ class GatewayHost(Protocol):
         ...
 
 
-class GatewayDesk:
+class GatewaySessions:
     """Turns what gateways say into events, and the core's commands into what they are told.
 
     Attributes:
@@ -112,9 +112,9 @@ class GatewayDesk:
         self._host = host
         self._grace_s = grace_s
         self._loop = asyncio.get_running_loop()
-        self._gateways: dict[str, Gateway] = {}
+        self._gateways: dict[str, GatewaySession] = {}
         self.book = RequestBook()
-        self._on: dict[type[Message], Callable[[Gateway, Any], None]] = {
+        self._on: dict[type[Message], Callable[[GatewaySession, Any], None]] = {
             Submit: self._submit,
             Running: self._running,
             SnapshotEnd: self._snapshot_end,
@@ -126,20 +126,20 @@ class GatewayDesk:
         }
 
     def __repr__(self) -> str:
-        return f"<GatewayDesk gateways {self.connected}, {self.book}>"
+        return f"<GatewaySessions gateways {self.connected}, {self.book}>"
 
     # What the server calls.
 
-    def joined(self, gateway_id: str, link: Link) -> Callable[[Message], None]:
+    def on_join(self, gateway_id: str, link: Link) -> Callable[[Message], None]:
         """Expect the snapshot of a gateway that was let in; return who takes what it says."""
-        gateway = self._gateways.setdefault(gateway_id, Gateway(gateway_id))
+        gateway = self._gateways.setdefault(gateway_id, GatewaySession(gateway_id))
         if gateway.release is not None:
             gateway.release.cancel()
             gateway.release = None
         gateway.link, gateway.mentioned = link, set()
-        return partial(self._said, gateway)
+        return partial(self._on_message, gateway)
 
-    def _said(self, gateway: Gateway, message: Message) -> None:
+    def _on_message(self, gateway: GatewaySession, message: Message) -> None:
         handler = self._on.get(type(message))
         if handler is None:
             text = (
@@ -148,7 +148,7 @@ class GatewayDesk:
             raise ChannelError(text)
         handler(gateway, message)
 
-    def lost(self, gateway_id: str, link: Link, *, for_good: bool) -> None:
+    def on_loss(self, gateway_id: str, link: Link, *, for_good: bool) -> None:
         """A gateway's connection is over; `for_good` when it said so itself."""
         gateway = self._gateways.get(gateway_id)
         if gateway is None or gateway.link is not link:
@@ -212,7 +212,7 @@ class GatewayDesk:
 
     # What gateways say.
 
-    def _submit(self, gateway: Gateway, message: Submit) -> None:
+    def _submit(self, gateway: GatewaySession, message: Submit) -> None:
         request_id = message.submission.request_id
         gateway.mention(request_id)
         record = self.book.get(request_id)
@@ -224,13 +224,13 @@ class GatewayDesk:
         elif record.runs:
             self._reconcile_grant(record, message)
 
-    def _admit(self, gateway: Gateway, message: Submit) -> None:
+    def _admit(self, gateway: GatewaySession, message: Submit) -> None:
         submission = message.submission
-        self.book[submission.request_id] = Record(gateway, submission.priority, message.grants)
+        self.book[submission.request_id] = GatewayRequest(gateway, submission.priority, message.grants)
         request = self._request(gateway, message)
         self._host.feed(Arrived(request))
 
-    def _reconcile_grant(self, record: Record, message: Submit) -> None:
+    def _reconcile_grant(self, record: GatewayRequest, message: Submit) -> None:
         """Rule 2: it runs here and waits there."""
         request_id = message.submission.request_id
         if message.grants < record.grants and record.granted is not None:
@@ -244,7 +244,7 @@ class GatewayDesk:
             self._host.feed(Cancelled(request_id))
             self._admit(record.gateway, message)
 
-    def _running(self, gateway: Gateway, message: Running) -> None:
+    def _running(self, gateway: GatewaySession, message: Running) -> None:
         request_id = message.submission.request_id
         gateway.mention(request_id)
         record = self.book.get(request_id)
@@ -260,15 +260,15 @@ class GatewayDesk:
         elif message.started:
             self._first(gateway, First(request_id))
 
-    def _adopt(self, gateway: Gateway, message: Running) -> None:
+    def _adopt(self, gateway: GatewaySession, message: Running) -> None:
         submission = message.submission
-        record = Record(gateway, submission.priority, message.grants)
+        record = GatewayRequest(gateway, submission.priority, message.grants)
         record.replica_id, record.started = message.replica_id, message.started
         self.book[submission.request_id] = record
         request = self._request(gateway, message)
         self._host.feed(Resumed(request, message.replica_id, message.started))
 
-    def _snapshot_end(self, gateway: Gateway, _message: SnapshotEnd) -> None:
+    def _snapshot_end(self, gateway: GatewaySession, _message: SnapshotEnd) -> None:
         mentioned, gateway.mentioned = gateway.mentioned, None
         if mentioned is None:
             raise ChannelError(f"gateway {gateway.gateway_id} ended a snapshot that it had not begun")
@@ -276,7 +276,7 @@ class GatewayDesk:
         for request_id in forgotten:
             self._host.feed(Cancelled(request_id))
 
-    def _put_back(self, gateway: Gateway, message: PutBack) -> None:
+    def _put_back(self, gateway: GatewaySession, message: PutBack) -> None:
         record = self.book.own(gateway, message.request_id)
         if record is None:
             # The gateway waits for an answer, so it gets one.
@@ -285,13 +285,13 @@ class GatewayDesk:
         elif record.runs and record.grants == message.grant:
             self._take_back(record, message.request_id, message.failure, message.message)
 
-    def _first(self, gateway: Gateway, message: First) -> None:
+    def _first(self, gateway: GatewaySession, message: First) -> None:
         record = self.book.own(gateway, message.request_id)
         if record is not None and record.runs and not record.started:
             record.started = True
             self._host.feed(FirstToken(message.request_id))
 
-    def _finish(self, gateway: Gateway, message: Finish) -> None:
+    def _finish(self, gateway: GatewaySession, message: Finish) -> None:
         record = self.book.own(gateway, message.request_id)
         if record is None:
             return
@@ -300,19 +300,21 @@ class GatewayDesk:
         else:
             self._host.feed(Cancelled(message.request_id))
 
-    def _cancel(self, gateway: Gateway, message: Cancel) -> None:
+    def _cancel(self, gateway: GatewaySession, message: Cancel) -> None:
         if self.book.own(gateway, message.request_id) is not None:
             self._host.feed(Cancelled(message.request_id))
 
-    def _scrape(self, gateway: Gateway, message: Scrape) -> None:
+    def _scrape(self, gateway: GatewaySession, message: Scrape) -> None:
         gateway.tell(Exposition(message.serial, self._host.exposition()))
 
     # How it works.
 
-    def _take_back(self, record: Record, request_id: str, failure: DispatchFailure, text: str) -> None:
+    def _take_back(
+        self, record: GatewayRequest, request_id: str, failure: DispatchFailure, text: str
+    ) -> None:
         self._host.feed(DispatchFailed(request_id, record.wait(), failure, text))
 
-    def _release(self, gateway: Gateway) -> None:
+    def _release(self, gateway: GatewaySession) -> None:
         """Rule 6: the gateway will not come back."""
         if gateway.link is not None:
             return
@@ -321,6 +323,6 @@ class GatewayDesk:
         for request_id in self.book.ids_of(gateway):
             del self.book[request_id]
 
-    def _request(self, gateway: Gateway, message: Submit | Running) -> Request:
+    def _request(self, gateway: GatewaySession, message: Submit | Running) -> Request:
         default_timeout_s = self._host.queue_timeout_s(message.submission.priority)
         return as_request(gateway.gateway_id, message, self._host.now(), default_timeout_s)

@@ -30,11 +30,11 @@ logger = logging.getLogger("ray.serve")
 class LinkOwner(Protocol):
     """Who hears what comes over a link. Both methods are called on the event loop and must not block."""
 
-    def link_said(self, link: "Link", message: Any) -> None:
+    def on_link_message(self, link: "Link", message: Any) -> None:
         """Take one message other than a heartbeat; `ChannelError` ends the connection."""
         ...
 
-    def link_lost(self, link: "Link", reason: str) -> None:
+    def on_link_lost(self, link: "Link", reason: str) -> None:
         """The connection is over; called once, and nothing is said after it."""
         ...
 
@@ -132,7 +132,7 @@ class Link(asyncio.Protocol):
         """End; asyncio calls this once, whoever ended it."""
         if self.open:
             self._end(f"the connection broke: {exc}" if exc else "the peer closed the connection")
-        self._owner.link_lost(self, self._reason)
+        self._owner.on_link_lost(self, self._reason)
 
     # How it works.
 
@@ -170,7 +170,7 @@ class Link(asyncio.Protocol):
         if isinstance(message, Heartbeat):
             self._note_receipt(message.read)
         else:
-            self._owner.link_said(self, message)
+            self._owner.on_link_message(self, message)
         # Counted after it was dealt with: a receipt promises that much.
         self._read += 1
 

@@ -21,7 +21,7 @@ VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class SchedulerEndpoint:
     """Where a scheduler listens, and what it takes to be let in. Handed out by Ray alone.
 
     Attributes:

@@ -17,7 +17,7 @@ _MAX_NAME_CHARS = 4096
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class PendingRequest:
     """One request.
 
     Attributes:
@@ -113,15 +113,15 @@ def refuse_oversized(submission: Submission) -> Refusal | None:
     return Refusal(request_id=submission.request_id, outcome=Outcome.REJECTED_INVALID, message=text)
 
 
-def refuse_alone(submission: Submission, held: int, limit: int) -> Refusal | None:
+def refuse_alone(submission: Submission, pending: int, limit: int) -> Refusal | None:
     """Refuse, while no scheduler is there, what would not wait or would be one too many."""
     if submission.no_wait:
         return refuse_away(submission.request_id, REFUSES_TO_WAIT)
-    if held < limit:
+    if pending < limit:
         return None
     return Refusal(
         request_id=submission.request_id,
         outcome=Outcome.REJECTED_QUEUE_FULL,
-        message=f"the scheduler is away, and {held} requests wait for it at this gateway already",
+        message=f"the scheduler is away, and {pending} requests wait for it at this gateway already",
         retry_after_s=AWAY_RETRY_AFTER_S,
     )

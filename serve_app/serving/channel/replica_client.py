@@ -78,7 +78,7 @@ class ReplicaClient:
 
     # What the connector calls.
 
-    def up(self, link: Link, _welcome: Welcome) -> None:
+    def on_connected(self, link: Link, _welcome: Welcome) -> None:
         """Register; with the last report, so that the scheduler knows at once what runs here."""
         self._link = link
         link.send(self._register)
@@ -86,19 +86,19 @@ class ReplicaClient:
             self._tell(self._report)
         self._wake.set()
 
-    def said(self, message: Any) -> None:
+    def on_message(self, message: Any) -> None:
         """Take the answer to a report."""
         if isinstance(message, Queued):
             self.queued = message.requests
             return
         raise ChannelError(f"a scheduler does not say {type(message).__name__} to a replica")
 
-    def down(self) -> None:
+    def on_disconnected(self) -> None:
         """The engine goes on; there is nobody to report to."""
         self._link = None
         self.queued = 0.0
 
-    def beat(self) -> None:
+    def on_heartbeat(self) -> None:
         """Reports have their own rhythm."""
 
     # How it works.

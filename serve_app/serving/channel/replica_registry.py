@@ -41,7 +41,7 @@ class _Replica:
         return self.report is not None and self.report.draining
 
 
-class ReplicaDesk:
+class ReplicaRegistry:
     """Turns what replicas say into events, and keeps the table.
 
     Args:
@@ -63,7 +63,7 @@ class ReplicaDesk:
 
     def __repr__(self) -> str:
         draining = sum(replica.draining for replica in self._replicas.values())
-        return f"<ReplicaDesk replicas {len(self._replicas)}, draining {draining}>"
+        return f"<ReplicaRegistry replicas {len(self._replicas)}, draining {draining}>"
 
     def __contains__(self, replica_id: str) -> bool:
         return replica_id in self._replicas
@@ -77,7 +77,7 @@ class ReplicaDesk:
         """Return what each connected replica can hold, and what it last said of itself."""
         return {replica_id: (replica.spec, replica.report) for replica_id, replica in self._replicas.items()}
 
-    def said(self, replica_id: str, link: Link, message: Message) -> None:
+    def on_message(self, replica_id: str, link: Link, message: Message) -> None:
         """Take one message of a replica that has been let in."""
         if isinstance(message, Register):
             self._register(replica_id, link, message)
@@ -88,7 +88,7 @@ class ReplicaDesk:
                 f"replica {replica_id} said {type(message).__name__}, which is not a replica's to say"
             )
 
-    def lost(self, replica_id: str, link: Link) -> None:
+    def on_loss(self, replica_id: str, link: Link) -> None:
         """A replica's connection is over."""
         replica = self._replicas.get(replica_id)
         if replica is not None and replica.link is link:

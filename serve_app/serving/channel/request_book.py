@@ -12,7 +12,7 @@ from serve_app.serving.channel.messages import Granted, Message, Running, Submit
 
 
 @dataclass(slots=True, eq=False)
-class Gateway:
+class GatewaySession:
     """One gateway.
 
     Attributes:
@@ -38,7 +38,7 @@ class Gateway:
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class GatewayRequest:
     """One request.
 
     Attributes:
@@ -48,7 +48,7 @@ class Record:
         started: its answer has begun.
     """
 
-    gateway: Gateway
+    gateway: GatewaySession
     priority: PriorityClass
     grants: int
     granted: Granted | None = None
@@ -68,19 +68,19 @@ class Record:
         return replica_id
 
 
-class RequestBook(dict[str, Record]):
+class RequestBook(dict[str, GatewayRequest]):
     """Records by request id."""
 
     def __repr__(self) -> str:
         running = sum(record.runs for record in self.values())
         return f"<RequestBook waiting {len(self) - running}, running {running}>"
 
-    def own(self, gateway: Gateway, request_id: str) -> Record | None:
+    def own(self, gateway: GatewaySession, request_id: str) -> GatewayRequest | None:
         """Return a gateway's own request, None when it is unknown or another's."""
         record = self.get(request_id)
         return record if record is not None and record.gateway is gateway else None
 
-    def ids_of(self, gateway: Gateway) -> list[str]:
+    def ids_of(self, gateway: GatewaySession) -> list[str]:
         """All requests of one gateway."""
         return [request_id for request_id, record in self.items() if record.gateway is gateway]
 

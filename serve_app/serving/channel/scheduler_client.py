@@ -1,6 +1,6 @@
 """What a gateway asks of the scheduler of a model, and what it hears back.
 
-The gateway's handler is written against `Dispatcher`; the control channel implements it.
+The gateway's handler is written against `SchedulerClient`; the control channel implements it.
 """
 
 from dataclasses import dataclass, field
@@ -78,7 +78,7 @@ class ReplicaAddress:
     token: str
 
 
-class Dispatcher(Protocol):
+class SchedulerClient(Protocol):
     """One model's scheduler, as seen from one gateway.
 
     All methods except `acquire` and `put_back` return at once and never raise: what cannot be sent
@@ -100,7 +100,7 @@ class Dispatcher(Protocol):
         """The first byte of the engine's streamed answer has come."""
         ...
 
-    def finished(self, request_id: str, outcome: Outcome, usage: Usage | None = None) -> None:
+    def finish(self, request_id: str, outcome: Outcome, usage: Usage | None = None) -> None:
         """The request is over and its place is free."""
         ...
 

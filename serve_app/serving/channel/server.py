@@ -22,10 +22,10 @@ from typing import Any
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass
 from serve_app.serving.channel.framing import decode_from_peer
-from serve_app.serving.channel.gateway_sessions import GatewayDesk
+from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import VERSION, Bye, Hello, Rejected, Role, Welcome
-from serve_app.serving.channel.replica_registry import ReplicaDesk
+from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.settings import ChannelSettings
 
 logger = logging.getLogger("ray.serve")
@@ -47,7 +47,7 @@ class Identity:
 class _Peer:
     role: Role
     peer_id: str
-    said: Callable[[Any], None]
+    on_message: Callable[[Any], None]
 
 
 class ChannelServer:
@@ -57,8 +57,8 @@ class ChannelServer:
         self,
         identity: Identity,
         settings: ChannelSettings,
-        gateways: GatewayDesk,
-        replicas: ReplicaDesk,
+        gateways: GatewaySessions,
+        replicas: ReplicaRegistry,
         on_superseded: Callable[[int], None],
     ) -> None:
         self._identity = identity
@@ -92,7 +92,7 @@ class ChannelServer:
         for link in [*self._peers, *self._strangers]:
             link.close(reason)
 
-    def link_said(self, link: Link, message: Any) -> None:
+    def on_link_message(self, link: Link, message: Any) -> None:
         """Take a message of a stranger or a peer."""
         peer = self._peers.get(link)
         if peer is None:
@@ -101,9 +101,9 @@ class ChannelServer:
             self._part(link, "it said goodbye", for_good=True)
             link.close("it said goodbye")
         else:
-            peer.said(message)
+            peer.on_message(message)
 
-    def link_lost(self, link: Link, reason: str) -> None:
+    def on_link_lost(self, link: Link, reason: str) -> None:
         """A connection is over."""
         self._strangers.pop(link, None)
         self._part(link, reason, for_good=False)
@@ -114,9 +114,9 @@ class ChannelServer:
             return
         logger.info("event=peer_lost role=%s peer=%s reason=%r", peer.role.value, peer.peer_id, reason)
         if peer.role is Role.GATEWAY:
-            self._gateways.lost(peer.peer_id, link, for_good=for_good)
+            self._gateways.on_loss(peer.peer_id, link, for_good=for_good)
         else:
-            self._replicas.lost(peer.peer_id, link)
+            self._replicas.on_loss(peer.peer_id, link)
 
     def _accept(self) -> Link:
         if len(self._strangers) >= self._settings.max_pending_handshakes:
@@ -143,22 +143,22 @@ class ChannelServer:
         link.abort(reason)
 
     def _meet(self, link: Link, message: Any) -> None:
-        objection = self._objection(message)
-        if objection:
-            logger.warning("event=peer_rejected reason=%r", objection)
-            link.send(Rejected(objection))
-            link.close(objection)
+        denial = self._objection(message)
+        if denial:
+            logger.warning("event=peer_rejected reason=%r", denial)
+            link.send(Rejected(denial))
+            link.close(denial)
             return
         del self._strangers[link]
         link.limit_frames(self._settings.max_frame_bytes)
         self._replace_older(message)
         logger.info("event=peer_joined role=%s peer=%s", message.role.value, message.peer_id)
         link.send(Welcome(self._identity.incarnation, self._identity.queue_timeouts_s))
-        said: Callable[[Any], None] = partial(self._replicas.said, message.peer_id, link)
+        on_message: Callable[[Any], None] = partial(self._replicas.on_message, message.peer_id, link)
         if message.role is Role.GATEWAY:
             link.send(self._replicas.table)
-            said = self._gateways.joined(message.peer_id, link)
-        self._peers[link] = _Peer(message.role, message.peer_id, said)
+            on_message = self._gateways.on_join(message.peer_id, link)
+        self._peers[link] = _Peer(message.role, message.peer_id, on_message)
 
     def _objection(self, message: Any) -> str:
         """Return why this peer is not let in, nothing if it is."""

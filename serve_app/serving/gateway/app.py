@@ -12,7 +12,7 @@ from typing import Any
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
 from serve_app.metrics.record import RequestRecord
-from serve_app.serving.channel.scheduler_client import Dispatcher
+from serve_app.serving.channel.scheduler_client import SchedulerClient
 from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
 from serve_app.serving.gateway.answer.responses import (
     RequestRefused,
@@ -24,7 +24,7 @@ from serve_app.serving.gateway.answer.responses import (
 from serve_app.serving.gateway.exposition import merge
 from serve_app.serving.gateway.forward import ScheduledCall, Services
 from serve_app.serving.gateway.request.parse import PARSERS, parse_model
-from serve_app.serving.gateway.request.reader import Arrival, Intake
+from serve_app.serving.gateway.request.reader import IncomingRequest, RequestReader
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
 from serve_app.serving.gateway.telemetry import Conclusion, Telemetry
 from serve_app.serving.gateway.unscheduled import AnyReplica
@@ -33,7 +33,7 @@ from serve_app.serving.gateway.upstream.pool import UpstreamPool
 _METRICS_TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 _MODELS = "/v1/models"
 
-Handler = Callable[[Arrival], Awaitable[None]]
+Handler = Callable[[IncomingRequest], Awaitable[None]]
 View = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
@@ -74,7 +74,7 @@ class Gateway:
     def __init__(
         self,
         settings: GatewaySettings,
-        dispatchers: Mapping[str, Dispatcher],
+        dispatchers: Mapping[str, SchedulerClient],
         gateway_id: str,
         views: Mapping[str, SchedulerViews] | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class Gateway:
         self._models = settings.models
         self._dispatchers = dispatchers
         self._views = views or {}
-        self._intake = Intake(settings, gateway_id)
+        self._intake = RequestReader(settings, gateway_id)
         self._upstream = UpstreamPool(settings.upstream)
         self.telemetry = Telemetry(
             gateway_id,
@@ -161,12 +161,12 @@ class Gateway:
             )
         return handler
 
-    async def _scheduled(self, arrival: Arrival) -> None:
+    async def _scheduled(self, arrival: IncomingRequest) -> None:
         order = await self._intake.order(arrival)
         dispatcher = self._dispatchers[order.submission.model]
         await ScheduledCall(order, self._services, dispatcher, arrival.receive, arrival.send).run()
 
-    async def _tokenize(self, arrival: Arrival) -> None:
+    async def _tokenize(self, arrival: IncomingRequest) -> None:
         self._intake.authenticate(arrival)
         body = await self._intake.body(arrival)
         model = parse_model(body)
@@ -176,35 +176,35 @@ class Gateway:
                 self._dispatchers[model], self._intake.head(arrival), body, arrival.send
             )
 
-    async def _list_models(self, arrival: Arrival) -> None:
+    async def _list_models(self, arrival: IncomingRequest) -> None:
         self._intake.authenticate(arrival)
         document = {"object": "list", "data": [_describe(model) for model in self._models]}
         await send_json(arrival.send, 200, encode(document), [])
 
-    async def _show_model(self, arrival: Arrival) -> None:
+    async def _show_model(self, arrival: IncomingRequest) -> None:
         self._intake.authenticate(arrival)
         name = arrival.path.removeprefix(_MODELS + "/")
         self._intake.check_model(name)
         found = next(model for model in self._models if model.name == name)
         await send_json(arrival.send, 200, encode(_describe(found)), [])
 
-    async def _health(self, arrival: Arrival) -> None:
+    async def _health(self, arrival: IncomingRequest) -> None:
         await send_json(arrival.send, 200, b'{"status":"ok"}', [])
 
-    async def _ready(self, arrival: Arrival) -> None:
+    async def _ready(self, arrival: IncomingRequest) -> None:
         """Ready when every model has a replica; says which have none."""
         missing = [model.name for model in self._models if not self._dispatchers[model.name].replicas()]
         document = {"status": "waiting" if missing else "ready", "models_without_replica": missing}
         await send_json(arrival.send, 503 if missing else 200, encode(document), [])
 
-    async def _metrics(self, arrival: Arrival) -> None:
+    async def _metrics(self, arrival: IncomingRequest) -> None:
         """This gateway's metrics and those of the schedulers behind it."""
         distinct = {id(found): found for found in self._dispatchers.values()}
         pages = await asyncio.gather(*(dispatcher.exposition() for dispatcher in distinct.values()))
         page = merge((self.telemetry.exposition(), *pages))
         await send_body(arrival.send, 200, [_METRICS_TYPE], page.encode())
 
-    async def _show(self, chosen: Callable[[SchedulerViews], View], arrival: Arrival) -> None:
+    async def _show(self, chosen: Callable[[SchedulerViews], View], arrival: IncomingRequest) -> None:
         """A view into every model's scheduler, for admins."""
         self._intake.authenticate(arrival).check_admin()
         models: list[Mapping[str, Any]] = []
@@ -215,7 +215,7 @@ class Gateway:
                 models.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
         await send_json(arrival.send, 200, encode({"models": models}), [])
 
-    async def _freeze(self, reason: str, arrival: Arrival) -> None:
+    async def _freeze(self, reason: str, arrival: IncomingRequest) -> None:
         """Stop every model's tuner, or let it go on; for admins."""
         self._intake.authenticate(arrival).check_admin()
         models: list[Mapping[str, Any]] = []
@@ -233,7 +233,7 @@ class Gateway:
         self.close()
         await send({"type": "lifespan.shutdown.complete"})
 
-    def _conclude_unscheduled(self, arrival: Arrival, outcome: Outcome, detail: str) -> None:
+    def _conclude_unscheduled(self, arrival: IncomingRequest, outcome: Outcome, detail: str) -> None:
         """Count and log a request that no scheduler has seen."""
         record = RequestRecord(
             request_id=arrival.request_id,
@@ -246,7 +246,7 @@ class Gateway:
         )
         # The path may be anything that somebody types; only known ones are words of ours.
         endpoint = arrival.path if arrival.path in self._routes else "-"
-        self.telemetry.concluded(
+        self.telemetry.on_conclusion(
             Conclusion(
                 record=record,
                 model="",

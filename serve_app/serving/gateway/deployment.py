@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.engines.engine import ASGIApp, Message, Receive, Scope, Send
 from serve_app.serving.channel.gateway_client import GatewayClient
-from serve_app.serving.channel.messages import Endpoint
+from serve_app.serving.channel.messages import SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway.app import Gateway, SchedulerViews
 from serve_app.serving.gateway.settings import GatewaySettings
@@ -92,9 +92,9 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
     return SchedulerViews(queue=queue, status=status, freeze=freeze)
 
 
-def _locator(scheduler: DeploymentHandle[Any]) -> Callable[[], Awaitable[Endpoint]]:
-    async def locate() -> Endpoint:
-        endpoint: Endpoint = await scheduler.endpoint.remote()
+def _locator(scheduler: DeploymentHandle[Any]) -> Callable[[], Awaitable[SchedulerEndpoint]]:
+    async def locate() -> SchedulerEndpoint:
+        endpoint: SchedulerEndpoint = await scheduler.endpoint.remote()
         return endpoint
 
     return locate

@@ -18,7 +18,7 @@ from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
 from serve_app.request import Usage
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import Dispatcher, Grant, Refusal, Submission
+from serve_app.serving.channel.scheduler_client import Grant, Refusal, SchedulerClient, Submission
 from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
 from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, outcome_of
 from serve_app.serving.gateway.answer.responses import (
@@ -42,7 +42,7 @@ _EVENT_STREAM = b"text/event-stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class ForwardJob:
     """What is to be done for one client.
 
     Attributes:
@@ -89,7 +89,7 @@ class ScheduledCall:
     )
 
     def __init__(
-        self, order: Order, services: Services, dispatcher: Dispatcher, receive: Receive, send: Send
+        self, order: ForwardJob, services: Services, dispatcher: SchedulerClient, receive: Receive, send: Send
     ) -> None:
         self._order = order
         self._services = services
@@ -110,7 +110,7 @@ class ScheduledCall:
     async def run(self) -> None:
         """Queue, forward, answer, conclude. Raises nothing but the cancellation of its own task."""
         model = self._order.submission.model
-        self._services.telemetry.entered(model)
+        self._services.telemetry.on_arrival(model)
         try:
             with self._watch:
                 await self._serve()
@@ -130,8 +130,8 @@ class ScheduledCall:
                 RequestRefused(Outcome.FAILED, "the gateway failed; its log says why", status=500)
             )
         finally:
-            self._services.telemetry.left(model)
-            self._services.telemetry.concluded(self._conclusion())
+            self._services.telemetry.on_departure(model)
+            self._services.telemetry.on_conclusion(self._conclusion())
 
     async def _serve(self) -> None:
         submission = self._order.submission
@@ -240,7 +240,7 @@ class ScheduledCall:
             self._outcome, self._usage, self._detail = outcome, usage, detail
         grant, self._owed = self._owed, None
         if grant is not None:
-            self._dispatcher.finished(grant.request_id, outcome, usage)
+            self._dispatcher.finish(grant.request_id, outcome, usage)
 
     def _conclusion(self) -> Conclusion:
         order, grant, usage = self._order, self._grant, self._usage

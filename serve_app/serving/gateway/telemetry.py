@@ -81,21 +81,24 @@ class Telemetry:
             ("gateway", "model", "failure"),
         )
         self.ttft = self._histogram(
-            "time_to_first_token_seconds", "Arrival to first byte of a streamed answer.", labels, _SECONDS
+            "time_to_first_token_seconds",
+            "IncomingRequest to first byte of a streamed answer.",
+            labels,
+            _SECONDS,
         )
         self.e2e = self._histogram(
-            "e2e_seconds", "Arrival to conclusion of completed requests.", labels, _SECONDS
+            "e2e_seconds", "IncomingRequest to conclusion of completed requests.", labels, _SECONDS
         )
         self.queue_wait = self._histogram(
-            "queue_wait_seconds", "Arrival to the last grant.", labels, _WAIT_SECONDS
+            "queue_wait_seconds", "IncomingRequest to the last grant.", labels, _WAIT_SECONDS
         )
         self.registry.register(self)
 
-    def entered(self, model: str) -> None:
+    def on_arrival(self, model: str) -> None:
         """A request of a known model is under way."""
         self.in_flight[model] = self.in_flight.get(model, 0) + 1
 
-    def left(self, model: str) -> None:
+    def on_departure(self, model: str) -> None:
         """It is over."""
         self.in_flight[model] -= 1
 
@@ -103,7 +106,7 @@ class Telemetry:
         """A granted request came back before its first byte."""
         self.put_backs.labels(self._gateway_id, model, failure).inc()
 
-    def concluded(self, conclusion: Conclusion) -> None:
+    def on_conclusion(self, conclusion: Conclusion) -> None:
         """Count and log a request that has reached its outcome."""
         record, model = conclusion.record, conclusion.model
         self._outcome_counter(model, record).inc()

@@ -3,7 +3,7 @@
 from serve_app.engines.engine import Send
 from serve_app.errors import Outcome
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import Dispatcher, ReplicaAddress
+from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
 from serve_app.serving.gateway.answer.engine_answer import failure_of
 from serve_app.serving.gateway.answer.responses import RequestRefused, send_body
 from serve_app.serving.gateway.request.headers import RequestHead, returned
@@ -23,7 +23,7 @@ class AnyReplica:
         self._upstream = upstream
         self._turn = 0
 
-    async def pass_on(self, dispatcher: Dispatcher, head: RequestHead, body: bytes, send: Send) -> None:
+    async def pass_on(self, dispatcher: SchedulerClient, head: RequestHead, body: bytes, send: Send) -> None:
         """Send a request to some replica and its answer to the client.
 
         Raises:
@@ -34,7 +34,7 @@ class AnyReplica:
         await send_body(send, response.status, [*returned(response.headers), request_id], answer)
 
     async def _ask(
-        self, dispatcher: Dispatcher, head: RequestHead, body: bytes
+        self, dispatcher: SchedulerClient, head: RequestHead, body: bytes
     ) -> tuple[UpstreamResponse, bytes]:
         replicas = dispatcher.replicas()
         failure = "no replica is ready"

@@ -109,7 +109,7 @@ class ReplicaLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
+class ScalingTargets:
     """What one replica is meant to hold."""
 
     ongoing: float
@@ -118,7 +118,7 @@ class Targets:
     downscale_margin_ratio: float
 
 
-def desired_replicas(loads: Sequence[ReplicaLoad], current_target: int, targets: Targets) -> int:
+def desired_replicas(loads: Sequence[ReplicaLoad], current_target: int, targets: ScalingTargets) -> int:
     """The number of replicas that the pool should have, before bounds and delays.
 
     Args:
@@ -139,7 +139,7 @@ def desired_replicas(loads: Sequence[ReplicaLoad], current_target: int, targets:
     return min(current_target, _replicas_for(loads, targets, targets.downscale_margin_ratio))
 
 
-def _replicas_for(loads: Sequence[ReplicaLoad], targets: Targets, filled_ratio: float) -> int:
+def _replicas_for(loads: Sequence[ReplicaLoad], targets: ScalingTargets, filled_ratio: float) -> int:
     """Replicas that hold these loads when each is filled to `filled_ratio` of its targets."""
     ongoing = sum((load.ongoing or 0.0) + (load.queued or 0.0) for load in loads)
     kv_usage = sum(load.kv_usage_ratio or 0.0 for load in loads)
@@ -193,7 +193,7 @@ class PoolPolicy:
         """The number of replicas wanted, and no state of our own."""
         if context.config is None:
             return context.target_num_replicas, {}
-        targets = Targets(
+        targets = ScalingTargets(
             ongoing=context.config.get_target_ongoing_requests(),
             saturated_waiting=self._saturated_waiting,
             kv_usage_ratio=self._target_kv_ratio,

@@ -15,7 +15,7 @@ from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSett
 from serve_app.engines.engine import Engine
 from serve_app.engines.remote.engine import RemoteEngine, RemoteEngineSettings
 from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings
-from serve_app.serving.channel.messages import Endpoint
+from serve_app.serving.channel.messages import SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
 from serve_app.serving.pool.server import ReplicaServerSettings
@@ -58,8 +58,8 @@ class PoolDeployment:
     ) -> None:
         context = serve.get_replica_context()
 
-        async def locate() -> Endpoint:
-            endpoint: Endpoint = await scheduler.endpoint.remote()
+        async def locate() -> SchedulerEndpoint:
+            endpoint: SchedulerEndpoint = await scheduler.endpoint.remote()
             return endpoint
 
         replica = PoolReplicaSettings(

@@ -18,13 +18,13 @@ from typing import Any
 
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.scheduling import SchedulerSettings
-from serve_app.serving.channel.messages import Endpoint
+from serve_app.serving.channel.messages import SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
-from serve_app.serving.scheduler.learned_state import STATE_KIND, learned_state, objection
-from serve_app.serving.scheduler.live_scheduler import SchedulerShell, ShellParts
+from serve_app.serving.scheduler.learned_state import STATE_KIND, denial, learned_state
+from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.state.keeper import StateKeeper
 from serve_app.serving.state.store import StateStore
 from serve_app.tuning.online.retune import Retune
@@ -89,7 +89,7 @@ def _ray_surroundings() -> Surroundings:
 
 
 class SchedulerActor:
-    """Runs one `SchedulerShell` after the other: a new one for each change of settings.
+    """Runs one `LiveScheduler` after the other: a new one for each change of settings.
 
     Must be constructed on a running event loop; everything it starts, it starts in an empty context, because
     Serve cancels what was started in the context of a request along with that request.
@@ -100,7 +100,7 @@ class SchedulerActor:
         self._surroundings = surroundings or _ray_surroundings()
         self._incarnations = Incarnations(self._surroundings.claims, settings.scope)
         self._loop = asyncio.get_running_loop()
-        self._shell: SchedulerShell | None = None
+        self._shell: LiveScheduler | None = None
         self._learned: Mapping[str, Any] | None = None
         self._keeper = self._make_keeper()
         self._changing = asyncio.Lock()
@@ -109,7 +109,7 @@ class SchedulerActor:
     def __repr__(self) -> str:
         return f"<SchedulerActor {self._settings.scope} {self._shell}>"
 
-    async def endpoint(self) -> Endpoint:
+    async def endpoint(self) -> SchedulerEndpoint:
         """Where gateways and replicas find the scheduler, and the secret that lets them in.
 
         Raises:
@@ -223,7 +223,7 @@ class SchedulerActor:
         incarnation, _ = await asyncio.gather(
             asyncio.to_thread(self._incarnations.claim), self._load_what_was_learned()
         )
-        parts = ShellParts(
+        parts = LiveSchedulerOptions(
             incarnation=incarnation,
             channel=settings.channel,
             newest_incarnation=self._newest,
@@ -231,7 +231,7 @@ class SchedulerActor:
             decision_log=settings.decision_log,
             learned=self._learned,
         )
-        shell = SchedulerShell(settings.scheduler, parts)
+        shell = LiveScheduler(settings.scheduler, parts)
         await shell.start(self._surroundings.host())
         self._shell = shell
         if self._keeper is not None:
@@ -256,7 +256,7 @@ class SchedulerActor:
         document = await self._keeper.load()
         if document is None:
             return
-        if reason := objection(self._settings.scheduler, document):
+        if reason := denial(self._settings.scheduler, document):
             self._keeper.refused(reason)
         else:
             self._learned = document
@@ -264,7 +264,7 @@ class SchedulerActor:
     async def _newest(self) -> int:
         return await asyncio.to_thread(self._incarnations.newest)
 
-    async def _current(self) -> SchedulerShell:
+    async def _current(self) -> LiveScheduler:
         await asyncio.shield(self._started)
         assert self._shell is not None, "_start sets it or raises"
         return self._shell

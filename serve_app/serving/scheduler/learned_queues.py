@@ -75,7 +75,7 @@ class LearnedQueues:
         """Learned queues in force."""
         return len(self.update.partition) if self.update is not None else 0
 
-    def arrived(self, prompt_tokens: int) -> None:
+    def on_arrival(self, prompt_tokens: int) -> None:
         """Keep a length for the next pull; with too many of them the oldest go."""
         self._lengths.append(prompt_tokens)
 
@@ -85,7 +85,7 @@ class LearnedQueues:
         self._lengths.clear()
         return taken
 
-    def changed(self, update: PartitionUpdate, now: float) -> None:
+    def on_change(self, update: PartitionUpdate, now: float) -> None:
         """`update` is in force."""
         self.update, self._learned_at = update, now - update.age_s
 

@@ -39,7 +39,7 @@ def take_over(core: Scheduler, document: Mapping[str, Any], now: float) -> None:
     core.router.restore(b_short_tokens, now)
 
 
-def objection(settings: SchedulerSettings, document: Mapping[str, Any]) -> str:
+def denial(settings: SchedulerSettings, document: Mapping[str, Any]) -> str:
     """Why a scheduler of these settings could not take this over; empty when it can."""
     try:
         take_over(Scheduler(settings), document, 0.0)

@@ -19,25 +19,25 @@ from typing import Any
 
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass
-from serve_app.routing.adaptive_b_short import ThresholdMoved
+from serve_app.routing.adaptive_b_short import BShortChanged
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.scheduling.events import DispatchFailed, Event, ReplicaLost, Woke
-from serve_app.serving.channel.gateway_sessions import GatewayDesk
-from serve_app.serving.channel.messages import Endpoint
-from serve_app.serving.channel.replica_registry import ReplicaDesk
+from serve_app.serving.channel.gateway_sessions import GatewaySessions
+from serve_app.serving.channel.messages import SchedulerEndpoint
+from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.decision_log import DecisionLog, DecisionLogSettings
 from serve_app.serving.scheduler.learned_state import take_over
-from serve_app.serving.scheduler.metrics import SchedulerMetrics, Standing
-from serve_app.serving.scheduler.tuning_endpoint import TunerDesk
+from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
+from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
 
 logger = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShellParts:
+class LiveSchedulerOptions:
     """What a shell is given besides the core's settings.
 
     Attributes:
@@ -56,7 +56,7 @@ class ShellParts:
     learned: Mapping[str, Any] | None = None
 
 
-class SchedulerShell:
+class LiveScheduler:
     """A scheduler that lives: core, clock, connections, metrics.
 
     Attributes:
@@ -65,7 +65,7 @@ class SchedulerShell:
         tuner: what it has to do with its tuner.
     """
 
-    def __init__(self, settings: SchedulerSettings, parts: ShellParts) -> None:
+    def __init__(self, settings: SchedulerSettings, parts: LiveSchedulerOptions) -> None:
         self._settings = settings
         self._parts = parts
         self._loop = asyncio.get_running_loop()
@@ -76,19 +76,19 @@ class SchedulerShell:
         self.ended = ""
         self._secret = secrets.token_urlsafe(32)
         self._metrics = SchedulerMetrics(settings.model, parts.incarnation)
-        self._gateways = GatewayDesk(self, parts.channel.gateway_grace_s)
-        self._replicas = ReplicaDesk(self.feed, self._gateways.tell_all, self._waiting_at)
+        self._gateways = GatewaySessions(self, parts.channel.gateway_grace_s)
+        self._replicas = ReplicaRegistry(self.feed, self._gateways.tell_all, self._waiting_at)
         timeouts = {priority: settings.queue_timeout_s.of(priority) for priority in PriorityClass}
         identity = Identity(secret=self._secret, incarnation=parts.incarnation, queue_timeouts_s=timeouts)
         self._server = ChannelServer(
             identity, parts.channel, self._gateways, self._replicas, self._superseded
         )
-        self._endpoint: Endpoint | None = None
+        self._endpoint: SchedulerEndpoint | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = math.inf
         self._watch: asyncio.Task[None] | None = None
         self._stale: set[str] = set()
-        self.tuner = TunerDesk(
+        self.tuner = TuningEndpoint(
             host=self,
             model=settings.model,
             incarnation=parts.incarnation,
@@ -100,12 +100,12 @@ class SchedulerShell:
     def __repr__(self) -> str:
         state = f"ended: {self.ended}" if self.ended else "schedules"
         parts = (self._gateways, self._replicas, self.core)
-        return f"<SchedulerShell {self._parts.incarnation} {state}, {', '.join(map(repr, parts))}>"
+        return f"<LiveScheduler {self._parts.incarnation} {state}, {', '.join(map(repr, parts))}>"
 
-    async def start(self, host: str) -> Endpoint:
+    async def start(self, host: str) -> SchedulerEndpoint:
         """Listen at `host` on a free port."""
         port = await self._server.start(host)
-        self._endpoint = Endpoint(
+        self._endpoint = SchedulerEndpoint(
             host=host, port=port, secret=self._secret, incarnation=self._parts.incarnation
         )
         if self._parts.newest_incarnation is not None:
@@ -134,7 +134,7 @@ class SchedulerShell:
         if self._log is not None:
             self._log.close()
 
-    def endpoint(self) -> Endpoint:
+    def endpoint(self) -> SchedulerEndpoint:
         """Where peers find this scheduler.
 
         Raises:
@@ -169,14 +169,14 @@ class SchedulerShell:
     def queue(self) -> dict[str, Any]:
         """Who waits where, for how long, and why."""
         census = self.core.census(self.now())
-        lanes = [asdict(lane) for lane in census.lanes]
+        sub_queues = [asdict(sub_queue) for sub_queue in census.sub_queues]
         served = {priority.value: dict(counters) for priority, counters in census.served.items() if counters}
         return {
             "model": self._settings.model,
             "policy": self._settings.policy,
-            "waiting": len(self.core.room),
-            "lanes": lanes,
-            "lanes_left_out": census.left_out,
+            "waiting": len(self.core.queue),
+            "sub_queues": sub_queues,
+            "sub_queues_left_out": census.left_out,
             "b_short_tokens": census.b_short_tokens,
             "served": served,
         }
@@ -207,7 +207,7 @@ class SchedulerShell:
         return self._settings.queue_timeout_s.of(priority)
 
     def _waiting_at(self, pool: str) -> int:
-        return self.core.room.waiting_at[pool]
+        return self.core.queue.waiting_at[pool]
 
     def knows_replica(self, replica_id: str) -> bool:
         """Whether the replica is connected."""
@@ -216,7 +216,7 @@ class SchedulerShell:
     def exposition(self) -> str:
         """Return the metrics in the Prometheus text format."""
         return self._metrics.exposition(
-            Standing(
+            SchedulerStatus(
                 waiting=self._gateways.book.waiting(),
                 in_flight=self._gateways.book.in_flight(),
                 replicas=self._replicas.reports(),
@@ -225,7 +225,7 @@ class SchedulerShell:
                 learned_queues=len(self.tuner.queues),
                 partition_age_s=self.tuner.queues.age_s(self.now()),
                 drain_tokens_per_s=self.core.admission.predictor.drain.tokens_per_s,
-                bookings=len(self.core.admission.bookings),
+                retry_reservations=len(self.core.admission.retry_reservations),
                 errors=self.core.admission.predictor.errors,
                 b_short_tokens=self.core.router.b_short_tokens,
             )
@@ -246,22 +246,22 @@ class SchedulerShell:
         match command:
             case Dispatch():
                 priority = self._gateways.grant(command)
-                entry = self.core.entry(command.request_id)
+                entry = self.core.find(command.request_id)
                 spilled = entry is not None and entry.pools[0] != command.pool
-                self._metrics.dispatched(command, priority, spilled=spilled)
+                self._metrics.on_dispatch(command, priority, spilled=spilled)
                 if entry is not None:
-                    self._metrics.predicted(entry)
+                    self._metrics.on_prediction(entry)
             case Conclude():
-                self._metrics.concluded(command, self._gateways.conclude(command))
+                self._metrics.on_conclusion(command, self._gateways.conclude(command))
             case ReportStale(replica_id=replica_id, age_s=age_s):
                 self._stale.add(replica_id)
-                self._metrics.report_went_stale()
+                self._metrics.on_report_stale()
                 logger.warning("event=report_stale replica=%s age_s=%.2f", replica_id, age_s)
             case ReportFresh(replica_id=replica_id):
                 self._stale.discard(replica_id)
                 logger.info("event=report_fresh replica=%s", replica_id)
-            case ThresholdMoved():
-                self._metrics.threshold_moved()
+            case BShortChanged():
+                self._metrics.on_b_short_change()
                 logger.info(
                     "event=b_short_moved model=%s was=%d now=%d short_load=%.3f long_load=%.3f speed=%.2f",
                     self._settings.model,
@@ -295,7 +295,7 @@ class SchedulerShell:
 
     def _core_failed(self, event: Event, error: Exception) -> None:
         logger.error("event=core_failed on=%r", event, exc_info=error)
-        self._metrics.core_failed()
+        self._metrics.on_core_failure()
         self._gateways.give_up(event, f"the scheduler failed on this request: {error}")
         self._end(f"the core failed on {type(event).__name__}: {error!r}")
 

@@ -15,7 +15,7 @@ from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling.admission.wait_prediction import PredictionErrors
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.events import DispatchFailed
-from serve_app.scheduling.request import Entry
+from serve_app.scheduling.request import ScheduledRequest
 
 # From "there was room" to the patience of batch work.
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -24,7 +24,7 @@ _ERROR_BUCKETS_S = (-60, -30, -10, -5, -2, -1, -0.5, -0.1, 0, 0.1, 0.5, 1, 2, 5,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class SchedulerStatus:
     """How things stand at the moment of a scrape."""
 
     waiting: Mapping[PriorityClass, int]
@@ -35,7 +35,7 @@ class Standing:
     learned_queues: int = 0
     partition_age_s: float | None = None
     drain_tokens_per_s: float = 0.0
-    bookings: int = 0
+    retry_reservations: int = 0
     errors: PredictionErrors = field(default_factory=PredictionErrors)
     b_short_tokens: int = 0
 
@@ -69,7 +69,7 @@ class SchedulerMetrics:
         self._partition_age = gauge("ewsjf_partition_age_seconds", text)
         text = "Estimated tokens dispatched per second while requests waited."
         self._drain = gauge("ewsjf_queue_drain_tokens_per_second", text)
-        self._bookings = gauge("ewsjf_bookings", "Refused requests whose return is expected.")
+        self._bookings = gauge("ewsjf_retry_reservations", "Refused requests whose return is expected.")
         text = "Token budget up to which a request is at home in the first pool."
         self._b_short = gauge("ewsjf_b_short_tokens", text)
         self._tuned = gauge("ewsjf_tuned_value", "A setting that is tuned, as it is in force.", "setting")
@@ -114,7 +114,7 @@ class SchedulerMetrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, ("model", *labels), registry=self._registry)
 
-    def dispatched(self, command: Dispatch, priority: PriorityClass, *, spilled: bool) -> None:
+    def on_dispatch(self, command: Dispatch, priority: PriorityClass, *, spilled: bool) -> None:
         """A grant was issued."""
         dispatches, wait = self._of_dispatch(command.pool, priority)
         dispatches.inc()
@@ -122,7 +122,7 @@ class SchedulerMetrics:
         if spilled:
             self._spills.labels(self._model, command.pool).inc()
 
-    def predicted(self, entry: Entry) -> None:
+    def on_prediction(self, entry: ScheduledRequest) -> None:
         """A request was dispatched; how long it waited was predicted when it came, or could not be."""
         prediction, priority = entry.prediction, entry.request.priority
         if prediction is None:
@@ -136,15 +136,15 @@ class SchedulerMetrics:
         """A grant came to nothing."""
         self._put_backs.labels(self._model, event.failure.value).inc()
 
-    def concluded(self, command: Conclude, priority: PriorityClass) -> None:
+    def on_conclusion(self, command: Conclude, priority: PriorityClass) -> None:
         """A request reached its outcome."""
         self._of_conclusion(priority, command.outcome).inc()
 
-    def report_went_stale(self) -> None:
+    def on_report_stale(self) -> None:
         """A replica has not reported for too long."""
         self._stale_reports.labels(self._model).inc()
 
-    def partition_changed(self, reason: str) -> None:
+    def on_partition_change(self, reason: str) -> None:
         """Learned queues were put in force."""
         self._partition_changes.labels(self._model, reason).inc()
 
@@ -154,15 +154,15 @@ class SchedulerMetrics:
             self._tuned.labels(self._model, path).set(value)
         self._retunings.labels(self._model).inc()
 
-    def threshold_moved(self) -> None:
+    def on_b_short_change(self) -> None:
         """`B_short` has another value."""
         self._b_short_moves.labels(self._model).inc()
 
-    def core_failed(self) -> None:
+    def on_core_failure(self) -> None:
         """The core raised."""
         self._errors.labels(self._model).inc()
 
-    def exposition(self, standing: Standing) -> str:
+    def exposition(self, standing: SchedulerStatus) -> str:
         """Return everything in the Prometheus text format."""
         for priority in PriorityClass:
             self._waiting.labels(self._model, priority.value).set(standing.waiting.get(priority, 0))
@@ -170,7 +170,7 @@ class SchedulerMetrics:
         self._gateways.labels(self._model).set(standing.gateways)
         self._learned_queues.labels(self._model).set(standing.learned_queues)
         self._drain.labels(self._model).set(standing.drain_tokens_per_s)
-        self._bookings.labels(self._model).set(standing.bookings)
+        self._bookings.labels(self._model).set(standing.retry_reservations)
         self._b_short.labels(self._model).set(standing.b_short_tokens)
         self._error_mean.labels(self._model).set(standing.errors.mean_s)
         self._error_size.labels(self._model).set(standing.errors.mean_absolute_s)

@@ -44,7 +44,7 @@ class Host(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class TunerDesk:
+class TuningEndpoint:
     """What one scheduler has to do with its tuner.
 
     Args:
@@ -76,11 +76,11 @@ class TunerDesk:
     def note(self, event: Event, commands: list[Command], now: float) -> None:
         """The core has handled an event."""
         if isinstance(event, Arrived):
-            entry = self.host.core.entry(event.request.request_id)
+            entry = self.host.core.find(event.request.request_id)
             if entry is not None:
-                self.queues.arrived(prompt_tokens(entry))
+                self.queues.on_arrival(prompt_tokens(entry))
                 if self._outcomes is not None:
-                    self._outcomes.arrived(entry)
+                    self._outcomes.on_arrival(entry)
         if self._outcomes is not None:
             self._outcomes.fed(event, commands, now)
 
@@ -112,8 +112,8 @@ class TunerDesk:
         """
         self.host.feed(PartitionChanged(update.partition))
         self._check_alive()
-        self.queues.changed(update, self.host.now())
-        self.metrics.partition_changed(update.reason)
+        self.queues.on_change(update, self.host.now())
+        self.metrics.on_partition_change(update.reason)
         logger.info(
             "event=partition_changed model=%s incarnation=%d reason=%s queues=%d shortest=%d longest=%d "
             "lengths=%d distance=%.3f age_s=%.0f",

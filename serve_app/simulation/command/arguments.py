@@ -21,7 +21,7 @@ from serve_app.simulation.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
 from serve_app.simulation.partitions import LEARNED, PRIOR, PartitionSource, partition_source
 from serve_app.simulation.run import RunSettings, SloByLength, policy_names
-from serve_app.simulation.simulation import WorldSettings
+from serve_app.simulation.simulation import SimulationSettings
 from serve_app.simulation.workload import Disclosure
 
 _DEFAULT_POLICY = "ewsjf"
@@ -146,7 +146,7 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
                 output_known=args.max_output == "known", queue_timeout_s=args.queue_timeout_s
             ),
             noise=LengthNoise(relative_error=args.length_noise),
-            world=WorldSettings(
+            world=SimulationSettings(
                 control_latency_s=args.control_latency, report_interval_s=args.report_interval
             ),
             scheduler=dict(setting(text, "--set") for text in args.set),

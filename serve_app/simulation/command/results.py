@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from serve_app.metrics.confidence import Interval, interval_95
+from serve_app.metrics.confidence import ConfidenceInterval, interval_95
 from serve_app.simulation.partitions import partition_as_json
 from serve_app.simulation.run import ORACLE, RunResult
 
@@ -122,7 +122,7 @@ def _cell_of(group: Sequence[Row]) -> Callable[[Figure], str]:
     return cell
 
 
-def _written(interval: Interval, decimals: int) -> str:
+def _written(interval: ConfidenceInterval, decimals: int) -> str:
     mean = f"{interval.mean:,.{decimals}f}"
     return mean if interval.high is None else f"{mean} ± {interval.high - interval.mean:,.{decimals}f}"
 

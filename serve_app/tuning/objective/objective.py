@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from serve_app.metrics.record import RequestRecord
 from serve_app.tuning.objective.paper_reward import PaperObjective, paper_terms
-from serve_app.tuning.objective.service_class import ClassFigures, Targets, by_class, judged
+from serve_app.tuning.objective.service_class import ClassFigures, ClassTargets, by_class, judged
 from serve_app.tuning.objective.slo_reward import SloObjective, slo_terms
 
 Kind = Literal["slo", "paper"]
@@ -35,7 +35,7 @@ class ObjectiveSettings:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     kind: Kind = "slo"
-    targets: Targets = field(default_factory=Targets)
+    targets: ClassTargets = field(default_factory=ClassTargets)
     slo: SloObjective = field(default_factory=SloObjective)
     paper: PaperObjective = field(default_factory=PaperObjective)
     # Below it a stretch says nothing: the share of 30 requests is known to a tenth or two.

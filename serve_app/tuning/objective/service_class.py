@@ -54,7 +54,7 @@ class ClassTarget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
+class ClassTargets:
     """What is due to each class.
 
     Attributes:
@@ -128,7 +128,7 @@ class ClassFigures:
         return asdict(self)
 
 
-def judged(records: Iterable[RequestRecord], targets: Targets) -> list[RequestRecord]:
+def judged(records: Iterable[RequestRecord], targets: ClassTargets) -> list[RequestRecord]:
     """The requests that say something of the order of service.
 
     Left out are those that were refused for what they are, and those that completed without a known first
@@ -138,7 +138,7 @@ def judged(records: Iterable[RequestRecord], targets: Targets) -> list[RequestRe
     return [record for record in records if _counts(record, targets)]
 
 
-def _counts(record: RequestRecord, targets: Targets) -> bool:
+def _counts(record: RequestRecord, targets: ClassTargets) -> bool:
     if record.outcome in NOT_OURS:
         return False
     if record.completed:
@@ -149,14 +149,14 @@ def _counts(record: RequestRecord, targets: Targets) -> bool:
     return True
 
 
-def by_class(counted: Sequence[RequestRecord], targets: Targets) -> dict[str, ClassFigures]:
+def by_class(counted: Sequence[RequestRecord], targets: ClassTargets) -> dict[str, ClassFigures]:
     """The figures of each class that there is, by name."""
     return {
         name: _figures(members, targets) for name, members in sorted(members_of(counted, targets).items())
     }
 
 
-def members_of(counted: Sequence[RequestRecord], targets: Targets) -> dict[str, list[RequestRecord]]:
+def members_of(counted: Sequence[RequestRecord], targets: ClassTargets) -> dict[str, list[RequestRecord]]:
     """The requests of each class."""
     members: dict[str, list[RequestRecord]] = {}
     for record in counted:
@@ -164,7 +164,7 @@ def members_of(counted: Sequence[RequestRecord], targets: Targets) -> dict[str, 
     return members
 
 
-def _figures(members: Sequence[RequestRecord], targets: Targets) -> ClassFigures:
+def _figures(members: Sequence[RequestRecord], targets: ClassTargets) -> ClassFigures:
     ttfts = sorted(record.ttft_s for record in members if record.completed and record.ttft_s is not None)
     return ClassFigures(
         requests=len(members),

@@ -6,7 +6,7 @@ All four terms lie between 0 and 1 and have no unit:
 
 - `attainment`: share of the requests served within the targets of their class: goodput over offered load, so
   that windows of different rates compare.
-- `tail`: the worst class's 99th percentile of lateness (`Targets.lateness`): 0.5 is a p99 at its target.
+- `tail`: the worst class's 99th percentile of lateness (`ClassTargets.lateness`): 0.5 is a p99 at its target.
 - `slowness`: mean lateness, each class counting alike. It is what still tells settings apart when all targets
   are kept, or none; and as a mean it has far less noise than a percentile.
 - `unfairness`: 1 less Jain's index over what tenants got of their fair share (`metrics.fairness`).
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from serve_app.metrics.fairness import jain_of_tenants
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.statistics import percentile
-from serve_app.tuning.objective.service_class import Targets, members_of
+from serve_app.tuning.objective.service_class import ClassTargets, members_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,9 @@ class SloObjective:
         )
 
 
-def slo_terms(counted: Sequence[RequestRecord], targets: Targets, settings: SloObjective) -> dict[str, float]:
+def slo_terms(
+    counted: Sequence[RequestRecord], targets: ClassTargets, settings: SloObjective
+) -> dict[str, float]:
     """The four terms.
 
     Args:

@@ -5,7 +5,7 @@ steadily then favours neither side. Two neighbours are a pair, and the differenc
 observation. What cannot be measured never counts as good: a pair without a reward on both sides is void and
 is made up for; when too many are, or when only the candidate's side has none, the trial has failed.
 
-Harm ends a trial early when it is beyond the margin and beyond what the traffic does by itself (`swings`).
+Harm ends a trial early when it is beyond the margin and beyond what the traffic does by itself (`slice_noise`).
 
 Where the twin can say what the values in force would have made of each slice, differences are cleared of that
 first (`control_variate`), and it is what the traffic does *apart from that* that harm and gain are held
@@ -13,10 +13,10 @@ against. A pair then waits for what was expected of it; harm that is plain witho
 is missing, the trial goes on as if there had been none.
 
 A gain is proven when the sum of the differences exceeds z * sigma * sqrt(n), where n pairs are planned, sigma
-is the larger of the swing before the trial and the scatter of its own pairs, and z the normal quantile of
+is the larger of the noise before the trial and the scatter of its own pairs, and z the normal quantile of
 1 - p / 2. By the reflection principle the sum of n differences without a gain is above that at *any* time
 with a chance of at most p, so a trial may end as soon as it is: what is clear takes three pairs, what is not
-takes all. (The boundary of O'Brien and Fleming, Biometrics 35, 1979, in continuous time.) Where no swing is
+takes all. (The boundary of O'Brien and Fleming, Biometrics 35, 1979, in continuous time.) Where no noise is
 known, few pairs say too little about sigma, and only the last look counts.
 """
 
@@ -29,7 +29,7 @@ from enum import StrEnum
 from serve_app.tuning.objective.objective import Reward
 from serve_app.tuning.online.control_variate import Control
 from serve_app.tuning.online.rollout_settings import RolloutSettings, Slice
-from serve_app.tuning.online.slice_noise import Measured, Neighbours, Swings
+from serve_app.tuning.online.slice_noise import Measured, Neighbours, SliceNoise
 from serve_app.tuning.search.comparison import compare
 from serve_app.tuning.search.history import finite
 
@@ -39,7 +39,7 @@ _PLAIN = 3.0
 """Times the limit at which harm needs no expectation: the traffic alone would hardly ever do that."""
 
 
-class Standing(StrEnum):
+class TrialStatus(StrEnum):
     """How a trial stands."""
 
     OPEN = "open"
@@ -57,7 +57,7 @@ class Verdict:
         figures: what it rests on.
     """
 
-    standing: Standing
+    trial_status: TrialStatus
     reason: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ class Canary:
 
     Args:
         now: when its first slice, one of the incumbent, begins.
-        swings: what neighbouring slices differed by before it began.
+        slice_noise: what neighbouring slices differed by before it began.
         control: how to clear differences of what the twin expects; None: nobody will say what it does.
     """
 
@@ -83,10 +83,10 @@ class Canary:
         self,
         settings: RolloutSettings,
         now: float,
-        swings: Swings | None = None,
+        slice_noise: SliceNoise | None = None,
         control: Control | None = None,
     ) -> None:
-        self._settings, self._swings = settings, swings or Swings()
+        self._settings, self._slice_noise = settings, slice_noise or SliceNoise()
         self._control = control
         self._begun = [now]
         self._ended: list[float] = []
@@ -166,7 +166,7 @@ class Canary:
         return self.verdict()
 
     def neighbours(self) -> list[Neighbours]:
-        """Slices that follow each other on one side, which tell how far the traffic swings."""
+        """Slices that follow each other on one side, which tell how far the traffic slice_noise."""
         measured = {
             number: Measured(reward, self._expected.get(number)) for number, reward in self._rewards.items()
         }
@@ -198,18 +198,18 @@ class Canary:
             if plain is not None:
                 return plain
             known = [pair for pair in known if {pair.incumbent, pair.candidate} <= self._expected.keys()]
-        return self._weighed(known) if known else Verdict(Standing.OPEN)
+        return self._weighed(known) if known else Verdict(TrialStatus.OPEN)
 
     def _plain_harm(self, known: list[_Pair]) -> Verdict | None:
         """Harm that is far beyond all that the traffic does by itself, if that is known."""
-        if not known or not self._swings.reward > 0:
+        if not known or not self._slice_noise.reward > 0:
             return None
         mean = statistics.fmean(self._raw(pair) for pair in known)
-        swing = self._settings.swing_allowance * self._swings.reward / math.sqrt(len(known))
-        limit = _PLAIN * (self._settings.margin + swing)
+        noise = self._settings.noise_allowance * self._slice_noise.reward / math.sqrt(len(known))
+        limit = _PLAIN * (self._settings.margin + noise)
         if mean >= -limit:
             return None
-        figures = {"pairs": float(len(known)), "mean_difference": mean, "limit": limit, "swing": swing}
+        figures = {"pairs": float(len(known)), "mean_difference": mean, "limit": limit, "noise": noise}
         return _failed("the reward is far below the incumbent's", figures)
 
     def _weighed(self, known: list[_Pair]) -> Verdict:
@@ -229,10 +229,10 @@ class Canary:
             figures |= {"low": found.low, "high": found.high}
         # One pair alone has to be far off to end a trial; from two on the mean counts.
         limit = settings.margin if len(known) > 1 else 3 * settings.margin
-        allowance = settings.swing_allowance / math.sqrt(len(known))
-        swing = allowance * self._left.reward
-        limit = max(limit, settings.margin + swing)
-        figures |= {"limit": limit, "swing": swing}
+        allowance = settings.noise_allowance / math.sqrt(len(known))
+        noise = allowance * self._left.reward
+        limit = max(limit, settings.margin + noise)
+        figures |= {"limit": limit, "noise": noise}
         if mean < -limit:
             return _failed("the reward is below the incumbent's by more than the margin", figures)
         worst = self._worst_class(known, allowance)
@@ -248,18 +248,18 @@ class Canary:
         # A constant reward measures nothing, whatever the twin expected of it.
         measures = any(self._raw(pair) != 0 for pair in known)
         if may_look and measures and mean > needed:
-            return Verdict(Standing.WON, "the reward is better than the incumbent's", figures)
+            return Verdict(TrialStatus.WON, "the reward is better than the incumbent's", figures)
         if not is_last:
-            return Verdict(Standing.OPEN, figures=figures)
+            return Verdict(TrialStatus.OPEN, figures=figures)
         if mean > 0:
-            reason = "the reward is no better than the incumbent's by more than it swings by itself"
-            return Verdict(Standing.UNPROVEN, reason, figures)
+            reason = "the reward is no better than the incumbent's by more than it slice_noise by itself"
+            return Verdict(TrialStatus.UNPROVEN, reason, figures)
         return _failed("the reward is no better than the incumbent's", figures)
 
     @property
-    def _left(self) -> Swings:
+    def _left(self) -> SliceNoise:
         """What slices of one side differ by, cleared of what is expected where that is known."""
-        return self._swings if self._control is None else self._control.left
+        return self._slice_noise if self._control is None else self._control.left
 
     def _needed(self, differences: list[float]) -> float:
         """The mean difference that proves a gain after so many pairs; never negative."""
@@ -368,4 +368,4 @@ def _attained(rewards: Iterable[Reward]) -> dict[str, tuple[float, int]]:
 
 
 def _failed(reason: str, figures: Mapping[str, float] | None = None) -> Verdict:
-    return Verdict(Standing.FAILED, reason, figures or {})
+    return Verdict(TrialStatus.FAILED, reason, figures or {})

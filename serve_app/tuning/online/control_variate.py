@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from serve_app.tuning.online.slice_noise import Neighbours, Swings, attainment, classes_of
+from serve_app.tuning.online.slice_noise import Neighbours, SliceNoise, attainment, classes_of
 
 _PRIOR_PAIRS = 2.0
 """Pairs of neighbours that a slope of 1 counts as: the twin is believed until some pairs speak against it."""
@@ -35,7 +35,7 @@ class Control:
 
     reward: float = 1.0
     attainment: Mapping[str, float] = field(default_factory=dict)
-    left: Swings = field(default_factory=Swings)
+    left: SliceNoise = field(default_factory=SliceNoise)
 
 
 def control_of(neighbours: Sequence[Neighbours]) -> Control:
@@ -53,7 +53,7 @@ def control_of(neighbours: Sequence[Neighbours]) -> Control:
     return Control(
         reward=slope,
         attainment={name: fitted[0] for name, fitted in classes.items()},
-        left=Swings(reward=left, attainment={name: fitted[1] for name, fitted in classes.items()}),
+        left=SliceNoise(reward=left, attainment={name: fitted[1] for name, fitted in classes.items()}),
     )
 
 

@@ -13,7 +13,7 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.request import PriorityClass
 from serve_app.scheduling.commands import Command, Conclude, Dispatch
 from serve_app.scheduling.events import Event, Finished, FirstToken
-from serve_app.scheduling.request import Entry
+from serve_app.scheduling.request import ScheduledRequest
 
 _KEPT = 10_000
 """Outcomes kept between two pulls: ten seconds at 1,000 requests/s; about 3 MB."""
@@ -44,7 +44,7 @@ class OutcomeWindow:
         self._open: dict[str, _Open] = {}
         self._rows: deque[Row] = deque(maxlen=_KEPT)
 
-    def arrived(self, entry: Entry) -> None:
+    def on_arrival(self, entry: ScheduledRequest) -> None:
         """A request was let in."""
         request = entry.request
         self._open[request.request_id] = _Open(

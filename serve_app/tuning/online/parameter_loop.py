@@ -31,15 +31,15 @@ from serve_app.tuning.online.rollout import Rollout
 from serve_app.tuning.online.rollout_settings import Apply
 from serve_app.tuning.online.slice_noise import (
     SLICES,
+    Interval,
     Measured,
     Neighbours,
-    Stretch,
     neighbours_in,
     rewards_in,
+    slice_noise_of,
     steady_slices,
-    swings_of,
 )
-from serve_app.tuning.search.search_space import Part, SearchSpace
+from serve_app.tuning.search.search_space import SearchSpace, SettingPart
 from serve_app.tuning.search.tunable import Tunable, parameters_of, space_of
 from serve_app.tuning.twin.digital_twin import TwinPlan, with_speed
 from serve_app.tuning.twin.traffic import TrafficLog
@@ -99,7 +99,7 @@ class ParameterLoop:
         self._steady_since = self._settled_until = now
         # Slices before the last trial, what came of them, and those of them that are to be replayed.
         self._steady: tuple[Reward, ...] = ()
-        self._to_replay: tuple[Stretch, ...] = ()
+        self._to_replay: tuple[Interval, ...] = ()
         # Neighbouring slices of one side that the twin was asked of, the latest.
         self._neighbours: deque[Neighbours] = deque(maxlen=SLICES)
         # The replay that a trial waits for, since when, what came of its slices if they are steady ones, and
@@ -224,7 +224,7 @@ class ParameterLoop:
         known = deque(self._neighbours, maxlen=SLICES)
         known.extend(neighbours_in(Measured(reward) for reward in self._steady))
         control = control_of(self._neighbours) if self._settings.rollout.control_variates else None
-        applies = self.rollout.propose(finding.best.values, now, reason, swings_of(known), control)
+        applies = self.rollout.propose(finding.best.values, now, reason, slice_noise_of(known), control)
         if self.rollout.target is None:
             self._to_replay = ()
         return self._orders(applies)
@@ -279,7 +279,7 @@ class ParameterLoop:
             return self.rollout.not_expected(seen.at)
         return []
 
-    def _steady_task(self, seen: Seen, slices: Sequence[Stretch]) -> ReplayTask | None:
+    def _steady_task(self, seen: Seen, slices: Sequence[Interval]) -> ReplayTask | None:
         """The replay of the time before the trial; as much of it as is known and not too much."""
         for first in range(len(slices) - 1):
             task = self._task_of(seen, slices[first:])
@@ -291,7 +291,7 @@ class ParameterLoop:
     def _pairs_task(self, seen: Seen) -> ReplayTask | None:
         """The replay of what the trial waits for."""
         parts = self.rollout.to_expect()
-        task = self._task_of(seen, [Stretch(part.start, part.end) for part in parts])
+        task = self._task_of(seen, [Interval(part.start, part.end) for part in parts])
         if task is None:
             return None
         return replace(task, numbers=tuple(part.number for part in parts), trial=self.rollout.trials)
@@ -309,7 +309,7 @@ class ParameterLoop:
             settings=self._settings.twin,
         )
 
-    def _task_of(self, seen: Seen, slices: Sequence[Stretch]) -> ReplayTask | None:
+    def _task_of(self, seen: Seen, slices: Sequence[Interval]) -> ReplayTask | None:
         """The replay of some slices; None when not all that came in them is known, or it is too much."""
         settings = self._settings.rollout
         lead_s = settings.settle_s + LEAD_SLICES * settings.slice_s
@@ -347,5 +347,5 @@ class ParameterLoop:
 
 def _space(settings: SchedulerSettings) -> SearchSpace:
     """What can be tried under a running scheduler."""
-    names = [each.name for each in parameters_of(settings) if each.part is Part.SCHEDULER]
+    names = [each.name for each in parameters_of(settings) if each.part is SettingPart.SCHEDULER]
     return space_of(Tunable(scheduler=settings), only=names)

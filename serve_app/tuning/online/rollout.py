@@ -12,7 +12,7 @@ Rules:
 - Whatever ends a trial, be it a verdict, a freeze, another mode, other settings from outside, or a restart,
   the incumbent is put in force in the same call, unless the step was adopted.
 - Adopted is what was proven better, as soon as the pairs prove it: a reward above the incumbent's by more
-  than the traffic's own swings explain; no class that lost more than its margin and these. A missing reward,
+  than the traffic's own slice_noise explain; no class that lost more than its margin and these. A missing reward,
   a constant one, or one that is not finite adopts nothing.
 - After a step nothing is tried for a while, after one that looked no better longer; and never while frozen.
 """
@@ -24,10 +24,10 @@ from typing import Any
 from serve_app.errors import SettingsError
 from serve_app.routing.snapshot import Snapshot, number, text
 from serve_app.tuning.objective.objective import Reward
-from serve_app.tuning.online.canary import Canary, Standing, Verdict
+from serve_app.tuning.online.canary import Canary, TrialStatus, Verdict
 from serve_app.tuning.online.control_variate import Control
 from serve_app.tuning.online.rollout_settings import Act, Apply, Audit, Mode, RolloutSettings, Slice
-from serve_app.tuning.online.slice_noise import Neighbours, Swings
+from serve_app.tuning.online.slice_noise import Neighbours, SliceNoise
 from serve_app.tuning.search.history import values_in
 from serve_app.tuning.search.search_space import SearchSpace, Values
 
@@ -89,19 +89,19 @@ class Rollout:
         candidate: Values,
         now: float,
         reason: str = "",
-        swings: Swings | None = None,
+        slice_noise: SliceNoise | None = None,
         control: Control | None = None,
     ) -> list[Apply]:
         """A candidate has won in the twin.
 
         Args:
             reason: how it won, for the audit.
-            swings: what slices under the incumbent differ by themselves; None is strict.
+            slice_noise: what slices under the incumbent differ by themselves; None is strict.
             control: how to clear slices of what the twin expects, as far as is known; `expected` has to tell
                 then. None: nobody will.
         """
-        if objection := self._objection(now):
-            return self._note(now, Act.REFUSED, objection, candidate)
+        if denial := self._objection(now):
+            return self._note(now, Act.REFUSED, denial, candidate)
         try:
             step = self._space.step(self.incumbent, candidate, self._settings.max_step)
         except SettingsError as error:
@@ -111,7 +111,7 @@ class Rollout:
         if self.mode == "advise":
             self._rests_until = now + self._settings.cool_down_s
             return self._note(now, Act.ADVISED, reason, step)
-        self.target, self._canary = step, Canary(self._settings, now, swings, control)
+        self.target, self._canary = step, Canary(self._settings, now, slice_noise, control)
         self.trials += 1
         return self._note(now, Act.STARTED, reason, step)
 
@@ -225,13 +225,13 @@ class Rollout:
         return ""
 
     def _concluded(self, verdict: Verdict, now: float) -> list[Apply]:
-        if verdict.standing is Standing.FAILED:
+        if verdict.trial_status is TrialStatus.FAILED:
             return self._give_up(now, verdict.reason, verdict)
-        if verdict.standing is Standing.UNPROVEN:
+        if verdict.trial_status is TrialStatus.UNPROVEN:
             applies = self._give_up(now, verdict.reason, verdict)
             self._rests_until = now + self._settings.cool_down_s
             return applies
-        if verdict.standing is Standing.OPEN:
+        if verdict.trial_status is TrialStatus.OPEN:
             return []
         assert self.target is not None
         self.incumbent = self._in_force = self.target

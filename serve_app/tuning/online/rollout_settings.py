@@ -43,13 +43,13 @@ class RolloutSettings:
     attainment_margin: float = 0.05
     min_class_requests: int = 100
     # Both margins are widened by so many standard errors of what neighbouring slices differ by themselves
-    # (`swings`). 0 takes every step back that looks worse, which near saturation is chance.
-    swing_allowance: float = 1.0
+    # (`slice_noise`). 0 takes every step back that looks worse, which near saturation is chance.
+    noise_allowance: float = 1.0
     # Whether differences are cleared of what the twin expects of the same requests (`control_variate`). Costs
     # some CPU seconds for each pair, within the tuner's share of a core.
     control_variates: bool = True
     # At most with this chance a step that changes nothing is adopted, however often it is looked at
-    # meanwhile; harm of half a swing has a tenth of it. 1 adopts every step that looks better.
+    # meanwhile; harm of half a noise has a tenth of it. 1 adopts every step that looks better.
     false_adoption: float = 0.1
     # After a step was adopted or looked better without proof, and after one that looked no better.
     cool_down_s: float = 600.0
@@ -63,7 +63,7 @@ class RolloutSettings:
         for name in ("slice_s", "judge_limit_s", "margin", "attainment_margin"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"rollout.{name} must be a positive number, got {getattr(self, name)}")
-        for name in ("cool_down_s", "failure_cool_down_s", "swing_allowance"):
+        for name in ("cool_down_s", "failure_cool_down_s", "noise_allowance"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"rollout.{name} must be at least 0, got {getattr(self, name)}")
         if not 0 < self.false_adoption <= 1:

@@ -1,8 +1,8 @@
 """How much do neighbouring slices of traffic differ by themselves? Asked before a trial, of what is in force.
 
-Near saturation a queue builds up for a minute and drains for another, and rewards swing by ten times what a
+Near saturation a queue builds up for a minute and drains for another, and rewards noise by ten times what a
 candidate could change. A trial whose first pair looks bad by less than that has told nothing yet, nor has one
-that ends a little better. So harm and gain are both measured against the swing of one pair (`canary`): the
+that ends a little better. So harm and gain are both measured against the noise of one pair (`canary`): the
 root mean square of the differences of neighbouring slices, of the same length, under the values in force.
 """
 
@@ -20,7 +20,7 @@ SLICES = 12
 """Slices that are looked back at: a root mean square of 11 differences is known to a quarter."""
 
 
-class Stretch(NamedTuple):
+class Interval(NamedTuple):
     """A stretch of time: from `start` to `end`, which is not included."""
 
     start: float
@@ -43,7 +43,7 @@ Neighbours = tuple[Measured, Measured]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swings:
+class SliceNoise:
     """Standard deviations of the difference of two neighbouring slices under the same values.
 
     Attributes:
@@ -55,16 +55,16 @@ class Swings:
     attainment: Mapping[str, float] = field(default_factory=dict)
 
 
-def steady_slices(begin: float, end: float, settings: RolloutSettings) -> tuple[Stretch, ...]:
+def steady_slices(begin: float, end: float, settings: RolloutSettings) -> tuple[Interval, ...]:
     """The last slices from `begin`, since when nothing was changed, to `end`; each without its beginning."""
     slice_s = settings.slice_s
     count = max(0, min(SLICES, int((end - begin) // slice_s)))
     starts = [end - (count - place) * slice_s for place in range(count)]
-    return tuple(Stretch(start + settings.settle_s, start + slice_s) for start in starts)
+    return tuple(Interval(start + settings.settle_s, start + slice_s) for start in starts)
 
 
 def rewards_in(
-    stretches: Sequence[Stretch], records: Iterable[RequestRecord], objective: ObjectiveSettings
+    stretches: Sequence[Interval], records: Iterable[RequestRecord], objective: ObjectiveSettings
 ) -> tuple[Reward, ...]:
     """The reward of the requests that arrived in each stretch.
 
@@ -86,9 +86,9 @@ def neighbours_in(slices: Iterable[Measured]) -> list[Neighbours]:
     return list(itertools.pairwise(slices))
 
 
-def swings_of(neighbours: Sequence[Neighbours]) -> Swings:
-    """The swings of slices under the same values."""
-    return Swings(
+def slice_noise_of(neighbours: Sequence[Neighbours]) -> SliceNoise:
+    """The slice_noise of slices under the same values."""
+    return SliceNoise(
         reward=_swing([(before.reward.value, after.reward.value) for before, after in neighbours]),
         attainment={
             name: _swing(

@@ -19,7 +19,7 @@ from serve_app.scheduling.events import Arrived, Retuned
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.simulation.partitions import PartitionLearner
 from serve_app.simulation.replica import ReplicaPlan
-from serve_app.simulation.simulation import Decision, SimulatedRequest, World, WorldSettings
+from serve_app.simulation.simulation import Decision, SimulatedRequest, Simulation, SimulationSettings
 from serve_app.simulation.timeline import Rank
 from serve_app.tuning.online.outcome_window import OutcomeWindow, record_of
 from serve_app.tuning.online.parameter_loop import ParameterLoop, Seen
@@ -91,14 +91,14 @@ class _Counted:
 
 
 @dataclass(slots=True)
-class TunedWorld:
+class TunedSimulation:
     """One run.
 
     Args:
         searcher: carries out a search; its `seconds` are those of one core.
         replayer: carries out a replay, in the same way.
-        learner: of length queues, as for `World`.
-        on_decision: as for `World`.
+        learner: of length queues, as for `Simulation`.
+        on_decision: as for `Simulation`.
 
     Attributes:
         loop: the tuner's.
@@ -110,11 +110,11 @@ class TunedWorld:
     plans: Sequence[ReplicaPlan]
     tuning: ParameterTuningSettings
     searcher: Searcher
-    settings: WorldSettings = field(default_factory=WorldSettings)
+    settings: SimulationSettings = field(default_factory=SimulationSettings)
     learner: PartitionLearner | None = None
     on_decision: Callable[[Decision], None] | None = None
     replayer: Replayer = field(default_factory=counting_replay)
-    world: World = field(init=False)
+    world: Simulation = field(init=False)
     loop: ParameterLoop = field(init=False)
     orders: list[tuple[float, Retune]] = field(init=False, default_factory=list)
     searches: int = field(init=False, default=0)
@@ -126,7 +126,7 @@ class TunedWorld:
     _last_arrival: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
-        self.world = World(self.scheduler_settings, self.plans, self.settings, self._note, self.learner)
+        self.world = Simulation(self.scheduler_settings, self.plans, self.settings, self._note, self.learner)
         self._for_good = with_weights(self.scheduler_settings)
         # As a live one, it begins with its first look.
         self.loop = ParameterLoop(self._for_good, self.tuning, LOOK_INTERVAL_S)
@@ -141,9 +141,9 @@ class TunedWorld:
         """The scheduler has handled an event; its commands are still to be carried out."""
         event = decision.event
         if isinstance(event, Arrived):
-            entry = self.world.scheduler.entry(event.request.request_id)
+            entry = self.world.scheduler.find(event.request.request_id)
             if entry is not None:
-                self._outcomes.arrived(entry)
+                self._outcomes.on_arrival(entry)
         self._outcomes.fed(event, list(decision.commands), decision.at)
         if self.on_decision is not None:
             self.on_decision(decision)
@@ -151,7 +151,7 @@ class TunedWorld:
     def _plan_look(self) -> None:
         at = self.world.timeline.now + LOOK_INTERVAL_S
         if at <= self._last_arrival:
-            self.world.timeline.at(at, Rank.NEWS, self._look)
+            self.world.timeline.at(at, Rank.FEEDBACK, self._look)
 
     def _look(self) -> None:
         now = self.world.timeline.now
@@ -196,7 +196,7 @@ class TunedWorld:
             self._for_good = wanted
         else:
             count, at = len(self.orders), self.world.timeline.now + order.valid_s
-            self.world.timeline.at(at, Rank.NEWS, partial(self._go_back, count))
+            self.world.timeline.at(at, Rank.FEEDBACK, partial(self._go_back, count))
 
     def _go_back(self, count: int) -> None:
         """The time of an order is over; nothing happens when another one came since."""

@@ -42,7 +42,7 @@ class Scale(StrEnum):
     LOG = "log"
 
 
-class Part(StrEnum):
+class SettingPart(StrEnum):
     """Whose setting it is, as a model's settings name it."""
 
     SCHEDULER = "scheduler"
@@ -67,7 +67,7 @@ class Parameter:
     high: float
     scale: Scale = Scale.LINEAR
     integer: bool = False
-    part: Part = Part.SCHEDULER
+    part: SettingPart = SettingPart.SCHEDULER
 
     def __post_init__(self) -> None:
         if not -math.inf < self.low < self.high < math.inf:

@@ -14,7 +14,7 @@ from serve_app.scheduling.policies import make_policy
 from serve_app.scheduling.policies.ewsjf import EwsjfPaper
 from serve_app.scheduling.policies.settings import GivenWeights
 from serve_app.tuning.partition.settings import RefineAndPruneSettings
-from serve_app.tuning.search.search_space import Parameter, Part, Scale, SearchSpace, Values
+from serve_app.tuning.search.search_space import Parameter, Scale, SearchSpace, SettingPart, Values
 from serve_app.tuning.search.settings_path import value_at, with_value
 
 _WEIGHTS = (
@@ -24,7 +24,7 @@ _WEIGHTS = (
     Parameter(name="b_f", path="ewsjf.weights.b_f", low=0.01, high=2.0, scale=Scale.LOG),
 )
 _QUEUES = (
-    Parameter(name="alpha", path="alpha", low=0.5, high=3.0, part=Part.PARTITION),
+    Parameter(name="alpha", path="alpha", low=0.5, high=3.0, part=SettingPart.PARTITION),
     Parameter(
         name="max_queues",
         path="max_queues",
@@ -32,7 +32,7 @@ _QUEUES = (
         high=64,
         scale=Scale.LOG,
         integer=True,
-        part=Part.PARTITION,
+        part=SettingPart.PARTITION,
     ),
 )
 _ISOLATION = (
@@ -107,8 +107,8 @@ class Tunable:
             return replace(self, scheduler=part)
         return replace(self, refine_and_prune=part)
 
-    def _part(self, part: Part) -> SchedulerSettings | RefineAndPruneSettings:
-        return self.scheduler if part is Part.SCHEDULER else self.refine_and_prune
+    def _part(self, part: SettingPart) -> SchedulerSettings | RefineAndPruneSettings:
+        return self.scheduler if part is SettingPart.SCHEDULER else self.refine_and_prune
 
 
 def with_weights(settings: SchedulerSettings) -> SchedulerSettings:

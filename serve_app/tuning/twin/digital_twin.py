@@ -22,7 +22,7 @@ from serve_app.scheduling.policies import learns_queues
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.simulation.partitions import FixedPartition
 from serve_app.simulation.replica import ReplicaPlan
-from serve_app.simulation.simulation import Decision, SimulatedRequest, World, WorldSettings
+from serve_app.simulation.simulation import Decision, SimulatedRequest, Simulation, SimulationSettings
 from serve_app.simulation.workload import Disclosure, fit, requests_of
 from serve_app.tuning.objective.objective import ObjectiveSettings, Reward, reward_of
 from serve_app.tuning.partition.refine_and_prune import refine_and_prune
@@ -80,7 +80,7 @@ class TwinPlan:
     traffic: Trace
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     settings: TwinSettings = field(default_factory=TwinSettings)
-    world: WorldSettings = field(default_factory=WorldSettings)
+    world: SimulationSettings = field(default_factory=SimulationSettings)
 
     @property
     def independent_windows(self) -> float:
@@ -150,7 +150,7 @@ class DigitalTwin:
         learner = None
         if learns_queues(tunable.scheduler.policy):
             learner = FixedPartition(_partition(self._lengths, tunable.refine_and_prune)).learner()
-        world = World(tunable.scheduler, plan.engines, plan.world, on_decision, learner)
+        world = Simulation(tunable.scheduler, plan.engines, plan.world, on_decision, learner)
         self._teach(world)
         played = world.run(list(self._requests(arrivals)))
         return sorted(played, key=lambda record: (record.arrived_at, record.request_id))
@@ -165,7 +165,7 @@ class DigitalTwin:
 
     def _learned_estimates(self) -> dict[str, object]:
         """What an estimator knows after this traffic."""
-        world = World(self._plan.tunable.scheduler, self._plan.engines, self._plan.world)
+        world = Simulation(self._plan.tunable.scheduler, self._plan.engines, self._plan.world)
         estimator = world.scheduler.estimator
         recent = replace(self._plan.traffic, requests=self._recent())
         for simulated in requests_of(recent, Disclosure(), self._plan.engines[0].engine.block_size):
@@ -176,7 +176,7 @@ class DigitalTwin:
             )
         return estimator.state()
 
-    def _teach(self, world: World) -> None:
+    def _teach(self, world: Simulation) -> None:
         """Tell a new scheduler what the one in production has learned."""
         scheduler = world.scheduler
         scheduler.estimator.restore(self._estimates)

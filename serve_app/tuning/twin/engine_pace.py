@@ -134,6 +134,6 @@ def _replayed(sent: Sequence[RequestRecord], engines: Sequence[ReplicaPlan]) -> 
                 EngineSequence(record.request_id, record.prompt_tokens, output_tokens, at)
             )
 
-        timeline.at(at, Rank.NEWS, accept)
+        timeline.at(at, Rank.FEEDBACK, accept)
     timeline.run()
     return paces

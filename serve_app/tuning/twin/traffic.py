@@ -96,7 +96,7 @@ def _by_arrival(record: RequestRecord) -> tuple[float, str]:
 
 def _trace(records: list[RequestRecord], start: float) -> Trace:
     """A trace of them in which `start` is 0."""
-    outputs = _OutputLengths(records)
+    outputs = _RecordedOutputs(records)
     requests = tuple(
         TraceRequest(
             arrival_s=record.arrived_at - start,
@@ -110,7 +110,7 @@ def _trace(records: list[RequestRecord], start: float) -> Trace:
     return Trace(name="live", source=f"{len(records):,} requests as they came", requests=requests)
 
 
-class _OutputLengths:
+class _RecordedOutputs:
     """How long is an answer? As it was, or as that to the nearest prompt of those that completed."""
 
     def __init__(self, records: list[RequestRecord]) -> None:

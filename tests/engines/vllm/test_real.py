@@ -278,7 +278,7 @@ async def test_an_urgent_request_overtakes_a_backlog_inside_an_engine_that_sched
 
         async def ask(request: Request, max_tokens: int) -> None:
             own = {"model": "m", "prompt": "Hi", "max_tokens": max_tokens, "ignore_eos": True, "priority": -9}
-            body = with_priority(json.dumps(own).encode(), priorities.sent(request))
+            body = with_priority(json.dumps(own).encode(), priorities.on_dispatch(request))
             answer = await engine.client.post("/v1/completions", content=body, headers=JSON)
             assert answer.status_code == 200, answer.text
             ended.append(request.request_id)

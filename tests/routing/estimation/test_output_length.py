@@ -8,19 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.request import TextCategory, Usage
-from serve_app.routing.estimation.output_length import LengthCurve, OutputLengths, OutputSettings
+from serve_app.routing.estimation.output_length import LengthCurve, OutputLengthEstimator, OutputSettings
 from tests.routing.prompts import request
 
 SETTINGS = OutputSettings(min_observations=20)
 QUARTER_OCTAVE = 2**0.25
 
 
-def lengths(**settings: Any) -> OutputLengths:
-    return OutputLengths(replace(SETTINGS, **settings))
+def lengths(**settings: Any) -> OutputLengthEstimator:
+    return OutputLengthEstimator(replace(SETTINGS, **settings))
 
 
 def observe(
-    learned: OutputLengths, tokens: int, times: int = 1, *, limit: int | None = None, tenant: str = "t1"
+    learned: OutputLengthEstimator,
+    tokens: int,
+    times: int = 1,
+    *,
+    limit: int | None = None,
+    tenant: str = "t1",
 ) -> None:
     for _ in range(times):
         asked = request(max_output_tokens=limit, tenant=tenant)

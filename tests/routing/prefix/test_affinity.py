@@ -50,8 +50,8 @@ class Fleet:
             self.ledger.report(replica_id, report(), 0.0)
             self.affinity.join(joined)
 
-    def sent(self, replica_id: str, prefix: tuple[int, ...] = SESSION) -> None:
-        self.affinity.sent(replica_id, wanted(prefix).request)
+    def on_dispatch(self, replica_id: str, prefix: tuple[int, ...] = SESSION) -> None:
+        self.affinity.on_dispatch(replica_id, wanted(prefix).request)
 
     def busy(self, replica_id: str, requests: int, *, prefill_tokens: int = 0) -> None:
         for _ in range(requests):
@@ -74,21 +74,21 @@ class Fleet:
 
 def test_a_session_stays_where_its_history_is() -> None:
     fleet = Fleet("s1", "s2")
-    fleet.sent("s2")
+    fleet.on_dispatch("s2")
     assert fleet.choose("s1", wanted((*SESSION, 99))) == "s2"
 
 
 def test_without_a_match_the_load_decides() -> None:
     fleet = Fleet("s1", "s2")
-    fleet.sent("s2")
+    fleet.on_dispatch("s2")
     assert fleet.choose("s1", wanted((50, 51))) == "s1"
     assert fleet.choose("s1", wanted(())) == "s1"
 
 
 def test_a_replica_that_may_not_take_the_request_is_left_out() -> None:
     fleet = Fleet("s1", "s2", "s3")
-    fleet.sent("s2")
-    fleet.sent("s3", SESSION[:4])
+    fleet.on_dispatch("s2")
+    fleet.on_dispatch("s3", SESSION[:4])
 
     def only_s3(replica_id: str, _prefill_tokens: int) -> ReplicaState | None:
         return fleet.ledger["s3"] if replica_id == "s3" else None
@@ -98,7 +98,7 @@ def test_a_replica_that_may_not_take_the_request_is_left_out() -> None:
 
 def test_a_session_moves_when_waiting_for_other_prefills_costs_more_than_it_saves() -> None:
     fleet = Fleet("s1", "s2", step_cost_tokens=0.0)
-    fleet.sent("s2")  # saves 1,024 tokens
+    fleet.on_dispatch("s2")  # saves 1,024 tokens
     fleet.busy("s2", 1, prefill_tokens=1_023)
     assert fleet.choose("s1", wanted()) == "s2"
     fleet.busy("s2", 1, prefill_tokens=1)
@@ -109,7 +109,7 @@ def test_a_session_moves_when_waiting_for_other_prefills_costs_more_than_it_save
 
 def test_a_session_moves_when_a_fuller_batch_costs_more_than_it_saves() -> None:
     fleet = Fleet("s1", "s2", step_cost_tokens=2.0)
-    fleet.sent("s2")
+    fleet.on_dispatch("s2")
     fleet.busy("s2", 5)  # each delays 100 tokens of output by 2 prefill tokens
     assert fleet.choose("s1", wanted()) == "s2"
     fleet.busy("s2", 1)
@@ -119,8 +119,8 @@ def test_a_session_moves_when_a_fuller_batch_costs_more_than_it_saves() -> None:
 
 def test_what_the_replica_chosen_by_load_holds_itself_is_nothing_saved() -> None:
     fleet = Fleet("s1", "s2", step_cost_tokens=0.0)
-    fleet.sent("s1", SESSION[:7])
-    fleet.sent("s2")
+    fleet.on_dispatch("s1", SESSION[:7])
+    fleet.on_dispatch("s2")
     fleet.busy("s2", 1, prefill_tokens=127)
     assert fleet.choose("s1", wanted()) == "s2"
     fleet.busy("s2", 1, prefill_tokens=1)
@@ -129,8 +129,8 @@ def test_what_the_replica_chosen_by_load_holds_itself_is_nothing_saved() -> None
 
 def test_where_none_may_take_the_whole_one_that_holds_enough_of_it_may() -> None:
     fleet = Fleet("s1", "s2")
-    fleet.sent("s1", SESSION[:2])
-    fleet.sent("s2")
+    fleet.on_dispatch("s1", SESSION[:2])
+    fleet.on_dispatch("s2")
 
     def able_up_to(limit: int) -> Able:
         return lambda replica_id, tokens: fleet.ledger[replica_id] if tokens <= limit else None
@@ -142,8 +142,8 @@ def test_where_none_may_take_the_whole_one_that_holds_enough_of_it_may() -> None
 
 def test_what_is_cached_is_counted_where_most_of_it_is() -> None:
     fleet = Fleet("s1", "s2")
-    fleet.sent("s1", SESSION[:2])
-    fleet.sent("s2")
+    fleet.on_dispatch("s1", SESSION[:2])
+    fleet.on_dispatch("s2")
     assert fleet.affinity.cached_tokens(wanted().request, 1_100) == 1_024
     assert fleet.left_on("s1", wanted()) == 1_100 - 256
 
@@ -154,13 +154,13 @@ def test_text_that_is_cached_is_counted_in_tokens_of_its_kind(bytes_per_token: f
     affinity = PrefixAffinity(AffinitySettings(), cost, lambda _category: bytes_per_token)
     affinity.join(spec("s1"))
     text = dataclasses.replace(wanted().request, shape=PromptShape(text_bytes=4_400))
-    affinity.sent("s1", text)
+    affinity.on_dispatch("s1", text)
     assert affinity.cached_tokens(text, 2_200) == cached
 
 
 def test_a_lost_replica_is_no_longer_known_to_hold_anything() -> None:
     fleet = Fleet("s1", "s2")
-    fleet.sent("s2")
+    fleet.on_dispatch("s2")
     fleet.affinity.lose("s2")
     assert fleet.affinity.cached_tokens(wanted().request, 1_100) == 0
     assert fleet.choose("s1", wanted()) == "s1"
@@ -168,7 +168,7 @@ def test_a_lost_replica_is_no_longer_known_to_hold_anything() -> None:
 
 def test_switched_off_the_load_decides_and_nothing_is_kept() -> None:
     fleet = Fleet("s1", "s2", enabled=False)
-    fleet.sent("s2")
+    fleet.on_dispatch("s2")
     assert fleet.choose("s1", wanted()) == "s1"
     assert len(fleet.affinity.index) == 0
     assert fleet.affinity.cached_tokens(wanted().request, 1_100) == 0
@@ -178,7 +178,7 @@ def test_switched_off_the_load_decides_and_nothing_is_kept() -> None:
 def test_some_of_a_prompt_is_always_left_to_compute(held: list[int], prompt_tokens: int) -> None:
     fleet = Fleet("s0", "s1", "s2")
     for number, blocks in enumerate(held):
-        fleet.sent(f"s{number}", SESSION[:blocks])
+        fleet.on_dispatch(f"s{number}", SESSION[:blocks])
     asked = wanted(prompt_tokens=prompt_tokens)
     least = min(fleet.left_on(f"s{number}", asked) for number in range(3))
     assert 1 <= least <= prompt_tokens
@@ -190,7 +190,7 @@ def test_among_equally_busy_replicas_one_that_holds_most_is_chosen(held: list[in
     names = [f"s{number}" for number in range(len(held))]
     fleet = Fleet(*names)
     for name, blocks in zip(names, held, strict=True):
-        fleet.sent(name, SESSION[:blocks])
+        fleet.on_dispatch(name, SESSION[:blocks])
     chosen = fleet.choose(names[0], wanted())
     assert chosen is not None
     assert held[names.index(chosen)] == max(held)

@@ -86,7 +86,7 @@ class OverloadedWorld:
     def feed(self, event: ev.Event) -> None:
         for command in self.scheduler.handle(event, self.now):
             self.carry_out(command)
-        self.most_waiting = max(self.most_waiting, len(self.scheduler.room))
+        self.most_waiting = max(self.most_waiting, len(self.scheduler.queue))
         wake_at = self.scheduler.next_wakeup()
         if wake_at is not None and wake_at != self._wake_at:
             self._wake_at = wake_at

@@ -6,21 +6,21 @@ from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.admission.settings import AdmissionSettings
 from serve_app.scheduling.commands import Command, Conclude
 from serve_app.scheduling.events import Finished
-from tests.builders import World, concluded, dispatched
+from tests.builders import Simulation, concluded, dispatched
 
 SHORT_ALONE = RoutingSettings(pools=("short",))
 
 
-def saturated(**changes: object) -> World:
+def saturated(**changes: object) -> Simulation:
     """One replica whose engine takes no more."""
-    world = World(routing=SHORT_ALONE, **changes)
+    world = Simulation(routing=SHORT_ALONE, **changes)
     world.join("s1", max_num_seqs=1)
     for number in range(3):
         world.arrive(f"f{number}", tenant="filler")
     return world
 
 
-def settled() -> World:
+def settled() -> Simulation:
     """Eight requests wait, as long as anybody can remember, and one leaves a second."""
     world = saturated()
     for number in range(8):
@@ -31,10 +31,10 @@ def settled() -> World:
     return world
 
 
-def finish_oldest(world: World) -> None:
+def finish_oldest(world: Simulation) -> None:
     """A second later one request has been served and another one goes."""
-    running = [entry for entry in world.scheduler.entries_of("g1") if not entry.queued]
-    oldest = min(running, key=lambda entry: entry.sequence)
+    running = [scheduled for scheduled in world.scheduler.requests_of("g1") if not scheduled.queued]
+    oldest = min(running, key=lambda scheduled: scheduled.sequence)
     world.report(waiting=3, after_s=1.0)
     assert len(dispatched(world.feed(Finished(oldest.request.request_id, Outcome.COMPLETED)))) == 1
 
@@ -47,7 +47,7 @@ def refusal(commands: list[Command]) -> Conclude:
 
 def test_a_deadline_that_cannot_be_met_is_refused_at_the_door_with_a_time_to_come_again() -> None:
     world = settled()
-    waiting = len(world.scheduler.room)
+    waiting = len(world.scheduler.queue)
     assert waiting == 8
     command = refusal(world.arrive("r", tenant="filler", expires_at=world.now + 4.0))
     assert command.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE
@@ -86,7 +86,7 @@ def test_one_that_asked_not_to_wait_is_refused_when_it_would_have_to() -> None:
 
 
 def test_a_full_queue_does_not_keep_out_who_can_go_at_once() -> None:
-    world = World(max_waiting=1)
+    world = Simulation(max_waiting=1)
     world.join("s1", "short", max_num_seqs=1)
     world.join("l1", "long", max_model_len=4_000)
     for number in range(3):
@@ -140,7 +140,7 @@ def test_an_expired_request_is_told_when_to_come_again() -> None:
         ({"deadline_margin_ratio": -0.1}, "deadline_margin_ratio must not be negative"),
         ({"min_observations": 0}, "min_observations must be at least 1"),
         ({"probe_interval_s": 0.0}, "probe_interval_s must be positive"),
-        ({"max_bookings": -1}, "max_bookings must not be negative"),
+        ({"max_reservations": -1}, "max_reservations must not be negative"),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(changes: dict[str, float], message: str) -> None:

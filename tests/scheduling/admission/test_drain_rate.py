@@ -5,17 +5,17 @@ from serve_app.scheduling.admission.drain_rate import DrainRate
 
 def backlog(rate: DrainRate, begin: float, seconds: int, tokens_per_s: int) -> float:
     """One dispatch a second while somebody waits."""
-    rate.time_passed(0, begin)
+    rate.on_time(0, begin)
     for second in range(1, seconds + 1):
-        rate.time_passed(3, begin + second)
-        rate.dispatched(tokens_per_s)
+        rate.on_time(3, begin + second)
+        rate.on_dispatch(tokens_per_s)
     return begin + seconds
 
 
 def test_nothing_is_known_before_anything_has_drained() -> None:
     rate = DrainRate(0.0)
-    rate.time_passed(0, 10.0)
-    rate.dispatched(500)
+    rate.on_time(0, 10.0)
+    rate.on_dispatch(500)
     assert not rate.known
     assert rate.tokens_per_s == 0.0
 
@@ -33,13 +33,13 @@ def test_an_idle_fleet_does_not_look_slow() -> None:
     now = backlog(rate, 0.0, 60, 700)
     before = rate.tokens_per_s
     for hour in range(1, 5):
-        rate.time_passed(0, now + 3_600 * hour)
-        rate.dispatched(10)
+        rate.on_time(0, now + 3_600 * hour)
+        rate.on_dispatch(10)
     assert rate.tokens_per_s == before
 
 
 def test_a_fleet_that_stands_still_while_somebody_waits_becomes_slow() -> None:
     rate = DrainRate(0.0)
     now = backlog(rate, 0.0, 60, 700)
-    rate.time_passed(3, now + 90.0)
+    rate.on_time(3, now + 90.0)
     assert 0 < rate.tokens_per_s < 70

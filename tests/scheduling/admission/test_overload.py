@@ -86,7 +86,7 @@ def test_at_twice_the_capacity_retries_are_let_in_and_deadlines_are_met(
     told = [visit.retry_after_s for visit in played.visits if visit.retry_after_s is not None]
     assert 0 < min(told) <= max(told) <= 60.0
     assert len(played.world.scheduler) == 0
-    assert len(played.world.scheduler.admission.bookings) == 0
+    assert len(played.world.scheduler.admission.retry_reservations) == 0
 
 
 def test_below_the_capacity_nobody_is_refused() -> None:
@@ -95,7 +95,7 @@ def test_below_the_capacity_nobody_is_refused() -> None:
 
 
 def test_clients_that_never_come_back_cost_no_throughput() -> None:
-    """Bookings that nobody claims must not keep others out: the engines stay busy for the whole minute."""
+    """RetryReservations that nobody claims must not keep others out: the engines stay busy for the whole minute."""
     played = play(1, 2.0, retries=0)
     capacity = MINUTE_S * played.world.capacity_per_s(MEAN_PROMPT, MEAN_OUTPUT)
     assert played.count(Outcome.COMPLETED) > 0.95 * capacity, played

@@ -4,7 +4,12 @@ import math
 import pytest
 
 from serve_app.request import PriorityClass
-from serve_app.scheduling.admission.retry_reservations import Booked, Bookings, Line, fair_tokens
+from serve_app.scheduling.admission.retry_reservations import (
+    Line,
+    ReservedWork,
+    RetryReservations,
+    fair_tokens,
+)
 from serve_app.scheduling.admission.settings import AdmissionSettings
 from tests.builders import request
 
@@ -12,81 +17,83 @@ NOTHING_AHEAD = Line(ahead=0.0, per_s=10.0, limit=50.0)
 
 
 @pytest.fixture
-def bookings() -> Bookings:
-    return Bookings(AdmissionSettings(max_bookings=100))
+def reservations() -> RetryReservations:
+    return RetryReservations(AdmissionSettings(max_reservations=100))
 
 
-def tokens(booked: Booked) -> float:
-    return float(booked.tokens)
+def tokens(reserved: ReservedWork) -> float:
+    return float(reserved.tokens)
 
 
-def test_a_line_opens_when_it_has_come_down_to_its_limit(bookings: Bookings) -> None:
-    assert bookings.opening_s(Line(ahead=50.0, per_s=10.0, limit=50.0), tokens, 0.0) == 0.0
-    assert bookings.opening_s(Line(ahead=90.0, per_s=10.0, limit=50.0), tokens, 0.0) == 4.0
-    assert bookings.opening_s(Line(ahead=90.0, per_s=0.0, limit=50.0), tokens, 0.0) == math.inf
+def test_a_line_opens_when_it_has_come_down_to_its_limit(reservations: RetryReservations) -> None:
+    assert reservations.admissible_in_s(Line(ahead=50.0, per_s=10.0, limit=50.0), tokens, 0.0) == 0.0
+    assert reservations.admissible_in_s(Line(ahead=90.0, per_s=10.0, limit=50.0), tokens, 0.0) == 4.0
+    assert reservations.admissible_in_s(Line(ahead=90.0, per_s=0.0, limit=50.0), tokens, 0.0) == math.inf
 
 
-def test_who_is_refused_later_is_told_a_later_time(bookings: Bookings) -> None:
+def test_who_is_refused_later_is_told_a_later_time(reservations: RetryReservations) -> None:
     line, told = Line(ahead=90.0, per_s=10.0, limit=50.0), []
     for number in range(5):
-        told.append(bookings.opening_s(line, tokens, 0.0))
-        bookings.book(request(f"r{number}", prompt_tokens=number + 1), 20, told[-1])
+        told.append(reservations.admissible_in_s(line, tokens, 0.0))
+        reservations.reserve(request(f"r{number}", prompt_tokens=number + 1), 20, told[-1])
     assert told == sorted(told)
     assert all(later - earlier >= 2.0 for earlier, later in itertools.pairwise(told[1:]))
 
 
 def test_a_newcomer_does_not_take_what_was_promised_but_may_use_what_is_over_before(
-    bookings: Bookings,
+    reservations: RetryReservations,
 ) -> None:
-    bookings.book(request(prompt_tokens=1), 60, 20.0)
-    assert bookings.opening_s(Line(ahead=45.0, per_s=10.0, limit=80.0), tokens, 0.0) == 0.0
-    assert bookings.opening_s(Line(ahead=45.0, per_s=1.0, limit=80.0), tokens, 0.0) > 20.0
+    reservations.reserve(request(prompt_tokens=1), 60, 20.0)
+    assert reservations.admissible_in_s(Line(ahead=45.0, per_s=10.0, limit=80.0), tokens, 0.0) == 0.0
+    assert reservations.admissible_in_s(Line(ahead=45.0, per_s=1.0, limit=80.0), tokens, 0.0) > 20.0
 
 
-def test_one_that_comes_back_claims_its_booking_once(bookings: Bookings) -> None:
-    bookings.book(request("first", prompt_tokens=70), 80, 10.0)
-    assert not bookings.claim(request("early", prompt_tokens=70), 5.0)
-    assert not bookings.claim(request("another length", prompt_tokens=71), 10.0)
-    assert not bookings.claim(request("another tenant", prompt_tokens=70, tenant="t2"), 10.0)
-    assert bookings.claim(request("second", prompt_tokens=70), 10.0)
-    assert not bookings.claim(request("third", prompt_tokens=70), 10.0)
-    assert len(bookings) == 0
-    assert bookings.opening_s(NOTHING_AHEAD, tokens, 10.0) == 0.0
+def test_one_that_comes_back_claims_its_booking_once(reservations: RetryReservations) -> None:
+    reservations.reserve(request("first", prompt_tokens=70), 80, 10.0)
+    assert not reservations.claim(request("early", prompt_tokens=70), 5.0)
+    assert not reservations.claim(request("another length", prompt_tokens=71), 10.0)
+    assert not reservations.claim(request("another tenant", prompt_tokens=70, tenant="t2"), 10.0)
+    assert reservations.claim(request("second", prompt_tokens=70), 10.0)
+    assert not reservations.claim(request("third", prompt_tokens=70), 10.0)
+    assert len(reservations) == 0
+    assert reservations.admissible_in_s(NOTHING_AHEAD, tokens, 10.0) == 0.0
 
 
-def test_of_equal_requests_the_earliest_booking_is_claimed(bookings: Bookings) -> None:
+def test_of_equal_requests_the_earliest_booking_is_claimed(reservations: RetryReservations) -> None:
     for due_at in (8.0, 3.0, 40.0):
-        bookings.book(request(), 10, due_at)
-    assert [bookings.claim(request(), 10.0) for _ in range(3)] == [True, True, False]
-    assert len(bookings) == 1
+        reservations.reserve(request(), 10, due_at)
+    assert [reservations.claim(request(), 10.0) for _ in range(3)] == [True, True, False]
+    assert len(reservations) == 1
 
 
-def test_who_does_not_come_loses_the_booking_and_makes_others_count_for_less(bookings: Bookings) -> None:
+def test_who_does_not_come_loses_the_booking_and_makes_others_count_for_less(
+    reservations: RetryReservations,
+) -> None:
     for number in range(60):
-        bookings.book(request(prompt_tokens=number + 1), 10, 1.0)
-    bookings.expire(3.9)
-    assert len(bookings) == 60
-    bookings.expire(5.0)
-    assert len(bookings) == 0
-    assert bookings.shown_share < 0.2
-    bookings.book(request(), 400, 6.0)
-    assert bookings.opening_s(Line(ahead=0.0, per_s=10.0, limit=200.0), tokens, 5.0) == 0.0
+        reservations.reserve(request(prompt_tokens=number + 1), 10, 1.0)
+    reservations.expire(3.9)
+    assert len(reservations) == 60
+    reservations.expire(5.0)
+    assert len(reservations) == 0
+    assert reservations.claim_rate < 0.2
+    reservations.reserve(request(), 400, 6.0)
+    assert reservations.admissible_in_s(Line(ahead=0.0, per_s=10.0, limit=200.0), tokens, 5.0) == 0.0
 
 
-def test_there_are_never_more_than_may_be(bookings: Bookings) -> None:
-    answers = [bookings.book(request(prompt_tokens=number + 1), 10, 1.0) for number in range(150)]
+def test_there_are_never_more_than_may_be(reservations: RetryReservations) -> None:
+    answers = [reservations.reserve(request(prompt_tokens=number + 1), 10, 1.0) for number in range(150)]
     assert answers == [True] * 100 + [False] * 50
-    assert len(bookings) == 100
+    assert len(reservations) == 100
 
 
 def test_of_other_tenants_no_more_counts_than_ones_own() -> None:
     light = request(tenant="light")
     amount = fair_tokens(light, 100)
     rank = PriorityClass.DEFAULT.rank
-    assert amount(Booked(rank, "heavy", 1, 70)) == 70
-    assert amount(Booked(rank, "heavy", 9, 900)) == 30
-    assert amount(Booked(rank, "heavy", 9, 900)) == 0
-    assert amount(Booked(PriorityClass.BATCH.rank, "heavy", 9, 900)) == 0
-    assert amount(Booked(PriorityClass.INTERACTIVE.rank, "heavy", 9, 900)) == 900
-    assert amount(Booked(rank, "light", 1, 50)) == 50
-    assert amount(Booked(rank, "heavy", 9, 900)) == 50
+    assert amount(ReservedWork(rank, "heavy", 1, 70)) == 70
+    assert amount(ReservedWork(rank, "heavy", 9, 900)) == 30
+    assert amount(ReservedWork(rank, "heavy", 9, 900)) == 0
+    assert amount(ReservedWork(PriorityClass.BATCH.rank, "heavy", 9, 900)) == 0
+    assert amount(ReservedWork(PriorityClass.INTERACTIVE.rank, "heavy", 9, 900)) == 900
+    assert amount(ReservedWork(rank, "light", 1, 50)) == 50
+    assert amount(ReservedWork(rank, "heavy", 9, 900)) == 50

@@ -2,15 +2,15 @@ import pytest
 
 from serve_app.scheduling.admission.settings import AdmissionSettings
 from serve_app.scheduling.admission.wait_prediction import WaitPredictor, kind_of
-from serve_app.scheduling.request import Entry
-from tests.builders import World, request
+from serve_app.scheduling.request import ScheduledRequest
+from tests.builders import Simulation, request
 
-ESTIMATOR = World().scheduler.estimator
+ESTIMATOR = Simulation().scheduler.estimator
 
 
-def entry(prompt_tokens: int = 100) -> Entry:
+def scheduled(prompt_tokens: int = 100) -> ScheduledRequest:
     wanted = request(prompt_tokens=prompt_tokens, max_output_tokens=0)
-    return Entry(wanted, ESTIMATOR.estimate(wanted), 1, ("short",))
+    return ScheduledRequest(wanted, ESTIMATOR.estimate(wanted), 1, ("short",))
 
 
 class Queue:
@@ -26,26 +26,26 @@ class Queue:
             # Between them the queue drains at its usual pace.
             for _ in range(4):
                 self.now += 1.0
-                self.predictor.drain.time_passed(5, self.now)
-                self.predictor.dispatched(entry(100), self.now)
-            one = entry(prompt_tokens)
+                self.predictor.drain.on_time(5, self.now)
+                self.predictor.on_dispatch(scheduled(100), self.now)
+            one = scheduled(prompt_tokens)
             ahead = round(10 * self.predictor.drain.tokens_per_s)
             one.prediction = self.predictor.predict(one, ahead, self.now - 10.0 * ratio)
             if one.prediction is not None:
-                self.predictor.drain.time_passed(0, self.now)
-                self.predictor.dispatched(one, self.now)
+                self.predictor.drain.on_time(0, self.now)
+                self.predictor.on_dispatch(one, self.now)
 
 
 def test_a_wait_is_unknown_before_anything_has_drained() -> None:
     predictor = WaitPredictor(AdmissionSettings(), 0.0)
-    assert predictor.predict(entry(), 1_000, 0.0) is None
-    assert predictor.seconds_per_token(kind_of(entry())) is None
+    assert predictor.predict(scheduled(), 1_000, 0.0) is None
+    assert predictor.seconds_per_token(kind_of(scheduled())) is None
 
 
 def test_a_wait_is_the_work_ahead_over_the_drain_rate() -> None:
     queue = Queue()
     queue.play(30, ratio=1.0)
-    prediction = queue.predictor.predict(entry(), 1_000, queue.now)
+    prediction = queue.predictor.predict(scheduled(), 1_000, queue.now)
     assert prediction is not None
     assert prediction.plain_s == pytest.approx(10.0, rel=0.1)
     assert prediction.wait_s == pytest.approx(prediction.plain_s, rel=0.05)
@@ -57,7 +57,7 @@ def test_the_correction_of_a_kind_is_how_long_its_waits_turned_out() -> None:
     queue.play(60, ratio=1.5, prompt_tokens=900)
     waits = {}
     for prompt_tokens in (50, 900):
-        prediction = queue.predictor.predict(entry(prompt_tokens), 1_000, queue.now)
+        prediction = queue.predictor.predict(scheduled(prompt_tokens), 1_000, queue.now)
         assert prediction is not None
         waits[prompt_tokens] = prediction.wait_s / prediction.plain_s
     assert waits[50] == pytest.approx(0.1, abs=0.05)
@@ -68,7 +68,7 @@ def test_one_stall_does_not_spoil_the_correction() -> None:
     queue = Queue()
     queue.play(30, ratio=1.0)
     queue.play(1, ratio=1_000.0)
-    prediction = queue.predictor.predict(entry(), 1_000, queue.now)
+    prediction = queue.predictor.predict(scheduled(), 1_000, queue.now)
     assert prediction is not None
     assert prediction.wait_s < 1.5 * prediction.plain_s
 
@@ -76,11 +76,11 @@ def test_one_stall_does_not_spoil_the_correction() -> None:
 def test_an_expired_request_raises_the_correction() -> None:
     queue = Queue()
     queue.play(30, ratio=1.0)
-    before = queue.predictor.seconds_per_token(kind_of(entry()))
-    one = entry()
+    before = queue.predictor.seconds_per_token(kind_of(scheduled()))
+    one = scheduled()
     one.prediction = queue.predictor.predict(one, 1_000, queue.now)
-    queue.predictor.expired(one, queue.now + 8.0)
-    after = queue.predictor.seconds_per_token(kind_of(entry()))
+    queue.predictor.on_expiry(one, queue.now + 8.0)
+    after = queue.predictor.seconds_per_token(kind_of(scheduled()))
     assert before is not None
     assert after is not None
     assert after > before
@@ -91,17 +91,17 @@ def test_errors_have_a_sign_and_a_size() -> None:
     queue.play(3, ratio=1.0)
     errors = queue.predictor.errors
     count = errors.count
-    one = entry()
+    one = scheduled()
     one.prediction = queue.predictor.predict(one, 100, queue.now)
     assert one.prediction is not None
-    queue.predictor.dispatched(one, queue.now + one.prediction.wait_s + 4.0)
+    queue.predictor.on_dispatch(one, queue.now + one.prediction.wait_s + 4.0)
     assert errors.count == count + 1
     assert errors.mean_s < 0 < errors.mean_absolute_s
 
 
 def test_trust_needs_observations_and_lapses_without_new_ones() -> None:
     queue = Queue()
-    predictor, kind = queue.predictor, kind_of(entry())
+    predictor, kind = queue.predictor, kind_of(scheduled())
     queue.play(19, ratio=1.0)
     assert not predictor.is_trusted(kind, queue.now)
     queue.play(1, ratio=1.0)
@@ -114,6 +114,6 @@ def test_trust_needs_observations_and_lapses_without_new_ones() -> None:
 def test_of_a_kind_never_seen_one_is_let_in_now_and_then() -> None:
     queue = Queue()
     queue.play(30, ratio=1.0)
-    unseen = kind_of(entry(4_000))
+    unseen = kind_of(scheduled(4_000))
     trusted = [queue.predictor.is_trusted(unseen, queue.now + second) for second in (0.0, 1.0, 2.5, 3.0)]
     assert trusted == [False, True, False, True]

@@ -5,12 +5,12 @@ import pytest
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
 from serve_app.scheduling.events import FirstToken, Woke
-from tests.builders import World, dispatched
+from tests.builders import Simulation, dispatched
 
 
-def world(**changes: Any) -> World:
+def world(**changes: Any) -> Simulation:
     backpressure = BackpressureSettings(**{"lag_factor": 0.0, **changes})
-    made = World(routing=RoutingSettings(pools=("only",)), backpressure=backpressure)
+    made = Simulation(routing=RoutingSettings(pools=("only",)), backpressure=backpressure)
     made.join("r1", "only", kv_tokens=500_000, max_model_len=100_000)
     return made
 
@@ -20,7 +20,7 @@ def test_a_replica_that_generates_too_slowly_gets_no_more_until_it_has_clearly_r
     made.report("r1", running=5, tpot_s=0.16)
     assert made.arrive("a") == []
     made.report("r1", running=5, tpot_s=0.14)
-    assert made.scheduler.entry("a").queued  # type: ignore[union-attr]
+    assert made.scheduler.find("a").queued  # type: ignore[union-attr]
     assert dispatched(made.report("r1", running=5, tpot_s=0.13)) == [("a", "r1")]
     made.report("r1", running=5, tpot_s=0.14)
     assert dispatched(made.arrive("b")) == [("b", "r1")]
@@ -67,11 +67,11 @@ def test_a_huge_prompt_whose_prefill_nobody_sees_end_counts_for_its_usual_time()
     made.arrive("huge", prompt_tokens=60_000, streamed=False)
     assert made.arrive("small") == []
     for _ in range(6):
-        assert made.scheduler.entry("small").queued  # type: ignore[union-attr]
+        assert made.scheduler.find("small").queued  # type: ignore[union-attr]
         made.report("r1", after_s=2.0, received=1)
     # Six seconds, and as many of patience.
     made.feed(Woke(), after_s=0.1)
-    assert not made.scheduler.entry("small").queued  # type: ignore[union-attr]
+    assert not made.scheduler.find("small").queued  # type: ignore[union-attr]
 
 
 def test_an_answer_that_is_not_streamed_teaches_nothing_of_prefills() -> None:

@@ -9,13 +9,13 @@ from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
 from serve_app.scheduling.dispatch.promotion import PromotionSettings
 from serve_app.scheduling.events import Cancelled, Event, Finished, FirstToken, ReplicaLost
 from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
-from serve_app.scheduling.request import Entry
-from tests.builders import World, dispatched
+from serve_app.scheduling.request import ScheduledRequest
+from tests.builders import Simulation, dispatched
 
 KV, SMALL = 10_000, 1_000
 
 
-class Crowd(World):
+class Crowd(Simulation):
     """One pool, always full of small requests, each of which ends ten seconds after it was sent."""
 
     def __init__(self, replicas: int = 1, *, policy: str = "ewsjf", promoted_after_s: float = 20.0) -> None:
@@ -59,17 +59,17 @@ class Crowd(World):
         for _ in range(count):
             self.second(arrivals)
 
-    def entry(self, request_id: str) -> Entry:
-        entry = self.scheduler.entry(request_id)
-        assert entry is not None
-        return entry
+    def find(self, request_id: str) -> ScheduledRequest:
+        scheduled = self.scheduler.find(request_id)
+        assert scheduled is not None
+        return scheduled
 
     @property
     def kept(self) -> list[int]:
         return [state.reserved_tokens for state in self.scheduler.ledger]
 
 
-def huge(world: World, request_id: str = "huge", tokens: int = 9_000) -> None:
+def huge(world: Simulation, request_id: str = "huge", tokens: int = 9_000) -> None:
     world.arrive(request_id, prompt_tokens=tokens - 10, max_output_tokens=10)
 
 
@@ -112,7 +112,7 @@ def test_what_is_kept_is_given_back_when_the_request_goes_away() -> None:
     huge(crowd)
     crowd.seconds(24)
     assert crowd.kept == [9_000]
-    why = crowd.scheduler.dispatcher.why_waiting(crowd.entry("huge"), crowd.now)
+    why = crowd.scheduler.dispatcher.why_waiting(crowd.find("huge"), crowd.now)
     assert "room is being kept for it" in why
     crowd.feed(Cancelled("huge"))
     assert crowd.kept == [0]
@@ -128,7 +128,7 @@ def test_a_replica_that_is_lost_keeps_nothing_and_another_one_does() -> None:
     crowd.seconds(24, 2)
     (lost,) = [state.spec.replica_id for state in crowd.scheduler.ledger if state.reserved_tokens]
     crowd.names.remove(lost)
-    for request_id in [each for each in crowd.ends_at if crowd.entry(each).replica_id == lost]:
+    for request_id in [each for each in crowd.ends_at if crowd.find(each).replica_id == lost]:
         del crowd.ends_at[request_id]
     crowd.feed(ReplicaLost(lost))
     crowd.seconds(25)

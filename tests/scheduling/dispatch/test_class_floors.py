@@ -11,7 +11,7 @@ def test_a_class_that_waits_below_others_gets_its_share() -> None:
     got = {INTERACTIVE: 0, BATCH: 0}
     for _ in range(1_000):
         priority = (floors.owed() or [INTERACTIVE])[0]
-        floors.took(priority, [INTERACTIVE, BATCH])
+        floors.on_dispatch(priority, [INTERACTIVE, BATCH])
         got[priority] += 1
     assert 45 <= got[BATCH] <= 50
 
@@ -19,17 +19,17 @@ def test_a_class_that_waits_below_others_gets_its_share() -> None:
 def test_nothing_is_owed_to_a_class_that_does_not_wait() -> None:
     floors = ClassFloors(ClassFloorSettings())
     for _ in range(1_000):
-        floors.took(INTERACTIVE, [INTERACTIVE])
+        floors.on_dispatch(INTERACTIVE, [INTERACTIVE])
     assert floors.owed() == []
 
 
 def test_credit_does_not_pile_up() -> None:
     floors = ClassFloors(ClassFloorSettings(batch_share=0.5))
     for _ in range(1_000):
-        floors.took(INTERACTIVE, [BATCH])
+        floors.on_dispatch(INTERACTIVE, [BATCH])
     spent = 0
     while floors.owed():
-        floors.took(BATCH, [])
+        floors.on_dispatch(BATCH, [])
         spent += 1
     assert spent == 2
 

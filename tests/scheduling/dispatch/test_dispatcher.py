@@ -9,7 +9,7 @@ from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
 from serve_app.scheduling.dispatch.class_floors import ClassFloorSettings
 from serve_app.scheduling.events import DispatchFailed, DispatchFailure, Finished, FirstToken
 from serve_app.scheduling.queueing.fairness import FairnessSettings
-from tests.builders import World, dispatched
+from tests.builders import Simulation, dispatched
 
 INTERACTIVE, DEFAULT, BATCH = PriorityClass
 # Without growth by pace, so that three go until the first of them starts.
@@ -18,14 +18,14 @@ FREE = BackpressureSettings(lag_factor=0.0)
 STRICT = BackpressureSettings(lag_factor=0.0, batch_prefill_s=0.0)
 
 
-def world(**changes: Any) -> World:
+def world(**changes: Any) -> Simulation:
     """One replica that takes three requests until the first of them starts."""
-    made = World(routing=RoutingSettings(pools=("only",)), **{"backpressure": FREE, **changes})
+    made = Simulation(routing=RoutingSettings(pools=("only",)), **{"backpressure": FREE, **changes})
     made.join("r1", "only", kv_tokens=50_000, max_num_seqs=200)
     return made
 
 
-def served_one_by_one(made: World, first: list[str]) -> list[str]:
+def served_one_by_one(made: Simulation, first: list[str]) -> list[str]:
     """Who follows when each of those sent starts in turn."""
     order, sent = [], list(first)
     while sent:
@@ -59,7 +59,7 @@ def test_batch_waits_for_an_engine_with_an_empty_queue() -> None:
     made = world(class_floors=ClassFloorSettings(batch_share=0.0), backpressure=STRICT)
     made.arrive("r1")
     assert made.arrive("b1", priority=BATCH) == []
-    head = made.scheduler.entry("b1")
+    head = made.scheduler.find("b1")
     assert head is not None
     assert "empty queue" in made.scheduler.dispatcher.why_waiting(head, made.now)
     assert dispatched(made.feed(FirstToken("r1"))) == [("b1", "r1")]
@@ -95,7 +95,7 @@ def test_batch_gets_its_floor_beside_a_stream_of_urgent_requests() -> None:
 def test_service_is_charged_at_dispatch_and_settled_with_what_the_engine_counted() -> None:
     made = world(fairness=FairnessSettings(decode_weight=2.0))
     made.arrive("a", prompt_tokens=100, max_output_tokens=50, tenant="a")
-    shares = made.scheduler.room.shares[DEFAULT]
+    shares = made.scheduler.queue.shares[DEFAULT]
     assert shares.counters()["a"] > 0
     made.feed(FirstToken("a"))
     made.feed(Finished("a", Outcome.COMPLETED, Usage(prompt_tokens=100, output_tokens=7)))
@@ -106,7 +106,7 @@ def test_what_came_back_unserved_is_not_charged() -> None:
     made = world()
     made.arrive("a", tenant="a")
     made.feed(DispatchFailed("a", "r1", DispatchFailure.BUSY))
-    assert made.scheduler.room.shares[DEFAULT].counters()["a"] == 0
+    assert made.scheduler.queue.shares[DEFAULT].counters()["a"] == 0
 
 
 def test_a_request_that_came_back_goes_before_every_class() -> None:
@@ -115,7 +115,7 @@ def test_a_request_that_came_back_goes_before_every_class() -> None:
     sent = [name for n in range(6) for name, _ in dispatched(made.arrive(f"a{n}", priority=DEFAULT))]
     made.arrive("urgent", priority=INTERACTIVE)
     made.feed(DispatchFailed(sent[0], "r1", DispatchFailure.BUSY))
-    other = [name for name in sent if made.scheduler.entry(name).replica_id == "r2"]  # type: ignore[union-attr]
+    other = [name for name in sent if made.scheduler.find(name).replica_id == "r2"]  # type: ignore[union-attr]
     assert dispatched(made.feed(FirstToken(other[0]))) == [(sent[0], "r2")]
 
 
@@ -123,13 +123,13 @@ def test_why_a_head_waits_is_told_in_words() -> None:
     made = world()
     for n in range(4):
         made.arrive(f"r{n}")
-    head = made.scheduler.entry("r3")
+    head = made.scheduler.find("r3")
     assert head is not None
     assert made.scheduler.dispatcher.why_waiting(head, made.now).startswith(
         "only: every replica is saturated"
     )
-    made = World(routing=RoutingSettings(pools=("only",)))
+    made = Simulation(routing=RoutingSettings(pools=("only",)))
     made.arrive("alone")
-    head = made.scheduler.entry("alone")
+    head = made.scheduler.find("alone")
     assert head is not None
     assert made.scheduler.dispatcher.why_waiting(head, made.now) == "only: no replica is connected"

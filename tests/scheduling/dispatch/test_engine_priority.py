@@ -13,7 +13,7 @@ from serve_app.scheduling.commands import Command, Dispatch
 from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
 from serve_app.scheduling.dispatch.engine_priority import BAND, EnginePriorities, EnginePrioritySettings
 from serve_app.scheduling.events import Cancelled, DispatchFailed, DispatchFailure, Finished, Resumed
-from tests.builders import World, request
+from tests.builders import Simulation, request
 
 INTERACTIVE, DEFAULT, BATCH = PriorityClass
 ON = EnginePrioritySettings(enabled=True, target_waiting=100)
@@ -23,27 +23,27 @@ def told(commands: list[Command]) -> list[int | None]:
     return [command.engine_priority for command in commands if isinstance(command, Dispatch)]
 
 
-def world() -> World:
-    made = World(engine_priority=ON)
+def world() -> Simulation:
+    made = Simulation(engine_priority=ON)
     made.join()
     return made
 
 
 def test_a_tenants_first_pending_request_is_numbered_zero_and_the_next_from_there() -> None:
     pending = EnginePriorities(ON)
-    heavy = [pending.sent(request(f"a{n}", tenant="a", priority=INTERACTIVE)) for n in range(4)]
+    heavy = [pending.on_dispatch(request(f"a{n}", tenant="a", priority=INTERACTIVE)) for n in range(4)]
     assert heavy == [0, 1, 2, 3]
-    assert pending.sent(request("b0", tenant="b", priority=INTERACTIVE)) == 0
+    assert pending.on_dispatch(request("b0", tenant="b", priority=INTERACTIVE)) == 0
 
 
 def test_a_request_that_has_left_makes_room_for_a_lower_number() -> None:
     pending = EnginePriorities(ON)
     sent = [request(f"a{n}") for n in range(3)]
-    assert [pending.sent(one) for one in sent] == [BAND, BAND + 1, BAND + 2]
-    pending.left(sent[1])
-    assert pending.sent(request("a3")) == BAND + 2
+    assert [pending.on_dispatch(one) for one in sent] == [BAND, BAND + 1, BAND + 2]
+    pending.on_departure(sent[1])
+    assert pending.on_dispatch(request("a3")) == BAND + 2
     for one in [sent[0], sent[2], request("a3")]:
-        pending.left(one)
+        pending.on_departure(one)
     assert repr(pending) == "<EnginePriorities 0 of 0 tenants and classes>"
 
 
@@ -51,15 +51,15 @@ def test_the_last_of_a_class_comes_before_the_first_of_the_next() -> None:
     pending = EnginePriorities(ON)
     # As if a tenant had more in flight than any fleet holds.
     pending._pending["t1", INTERACTIVE] = pending._pending["t1", DEFAULT] = 5 * BAND
-    last = [pending.sent(request(priority=priority)) for priority in PriorityClass]
+    last = [pending.on_dispatch(request(priority=priority)) for priority in PriorityClass]
     assert last == [BAND - 1, 2 * BAND - 1, 2 * BAND]
 
 
 def test_a_tenants_batch_does_not_cost_it_its_turn_in_a_chat() -> None:
     pending = EnginePriorities(ON)
     for n in range(50):
-        pending.sent(request(f"b{n}", priority=BATCH))
-    assert pending.sent(request("chat", priority=INTERACTIVE)) == 0
+        pending.on_dispatch(request(f"b{n}", priority=BATCH))
+    assert pending.on_dispatch(request("chat", priority=INTERACTIVE)) == 0
 
 
 def test_pending_requests_are_those_with_an_engine_whatever_happens_to_them() -> None:
@@ -68,16 +68,16 @@ def test_pending_requests_are_those_with_an_engine_whatever_happens_to_them() ->
     live: list[Request] = []
     for n in range(500):
         if live and rng.random() < 0.45:
-            pending.left(live.pop(rng.randrange(len(live))))
+            pending.on_departure(live.pop(rng.randrange(len(live))))
         else:
             one = request(f"r{n}", tenant=rng.choice("abc"), priority=rng.choice(list(PriorityClass)))
             same = sum((other.tenant, other.priority) == (one.tenant, one.priority) for other in live)
-            assert pending.sent(one) == one.priority.rank * BAND + same
+            assert pending.on_dispatch(one) == one.priority.rank * BAND + same
             live.append(one)
 
 
 def test_without_the_mode_no_engine_is_told_a_priority() -> None:
-    usual = World()
+    usual = Simulation()
     usual.join()
     assert told(usual.arrive(priority=BATCH)) == [None]
 
@@ -125,14 +125,14 @@ def test_the_engines_queue_may_be_as_long_as_the_mode_says() -> None:
         EnginePrioritySettings(target_waiting=6),
         EnginePrioritySettings(enabled=True, target_waiting=6),
     ):
-        live = World(engine_priority=mode, **tight)
+        live = Simulation(engine_priority=mode, **tight)
         live.join(max_num_seqs=1)
         sent[mode.enabled] = sum(len(told(live.arrive(f"r{n}"))) for n in range(20))
     assert sent == {False: 2, True: 6}
 
 
 def test_batch_work_leaves_room_in_the_engines_queue_for_those_who_would_pass_it() -> None:
-    live = World(engine_priority=EnginePrioritySettings(enabled=True, target_waiting=8))
+    live = Simulation(engine_priority=EnginePrioritySettings(enabled=True, target_waiting=8))
     live.join(max_num_seqs=1)
     for n in range(20):
         live.arrive(f"b{n}", priority=BATCH)

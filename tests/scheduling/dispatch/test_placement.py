@@ -16,13 +16,13 @@ from serve_app.scheduling.events import (
     ReplicaLost,
     Resumed,
 )
-from serve_app.scheduling.request import Entry
-from tests.builders import World, dispatched, request
+from serve_app.scheduling.request import ScheduledRequest
+from tests.builders import Simulation, dispatched, request
 
 SESSION = tuple(range(1, 26))  # 25 blocks, 3,200 tokens
 
 
-class Sessions(World):
+class Sessions(Simulation):
     """Two replicas in one pool, and requests that say how their prompts begin."""
 
     def __init__(self, **changes: Any) -> None:
@@ -46,10 +46,10 @@ class Sessions(World):
     def replica_of(self, request_id: str, prefix: tuple[int, ...] = SESSION) -> str:
         return dict(dispatched(self.ask(request_id, prefix)))[request_id]
 
-    def entry(self, request_id: str) -> Entry:
-        entry = self.scheduler.entry(request_id)
-        assert entry is not None
-        return entry
+    def find(self, request_id: str) -> ScheduledRequest:
+        scheduled = self.scheduler.find(request_id)
+        assert scheduled is not None
+        return scheduled
 
 
 def test_a_session_stays_on_its_replica_where_load_alone_would_move_it() -> None:
@@ -67,11 +67,11 @@ def test_only_what_is_left_to_compute_is_promised_and_charged() -> None:
     world.ask("first")
     world.done("first")
     world.ask("second")
-    assert world.entry("second").hold.prefill_tokens == 100
-    assert world.entry("second").prefill_tokens == 100
+    assert world.find("second").hold.prefill_tokens == 100
+    assert world.find("second").prefill_tokens == 100
     assert world.scheduler.ledger["s1"].pending_prefill_tokens == 100
     world.ask("fresh", (90, 91))
-    assert world.entry("fresh").charged - world.entry("second").charged == 3_200
+    assert world.find("fresh").charged - world.find("second").charged == 3_200
 
 
 def test_a_long_prompt_that_is_mostly_cached_is_a_short_prefill_where_it_is() -> None:
@@ -81,11 +81,11 @@ def test_a_long_prompt_that_is_mostly_cached_is_a_short_prefill_where_it_is() ->
     longs = [f"long {number}" for number in range(1, 6)]
     for number, name in enumerate(longs, 1):
         world.ask(name, tuple(range(100 * number, 100 * number + 25)))
-    assert all(world.entry(name).grade for name in longs)
+    assert all(world.find(name).prefill_class for name in longs)
     # Each replica has as many long prefills under way as it may have, and takes no other.
-    assert world.entry(longs[-1]).queued
+    assert world.find(longs[-1]).queued
     assert dispatched(world.ask("second")) == [("second", "s1")]
-    assert world.entry("second").hold.grade == 0
+    assert world.find("second").hold.prefill_class == 0
 
 
 def test_a_replica_that_was_lost_is_no_longer_preferred() -> None:
@@ -93,8 +93,8 @@ def test_a_replica_that_was_lost_is_no_longer_preferred() -> None:
     assert world.replica_of("first") == "s1"
     world.feed(ReplicaLost("s1"))
     world.ask("second")
-    assert world.entry("second").cached_tokens == 0
-    assert world.entry("second").replica_id == "s2"
+    assert world.find("second").cached_tokens == 0
+    assert world.find("second").replica_id == "s2"
 
 
 def test_a_request_that_comes_back_counts_by_what_is_cached_elsewhere() -> None:
@@ -102,11 +102,11 @@ def test_a_request_that_comes_back_counts_by_what_is_cached_elsewhere() -> None:
     world.ask("first")
     world.started("first")
     world.ask("second")
-    assert world.entry("second").cached_tokens == 3_200
+    assert world.find("second").cached_tokens == 3_200
     world.feed(ReplicaLost("s1"))
     world.feed(DispatchFailed("second", "s1", DispatchFailure.LOST))
-    assert world.entry("second").replica_id == "s2"
-    assert world.entry("second").cached_tokens == 0
+    assert world.find("second").replica_id == "s2"
+    assert world.find("second").cached_tokens == 0
 
 
 def test_a_new_scheduler_learns_from_what_gateways_say_is_running() -> None:

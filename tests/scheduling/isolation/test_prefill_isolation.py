@@ -7,15 +7,15 @@ from serve_app.request import PriorityClass
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import FirstToken, Woke
-from serve_app.scheduling.isolation.feedback_delay import NewsLag
+from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
 from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings, PrefillIsolation
-from tests.builders import World, dispatched
+from tests.builders import Simulation, dispatched
 
 
-def world(**changes: Any) -> World:
+def world(**changes: Any) -> Simulation:
     usual = {"prior_boundary_tokens": 300, "max_long_prefills": 1, "quiet_s": 1e6}
     isolation = IsolationSettings(**{**usual, **changes})
-    made = World(policy="fcfs-isolated", isolation=isolation, routing=RoutingSettings(pools=("only",)))
+    made = Simulation(policy="fcfs-isolated", isolation=isolation, routing=RoutingSettings(pools=("only",)))
     made.join("r1", "only", kv_tokens=20_000)
     return made
 
@@ -82,13 +82,15 @@ def test_short_batch_work_is_not_protected() -> None:
 
 
 def test_a_tenant_far_behind_its_share_may_have_more() -> None:
-    isolation = PrefillIsolation(IsolationSettings(owed_requests=10.0, max_owed=2), NewsLag(), wanted=True)
+    isolation = PrefillIsolation(
+        IsolationSettings(owed_requests=10.0, max_owed=2), FeedbackDelay(), wanted=True
+    )
     behind = (0.0, 9.9, 10.0, 25.0, 1e6)
     assert [isolation.limits(1, 0.0, 0.0, each) for each in behind] == [(2,), (2,), (3,), (4,), (4,)]
 
 
 def test_relief_has_an_end() -> None:
-    isolation = PrefillIsolation(IsolationSettings(relief_s=1.0, max_relief=2), NewsLag(), wanted=True)
+    isolation = PrefillIsolation(IsolationSettings(relief_s=1.0, max_relief=2), FeedbackDelay(), wanted=True)
     waits_s = (0.0, 0.9, 1.0, 2.5, 100.0)
     assert [isolation.limits(1, 0.0, waited_s) for waited_s in waits_s] == [(2,), (2,), (3,), (4,), (4,)]
     assert [isolation.limits(2, 0.0, waited_s) for waited_s in waits_s] == [
@@ -114,7 +116,7 @@ def test_an_unstreamed_long_prefill_is_over_after_its_usual_time() -> None:
 
 
 def learned(lengths: list[int]) -> float:
-    isolation = PrefillIsolation(IsolationSettings(), NewsLag(), wanted=True)
+    isolation = PrefillIsolation(IsolationSettings(), FeedbackDelay(), wanted=True)
     for length in lengths:
         isolation.observe(length)
     return isolation.boundary_tokens
@@ -136,7 +138,7 @@ def test_the_boundary_follows_the_traffic(scale: int) -> None:
 
 
 def graded(lengths: list[int]) -> PrefillIsolation:
-    isolation = PrefillIsolation(IsolationSettings(), NewsLag(), wanted=True)
+    isolation = PrefillIsolation(IsolationSettings(), FeedbackDelay(), wanted=True)
     for length in lengths:
         isolation.observe(length)
     return isolation
@@ -146,7 +148,7 @@ def test_the_longest_make_up_at_most_their_share_of_the_work() -> None:
     rng = random.Random(3)
     lengths = [min(8_000, max(10, round(rng.lognormvariate(6.5, 1.0)))) for _ in range(4_000)]
     isolation = graded(lengths)
-    longest = sum(length for length in lengths if isolation.grade(length) == 2) / sum(lengths)
+    longest = sum(length for length in lengths if isolation.prefill_class(length) == 2) / sum(lengths)
     assert 0.3 < longest < 0.55
     assert isolation.boundary_tokens < isolation.longest_boundary_tokens
 
@@ -167,11 +169,11 @@ def test_before_enough_is_seen_the_prior_holds() -> None:
 
 
 def test_equal_lengths_are_all_short() -> None:
-    isolation = PrefillIsolation(IsolationSettings(), NewsLag(), wanted=True)
+    isolation = PrefillIsolation(IsolationSettings(), FeedbackDelay(), wanted=True)
     for _ in range(400):
         isolation.observe(700)
-    assert isolation.grade(300) == 0
-    assert isolation.grade(700) <= 1
+    assert isolation.prefill_class(300) == 0
+    assert isolation.prefill_class(700) <= 1
     assert repr(isolation).startswith("<PrefillIsolation on")
 
 

@@ -15,7 +15,7 @@ from serve_app.scheduling.policies.settings import (
     GivenWeights,
     ScoreWeights,
 )
-from tests.builders import World, dispatched
+from tests.builders import Simulation, dispatched
 
 
 def score(tokens: int, *, waited_s: float, queue_weight: float, prefill_s: float = 1.0) -> float:
@@ -75,16 +75,16 @@ def partition(*bounds: tuple[int, int]) -> Partition:
     )
 
 
-def crowded(policy: str, **changes: object) -> World:
-    """A replica whose engine has no room, so that what comes waits."""
-    world = World(policy=policy, routing=RoutingSettings(pools=("only",)), **changes)
+def crowded(policy: str, **changes: object) -> Simulation:
+    """A replica whose engine has no queue, so that what comes waits."""
+    world = Simulation(policy=policy, routing=RoutingSettings(pools=("only",)), **changes)
     world.join("r1", "only", max_model_len=8_000, kv_tokens=50_000)
     for number in range(3):
         world.arrive(f"f{number}", prompt_tokens=10)
     return world
 
 
-def in_order(world: World, count: int) -> list[str]:
+def in_order(world: Simulation, count: int) -> list[str]:
     """Let the engine take one after the other, each alone in its round."""
     sent: list[str] = []
     running = ["f0", "f1", "f2"]
@@ -118,10 +118,10 @@ def test_a_new_partition_loses_nobody_and_keeps_the_order_of_arrival_inside_a_qu
     for number in range(20):
         world.arrive(f"r{number}", prompt_tokens=60 + number % 3, arrived_at=world.now)
         world.now += 0.001
-    before = {entry.request.request_id for entry in world.scheduler.room}
+    before = {scheduled.request.request_id for scheduled in world.scheduler.queue}
     world.feed(PartitionChanged(partition((1, 500))))
-    assert {entry.request.request_id for entry in world.scheduler.room} == before
-    assert {entry.length_queue for entry in world.scheduler.room} == {"1-500"}
+    assert {scheduled.request.request_id for scheduled in world.scheduler.queue} == before
+    assert {scheduled.length_queue for scheduled in world.scheduler.queue} == {"1-500"}
     assert in_order(world, 20) == [f"r{number}" for number in range(20)]
 
 
@@ -129,8 +129,8 @@ def test_a_length_in_a_gap_gets_a_bubble_that_bursts_when_it_stays_empty() -> No
     world = crowded("ewsjf", ewsjf=EwsjfSettings(bubble_rounds=3))
     world.feed(PartitionChanged(partition((1, 100), (2_000, 3_000))))
     world.arrive("gap", prompt_tokens=1_000)
-    (entry,) = world.scheduler.room
-    assert entry.length_queue == "~951-1049"
+    (scheduled,) = world.scheduler.queue
+    assert scheduled.length_queue == "~951-1049"
     queues = world.scheduler._policy.queues  # type: ignore[attr-defined]
     assert len(queues) == 3
     assert dispatched(world.feed(FirstToken("f0"))) == [("gap", "r1")]

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from serve_app.request import Usage
 from serve_app.scheduling.queueing.fairness import FairnessMode, FairnessSettings, FairShares
-from tests.builders import World, request
+from tests.builders import Simulation, request
 
 
 def shares(**settings: object) -> FairShares:
@@ -20,11 +20,11 @@ def serve(books: FairShares, cost: float = 1.0) -> str:
 
 def test_one_that_comes_is_served_before_anybody_is_served_twice() -> None:
     books = shares(mode="requests")
-    books.came("heavy")
+    books.on_arrival("heavy")
     for _ in range(50):
         serve(books)
-    books.came("light")
-    books.came("lighter")
+    books.on_arrival("light")
+    books.on_arrival("lighter")
     turn = next(books.turns())
     assert sorted(turn) == ["light", "lighter"]
     assert [serve(books), serve(books)] == ["light", "lighter"]
@@ -33,7 +33,7 @@ def test_one_that_comes_is_served_before_anybody_is_served_twice() -> None:
 def test_shares_follow_the_weights() -> None:
     books = shares(mode="tokens", weights={"b": 2.0, "c": 4.0})
     for name in ("a", "b", "c"):
-        books.came(name)
+        books.on_arrival(name)
     cost = {"a": 300.0, "b": 50.0, "c": 1_000.0}
     got = dict.fromkeys(cost, 0.0)
     for _ in range(5_000):
@@ -46,7 +46,7 @@ def test_shares_follow_the_weights() -> None:
 
 def test_a_charge_is_corrected() -> None:
     books = shares()
-    books.came("a")
+    books.on_arrival("a")
     books.charge("a", 100.0)
     books.correct("a", -60.0)
     assert books.counters() == {"a": 40.0}
@@ -54,10 +54,10 @@ def test_a_charge_is_corrected() -> None:
 
 def test_idling_earns_no_claim() -> None:
     books = shares(mode="requests", quantum_requests=0.0)
-    books.came("busy")
+    books.on_arrival("busy")
     for _ in range(10):
         serve(books)
-    books.came("back")
+    books.on_arrival("back")
     # Once for the lift, then in turns: ten in a row would be a claim on the time before.
     assert [serve(books) for _ in range(6)].count("back") == 3
 
@@ -72,7 +72,7 @@ def test_service_by_weight_stays_within_a_quantum_and_a_request(
     names = [f"t{number}" for number in range(4)]
     books = shares(weights=dict(zip(names, weights, strict=True)))
     for name in names:
-        books.came(name)
+        books.on_arrival(name)
     for _ in range(300):
         name = next(books.turns())[-1]
         books.charge(name, costs[names.index(name)])
@@ -91,7 +91,7 @@ def test_everybody_who_waits_is_named_exactly_once(steps: list[tuple[int, str]])
     for number, step in steps:
         name = f"t{number}"
         if step == "came" and name not in waiting:
-            books.came(name)
+            books.on_arrival(name)
             waiting.add(name)
         elif step == "went" and name in waiting:
             books.went(name)
@@ -107,7 +107,7 @@ def test_everybody_who_waits_is_named_exactly_once(steps: list[tuple[int, str]])
 def test_tenants_that_owe_nothing_are_forgotten() -> None:
     books = shares(mode="requests")
     for number in range(20_000):
-        books.came(f"t{number}")
+        books.on_arrival(f"t{number}")
         books.charge(f"t{number}", 1.0)
         books.went(f"t{number}")
     assert len(books.counters()) < 5_000
@@ -115,7 +115,7 @@ def test_tenants_that_owe_nothing_are_forgotten() -> None:
 
 def test_costs_are_those_of_the_mode() -> None:
     wanted = request("r", prompt_tokens=100, max_output_tokens=50)
-    estimate = World().scheduler.estimator.estimate(wanted)
+    estimate = Simulation().scheduler.estimator.estimate(wanted)
     tokens = FairnessSettings(decode_weight=3.0)
     output = estimate.expected_tokens - estimate.expected_prompt_tokens
     assert tokens.expected_cost(estimate) == estimate.expected_prompt_tokens + 3.0 * output
@@ -142,19 +142,19 @@ def test_settings_that_make_no_sense_are_refused(values: dict[str, object], comp
 def test_nobody_owes_for_what_it_had_when_nobody_waited() -> None:
     books = shares(mode="requests", quantum_requests=0.0)
     for _ in range(500):
-        books.came("early")
+        books.on_arrival("early")
         books.charge("early", 1.0)
         books.went("early")
-    books.came("early")
-    books.came("late")
+    books.on_arrival("early")
+    books.on_arrival("late")
     assert [serve(books) for _ in range(10)].count("early") == 5
 
 
 def test_a_lead_that_others_could_not_prevent_is_owed_up_to_a_bound() -> None:
     """One that cannot go, as its requests are too long, does not lock the other out for all that time."""
     books = shares(mode="requests", quantum_requests=0.0, max_lead_requests=10.0)
-    books.came("stuck")
-    books.came("fits")
+    books.on_arrival("stuck")
+    books.on_arrival("fits")
     for _ in range(200):
         books.charge("fits", 1.0)
     assert books.behind_requests("stuck") == pytest.approx(10.0)
@@ -165,7 +165,7 @@ def test_a_lead_that_others_could_not_prevent_is_owed_up_to_a_bound() -> None:
 
 def test_nobody_is_behind_when_nobody_else_waits() -> None:
     books = shares()
-    books.came("a")
+    books.on_arrival("a")
     books.charge("a", 5.0)
     assert books.behind_requests("a") == 0.0
     assert books.behind_requests("nobody") == 0.0

@@ -11,11 +11,11 @@ from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling import SchedulerSettings
 from serve_app.serving.channel.framing import FrameReader, decode_from_scheduler, encode_frames
 from serve_app.serving.channel.gateway_client import GatewayClient
-from serve_app.serving.channel.messages import VERSION, Endpoint, FromScheduler, Hello, Message, Role
+from serve_app.serving.channel.messages import VERSION, FromScheduler, Hello, Message, Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import Grant, Refusal, ReplicaAddress, Submission
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.scheduler.live_scheduler import SchedulerShell, ShellParts
+from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 
 # Faster than in production, yet slow enough for a machine that is busy with other things.
 FAST = ChannelSettings(
@@ -57,7 +57,7 @@ class Wire:
         mute_down: what the scheduler says is swallowed.
     """
 
-    def __init__(self, world: "World") -> None:
+    def __init__(self, world: "Simulation") -> None:
         self._world = world
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -69,7 +69,7 @@ class Wire:
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
 
-    async def locate(self) -> Endpoint:
+    async def locate(self) -> SchedulerEndpoint:
         """Where the present scheduler is to be found, by way of this wire."""
         if self.refuses:
             raise ConnectionError("the wire is down")
@@ -140,38 +140,38 @@ class ReplicaDouble:
         return self.report
 
 
-class World:
+class Simulation:
     """Schedulers that succeed each other, and their peers."""
 
     def __init__(self, settings: SchedulerSettings, channel: ChannelSettings) -> None:
         self.settings = settings
         self.channel = channel
         self.incarnation = 0
-        self.shells: list[SchedulerShell] = []
+        self.shells: list[LiveScheduler] = []
         self.ends: list[str] = []
         self._closers: list[Any] = []
 
     @property
-    def shell(self) -> SchedulerShell:
+    def shell(self) -> LiveScheduler:
         """The scheduler of now."""
         return self.shells[-1]
 
-    def endpoint(self) -> Endpoint:
+    def endpoint(self) -> SchedulerEndpoint:
         return self.shell.endpoint()
 
-    async def locate(self) -> Endpoint:
+    async def locate(self) -> SchedulerEndpoint:
         return self.endpoint()
 
-    async def begin(self, **parts: Any) -> SchedulerShell:
+    async def begin(self, **parts: Any) -> LiveScheduler:
         """Start the next incarnation beside whatever runs."""
         self.incarnation += 1
         given = {"incarnation": self.incarnation, "channel": self.channel, "on_end": self.ends.append}
-        shell = SchedulerShell(self.settings, ShellParts(**{**given, **parts}))
+        shell = LiveScheduler(self.settings, LiveSchedulerOptions(**{**given, **parts}))
         await shell.start("127.0.0.1")
         self.shells.append(shell)
         return shell
 
-    async def restart(self) -> SchedulerShell:
+    async def restart(self) -> LiveScheduler:
         """Kill the scheduler, and start the next."""
         self.kill()
         return await self.begin()
@@ -246,7 +246,7 @@ class Stranger:
         self.heard: list[FromScheduler] = []
 
     @classmethod
-    async def at(cls, endpoint: Endpoint) -> "Stranger":
+    async def at(cls, endpoint: SchedulerEndpoint) -> "Stranger":
         return cls(*await asyncio.open_connection(endpoint.host, endpoint.port))
 
     def say(self, *messages: Message) -> None:
@@ -285,7 +285,7 @@ class Stranger:
         return bool(data)
 
 
-def hello(endpoint: Endpoint, **changes: Any) -> Hello:
+def hello(endpoint: SchedulerEndpoint, **changes: Any) -> Hello:
     wanted = {
         "version": VERSION,
         "role": Role.GATEWAY,

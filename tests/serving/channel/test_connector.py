@@ -3,18 +3,18 @@ from typing import Any, NoReturn
 
 from serve_app.serving.channel.connector import Connector
 from serve_app.serving.channel.messages import Role
-from tests.serving.channel.harness import FAST, World
+from tests.serving.channel.harness import FAST, Simulation
 
 
 class Silent:
     """A resident that nobody lets in."""
 
-    def up(self, *_: Any) -> NoReturn:
+    def on_connected(self, *_: Any) -> NoReturn:
         raise AssertionError("nobody is there")
 
-    said = down = up
+    on_message = on_disconnected = on_connected
 
-    def beat(self) -> None:
+    def on_heartbeat(self) -> None:
         pass
 
 
@@ -35,7 +35,7 @@ async def test_a_search_whose_answer_comes_as_it_is_closed_ends() -> None:
     assert not connector.is_up
 
 
-async def test_a_replica_that_is_closed_as_it_has_news_ends(world: World) -> None:
+async def test_a_replica_that_is_closed_as_it_has_news_ends(world: Simulation) -> None:
     client, double = await world.replica("s1")
     looks = double.looks
     while double.looks == looks:  # noqa: ASYNC110 - so that it waits for news, and has just begun to

@@ -6,11 +6,11 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant
-from tests.serving.channel.harness import World, granted, refused, submission, until
+from tests.serving.channel.harness import Simulation, granted, refused, submission, until
 
 
 async def test_a_request_that_waits_its_time_out_while_the_scheduler_is_away_expires_at_the_gateway(
-    world: World,
+    world: Simulation,
 ) -> None:
     gateway = await world.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1", queue_timeout_s=0.5)))
@@ -20,10 +20,12 @@ async def test_a_request_that_waits_its_time_out_while_the_scheduler_is_away_exp
     assert not isinstance(refusal, Grant)
     assert refusal.outcome is Outcome.EXPIRED
     assert "the scheduler is away" in refusal.message
-    assert not gateway._held
+    assert not gateway._pending
 
 
-async def test_a_request_that_comes_while_the_scheduler_is_away_is_served_by_the_next(world: World) -> None:
+async def test_a_request_that_comes_while_the_scheduler_is_away_is_served_by_the_next(
+    world: Simulation,
+) -> None:
     gateway = await world.gateway()
     world.kill()
     await until(lambda: not gateway.is_connected)
@@ -34,7 +36,7 @@ async def test_a_request_that_comes_while_the_scheduler_is_away_is_served_by_the
 
 
 async def test_a_request_that_does_not_wait_is_refused_while_the_scheduler_is_away(
-    world: World,
+    world: Simulation,
 ) -> None:
     gateway = await world.gateway()
     world.kill()
@@ -44,7 +46,7 @@ async def test_a_request_that_does_not_wait_is_refused_while_the_scheduler_is_aw
     assert refusal.retry_after_s is not None
 
 
-async def test_requests_beyond_the_limit_are_refused_while_the_scheduler_is_away(world: World) -> None:
+async def test_requests_beyond_the_limit_are_refused_while_the_scheduler_is_away(world: Simulation) -> None:
     gateway = await world.gateway()
     world.kill()
     await until(lambda: not gateway.is_connected)
@@ -57,7 +59,7 @@ async def test_requests_beyond_the_limit_are_refused_while_the_scheduler_is_away
         task.cancel()
 
 
-async def test_a_lower_incarnation_is_refused_for_ever(world: World) -> None:
+async def test_a_lower_incarnation_is_refused_for_ever(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.restart()
     await until(lambda: gateway.incarnation == 2 and gateway.is_connected)
@@ -70,7 +72,7 @@ async def test_a_lower_incarnation_is_refused_for_ever(world: World) -> None:
     assert gateway.incarnation == 2
 
 
-async def test_a_refusal_carries_what_the_scheduler_said(world: World) -> None:
+async def test_a_refusal_carries_what_the_scheduler_said(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     refusal = await refused(gateway, "r1", model="other")
@@ -78,7 +80,7 @@ async def test_a_refusal_carries_what_the_scheduler_said(world: World) -> None:
     assert "'other' is not served here" in refusal.message
 
 
-async def test_a_put_back_request_goes_to_another_replica(world: World) -> None:
+async def test_a_put_back_request_goes_to_another_replica(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     await world.replica("s2")
@@ -88,7 +90,9 @@ async def test_a_put_back_request_goes_to_another_replica(world: World) -> None:
     assert second.replica_id != first.replica_id
 
 
-async def test_a_request_that_fails_on_too_many_replicas_is_refused_after_its_put_back(world: World) -> None:
+async def test_a_request_that_fails_on_too_many_replicas_is_refused_after_its_put_back(
+    world: Simulation,
+) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     await world.replica("s2")
@@ -106,7 +110,7 @@ async def test_a_request_that_fails_on_too_many_replicas_is_refused_after_its_pu
 
 
 async def test_the_table_shows_who_takes_requests_and_is_empty_without_a_scheduler(
-    world: World,
+    world: Simulation,
 ) -> None:
     gateway = await world.gateway()
     client, double = await world.replica("s1")
@@ -120,7 +124,9 @@ async def test_the_table_shows_who_takes_requests_and_is_empty_without_a_schedul
     assert gateway.replicas() == ()
 
 
-async def test_the_exposition_comes_over_the_channel_and_is_empty_when_nobody_answers(world: World) -> None:
+async def test_the_exposition_comes_over_the_channel_and_is_empty_when_nobody_answers(
+    world: Simulation,
+) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     await granted(gateway, "r1", priority=PriorityClass.INTERACTIVE)
@@ -133,7 +139,7 @@ async def test_the_exposition_comes_over_the_channel_and_is_empty_when_nobody_an
     assert await gateway.exposition() == ""
 
 
-async def test_a_grant_told_twice_counts_once_even_after_it_was_put_back(world: World) -> None:
+async def test_a_grant_told_twice_counts_once_even_after_it_was_put_back(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     await granted(gateway, "r1")
@@ -143,14 +149,14 @@ async def test_a_grant_told_twice_counts_once_even_after_it_was_put_back(world: 
     await until(lambda: not gateway.is_connected)
     task = asyncio.get_running_loop().create_task(gateway.put_back("r1", "s1", DispatchFailure.LOST))
     await asyncio.sleep(0)
-    gateway.said(told)
+    gateway.on_message(told)
     await asyncio.sleep(0.05)
     assert not task.done()
-    assert gateway._held["r1"].waits
+    assert gateway._pending["r1"].waits
     task.cancel()
 
 
-async def test_a_request_id_may_be_held_once(world: World) -> None:
+async def test_a_request_id_may_be_held_once(world: Simulation) -> None:
     gateway = await world.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
     await asyncio.sleep(0)
@@ -159,7 +165,7 @@ async def test_a_request_id_may_be_held_once(world: World) -> None:
     task.cancel()
 
 
-async def test_a_request_id_of_another_gateway_is_refused_and_the_other_keeps_it(world: World) -> None:
+async def test_a_request_id_of_another_gateway_is_refused_and_the_other_keeps_it(world: Simulation) -> None:
     first, second = await world.gateway("g1"), await world.gateway("g2")
     await world.replica("s1")
     await granted(first, "r1")
@@ -169,7 +175,7 @@ async def test_a_request_id_of_another_gateway_is_refused_and_the_other_keeps_it
     assert len(world.shell.core) == 1
 
 
-async def test_a_gateway_that_closes_refuses_what_waits_and_what_comes(world: World) -> None:
+async def test_a_gateway_that_closes_refuses_what_waits_and_what_comes(world: Simulation) -> None:
     gateway = await world.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
     await until(lambda: len(world.shell.core) == 1)
@@ -180,7 +186,7 @@ async def test_a_gateway_that_closes_refuses_what_waits_and_what_comes(world: Wo
     assert (await refused(gateway, "r2")).message == "this gateway is shutting down"
 
 
-async def test_a_submission_too_large_for_a_frame_is_refused_here(world: World) -> None:
+async def test_a_submission_too_large_for_a_frame_is_refused_here(world: Simulation) -> None:
     gateway = await world.gateway()
     assert (await refused(gateway, "r1", prefix=tuple(range(10_000)))).outcome is Outcome.REJECTED_INVALID
     assert (await refused(gateway, "r2", tenant="t" * 5000)).outcome is Outcome.REJECTED_INVALID

@@ -10,7 +10,7 @@ from serve_app.scheduling import Scheduler
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.dispatch.engine_priority import BAND, EnginePrioritySettings
 from serve_app.scheduling.events import DispatchFailure, Event, ReplicaJoined, ReplicaReported
-from serve_app.serving.channel.gateway_sessions import GatewayDesk
+from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.messages import (
     Finish,
     Granted,
@@ -47,7 +47,7 @@ class Host:
         self.clock = 100.0
         self.events: list[Event] = []
         self.left: set[str] = set()
-        self.desk = GatewayDesk(self, 1.0)
+        self.desk = GatewaySessions(self, 1.0)
         for replica_id in ("s1", "s2"):
             self.feed(ReplicaJoined(builders.spec(replica_id)))
             self.feed(ReplicaReported(replica_id, builders.report()))
@@ -76,7 +76,7 @@ class Host:
     def connect(self, *snapshot: Message) -> Page:
         """Let the gateway connect, or connect again, with this snapshot."""
         page = Page()
-        say = self.desk.joined("g1", page)  # type: ignore[arg-type]
+        say = self.desk.on_join("g1", page)  # type: ignore[arg-type]
         for message in (*snapshot, SnapshotEnd()):
             say(message)
         self.say = say
@@ -120,7 +120,7 @@ async def test_a_grant_and_its_repetition_carry_the_engines_priority() -> None:
 async def test_unknown_and_waiting_arrives_with_its_true_age() -> None:
     host = Host()
     host.connect(Submit(submission("r1", queue_timeout_s=30.0), 12.0, 4.0, 2))
-    entry = host.core.entry("r1")
+    entry = host.core.find("r1")
     assert host.names == ["Arrived"]
     assert entry is not None
     assert entry.request.arrived_at == 88.0
@@ -132,7 +132,7 @@ async def test_unknown_and_waiting_arrives_with_its_true_age() -> None:
 async def test_unknown_and_running_is_resumed() -> None:
     host = Host()
     host.connect(runs("s2", grants=2, started=True))
-    entry = host.core.entry("r1")
+    entry = host.core.find("r1")
     assert host.names == ["Resumed"]
     assert entry is not None
     assert (entry.replica_id, entry.started) == ("s2", True)
@@ -191,7 +191,7 @@ async def test_running_in_different_places_goes_by_the_gateways_word() -> None:
     host, replica_id = running()
     other = "s1" if replica_id == "s2" else "s2"
     host.connect(runs(other, grants=4))
-    entry = host.core.entry("r1")
+    entry = host.core.find("r1")
     assert host.names == ["Cancelled", "Resumed"]
     assert entry is not None
     assert entry.replica_id == other
@@ -224,16 +224,16 @@ async def test_a_put_back_of_an_unknown_request_is_answered_and_does_not_hang() 
 async def test_a_second_connection_is_not_ended_by_the_loss_of_the_first() -> None:
     host, replica_id = running()
     first = Page()
-    host.desk.joined("g1", first)  # type: ignore[arg-type]
+    host.desk.on_join("g1", first)  # type: ignore[arg-type]
     host.connect(runs(replica_id))
-    host.desk.lost("g1", first, for_good=False)  # type: ignore[arg-type]
+    host.desk.on_loss("g1", first, for_good=False)  # type: ignore[arg-type]
     assert host.desk.connected == 1
 
 
 async def test_a_gateway_that_comes_back_within_its_grace_keeps_everything() -> None:
     host, replica_id = running()
     page = host.connect(runs(replica_id))
-    host.desk.lost("g1", page, for_good=False)  # type: ignore[arg-type]
+    host.desk.on_loss("g1", page, for_good=False)  # type: ignore[arg-type]
     assert host.desk.connected == 0
     host.connect(runs(replica_id))
     await asyncio.sleep(1.2)

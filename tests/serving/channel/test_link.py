@@ -17,10 +17,10 @@ class Owner:
         self.heard: list[Any] = []
         self.reasons: list[str] = []
 
-    def link_said(self, _link: Link, message: Any) -> None:
+    def on_link_message(self, _link: Link, message: Any) -> None:
         self.heard.append(message)
 
-    def link_lost(self, _link: Link, reason: str) -> None:
+    def on_link_lost(self, _link: Link, reason: str) -> None:
         self.reasons.append(reason)
 
 

@@ -2,10 +2,12 @@ import asyncio
 from dataclasses import replace
 
 from serve_app.request import PriorityClass
-from tests.serving.channel.harness import FAST, World, submission, until
+from tests.serving.channel.harness import FAST, Simulation, submission, until
 
 
-async def test_a_change_is_reported_and_no_change_is_repeated_only_as_a_sign_of_life(world: World) -> None:
+async def test_a_change_is_reported_and_no_change_is_repeated_only_as_a_sign_of_life(
+    world: Simulation,
+) -> None:
     _, double = await world.replica("s1")
     reports = 0
     feed = world.shell._replicas._feed
@@ -23,7 +25,7 @@ async def test_a_change_is_reported_and_no_change_is_repeated_only_as_a_sign_of_
     await until(lambda: world.shell.status()["replicas"]["s1"]["report"]["waiting"] == 7)
 
 
-async def test_a_replica_registers_with_the_next_scheduler(world: World) -> None:
+async def test_a_replica_registers_with_the_next_scheduler(world: Simulation) -> None:
     _, double = await world.replica("s1")
     double.report = replace(double.report, running=3)
     await until(lambda: world.shell.status()["replicas"]["s1"]["report"]["running"] == 3)
@@ -33,13 +35,13 @@ async def test_a_replica_registers_with_the_next_scheduler(world: World) -> None
     assert world.shell.status()["incarnation"] == 2
 
 
-async def test_a_replica_that_leaves_is_gone_at_once(world: World) -> None:
+async def test_a_replica_that_leaves_is_gone_at_once(world: Simulation) -> None:
     client, _ = await world.replica("s1")
     await client.close()
     await until(lambda: world.shell.status()["replicas"] == {})
 
 
-async def test_a_replica_whose_load_is_unknown_stops_reporting_and_becomes_stale(world: World) -> None:
+async def test_a_replica_whose_load_is_unknown_stops_reporting_and_becomes_stale(world: Simulation) -> None:
     client, double = await world.replica("s1")
     double.broken = True
     await until(lambda: world.shell.status()["replicas"]["s1"]["stale"])
@@ -49,14 +51,14 @@ async def test_a_replica_whose_load_is_unknown_stops_reporting_and_becomes_stale
     await until(lambda: not world.shell.status()["replicas"]["s1"]["stale"])
 
 
-async def test_draining_is_told_at_once(world: World) -> None:
+async def test_draining_is_told_at_once(world: Simulation) -> None:
     client, double = await world.replica("s1")
     double.report = replace(double.report, draining=True)
     client.report_now()
     await until(lambda: world.shell._replicas.table.entries[0].draining)
 
 
-async def test_a_half_open_channel_is_noticed_and_the_replica_joins_again(world: World) -> None:
+async def test_a_half_open_channel_is_noticed_and_the_replica_joins_again(world: Simulation) -> None:
     wire = await world.wire()
     client, _ = await world.replica("s1", wire=wire)
     wire.mute_up = wire.mute_down = True
@@ -67,14 +69,14 @@ async def test_a_half_open_channel_is_noticed_and_the_replica_joins_again(world:
     await until(lambda: world.reported("s1"))
 
 
-async def test_replicas_are_told_their_share_of_what_waits_for_their_pool(world: World) -> None:
+async def test_replicas_are_told_their_share_of_what_waits_for_their_pool(world: Simulation) -> None:
     clients = [(await world.replica(name, seats=1))[0] for name in ("s1", "s2")]
     other, _ = await world.replica("l1", pool="long")
     gateway = await world.gateway()
     asked = [asyncio.create_task(gateway.acquire(submission(f"r{number}"))) for number in range(30)]
     batch = asyncio.create_task(gateway.acquire(submission("batch", priority=PriorityClass.BATCH)))
-    await until(lambda: world.shell.core.room.waiting_at["short"] > 0)
-    waiting = world.shell.core.room.waiting_at["short"]
+    await until(lambda: world.shell.core.queue.waiting_at["short"] > 0)
+    waiting = world.shell.core.queue.waiting_at["short"]
     assert 10 < waiting < 30
     await until(lambda: [client.queued for client in clients] == [waiting / 2, waiting / 2])
     assert other.queued == 0.0
@@ -84,7 +86,7 @@ async def test_replicas_are_told_their_share_of_what_waits_for_their_pool(world:
     await until(lambda: not any(client.queued for client in clients))
 
 
-async def test_a_replica_without_a_scheduler_counts_no_queue(world: World) -> None:
+async def test_a_replica_without_a_scheduler_counts_no_queue(world: Simulation) -> None:
     client, _ = await world.replica("s1", seats=1)
     gateway = await world.gateway()
     asked = [asyncio.create_task(gateway.acquire(submission(f"r{number}"))) for number in range(20)]

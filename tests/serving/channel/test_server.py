@@ -14,17 +14,17 @@ from serve_app.serving.channel.messages import (
     SnapshotEnd,
     Welcome,
 )
-from tests.serving.channel.harness import FAST, ReplicaDouble, Stranger, World, hello, until
+from tests.serving.channel.harness import FAST, ReplicaDouble, Simulation, Stranger, hello, until
 
 
-async def test_a_peer_with_the_secret_is_let_in_and_told_the_replicas(world: World) -> None:
+async def test_a_peer_with_the_secret_is_let_in_and_told_the_replicas(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint()))
     assert (await stranger.hear(Welcome)).incarnation == 1
     assert (await stranger.hear(ReplicaTable)).entries == []
 
 
-async def test_a_wrong_secret_is_rejected_without_a_hint_of_the_right_one(world: World) -> None:
+async def test_a_wrong_secret_is_rejected_without_a_hint_of_the_right_one(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint(), secret="guess"))
     reason = (await stranger.hear(Rejected)).reason
@@ -33,7 +33,7 @@ async def test_a_wrong_secret_is_rejected_without_a_hint_of_the_right_one(world:
     assert await stranger.closed()
 
 
-async def test_another_version_is_rejected_by_both_numbers(world: World) -> None:
+async def test_another_version_is_rejected_by_both_numbers(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint(), version=VERSION + 1))
     assert (
@@ -42,7 +42,7 @@ async def test_another_version_is_rejected_by_both_numbers(world: World) -> None
     )
 
 
-async def test_a_scheduler_that_hears_of_a_higher_incarnation_stops_for_ever(world: World) -> None:
+async def test_a_scheduler_that_hears_of_a_higher_incarnation_stops_for_ever(world: Simulation) -> None:
     gateway = await world.gateway()
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint(), highest_incarnation=7))
@@ -53,7 +53,7 @@ async def test_a_scheduler_that_hears_of_a_higher_incarnation_stops_for_ever(wor
         world.endpoint()
 
 
-async def test_a_stranger_without_the_secret_cannot_put_a_scheduler_out_of_office(world: World) -> None:
+async def test_a_stranger_without_the_secret_cannot_put_a_scheduler_out_of_office(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint(), secret="guess", highest_incarnation=7))
     assert await stranger.closed()
@@ -61,7 +61,7 @@ async def test_a_stranger_without_the_secret_cannot_put_a_scheduler_out_of_offic
     assert world.endpoint().incarnation == 1
 
 
-async def test_a_connection_that_says_nothing_is_closed(world: World) -> None:
+async def test_a_connection_that_says_nothing_is_closed(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     assert await stranger.closed()
 
@@ -76,20 +76,20 @@ async def test_a_connection_that_says_nothing_is_closed(world: World) -> None:
     ],
     ids=["http", "rubbish", "more than a stranger may say", "empty frames"],
 )
-async def test_garbage_closes_the_connection_and_nothing_else(world: World, data: bytes) -> None:
+async def test_garbage_closes_the_connection_and_nothing_else(world: Simulation, data: bytes) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.say_bytes(data)
     assert await stranger.closed()
     assert (await world.gateway()).is_connected
 
 
-async def test_a_peer_must_say_hello_first(world: World) -> None:
+async def test_a_peer_must_say_hello_first(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.say(Cancel("r1"))
     assert await stranger.closed()
 
 
-async def test_a_gateway_may_not_speak_as_a_replica(world: World) -> None:
+async def test_a_gateway_may_not_speak_as_a_replica(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     double = ReplicaDouble("s1", "short", 8)
     stranger.say(hello(world.endpoint()), Register(double.spec, double.address))
@@ -98,7 +98,7 @@ async def test_a_gateway_may_not_speak_as_a_replica(world: World) -> None:
 
 
 async def test_a_replica_may_not_register_under_anothers_name_nor_report_before_it_registers(
-    world: World,
+    world: Simulation,
 ) -> None:
     double = ReplicaDouble("s1", "short", 8)
     for message in (Register(double.spec, double.address), Report(double.report)):
@@ -108,7 +108,7 @@ async def test_a_replica_may_not_register_under_anothers_name_nor_report_before_
     assert world.shell.status()["replicas"] == {}
 
 
-async def test_a_peer_that_opens_a_second_connection_loses_the_first(world: World) -> None:
+async def test_a_peer_that_opens_a_second_connection_loses_the_first(world: Simulation) -> None:
     first = await Stranger.at(world.endpoint())
     first.say(hello(world.endpoint()), SnapshotEnd())
     await first.hear(Welcome)
@@ -119,13 +119,13 @@ async def test_a_peer_that_opens_a_second_connection_loses_the_first(world: Worl
     assert world.shell.status()["gateways"] == 1
 
 
-async def test_a_receipt_for_more_than_was_sent_is_a_fault(world: World) -> None:
+async def test_a_receipt_for_more_than_was_sent_is_a_fault(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint()), Heartbeat(1000))
     assert await stranger.closed()
 
 
-async def test_a_silent_peer_is_cut_off_within_about_the_limit(world: World) -> None:
+async def test_a_silent_peer_is_cut_off_within_about_the_limit(world: Simulation) -> None:
     loop = asyncio.get_running_loop()
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint()), SnapshotEnd())
@@ -135,7 +135,7 @@ async def test_a_silent_peer_is_cut_off_within_about_the_limit(world: World) -> 
     assert FAST.dead_after_s - 0.2 < loop.time() - began < FAST.dead_after_s + 3
 
 
-async def test_a_peer_that_talks_and_does_not_listen_is_cut_off(world: World) -> None:
+async def test_a_peer_that_talks_and_does_not_listen_is_cut_off(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint()), SnapshotEnd())
 
@@ -149,7 +149,7 @@ async def test_a_peer_that_talks_and_does_not_listen_is_cut_off(world: World) ->
     talking.cancel()
 
 
-async def test_a_crowd_of_strangers_is_kept_within_bounds_and_peers_still_get_in(world: World) -> None:
+async def test_a_crowd_of_strangers_is_kept_within_bounds_and_peers_still_get_in(world: Simulation) -> None:
     crowd = [await Stranger.at(world.endpoint()) for _ in range(FAST.max_pending_handshakes + 40)]
     await until(lambda: len(world.shell._server._strangers) <= FAST.max_pending_handshakes)
     assert (await world.gateway()).is_connected

@@ -15,8 +15,8 @@ from serve_app.serving.channel.scheduler_client import Grant, Refusal
 from tests.serving.channel.harness import (
     FAST,
     PATIENCE_S,
+    Simulation,
     Wire,
-    World,
     granted,
     scheduler_settings,
     submission,
@@ -37,10 +37,10 @@ async def answer_of(task: asyncio.Task[Grant | Refusal]) -> Grant | Refusal:
 async def served(client: GatewayClient, request_id: str) -> None:
     """Wait for a turn and end at once."""
     await granted(client, request_id)
-    client.finished(request_id, Outcome.COMPLETED, USAGE)
+    client.finish(request_id, Outcome.COMPLETED, USAGE)
 
 
-async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place(world: World) -> None:
+async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     grant = await granted(gateway, "r1")
@@ -49,12 +49,12 @@ async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place
     assert grant.queue_wait_s < 5
     assert len(world.shell.core) == 1
     gateway.first_token("r1")
-    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
     assert not world.shell._gateways.book
 
 
-async def test_a_cancelled_wait_gives_its_place_in_the_queue_back(world: World) -> None:
+async def test_a_cancelled_wait_gives_its_place_in_the_queue_back(world: Simulation) -> None:
     gateway = await world.gateway()
     task = ask(gateway, "r1")
     await until(lambda: len(world.shell.core) == 1)
@@ -63,7 +63,7 @@ async def test_a_cancelled_wait_gives_its_place_in_the_queue_back(world: World) 
 
 
 async def test_a_wait_cancelled_while_the_grant_is_on_its_way_gives_the_reservation_back(
-    world: World,
+    world: Simulation,
 ) -> None:
     wire = await world.wire()
     gateway = await world.gateway(wire=wire)
@@ -75,7 +75,9 @@ async def test_a_wait_cancelled_while_the_grant_is_on_its_way_gives_the_reservat
     await until(lambda: len(world.shell.core) == 0)
 
 
-async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_requests(world: World) -> None:
+async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_requests(
+    world: Simulation,
+) -> None:
     gateway = await world.gateway()
     await world.replica("s1", seats=1)
     grant = await granted(gateway, "r1")
@@ -84,18 +86,18 @@ async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_req
     await until(lambda: len(world.shell.core) == 6 or world.shell._gateways.book.in_flight().total() > 1)
     await world.restart()
     await until(lambda: len(world.shell.core) == 6, "all six are known again")
-    entry = world.shell.core.entry("r1")
+    entry = world.shell.core.find("r1")
     assert entry is not None
     assert (entry.replica_id, entry.started) == (grant.replica_id, True)
-    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    gateway.finish("r1", Outcome.COMPLETED, USAGE)
     for task in waiting:
         answer = await answer_of(task)
         assert isinstance(answer, Grant)
-        gateway.finished(answer.request_id, Outcome.COMPLETED, USAGE)
+        gateway.finish(answer.request_id, Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
 
 
-async def test_a_grant_lost_on_its_way_is_sent_again_and_not_given_anew(world: World) -> None:
+async def test_a_grant_lost_on_its_way_is_sent_again_and_not_given_anew(world: Simulation) -> None:
     wire = await world.wire()
     gateway = await world.gateway(wire=wire)
     await world.replica()
@@ -105,11 +107,11 @@ async def test_a_grant_lost_on_its_way_is_sent_again_and_not_given_anew(world: W
     wire.cut()
     assert isinstance(await answer_of(task), Grant)
     assert world.shell._gateways.book["r1"].grants == 1
-    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
 
 
-async def test_a_lost_grant_whose_replica_has_left_meanwhile_goes_to_another(world: World) -> None:
+async def test_a_lost_grant_whose_replica_has_left_meanwhile_goes_to_another(world: Simulation) -> None:
     wire = await world.wire()
     gateway = await world.gateway(wire=wire)
     first, _ = await world.replica("s1")
@@ -122,11 +124,11 @@ async def test_a_lost_grant_whose_replica_has_left_meanwhile_goes_to_another(wor
     answer = await answer_of(task)
     assert isinstance(answer, Grant)
     assert answer.replica_id == "s2"
-    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
 
 
-async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(world: World) -> None:
+async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(world: Simulation) -> None:
     wire = await world.wire()
     gateway = await world.gateway(wire=wire)
     await world.replica("s1")
@@ -142,17 +144,19 @@ async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(world: Wor
     second = await answer_of(task)
     assert isinstance(second, Grant)
     assert second.replica_id != first.replica_id
-    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
 
 
-async def test_an_end_lost_on_its_way_is_told_again_and_is_not_taken_for_a_cancellation(world: World) -> None:
+async def test_an_end_lost_on_its_way_is_told_again_and_is_not_taken_for_a_cancellation(
+    world: Simulation,
+) -> None:
     wire = await world.wire()
     gateway = await world.gateway(wire=wire)
     await world.replica("s1")
     await granted(gateway, "r1")
     wire.mute_up = True
-    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await asyncio.sleep(0.05)
     wire.cut()
     await until(lambda: len(world.shell.core) == 0)
@@ -161,17 +165,17 @@ async def test_an_end_lost_on_its_way_is_told_again_and_is_not_taken_for_a_cance
     )
 
 
-async def test_ends_are_forgotten_once_they_have_their_receipt(world: World) -> None:
+async def test_ends_are_forgotten_once_they_have_their_receipt(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     for n in range(20):
         await granted(gateway, f"r{n}")
-        gateway.finished(f"r{n}", Outcome.COMPLETED, USAGE)
+        gateway.finish(f"r{n}", Outcome.COMPLETED, USAGE)
     assert gateway._ended
     await until(lambda: not gateway._ended)
 
 
-async def test_a_cancellation_while_the_channel_is_down_is_seen_in_the_snapshot(world: World) -> None:
+async def test_a_cancellation_while_the_channel_is_down_is_seen_in_the_snapshot(world: Simulation) -> None:
     wire = await world.wire()
     gateway = await world.gateway(wire=wire)
     task = ask(gateway, "r1")
@@ -185,7 +189,7 @@ async def test_a_cancellation_while_the_channel_is_down_is_seen_in_the_snapshot(
     assert world.shell._gateways.connected == 1
 
 
-async def test_a_gateway_that_stays_away_has_its_requests_released_after_its_grace(world: World) -> None:
+async def test_a_gateway_that_stays_away_has_its_requests_released_after_its_grace(world: Simulation) -> None:
     wire = await world.wire()
     gateway = await world.gateway(wire=wire)
     await world.replica("s1")
@@ -198,11 +202,11 @@ async def test_a_gateway_that_stays_away_has_its_requests_released_after_its_gra
     # And when it comes back after all, its running request is known again.
     wire.refuses = False
     await until(lambda: len(world.shell.core) == 1)
-    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
 
 
-async def test_a_gateway_that_says_goodbye_is_released_at_once(world: World) -> None:
+async def test_a_gateway_that_says_goodbye_is_released_at_once(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     await granted(gateway, "r1")
@@ -210,7 +214,7 @@ async def test_a_gateway_that_says_goodbye_is_released_at_once(world: World) -> 
     await until(lambda: len(world.shell.core) == 0 and not world.shell._gateways._gateways)
 
 
-async def test_a_half_open_channel_is_noticed_by_both_ends_and_replaced(world: World) -> None:
+async def test_a_half_open_channel_is_noticed_by_both_ends_and_replaced(world: Simulation) -> None:
     wire = await world.wire()
     gateway = await world.gateway(wire=wire)
     await world.replica("s1")
@@ -221,11 +225,11 @@ async def test_a_half_open_channel_is_noticed_by_both_ends_and_replaced(world: W
     wire.mute_up = wire.mute_down = False
     await until(lambda: gateway.is_connected)
     assert grant.request_id in world.shell._gateways.book
-    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
 
 
-async def test_a_glitch_of_a_replicas_channel_fails_none_of_its_requests(world: World) -> None:
+async def test_a_glitch_of_a_replicas_channel_fails_none_of_its_requests(world: Simulation) -> None:
     gateway = await world.gateway()
     wire = await world.wire()
     await world.replica("s1", wire=wire)
@@ -237,16 +241,16 @@ async def test_a_glitch_of_a_replicas_channel_fails_none_of_its_requests(world: 
     await until(lambda: len(world.shell.core) == 2)
     wire.refuses = False
     assert isinstance(await answer_of(waiting), Grant)
-    entry = world.shell.core.entry("r1")
+    entry = world.shell.core.find("r1")
     assert entry is not None
     assert entry.replica_id == "s1"
     for request_id in ("r1", "r2"):
-        gateway.finished(request_id, Outcome.COMPLETED, USAGE)
+        gateway.finish(request_id, Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
 
 
 async def test_a_storm_of_reconnects_loses_nothing() -> None:
-    world = World(scheduler_settings(), FAST)
+    world = Simulation(scheduler_settings(), FAST)
     await world.begin()
     try:
         wire = await world.wire()
@@ -269,7 +273,7 @@ async def test_a_storm_of_reconnects_loses_nothing() -> None:
         await world.close()
 
 
-async def test_a_flood_is_refused_beyond_the_queue_and_leaves_nothing_behind(world: World) -> None:
+async def test_a_flood_is_refused_beyond_the_queue_and_leaves_nothing_behind(world: Simulation) -> None:
     gateway = await world.gateway()
     tasks = [ask(gateway, f"r{n}") for n in range(10_000)]
     settings = world.settings
@@ -285,7 +289,7 @@ async def test_a_flood_is_refused_beyond_the_queue_and_leaves_nothing_behind(wor
     for task in tasks:
         task.cancel()
     await until(lambda: len(world.shell.core) == 0)
-    assert not gateway._held
+    assert not gateway._pending
 
 
 class Handlers:
@@ -312,17 +316,17 @@ class Handlers:
         try:
             await asyncio.sleep(self._rng.uniform(0, 0.02))
         except asyncio.CancelledError:
-            gateway.finished(request_id, Outcome.CANCELLED)
+            gateway.finish(request_id, Outcome.CANCELLED)
             raise
         heard.append("completed")
-        gateway.finished(request_id, Outcome.COMPLETED, USAGE)
+        gateway.finish(request_id, Outcome.COMPLETED, USAGE)
 
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_conserves_requests_whatever_breaks_and_whenever(seed: int) -> None:
     """Wires break or go mute, replicas glitch, schedulers die, clients leave; handlers go on."""
     rng = random.Random(seed)
-    world = World(scheduler_settings(max_attempts=50), FAST)
+    world = Simulation(scheduler_settings(max_attempts=50), FAST)
     await world.begin()
     wires = [await world.wire() for _ in range(5)]
     gateways = [await world.gateway(f"g{n}", wire) for n, wire in enumerate(wires[:3])]
@@ -346,18 +350,18 @@ async def test_conserves_requests_whatever_breaks_and_whenever(seed: int) -> Non
         wanted = [] if task.cancelled() else ["completed"]
         assert handlers.heard.get(f"r{n}", []) == wanted, f"r{n}"
     assert not world.shell._gateways.book
-    assert all(not gateway._held for gateway in gateways)
+    assert all(not gateway._pending for gateway in gateways)
     assert world.ends == []
     await world.close()
 
 
-async def break_on(world: World, rng: random.Random, wires: list[Wire]) -> None:
+async def break_on(world: Simulation, rng: random.Random, wires: list[Wire]) -> None:
     while True:
         await asyncio.sleep(rng.uniform(0.005, 0.05))
         await break_something(world, rng, wires)
 
 
-async def break_something(world: World, rng: random.Random, wires: list[Wire]) -> None:
+async def break_something(world: Simulation, rng: random.Random, wires: list[Wire]) -> None:
     wire = rng.choice(wires)
     match rng.choice(("cut", "cut", "mute up", "mute down", "kill")):
         case "cut":
@@ -376,7 +380,7 @@ async def break_something(world: World, rng: random.Random, wires: list[Wire]) -
                 await world.restart()
 
 
-async def test_an_end_of_an_unknown_request_changes_nothing(world: World) -> None:
+async def test_an_end_of_an_unknown_request_changes_nothing(world: Simulation) -> None:
     gateway = await world.gateway()
     assert gateway._link is not None
     gateway._link.send(Finish("never seen", Outcome.COMPLETED, None))
@@ -384,7 +388,7 @@ async def test_an_end_of_an_unknown_request_changes_nothing(world: World) -> Non
     assert isinstance(await granted(gateway, "r1"), Grant)
 
 
-async def test_a_gateway_that_says_much_at_once_does_not_keep_others_waiting(world: World) -> None:
+async def test_a_gateway_that_says_much_at_once_does_not_keep_others_waiting(world: Simulation) -> None:
     loud, quiet = await world.gateway("loud"), await world.gateway("quiet")
     await world.replica("s1")
     flood = [ask(loud, f"f{n}", priority=PriorityClass.BATCH) for n in range(20_000)]
@@ -394,7 +398,7 @@ async def test_a_gateway_that_says_much_at_once_does_not_keep_others_waiting(wor
     assert "ewsjf_requests_waiting" in exposed, "an answer came within the second that a scrape may take"
     for n, task in enumerate(flood):
         if not task.cancel() and isinstance(task.result(), Grant):
-            loud.finished(f"f{n}", Outcome.COMPLETED, USAGE)
+            loud.finish(f"f{n}", Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
     assert loud.is_connected
     assert quiet.is_connected

@@ -330,7 +330,7 @@ class FakeDispatcher:
         assert request_id in self.held
         self.events.append(("first_token",))
 
-    def finished(self, request_id: str, outcome: Outcome, usage: Usage | None = None) -> None:
+    def finish(self, request_id: str, outcome: Outcome, usage: Usage | None = None) -> None:
         self.held.remove(request_id)  # raises when it is told twice
         self.events.append(("finished", outcome, usage))
 

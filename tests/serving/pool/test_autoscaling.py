@@ -15,11 +15,11 @@ from serve_app.serving.pool.autoscaling import (
     AutoscalingSettings,
     PoolPolicy,
     ReplicaLoad,
-    Targets,
+    ScalingTargets,
     desired_replicas,
 )
 
-TARGETS = Targets(ongoing=10.0, saturated_waiting=1.0, kv_usage_ratio=0.8, downscale_margin_ratio=0.8)
+TARGETS = ScalingTargets(ongoing=10.0, saturated_waiting=1.0, kv_usage_ratio=0.8, downscale_margin_ratio=0.8)
 NOW = 1_000.0
 
 

@@ -15,13 +15,13 @@ from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.settings import SchedulerSettings
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.gateway_client import GatewayClient
-from serve_app.serving.channel.messages import Endpoint
+from serve_app.serving.channel.messages import SchedulerEndpoint
 from serve_app.serving.channel.scheduler_client import Grant, Submission
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.pool.autoscaling import KV_USAGE, ONGOING
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
 from serve_app.serving.pool.server import ReplicaServerSettings
-from serve_app.serving.scheduler.live_scheduler import SchedulerShell, ShellParts
+from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 
 CHANNEL = ChannelSettings()
 ENGINE = EmulatedEngineSettings(served_model_names=("demo",), profile="laptop", max_model_len=2_048)
@@ -41,24 +41,24 @@ def settings(**changes: float) -> PoolReplicaSettings:
 
 
 @pytest.fixture
-async def shell() -> AsyncIterator[SchedulerShell]:
+async def shell() -> AsyncIterator[LiveScheduler]:
     scheduler = SchedulerSettings(model="demo", routing=RoutingSettings(pools=("short",)))
-    running = SchedulerShell(scheduler, ShellParts(incarnation=1, channel=CHANNEL))
+    running = LiveScheduler(scheduler, LiveSchedulerOptions(incarnation=1, channel=CHANNEL))
     await running.start("127.0.0.1")
     yield running
     running.stop()
 
 
 @pytest.fixture
-async def gateway(shell: SchedulerShell) -> AsyncIterator[GatewayClient]:
+async def gateway(shell: LiveScheduler) -> AsyncIterator[GatewayClient]:
     client = GatewayClient("gateway-1", locator(shell), CHANNEL)
     client.start()
     yield client
     await client.close()
 
 
-def locator(shell: SchedulerShell) -> Locate:
-    async def locate() -> Endpoint:
+def locator(shell: LiveScheduler) -> Locate:
+    async def locate() -> SchedulerEndpoint:
         return shell.endpoint()
 
     return locate
@@ -87,7 +87,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 
 async def test_a_replica_joins_serves_what_is_granted_and_drains(
-    shell: SchedulerShell, gateway: GatewayClient
+    shell: LiveScheduler, gateway: GatewayClient
 ) -> None:
     replica = PoolReplica(settings(), EmulatedEngine(ENGINE), locator(shell))
     await replica.start()
@@ -109,11 +109,11 @@ async def test_a_replica_joins_serves_what_is_granted_and_drains(
         await asyncio.wait_for(stopping, 10)
         with pytest.raises(httpx.ConnectError):
             await http.post(url(grant), json=body(1))
-    gateway.finished("first", Outcome.COMPLETED)
+    gateway.finish("first", Outcome.COMPLETED)
 
 
 async def test_a_drain_ends_in_time_though_an_answer_does_not(
-    shell: SchedulerShell, gateway: GatewayClient
+    shell: LiveScheduler, gateway: GatewayClient
 ) -> None:
     replica = PoolReplica(settings(drain_timeout_s=0.3), EmulatedEngine(ENGINE), locator(shell))
     await replica.start()
@@ -127,11 +127,11 @@ async def test_a_drain_ends_in_time_though_an_answer_does_not(
 
 
 async def test_a_replica_joins_a_scheduler_that_comes_later(
-    gateway: GatewayClient, shell: SchedulerShell
+    gateway: GatewayClient, shell: LiveScheduler
 ) -> None:
-    known: list[SchedulerShell] = []
+    known: list[LiveScheduler] = []
 
-    async def locate() -> Endpoint:
+    async def locate() -> SchedulerEndpoint:
         if not known:
             raise ConnectionError("no scheduler yet")
         return known[0].endpoint()
@@ -181,19 +181,19 @@ class BrokenEngine:
         self.stops += 1
 
 
-async def test_an_engine_that_cannot_start_fails_the_start_of_its_replica(shell: SchedulerShell) -> None:
+async def test_an_engine_that_cannot_start_fails_the_start_of_its_replica(shell: LiveScheduler) -> None:
     with pytest.raises(EngineError, match="out of memory"):
         await PoolReplica(settings(), BrokenEngine("start"), locator(shell)).start()
 
 
-async def test_an_engine_is_freed_when_its_replica_cannot_join(shell: SchedulerShell) -> None:
+async def test_an_engine_is_freed_when_its_replica_cannot_join(shell: LiveScheduler) -> None:
     engine = BrokenEngine("limits")
     with pytest.raises(ValueError, match="kv_tokens"):
         await PoolReplica(settings(), engine, locator(shell)).start()
     assert engine.stops == 1
 
 
-async def test_a_dead_engine_makes_its_replica_unhealthy(shell: SchedulerShell) -> None:
+async def test_a_dead_engine_makes_its_replica_unhealthy(shell: LiveScheduler) -> None:
     replica = PoolReplica(settings(), BrokenEngine("health"), locator(shell))
     with pytest.raises(EngineError, match="not been started"):
         await replica.check_health()
@@ -203,7 +203,7 @@ async def test_a_dead_engine_makes_its_replica_unhealthy(shell: SchedulerShell) 
     await replica.stop()
 
 
-async def test_an_engine_that_does_not_answer_makes_its_replica_unhealthy(shell: SchedulerShell) -> None:
+async def test_an_engine_that_does_not_answer_makes_its_replica_unhealthy(shell: LiveScheduler) -> None:
     replica = PoolReplica(settings(health_timeout_s=0.1), BrokenEngine("silence"), locator(shell))
     await replica.start()
     with pytest.raises(EngineError, match=r"within 0\.1 s"):
@@ -212,7 +212,7 @@ async def test_an_engine_that_does_not_answer_makes_its_replica_unhealthy(shell:
 
 
 async def test_a_replica_whose_load_stays_unknown_is_unhealthy(
-    shell: SchedulerShell, monkeypatch: pytest.MonkeyPatch
+    shell: LiveScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve_app.serving.pool.replica._MISSED_LOOKS", 2)
     replica = PoolReplica(settings(), BrokenEngine("load"), locator(shell))

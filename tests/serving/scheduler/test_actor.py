@@ -11,7 +11,7 @@ from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSettings, Surroundings
 from serve_app.serving.scheduler.incarnation import Incarnations
-from serve_app.serving.scheduler.live_scheduler import SchedulerShell
+from serve_app.serving.scheduler.live_scheduler import LiveScheduler
 from serve_app.serving.state.store import StateStore
 from tests import builders
 from tests.serving.channel.harness import FAST, scheduler_settings, submission, until
@@ -126,7 +126,7 @@ def teach(actor: SchedulerActor, output_tokens: int) -> int:
     return core.estimator.estimate(UNLIMITED).max_output_tokens
 
 
-def shell_of(actor: SchedulerActor) -> SchedulerShell:
+def shell_of(actor: SchedulerActor) -> LiveScheduler:
     assert actor._shell is not None
     return actor._shell
 

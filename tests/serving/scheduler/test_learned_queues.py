@@ -8,7 +8,7 @@ ONE = Partition((LengthInterval(min_tokens=1, max_tokens=9, mean_tokens=4.0, cou
 def test_lengths_are_taken_once_in_the_order_of_arrival() -> None:
     queues = LearnedQueues()
     for length in (5, 3, 9):
-        queues.arrived(length)
+        queues.on_arrival(length)
     assert queues.take() == [5, 3, 9]
     assert queues.take() == []
 
@@ -16,7 +16,7 @@ def test_lengths_are_taken_once_in_the_order_of_arrival() -> None:
 def test_lengths_that_nobody_pulls_do_not_pile_up() -> None:
     queues = LearnedQueues()
     for length in range(learned_queues._KEPT + 5):
-        queues.arrived(length)
+        queues.on_arrival(length)
     taken = queues.take()
     assert (len(taken), taken[0]) == (learned_queues._KEPT, 5)
 
@@ -24,7 +24,7 @@ def test_lengths_that_nobody_pulls_do_not_pile_up() -> None:
 def test_queues_are_as_old_as_when_they_were_learned_elsewhere() -> None:
     queues = LearnedQueues()
     assert (len(queues), queues.age_s(100.0)) == (0, None)
-    queues.changed(
+    queues.on_change(
         PartitionUpdate(partition=ONE, reason="restored", lengths=2, distance=0.1, age_s=30.0), 100.0
     )
     assert (len(queues), queues.age_s(107.0)) == (1, 37.0)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from serve_app.request import PromptShape, Request, TextCategory, Usage
 from serve_app.scheduling import Scheduler
-from serve_app.serving.scheduler.learned_state import learned_state, objection, take_over
+from serve_app.serving.scheduler.learned_state import denial, learned_state, take_over
 from tests import builders
 
 shapes = st.builds(
@@ -60,7 +60,7 @@ def test_through_json_the_next_scheduler_estimates_the_same_and_learns_on_the_sa
     first = taught(lessons, prefills)
     second = scheduler()
     document = json.loads(json.dumps(learned_state(first)))
-    assert objection(second.settings, document) == ""
+    assert denial(second.settings, document) == ""
     take_over(second, document, 0.0)
     assert learned_state(second) == learned_state(first)
     for request, usage in later:
@@ -105,4 +105,4 @@ def test_a_document_of_another_shape_meets_an_objection(
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    assert reason in objection(builders.settings(), document)
+    assert reason in denial(builders.settings(), document)

@@ -17,19 +17,27 @@ from serve_app.scheduling.policies.partition import LengthInterval, Partition
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings, read_decisions
 from serve_app.serving.scheduler.learned_queues import PartitionUpdate
-from tests.serving.channel.harness import FAST, World, granted, refused, scheduler_settings, submission, until
+from tests.serving.channel.harness import (
+    FAST,
+    Simulation,
+    granted,
+    refused,
+    scheduler_settings,
+    submission,
+    until,
+)
 
 USAGE = Usage(prompt_tokens=10, output_tokens=5)
 
 
 @pytest_asyncio.fixture
-async def world() -> AsyncIterator[World]:
-    world = World(scheduler_settings(), FAST)
+async def world() -> AsyncIterator[Simulation]:
+    world = Simulation(scheduler_settings(), FAST)
     yield world
     await world.close()
 
 
-def break_core(world: World, on: type[Event], request_id: str) -> None:
+def break_core(world: Simulation, on: type[Event], request_id: str) -> None:
     """Let the present core raise on one event of one request, as a fault in it would."""
     handle = world.shell.core.handle
 
@@ -43,7 +51,7 @@ def break_core(world: World, on: type[Event], request_id: str) -> None:
 
 
 async def test_a_fault_of_the_core_fails_the_request_it_stumbled_over_and_saves_the_others(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: Simulation, caplog: pytest.LogCaptureFixture
 ) -> None:
     shell = await world.begin()
     gateway = await world.gateway()
@@ -64,27 +72,27 @@ async def test_a_fault_of_the_core_fails_the_request_it_stumbled_over_and_saves_
     for task in others:
         answer = await asyncio.wait_for(task, 10)
         assert isinstance(answer, Grant)
-        gateway.finished(answer.request_id, Outcome.COMPLETED, USAGE)
+        gateway.finish(answer.request_id, Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
 
 
-async def test_a_fault_over_a_running_request_leaves_it_running(world: World) -> None:
+async def test_a_fault_over_a_running_request_leaves_it_running(world: Simulation) -> None:
     await world.begin()
     gateway = await world.gateway()
     await world.replica("s1")
     await granted(gateway, "r1")
     await granted(gateway, "r2")
     break_core(world, Finished, "r1")
-    gateway.finished("r1", Outcome.COMPLETED, USAGE)
+    gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await until(lambda: bool(world.ends))
     await world.begin()
     await until(lambda: len(world.shell.core) == 1)
-    entry = world.shell.core.entry("r2")
+    entry = world.shell.core.find("r2")
     assert entry is not None
     assert entry.replica_id == "s1"
 
 
-async def test_time_alone_expires_a_request(world: World) -> None:
+async def test_time_alone_expires_a_request(world: Simulation) -> None:
     await world.begin()
     gateway = await world.gateway()
     await world.replica("s1")
@@ -94,19 +102,19 @@ async def test_time_alone_expires_a_request(world: World) -> None:
     assert len(world.shell.core) == len(running)
 
 
-async def test_a_class_has_its_own_time_in_the_queue(world: World) -> None:
+async def test_a_class_has_its_own_time_in_the_queue(world: Simulation) -> None:
     shell = await world.begin()
     gateway = await world.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
     await until(lambda: len(shell.core) == 1)
-    entry = shell.core.entry("r1")
+    entry = shell.core.find("r1")
     assert entry is not None
     wanted = world.settings.queue_timeout_s.default
     assert entry.request.expires_at - entry.request.arrived_at == pytest.approx(wanted)
     task.cancel()
 
 
-async def test_a_newer_incarnation_in_the_store_ends_an_older_one(world: World) -> None:
+async def test_a_newer_incarnation_in_the_store_ends_an_older_one(world: Simulation) -> None:
     newest = 1
 
     async def look() -> int:
@@ -118,7 +126,7 @@ async def test_a_newer_incarnation_in_the_store_ends_an_older_one(world: World) 
     assert shell.ended
 
 
-async def test_a_store_that_does_not_answer_ends_nothing(world: World) -> None:
+async def test_a_store_that_does_not_answer_ends_nothing(world: Simulation) -> None:
     looks = 0
 
     async def look() -> int:
@@ -132,7 +140,7 @@ async def test_a_store_that_does_not_answer_ends_nothing(world: World) -> None:
     assert world.ends == []
 
 
-async def test_the_status_shows_who_waits_and_what_replicas_say(world: World) -> None:
+async def test_the_status_shows_who_waits_and_what_replicas_say(world: Simulation) -> None:
     await world.begin()
     gateway = await world.gateway()
     await world.replica("s1", seats=8)
@@ -144,16 +152,16 @@ async def test_the_status_shows_who_waits_and_what_replicas_say(world: World) ->
     assert status["replicas"]["s1"]["report"]["waiting"] == 0
 
 
-async def test_the_repr_shows_the_counts(world: World) -> None:
+async def test_the_repr_shows_the_counts(world: Simulation) -> None:
     await world.begin()
     gateway = await world.gateway()
     await world.replica("s1")
     await granted(gateway, "r1")
-    assert "<GatewayDesk gateways 1, <RequestBook waiting 0, running 1>>" in repr(world.shell)
-    assert "<ReplicaDesk replicas 1, draining 0>" in repr(world.shell)
+    assert "<GatewaySessions gateways 1, <RequestBook waiting 0, running 1>>" in repr(world.shell)
+    assert "<ReplicaRegistry replicas 1, draining 0>" in repr(world.shell)
 
 
-async def test_learned_queues_are_put_in_force_and_recorded(world: World, tmp_path: Path) -> None:
+async def test_learned_queues_are_put_in_force_and_recorded(world: Simulation, tmp_path: Path) -> None:
     world.settings = scheduler_settings(policy="ewsjf")
     shell = await world.begin(decision_log=DecisionLogSettings(path=str(tmp_path / "decisions.jsonl")))
     gateway = await world.gateway()
@@ -181,7 +189,7 @@ def rebuilt(header: dict[str, Any]) -> Scheduler:
     return Scheduler(msgspec.convert(header["settings"], SchedulerSettings), now=header["now"])
 
 
-async def test_a_recorded_run_replays_to_the_same_commands(world: World, tmp_path: Path) -> None:
+async def test_a_recorded_run_replays_to_the_same_commands(world: Simulation, tmp_path: Path) -> None:
     """Parity: the core under the live shell, and the same core fed from the log on the log's own time."""
     log = DecisionLogSettings(path=str(tmp_path / "decisions-{incarnation}.jsonl"))
     await world.begin(decision_log=log)
@@ -196,7 +204,7 @@ async def test_a_recorded_run_replays_to_the_same_commands(world: World, tmp_pat
         if isinstance(answer, Grant):
             await asyncio.sleep(0.005)
             gateway.first_token(f"r{n}")
-            gateway.finished(f"r{n}", Outcome.COMPLETED, USAGE)
+            gateway.finish(f"r{n}", Outcome.COMPLETED, USAGE)
 
     await asyncio.wait_for(asyncio.gather(*(handle(n) for n in range(60))), 30)
     await until(lambda: len(world.shell.core) == 0)

@@ -3,10 +3,10 @@ from serve_app.request import PriorityClass
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.events import DispatchFailed, DispatchFailure
 from serve_app.scheduling.prediction import Prediction
-from serve_app.serving.scheduler.metrics import SchedulerMetrics, Standing
+from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from tests import builders
 
-EMPTY = Standing(waiting={}, in_flight={}, replicas={}, stale=0, gateways=0)
+EMPTY = SchedulerStatus(waiting={}, in_flight={}, replicas={}, stale=0, gateways=0)
 DISPATCH = Dispatch(
     request_id="r1",
     gateway_id="g1",
@@ -20,11 +20,11 @@ DISPATCH = Dispatch(
 
 def test_counters_carry_class_pool_outcome_and_failure() -> None:
     metrics = SchedulerMetrics("m", 7)
-    metrics.dispatched(DISPATCH, PriorityClass.BATCH, spilled=True)
-    metrics.dispatched(DISPATCH, PriorityClass.BATCH, spilled=False)
+    metrics.on_dispatch(DISPATCH, PriorityClass.BATCH, spilled=True)
+    metrics.on_dispatch(DISPATCH, PriorityClass.BATCH, spilled=False)
     metrics.put_back(DispatchFailed("r1", "s1", DispatchFailure.BUSY))
     conclude = Conclude(request_id="r1", gateway_id="g1", outcome=Outcome.EXPIRED)
-    metrics.concluded(conclude, PriorityClass.BATCH)
+    metrics.on_conclusion(conclude, PriorityClass.BATCH)
     text = metrics.exposition(EMPTY)
     for line in (
         'ewsjf_dispatches_total{model="m",pool="long"} 2.0',
@@ -40,7 +40,7 @@ def test_counters_carry_class_pool_outcome_and_failure() -> None:
 
 def test_gauges_show_the_moment_and_forget_replicas_that_left() -> None:
     metrics = SchedulerMetrics("m", 1)
-    standing = Standing(
+    standing = SchedulerStatus(
         waiting={PriorityClass.INTERACTIVE: 4},
         in_flight={"s1": 3},
         replicas={"s1": (builders.spec("s1"), builders.report(waiting=2, kv_usage_ratio=0.5))},
@@ -62,16 +62,16 @@ def test_gauges_show_the_moment_and_forget_replicas_that_left() -> None:
 
 
 def test_the_error_of_predicted_waits_is_counted_with_its_sign() -> None:
-    world = builders.World()
+    world = builders.Simulation()
     world.arrive("r1")
-    entry = world.scheduler.entry("r1")
+    entry = world.scheduler.find("r1")
     assert entry is not None
     metrics = SchedulerMetrics("m", 1)
-    metrics.predicted(entry)
+    metrics.on_prediction(entry)
     assert "error_seconds_count{" not in metrics.exposition(EMPTY), "nothing had been predicted"
     entry.dispatched_at = 5.0
     entry.prediction = Prediction(kind=(1, 6, False), at=1.0, plain_s=2.0, wait_s=3.2)
-    metrics.predicted(entry)
+    metrics.on_prediction(entry)
     text = metrics.exposition(EMPTY)
     for line in (
         'ewsjf_queue_wait_prediction_error_seconds_bucket{class="default",le="-1.0",model="m"} 0.0',

@@ -7,25 +7,25 @@ import pytest_asyncio
 
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.tuning.online.retune import Retune
-from tests.serving.channel.harness import FAST, World, scheduler_settings, until
+from tests.serving.channel.harness import FAST, Simulation, scheduler_settings, until
 
 TARGET = "backpressure.target_waiting"
 
 
 @pytest_asyncio.fixture
-async def world() -> AsyncIterator[World]:
-    world = World(scheduler_settings(policy="ewsjf"), FAST)
+async def world() -> AsyncIterator[Simulation]:
+    world = Simulation(scheduler_settings(policy="ewsjf"), FAST)
     await world.begin()
     yield world
     await world.close()
 
 
-def target(world: World) -> int:
+def target(world: Simulation) -> int:
     return world.shell.core.settings.backpressure.target_waiting
 
 
 async def test_values_are_put_in_force_for_good_logged_and_shown(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: Simulation, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "ray.serve"):
         world.shell.tuner.retune(Retune(values={TARGET: 7, "ewsjf.weights.b_u": 0.3}, reason="better"))
@@ -41,14 +41,14 @@ async def test_values_are_put_in_force_for_good_logged_and_shown(
     assert world.shell.status()["tuner"]["values"] == {TARGET: 7, "ewsjf.weights.b_u": 0.3}
 
 
-async def test_values_on_trial_run_out_when_the_tuner_is_silent(world: World) -> None:
+async def test_values_on_trial_run_out_when_the_tuner_is_silent(world: Simulation) -> None:
     before = target(world)
     world.shell.tuner.retune(Retune(values={TARGET: 9}, valid_s=0.05))
     assert target(world) == 9
     await until(lambda: target(world) == before)
 
 
-async def test_a_renewed_trial_lasts_and_a_verdict_ends_it(world: World) -> None:
+async def test_a_renewed_trial_lasts_and_a_verdict_ends_it(world: Simulation) -> None:
     desk = world.shell.tuner
     desk.retune(Retune(values={TARGET: 9}, valid_s=0.05))
     desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))
@@ -58,7 +58,7 @@ async def test_a_renewed_trial_lasts_and_a_verdict_ends_it(world: World) -> None
     assert target(world) == 4
 
 
-async def test_freezing_ends_a_trial_at_once_and_lets_no_other_begin(world: World) -> None:
+async def test_freezing_ends_a_trial_at_once_and_lets_no_other_begin(world: Simulation) -> None:
     desk, before = world.shell.tuner, target(world)
     desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))
     desk.freeze("an incident")
@@ -82,7 +82,7 @@ async def test_freezing_ends_a_trial_at_once_and_lets_no_other_begin(world: Worl
     ],
 )
 async def test_what_cannot_be_changes_nothing_and_harms_nobody(
-    world: World, values: dict[str, float], message: str
+    world: Simulation, values: dict[str, float], message: str
 ) -> None:
     before = world.shell.core.settings
     with pytest.raises(SettingsError, match=message):
@@ -91,7 +91,7 @@ async def test_what_cannot_be_changes_nothing_and_harms_nobody(
     assert not world.shell.ended
 
 
-async def test_outcomes_are_collected_from_when_they_are_first_asked_for(world: World) -> None:
+async def test_outcomes_are_collected_from_when_they_are_first_asked_for(world: Simulation) -> None:
     desk = world.shell.tuner
     assert desk.observed().settings is None
     seen = desk.observed(outcomes=True)

@@ -14,7 +14,7 @@ from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.tuner.actor import TunerActor, TunerSettings
 from serve_app.tuning import StrategicSettings
 from serve_app.tuning.online.retune import Retune
-from tests.serving.channel.harness import FAST, World, scheduler_settings, submission, until
+from tests.serving.channel.harness import FAST, Simulation, scheduler_settings, submission, until
 
 QUICK = TunerSettings(pull_interval_s=0.01, strategic=StrategicSettings(first_after=40))
 
@@ -22,7 +22,7 @@ QUICK = TunerSettings(pull_interval_s=0.01, strategic=StrategicSettings(first_af
 class ToWorld:
     """The calls of a tuner, answered by whichever scheduler lives."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Simulation) -> None:
         self._world = world
         self.is_cut = False
 
@@ -42,15 +42,15 @@ class ToWorld:
 
 
 @pytest_asyncio.fixture
-async def world() -> AsyncIterator[World]:
-    world = World(scheduler_settings(policy="ewsjf"), FAST)
+async def world() -> AsyncIterator[Simulation]:
+    world = Simulation(scheduler_settings(policy="ewsjf"), FAST)
     await world.begin()
     yield world
     await world.close()
 
 
 @pytest_asyncio.fixture
-async def start(world: World) -> AsyncIterator[Callable[[], TunerActor]]:
+async def start(world: Simulation) -> AsyncIterator[Callable[[], TunerActor]]:
     tuners: list[TunerActor] = []
 
     def begin() -> TunerActor:
@@ -62,7 +62,9 @@ async def start(world: World) -> AsyncIterator[Callable[[], TunerActor]]:
         tuner.stop()
 
 
-async def ask(world: World, client: GatewayClient, count: int = 40) -> list[asyncio.Task[Grant | Refusal]]:
+async def ask(
+    world: Simulation, client: GatewayClient, count: int = 40
+) -> list[asyncio.Task[Grant | Refusal]]:
     """So many more requests that wait, as there is no replica: four of five of 10 tokens, others of 500."""
     there = len(world.shell.core)
     tasks = []
@@ -74,12 +76,12 @@ async def ask(world: World, client: GatewayClient, count: int = 40) -> list[asyn
     return tasks
 
 
-def queue_names(world: World) -> set[str]:
-    return world.shell.core.room.queue_names()
+def queue_names(world: Simulation) -> set[str]:
+    return world.shell.core.queue.queue_names()
 
 
 async def test_queues_are_learned_and_whoever_waits_is_queued_anew(
-    world: World, start: Callable[[], TunerActor], caplog: pytest.LogCaptureFixture
+    world: Simulation, start: Callable[[], TunerActor], caplog: pytest.LogCaptureFixture
 ) -> None:
     start()
     gateway = await world.gateway()
@@ -88,7 +90,7 @@ async def test_queues_are_learned_and_whoever_waits_is_queued_anew(
         assert queue_names(world) == {"1-31", "256-511"}
         await ask(world, gateway, 1)
         await until(lambda: queue_names(world) == {"10-10", "500-500"})
-    assert len(world.shell.core.room) == 40
+    assert len(world.shell.core.queue) == 40
     assert "event=partition_changed model=m incarnation=1 reason=first queues=2 shortest=10" in caplog.text
     page = world.shell.exposition()
     assert 'ewsjf_length_queues{model="m"} 2.0' in page
@@ -98,7 +100,7 @@ async def test_queues_are_learned_and_whoever_waits_is_queued_anew(
 
 
 async def test_a_new_scheduler_is_given_the_queues_in_force(
-    world: World, start: Callable[[], TunerActor]
+    world: Simulation, start: Callable[[], TunerActor]
 ) -> None:
     start()
     gateway = await world.gateway()
@@ -106,14 +108,14 @@ async def test_a_new_scheduler_is_given_the_queues_in_force(
     await until(lambda: queue_names(world) == {"10-10", "500-500"})
     await world.restart()
     await until(lambda: queue_names(world) == {"10-10", "500-500"})
-    assert len(world.shell.core.room) == 40
+    assert len(world.shell.core.queue) == 40
     page = world.shell.exposition()
     assert 'ewsjf_partition_changes_total{model="m",reason="restored"} 1.0' in page
     assert 'reason="first"' not in page
 
 
 async def test_a_dead_tuner_changes_nothing_for_requests(
-    world: World, start: Callable[[], TunerActor]
+    world: Simulation, start: Callable[[], TunerActor]
 ) -> None:
     tuner = start()
     tasks = await ask(world, await world.gateway())
@@ -127,7 +129,7 @@ async def test_a_dead_tuner_changes_nothing_for_requests(
 
 
 async def test_a_scheduler_that_is_away_is_reported_once_and_found_again(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: Simulation, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = ToWorld(world)
     calls.is_cut = True

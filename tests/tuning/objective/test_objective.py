@@ -8,11 +8,11 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.request import PriorityClass
 from serve_app.tuning.objective.objective import ObjectiveSettings, reward_of
 from serve_app.tuning.objective.paper_reward import PaperObjective, paper_terms
-from serve_app.tuning.objective.service_class import ClassTarget, Targets
+from serve_app.tuning.objective.service_class import ClassTarget, ClassTargets
 from serve_app.tuning.objective.slo_reward import SloObjective, slo_terms
 from tests.metrics.builders import record
 
-TARGETS = Targets(
+TARGETS = ClassTargets(
     default=ClassTarget(ttft_s=1.0, long_ttft_s=10.0, tpot_s=0.1),
     batch=ClassTarget(ttft_s=60.0, long_ttft_s=300.0, tpot_s=None),
 )

@@ -37,16 +37,16 @@ def test_a_twin_that_sees_half_of_it_is_believed_by_about_half() -> None:
     control = control_of(slices(*seen), slices(*(2 * each for each in seen)))
     # Drawn towards 1 by two pairs of fourteen.
     assert control.reward == pytest.approx((0.5 * 12 + 2) / 14)
-    swing = math.sqrt(sum((after - before) ** 2 for before, after in itertools.pairwise(seen)) / 12)
-    assert control.left.reward == pytest.approx(swing / 7)
+    noise = math.sqrt(sum((after - before) ** 2 for before, after in itertools.pairwise(seen)) / 12)
+    assert control.left.reward == pytest.approx(noise / 7)
 
 
 def test_a_twin_that_says_the_contrary_is_not_believed() -> None:
     seen = [0.5, 0.2, 0.9, 0.4, 0.7, 0.1]
     control = control_of(slices(*seen), slices(*(1.0 - each for each in seen)))
     assert control.reward == pytest.approx(0.0)
-    swing = math.sqrt(sum((after - before) ** 2 for before, after in itertools.pairwise(seen)) / 5)
-    assert control.left.reward == pytest.approx(swing)
+    noise = math.sqrt(sum((after - before) ** 2 for before, after in itertools.pairwise(seen)) / 5)
+    assert control.left.reward == pytest.approx(noise)
 
 
 def test_a_wild_twin_is_believed_the_less_the_more_is_known() -> None:

@@ -3,10 +3,10 @@ from serve_app.request import PriorityClass, Usage
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import events as ev
 from serve_app.tuning.online.outcome_window import OutcomeWindow, record_of
-from tests.builders import World
+from tests.builders import Simulation
 
 
-class Watched(World):
+class Watched(Simulation):
     """A scheduler whose outcomes are noted, as the shell does it."""
 
     def __init__(self) -> None:
@@ -16,9 +16,9 @@ class Watched(World):
     def feed(self, event: ev.Event, *, after_s: float = 0.0) -> list[object]:  # type: ignore[override]
         commands = super().feed(event, after_s=after_s)
         if isinstance(event, ev.Arrived):
-            entry = self.scheduler.entry(event.request.request_id)
+            entry = self.scheduler.find(event.request.request_id)
             if entry is not None:
-                self.window.arrived(entry)
+                self.window.on_arrival(entry)
         self.window.fed(event, commands, self.now)
         return list(commands)
 
@@ -58,7 +58,7 @@ def test_a_request_that_is_sent_again_waits_for_its_first_token_anew() -> None:
     world.join("s1", "only")
     world.join("s2", "only")
     world.arrive("r1")
-    entry = world.scheduler.entry("r1")
+    entry = world.scheduler.find("r1")
     assert entry is not None
     assert entry.replica_id is not None
     world.feed(ev.DispatchFailed("r1", entry.replica_id, ev.DispatchFailure.LOST), after_s=1.0)

@@ -130,11 +130,11 @@ def test_a_trial_knows_how_much_the_traffic_swings_by_itself() -> None:
         on_trial = loop.rollout.in_force == loop.rollout.target
         loop.see(seen(second + 1.0, [arrived(second, 0.25 if on_trial else 0.2)]))
     verdict = loop.rollout.audit[-1]
-    # A little worse is no harm where traffic swings so, nor is it a gain.
+    # A little worse is no harm where traffic slice_noise so, nor is it a gain.
     assert verdict.act is Act.ROLLED_BACK
     assert "no better" in verdict.reason
     assert verdict.figures["pairs"] == 2
-    assert verdict.figures["swing"] > 0.3
+    assert verdict.figures["noise"] > 0.3
 
 
 def test_a_new_scheduler_is_given_what_was_in_force_for_good() -> None:

@@ -8,13 +8,19 @@ import pytest
 from serve_app.metrics.record import RequestRecord
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import World
+from serve_app.simulation.simulation import Simulation
 from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
 from serve_app.tuning.objective.objective import ObjectiveSettings
 from serve_app.tuning.online.control_variate import control_of
 from serve_app.tuning.online.replay import LEAD_SLICES, ReplayTask, replay
 from serve_app.tuning.online.rollout_settings import RolloutSettings
-from serve_app.tuning.online.slice_noise import Measured, neighbours_in, rewards_in, steady_slices, swings_of
+from serve_app.tuning.online.slice_noise import (
+    Measured,
+    neighbours_in,
+    rewards_in,
+    slice_noise_of,
+    steady_slices,
+)
 from serve_app.tuning.search.tunable import Tunable, space_of
 from serve_app.tuning.twin.digital_twin import TwinPlan, with_speed
 from serve_app.tuning.twin.traffic import TrafficLog
@@ -42,7 +48,7 @@ def tidal(trace: Trace) -> Trace:
 def production() -> list[RequestRecord]:
     """What one replica made of a minute and a half in which it was idle and overrun in turn."""
     trace = scale_to_rate(choose_trace(TraceChoice(name="paper-mix", requests=2_700), 3), 30.0)
-    world = World(scheduler_settings("ewsjf", FLEET.routing, {}), FLEET.plans(isolated=True))
+    world = Simulation(scheduler_settings("ewsjf", FLEET.routing, {}), FLEET.plans(isolated=True))
     return world.run(list(requests_of(tidal(trace), Disclosure(), 16)))
 
 
@@ -79,10 +85,10 @@ def test_the_twin_explains_most_of_what_the_traffic_does_by_itself(production: l
     assert result.requests == asked.requests
     assert [one.requests for one in result.expected] == [one.requests for one in seen]
     known = neighbours_in(map(Measured, seen, result.expected))
-    control, swing = control_of(known), swings_of(known).reward
-    assert swing > 0.1
+    control, noise = control_of(known), slice_noise_of(known).reward
+    assert noise > 0.1
     assert control.reward > 0.7
-    assert control.left.reward < swing / 3
+    assert control.left.reward < noise / 3
 
 
 def test_a_replay_is_the_same_each_time_and_knows_the_pace_of_the_engines(

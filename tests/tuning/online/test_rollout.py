@@ -12,7 +12,7 @@ from serve_app.tuning.objective.objective import Reward
 from serve_app.tuning.online.control_variate import Control
 from serve_app.tuning.online.rollout import Rollout
 from serve_app.tuning.online.rollout_settings import Act, Apply, RolloutSettings, Slice
-from serve_app.tuning.online.slice_noise import Swings
+from serve_app.tuning.online.slice_noise import SliceNoise
 from serve_app.tuning.search.search_space import Values
 from tests.tuning.rewards import BEST, CURRENT, space, told
 
@@ -33,7 +33,7 @@ class Production:
 
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
-        self.standing = self.values = rollout.incumbent
+        self.trial_status = self.values = rollout.incumbent
         self.ends_at = math.inf
         self.applied: list[Values] = []
 
@@ -42,13 +42,13 @@ class Production:
             self.values, self.ends_at = dict(command.values), math.inf
             self.applied.append(command.values)
             if command.valid_s is None:
-                self.standing = self.values
+                self.trial_status = self.values
             else:
                 self.ends_at = now + command.valid_s
 
     def passes(self, now: float) -> None:
         if now >= self.ends_at:
-            self.values, self.ends_at = self.standing, math.inf
+            self.values, self.ends_at = self.trial_status, math.inf
 
     def live(self, begin: float, end: float, judge: Judge) -> None:
         """Drive the roll-out second by second."""
@@ -84,7 +84,7 @@ def test_a_step_that_holds_is_adopted_and_the_next_follows_after_the_cool_down()
     production.live(0, 80, better)
     rollout = production.rollout
     assert acts(rollout) == [Act.STARTED, Act.ADOPTED]
-    assert production.standing == production.values == rollout.incumbent
+    assert production.trial_status == production.values == rollout.incumbent
     assert rollout.incumbent == space().step(CURRENT, BEST, 0.2)
     assert rollout.propose(BEST, 90.0) == []
     assert "cool-down" in rollout.audit[-1].reason
@@ -98,7 +98,7 @@ def test_a_step_that_does_harm_is_taken_back_and_nothing_is_tried_for_a_while() 
     production = proposed()
     production.live(0, 80, worse)
     assert acts(production.rollout) == [Act.STARTED, Act.ROLLED_BACK]
-    assert production.values == production.standing == CURRENT
+    assert production.values == production.trial_status == CURRENT
     told_why = production.rollout.audit[-1]
     assert "margin" in told_why.reason
     assert told_why.figures["mean_difference"] == pytest.approx(-0.2)
@@ -124,7 +124,7 @@ def test_a_poisoned_objective_never_changes_production(reward: Judge) -> None:
     production = proposed()
     production.live(0, 400, reward)
     assert acts(production.rollout) == [Act.STARTED, Act.ROLLED_BACK]
-    assert production.values == production.standing == CURRENT
+    assert production.values == production.trial_status == CURRENT
 
 
 def test_requests_that_do_not_end_leave_a_slice_without_a_reward() -> None:
@@ -311,7 +311,7 @@ class Guarded(RuleBasedStateMachine):
     @rule(slope=st.floats(0.0, 1.0))
     def more_is_known_of_the_twin(self, slope: float) -> None:
         before = self.rollout.incumbent
-        self.do(self.rollout.controlled(Control(reward=slope, left=Swings(reward=0.1)), self.now))
+        self.do(self.rollout.controlled(Control(reward=slope, left=SliceNoise(reward=0.1)), self.now))
         self.never_farther_than_a_step(before, self.rollout.incumbent)
 
     @rule()
@@ -366,7 +366,7 @@ class Guarded(RuleBasedStateMachine):
         if self.rollout.target is not None:
             allowed.append(self.rollout.target)
         assert self.production.values in allowed
-        assert self.production.standing == self.rollout.incumbent
+        assert self.production.trial_status == self.rollout.incumbent
 
     @invariant()
     def without_a_trial_the_incumbent_is_in_force(self) -> None:

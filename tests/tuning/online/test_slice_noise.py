@@ -7,11 +7,11 @@ from serve_app.tuning.objective.objective import ObjectiveSettings
 from serve_app.tuning.online.rollout_settings import RolloutSettings
 from serve_app.tuning.online.slice_noise import (
     Measured,
-    Swings,
+    SliceNoise,
     neighbours_in,
     rewards_in,
+    slice_noise_of,
     steady_slices,
-    swings_of,
 )
 from tests.metrics.builders import record
 
@@ -26,9 +26,9 @@ def arrived(at: float, ttft_s: float) -> RequestRecord:
     )
 
 
-def found(records: list[RequestRecord], begin: float, end: float) -> Swings:
+def found(records: list[RequestRecord], begin: float, end: float) -> SliceNoise:
     rewards = rewards_in(steady_slices(begin, end, SETTINGS), records, OBJECTIVE)
-    return swings_of(neighbours_in(Measured(reward) for reward in rewards))
+    return slice_noise_of(neighbours_in(Measured(reward) for reward in rewards))
 
 
 def slices(*ttfts_s: float) -> list[RequestRecord]:
@@ -41,16 +41,16 @@ def slices(*ttfts_s: float) -> list[RequestRecord]:
 
 
 def test_traffic_that_is_always_alike_does_not_swing() -> None:
-    swings = found(slices(0.2, 0.2, 0.2, 0.2), 0.0, 40.0)
-    assert swings.reward == pytest.approx(0.0)
-    assert swings.attainment == {"default short": 0.0}
+    slice_noise = found(slices(0.2, 0.2, 0.2, 0.2), 0.0, 40.0)
+    assert slice_noise.reward == pytest.approx(0.0)
+    assert slice_noise.attainment == {"default short": 0.0}
 
 
 def test_a_swing_is_the_root_mean_square_of_what_neighbours_differ_by() -> None:
     # Within the target and beyond it, in turn: attainment 1, 0, 1, 1.
-    swings = found(slices(0.2, 5.0, 0.2, 0.2), 0.0, 40.0)
-    assert swings.attainment["default short"] == pytest.approx((2 / 3) ** 0.5)
-    assert swings.reward > 0.8
+    slice_noise = found(slices(0.2, 5.0, 0.2, 0.2), 0.0, 40.0)
+    assert slice_noise.attainment["default short"] == pytest.approx((2 / 3) ** 0.5)
+    assert slice_noise.reward > 0.8
 
 
 def test_only_whole_slices_since_the_last_change_count() -> None:

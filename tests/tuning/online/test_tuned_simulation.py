@@ -13,7 +13,7 @@ from serve_app.tuning.objective.objective import ObjectiveSettings
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings, Searched, SearchTask
 from serve_app.tuning.online.replay import Replayed, ReplayTask
 from serve_app.tuning.online.rollout_settings import Act, RolloutSettings
-from serve_app.tuning.online.tuned_simulation import TunedWorld, counting_replay, counting_search
+from serve_app.tuning.online.tuned_simulation import TunedSimulation, counting_replay, counting_search
 from serve_app.tuning.search.comparison import Comparison
 from serve_app.tuning.search.history import Proposal
 from serve_app.tuning.search.study import Finding
@@ -42,10 +42,10 @@ def requests(count: int) -> list[SimulatedRequest]:
     return list(requests_of(trace, Disclosure(), 16))
 
 
-def world(tuning: ParameterTuningSettings = TUNING, **changes: object) -> TunedWorld:
+def world(tuning: ParameterTuningSettings = TUNING, **changes: object) -> TunedSimulation:
     given = {"searcher": counting_search(tuning, 1_000.0)} | changes
     scheduler = scheduler_settings("ewsjf", FLEET.routing, {})
-    return TunedWorld(scheduler, FLEET.plans(isolated=True), tuning, **given)  # type: ignore[arg-type]
+    return TunedSimulation(scheduler, FLEET.plans(isolated=True), tuning, **given)  # type: ignore[arg-type]
 
 
 def certain(task: SearchTask) -> Searched:

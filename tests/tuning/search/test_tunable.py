@@ -3,7 +3,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from serve_app.errors import SettingsError
-from serve_app.routing.adaptive_b_short import AdaptiveThresholdSettings
+from serve_app.routing.adaptive_b_short import AdaptiveBShortSettings
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.dispatch.engine_priority import EnginePrioritySettings
@@ -81,7 +81,7 @@ def test_the_border_of_the_pools_stays_within_the_context_of_the_short_one() -> 
 
 
 def test_a_border_that_adapts_by_itself_is_not_tuned() -> None:
-    adaptive = RoutingSettings(adaptive_b_short=AdaptiveThresholdSettings(enabled=True))
+    adaptive = RoutingSettings(adaptive_b_short=AdaptiveBShortSettings(enabled=True))
     adapting = Tunable(scheduler=SchedulerSettings(model="m", routing=adaptive))
     assert "b_short_tokens" not in space_of(adapting, context_of_short=8_192).names
 

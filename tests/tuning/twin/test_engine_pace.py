@@ -9,7 +9,7 @@ from serve_app.engine_model.profiles import load_profile
 from serve_app.metrics.record import RequestRecord
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import World
+from serve_app.simulation.simulation import Simulation
 from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
 from serve_app.tuning.twin.digital_twin import with_speed
 from serve_app.tuning.twin.engine_pace import engine_pace
@@ -24,7 +24,7 @@ PLANS = tuple(FLEET.plans(isolated=True))
 def served(rate_per_s: float, factor: float) -> tuple[RequestRecord, ...]:
     """A production whose engines take so much longer than the profile says."""
     trace = scale_to_rate(choose_trace(TraceChoice(name="paper-mix", requests=700), 3), rate_per_s)
-    world = World(scheduler_settings("ewsjf", FLEET.routing, {}), with_speed(PLANS, factor))
+    world = Simulation(scheduler_settings("ewsjf", FLEET.routing, {}), with_speed(PLANS, factor))
     return tuple(world.run(list(requests_of(trace, Disclosure(), 16))))
 
 

@@ -29,21 +29,21 @@ class _Response(msgspec.Struct):
     usage: RawUsage | None = None
 
 
-class _Error(msgspec.Struct):
+class _EngineError(msgspec.Struct):
     message: str | None = None
     code: int | str | None = None
 
 
-class _Event(msgspec.Struct):
+class _StreamEvent(msgspec.Struct):
     type: str | None = None
     choices: list[msgspec.Raw] | None = None
     usage: RawUsage | None = None
-    error: _Error | str | None = None
+    error: _EngineError | str | None = None
     message: str | None = None
     response: _Response | None = None
 
 
-_decoder = msgspec.json.Decoder(_Event)
+_decoder = msgspec.json.Decoder(_StreamEvent)
 _FAILED_EVENTS = frozenset({"response.failed", "error"})
 
 
@@ -124,11 +124,11 @@ class StreamScanner:
         self.usage = usage.counted() or self.usage
         return self._hide_usage and parsed.choices == []
 
-    def _note_error(self, event: _Event) -> None:
+    def _note_error(self, event: _StreamEvent) -> None:
         if event.error is None and event.type not in _FAILED_EVENTS:
             return
         error = event.error
-        if isinstance(error, _Error):
+        if isinstance(error, _EngineError):
             self.error = error.message or "the engine reported an error"
             self.error_is_engines = not (isinstance(error.code, int) and 400 <= error.code < 500)
         else:

@@ -34,11 +34,11 @@ class RawUsage(msgspec.Struct, gc=False):
         return Usage(prompt_tokens=prompt, output_tokens=output or 0, cached_tokens=cached or 0)
 
 
-class _Answer(msgspec.Struct):
+class _UsageEnvelope(msgspec.Struct):
     usage: RawUsage | None = None
 
 
-_decoder = msgspec.json.Decoder(_Answer)
+_decoder = msgspec.json.Decoder(_UsageEnvelope)
 
 
 def usage_of(body: bytes) -> Usage | None:

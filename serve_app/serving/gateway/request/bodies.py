@@ -19,7 +19,7 @@ ABSENT = msgspec.Raw()
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 
 
-class Part(msgspec.Struct, gc=False):
+class PartFields(msgspec.Struct, gc=False):
     """A piece of a message's content. What has no text is an image, a sound or a file."""
 
     type: str | None = None
@@ -28,10 +28,10 @@ class Part(msgspec.Struct, gc=False):
     thinking: str | None = None
 
 
-Content = str | list[str | Part] | None
+Content = str | list[str | PartFields] | None
 
 
-class ChatMessage(msgspec.Struct):
+class MessageFields(msgspec.Struct):
     """One message of a chat."""
 
     role: str | None = None
@@ -46,17 +46,17 @@ class InputItem(msgspec.Struct):
     role: str | None = None
     content: Content = None
     arguments: str | None = None
-    output: str | list[str | Part] | Part | None = None
-    summary: list[Part] | None = None
+    output: str | list[str | PartFields] | PartFields | None = None
+    summary: list[PartFields] | None = None
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptionFields(msgspec.Struct):
     """What a client asks of a stream."""
 
     include_usage: bool | None = None
 
 
-class Body(msgspec.Struct):
+class BodyFields(msgspec.Struct):
     """What every endpoint shares."""
 
     model: str
@@ -66,18 +66,18 @@ class Body(msgspec.Struct):
     priority: EnginePriority | None = None
 
 
-class GenerationBody(Body):
+class GenerationFields(BodyFields):
     """What every endpoint that generates text shares."""
 
     stream: bool | None = None
     cache_salt: str | None = None
 
 
-class ChatBody(GenerationBody, kw_only=True):
+class ChatFields(GenerationFields, kw_only=True):
     """`/v1/chat/completions`."""
 
-    messages: list[ChatMessage]
-    stream_options: StreamOptions | None = None
+    messages: list[MessageFields]
+    stream_options: StreamOptionFields | None = None
     max_tokens: TokenLimit | None = None
     max_completion_tokens: TokenLimit | None = None
     n: Count | None = None
@@ -90,19 +90,19 @@ class ChatBody(GenerationBody, kw_only=True):
 Prompt = str | list[str | int | list[int]]
 
 
-class CompletionBody(GenerationBody, kw_only=True):
+class CompletionFields(GenerationFields, kw_only=True):
     """`/v1/completions`."""
 
     prompt: Prompt | None = None
     prompt_embeds: msgspec.Raw = ABSENT
     suffix: str | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptionFields | None = None
     max_tokens: TokenLimit | None = COMPLETION_DEFAULT_MAX_TOKENS
     n: Count | None = None
     response_format: msgspec.Raw = ABSENT
 
 
-class ResponsesBody(GenerationBody, kw_only=True):
+class ResponsesFields(GenerationFields, kw_only=True):
     """`/v1/responses`."""
 
     input: str | list[InputItem]
@@ -113,11 +113,11 @@ class ResponsesBody(GenerationBody, kw_only=True):
     text: msgspec.Raw = ABSENT
 
 
-class EmbeddingBody(Body, kw_only=True):
+class EmbeddingFields(BodyFields, kw_only=True):
     """`/v1/embeddings`; vLLM also takes chat messages here."""
 
     input: Prompt | None = None
-    messages: list[ChatMessage] | None = None
+    messages: list[MessageFields] | None = None
 
 
 class ModelOnly(msgspec.Struct):

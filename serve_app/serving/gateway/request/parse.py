@@ -10,12 +10,12 @@ from serve_app.errors import Outcome
 from serve_app.request import PromptShape
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.request.bodies import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    EmbeddingBody,
+    BodyFields,
+    ChatFields,
+    CompletionFields,
+    EmbeddingFields,
     ModelOnly,
-    ResponsesBody,
+    ResponsesFields,
 )
 from serve_app.serving.gateway.request.prefix import (
     NO_OPENING,
@@ -68,7 +68,7 @@ T = TypeVar("T")
 class BodyParser:
     """Parses the bodies of one endpoint."""
 
-    def __init__(self, body_type: type[Body], read: Callable[[Any], Parsed]) -> None:
+    def __init__(self, body_type: type[BodyFields], read: Callable[[Any], Parsed]) -> None:
         self._decoder = msgspec.json.Decoder(body_type)
         self._read = read
 
@@ -127,7 +127,7 @@ def _field_refused(found: str) -> RequestRefused:
     return RequestRefused(Outcome.REJECTED_INVALID, message, param=param)
 
 
-def _chat(body: ChatBody) -> Parsed:
+def _chat(body: ChatFields) -> Parsed:
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     options = body.stream_options
     return Parsed(
@@ -146,7 +146,7 @@ def _chat(body: ChatBody) -> Parsed:
     )
 
 
-def _completion(body: CompletionBody) -> Parsed:
+def _completion(body: CompletionFields) -> Parsed:
     if body.prompt is None and not memoryview(body.prompt_embeds):
         raise RequestRefused(
             Outcome.REJECTED_INVALID, "prompt is missing: add it to the request", param="prompt"
@@ -169,7 +169,7 @@ def _completion(body: CompletionBody) -> Parsed:
     )
 
 
-def _responses(body: ResponsesBody) -> Parsed:
+def _responses(body: ResponsesFields) -> Parsed:
     if body.background:
         raise RequestRefused(
             Outcome.REJECTED_INVALID,
@@ -188,7 +188,7 @@ def _responses(body: ResponsesBody) -> Parsed:
     )
 
 
-def _embedding(body: EmbeddingBody) -> Parsed:
+def _embedding(body: EmbeddingFields) -> Parsed:
     if body.input is None and body.messages is None:
         raise RequestRefused(
             Outcome.REJECTED_INVALID, "input is missing: add it to the request", param="input"
@@ -206,8 +206,8 @@ def _embedding(body: EmbeddingBody) -> Parsed:
 
 
 PARSERS: dict[str, BodyParser] = {
-    "/v1/chat/completions": BodyParser(ChatBody, _chat),
-    "/v1/completions": BodyParser(CompletionBody, _completion),
-    "/v1/responses": BodyParser(ResponsesBody, _responses),
-    "/v1/embeddings": BodyParser(EmbeddingBody, _embedding),
+    "/v1/chat/completions": BodyParser(ChatFields, _chat),
+    "/v1/completions": BodyParser(CompletionFields, _completion),
+    "/v1/responses": BodyParser(ResponsesFields, _responses),
+    "/v1/embeddings": BodyParser(EmbeddingFields, _embedding),
 }

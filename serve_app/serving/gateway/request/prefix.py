@@ -20,12 +20,12 @@ import msgspec
 
 from serve_app.routing.prefix.blocks import BLOCK_ENDS, BYTES_PER_TOKEN
 from serve_app.serving.gateway.request.bodies import (
-    ChatBody,
-    ChatMessage,
-    CompletionBody,
+    ChatFields,
+    CompletionFields,
     Content,
-    Part,
-    ResponsesBody,
+    MessageFields,
+    PartFields,
+    ResponsesFields,
 )
 
 _ID_BYTES = 8
@@ -92,7 +92,7 @@ def engine_salt(tenant: str, client_salt: str) -> str:
     return blake2b(both, digest_size=16).hexdigest()
 
 
-def chat_opening(body: ChatBody) -> Opening:
+def chat_opening(body: ChatFields) -> Opening:
     """How a chat begins."""
     pieces = _Pieces()
     pieces.add_raw(body.tools, body.functions)
@@ -100,7 +100,7 @@ def chat_opening(body: ChatBody) -> Opening:
     return Opening(b"chat", tuple(pieces.found), salt=body.cache_salt or "")
 
 
-def completion_opening(body: CompletionBody) -> Opening:
+def completion_opening(body: CompletionFields) -> Opening:
     """How the prompt of a completion begins; several prompts in one request have no common beginning."""
     prompt: object = body.prompt
     salt = body.cache_salt or ""
@@ -113,7 +113,7 @@ def completion_opening(body: CompletionBody) -> Opening:
     return Opening(b"several", salt=salt)
 
 
-def responses_opening(body: ResponsesBody) -> Opening:
+def responses_opening(body: ResponsesFields) -> Opening:
     """How the input of a Responses request begins."""
     pieces = _Pieces()
     pieces.add_raw(body.tools)
@@ -124,7 +124,7 @@ def responses_opening(body: ResponsesBody) -> Opening:
         for item in body.input:
             pieces.add(item.role or "", item.content)
             pieces.add("call", item.arguments)
-            pieces.add("output", [item.output] if isinstance(item.output, Part) else item.output)
+            pieces.add("output", [item.output] if isinstance(item.output, PartFields) else item.output)
     return Opening(b"responses", tuple(pieces.found), salt=body.cache_salt or "")
 
 
@@ -137,7 +137,7 @@ class _Pieces:
         self.found: list[str | bytes] = []
         self._ended = False
 
-    def add_messages(self, messages: Iterable[ChatMessage]) -> None:
+    def add_messages(self, messages: Iterable[MessageFields]) -> None:
         for message in messages:
             self.add(message.role or "", message.content)
             self.add_raw(message.tool_calls, message.function_call)
@@ -162,7 +162,7 @@ class _Pieces:
                 self.found += ("\0", piece)
 
 
-def _text_of(part: Part) -> str | None:
+def _text_of(part: PartFields) -> str | None:
     return part.text if part.text is not None else part.refusal or part.thinking
 
 

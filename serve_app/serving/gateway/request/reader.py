@@ -10,7 +10,7 @@ from serve_app.serving.channel.scheduler_client import Submission
 from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.auth import Caller, Keyring
-from serve_app.serving.gateway.forward import Order
+from serve_app.serving.gateway.forward import ForwardJob
 from serve_app.serving.gateway.request import headers as heads
 from serve_app.serving.gateway.request.parse import PARSERS, Parsed
 from serve_app.serving.gateway.request.prefix import NO_OPENING, PrefixSettings, engine_salt, prefix_hashes
@@ -25,7 +25,7 @@ from serve_app.serving.gateway.settings import GatewaySettings
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class IncomingRequest:
     """A request of which only the head has been looked at.
 
     Attributes:
@@ -44,7 +44,7 @@ class Arrival:
     arrived_at: float
 
 
-class Intake:
+class RequestReader:
     """What a gateway checks before it bothers a scheduler."""
 
     def __init__(self, settings: GatewaySettings, gateway_id: str) -> None:
@@ -54,11 +54,11 @@ class Intake:
         self._gateway_id = gateway_id
         self._numbers = itertools.count(1)
 
-    def arrival(self, scope: Scope, receive: Receive, send: Send, path: str, now: float) -> Arrival:
+    def arrival(self, scope: Scope, receive: Receive, send: Send, path: str, now: float) -> IncomingRequest:
         """Name a request that has just come in, and note when."""
         headers = dict(scope["headers"])
         own = f"{self._gateway_id}-{next(self._numbers)}"
-        return Arrival(
+        return IncomingRequest(
             scope=scope,
             receive=receive,
             send=send,
@@ -69,7 +69,7 @@ class Intake:
             arrived_at=now,
         )
 
-    def authenticate(self, arrival: Arrival) -> Caller:
+    def authenticate(self, arrival: IncomingRequest) -> Caller:
         """Who is calling.
 
         Raises:
@@ -77,7 +77,7 @@ class Intake:
         """
         return self._keyring.caller(arrival.headers.get(b"authorization"))
 
-    async def body(self, arrival: Arrival) -> bytes:
+    async def body(self, arrival: IncomingRequest) -> bytes:
         """The whole body.
 
         Raises:
@@ -103,7 +103,7 @@ class Intake:
             if not message.get("more_body", False):
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def order(self, arrival: Arrival) -> Order:
+    async def order(self, arrival: IncomingRequest) -> ForwardJob:
         """Read and check a request for a scheduled endpoint.
 
         Raises:
@@ -119,7 +119,7 @@ class Intake:
         fields = _fields(parsed, body)
         if settings.per_tenant and parsed.opening is not NO_OPENING:
             fields.append(salt_field(engine_salt(submission.tenant, parsed.opening.salt)))
-        return Order(
+        return ForwardJob(
             submission=submission,
             head=self.head(arrival),
             body=append_fields(body, fields),
@@ -127,7 +127,7 @@ class Intake:
             arrived_at=arrival.arrived_at,
         )
 
-    def head(self, arrival: Arrival) -> heads.RequestHead:
+    def head(self, arrival: IncomingRequest) -> heads.RequestHead:
         """The head of the request for a replica."""
         return heads.RequestHead(
             path=arrival.path,
@@ -161,7 +161,9 @@ def _fields(parsed: Parsed, body: bytes) -> list[bytes]:
     return fields
 
 
-def _submission(arrival: Arrival, caller: Caller, parsed: Parsed, prefix: PrefixSettings) -> Submission:
+def _submission(
+    arrival: IncomingRequest, caller: Caller, parsed: Parsed, prefix: PrefixSettings
+) -> Submission:
     headers = arrival.headers
     tenant = caller.tenant(headers.get(b"x-tenant"), parsed.user)
     wish = heads.ClassWish(

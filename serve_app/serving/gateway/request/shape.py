@@ -11,15 +11,15 @@ import msgspec
 from serve_app.request import PromptShape, TextCategory
 from serve_app.routing.estimation.text_category import classify
 from serve_app.serving.gateway.request.bodies import (
-    ChatBody,
-    ChatMessage,
-    CompletionBody,
+    ChatFields,
+    CompletionFields,
     Content,
-    EmbeddingBody,
+    EmbeddingFields,
     InputItem,
-    Part,
+    MessageFields,
+    PartFields,
     Prompt,
-    ResponsesBody,
+    ResponsesFields,
 )
 
 _NULL = b"null"
@@ -44,7 +44,7 @@ class _Measure:
             for part in content:
                 self.add_part(part)
 
-    def add_part(self, part: str | Part) -> None:
+    def add_part(self, part: str | PartFields) -> None:
         if isinstance(part, str):
             self.texts.append(part)
             return
@@ -61,7 +61,7 @@ class _Measure:
             if view and view != _NULL:
                 self.tool_bytes += len(view)
 
-    def add_messages(self, messages: Iterable[ChatMessage]) -> None:
+    def add_messages(self, messages: Iterable[MessageFields]) -> None:
         for message in messages:
             self.add_content(message.content)
             self.add_raw(message.tool_calls, message.function_call)
@@ -71,7 +71,7 @@ class _Measure:
             self.add_content(item.content)
             if item.arguments is not None:
                 self.tool_bytes += len(item.arguments)
-            if isinstance(item.output, Part):
+            if isinstance(item.output, PartFields):
                 self.add_part(item.output)
             else:
                 self.add_content(item.output)
@@ -90,7 +90,7 @@ class _Measure:
         )
 
 
-def chat_shape(body: ChatBody) -> PromptShape:
+def chat_shape(body: ChatFields) -> PromptShape:
     """The prompt of a chat completion."""
     measure = _Measure()
     measure.add_messages(body.messages)
@@ -98,7 +98,7 @@ def chat_shape(body: ChatBody) -> PromptShape:
     return measure.shape(messages=len(body.messages))
 
 
-def completion_shape(body: CompletionBody) -> PromptShape:
+def completion_shape(body: CompletionFields) -> PromptShape:
     """The prompt or prompts of a completion."""
     measure = _Measure()
     if body.suffix:
@@ -109,7 +109,7 @@ def completion_shape(body: CompletionBody) -> PromptShape:
     return _prompts_shape(measure, body.prompt if body.prompt is not None else "")
 
 
-def responses_shape(body: ResponsesBody) -> PromptShape:
+def responses_shape(body: ResponsesFields) -> PromptShape:
     """The input of a Responses request; its items are its messages."""
     measure = _Measure()
     messages = 1
@@ -125,7 +125,7 @@ def responses_shape(body: ResponsesBody) -> PromptShape:
     return measure.shape(messages=messages)
 
 
-def embedding_shape(body: EmbeddingBody) -> PromptShape:
+def embedding_shape(body: EmbeddingFields) -> PromptShape:
     """The text or texts of an embedding."""
     measure = _Measure()
     if body.messages is not None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.routing.prefix.blocks import BLOCK_ENDS
-from serve_app.serving.gateway.request.bodies import ChatBody, CompletionBody, ResponsesBody
+from serve_app.serving.gateway.request.bodies import ChatFields, CompletionFields, ResponsesFields
 from serve_app.serving.gateway.request.prefix import (
     chat_opening,
     completion_opening,
@@ -24,20 +24,20 @@ ANSWER = {"role": "assistant", "content": "It is because of you. " * 40}
 
 def chat(*messages: dict[str, Any], tenant: str = "", model: str = "m", **fields: Any) -> tuple[int, ...]:
     body = {"model": model, "messages": messages, **fields}
-    read = msgspec.json.decode(json.dumps(body).encode(), type=ChatBody)
+    read = msgspec.json.decode(json.dumps(body).encode(), type=ChatFields)
     return prefix_hashes(chat_opening(read), model=model, tenant=tenant)
 
 
 def completion(prompt: object, **fields: Any) -> tuple[int, ...]:
     read = msgspec.json.decode(
-        json.dumps({"model": "m", "prompt": prompt, **fields}).encode(), type=CompletionBody
+        json.dumps({"model": "m", "prompt": prompt, **fields}).encode(), type=CompletionFields
     )
     return prefix_hashes(completion_opening(read), model="m")
 
 
 def responses(input_: object, **fields: Any) -> tuple[int, ...]:
     read = msgspec.json.decode(
-        json.dumps({"model": "m", "input": input_, **fields}).encode(), type=ResponsesBody
+        json.dumps({"model": "m", "input": input_, **fields}).encode(), type=ResponsesFields
     )
     return prefix_hashes(responses_opening(read), model="m")
 
