@@ -27,11 +27,15 @@ def provenance(trace: Trace, settings: Mapping[str, object], seeds: Sequence[int
     }
 
 
-def commit() -> str | None:
-    """The git commit, with `+changes` when tracked files differ from it; None outside a checkout."""
+def commit(ignore: Sequence[str] = ()) -> str | None:
+    """The git commit, with `+changes` when tracked files differ from it; None outside a checkout.
+
+    Args:
+        ignore: git's patterns of files whose changes do not count.
+    """
     try:
         head = _git("rev-parse", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *ignore)
     except (OSError, subprocess.SubprocessError):
         return None
     return head + ("+changes" if changed else "")

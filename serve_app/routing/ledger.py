@@ -26,14 +26,14 @@ from typing import Protocol
 
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.routing.replica_state import Hold, ReplicaState
+from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
 
 _STARTS_TIME_CONSTANT_S = 2.0
 _REPORT_GAP_WEIGHT = 0.2
 
 
 _Heap = list[tuple[int, int, int, ReplicaState]]
-_BUSY, _QUIET = 0, 1
+_QUEUED, _EMPTY = 0, 1
 
 
 class Backpressure(Protocol):
@@ -42,7 +42,7 @@ class Backpressure(Protocol):
     def admits(self, replica: ReplicaState, now: float) -> bool:
         """Whether one more request may be sent, as far as the engine's queue and batch go."""
 
-    def is_quiet(self, replica: ReplicaState) -> bool:
+    def has_empty_queue(self, replica: ReplicaState) -> bool:
         """Whether hardly anything can be waiting in the engine's own queue."""
 
     def gates(self, replica: ReplicaState) -> bool:
@@ -157,7 +157,7 @@ class ReplicaLedger:
         Args:
             tokens: what the request will need; at most `context_limit(pool)`, so that an idle replica always
                 fits.
-            long_limits: only replicas with fewer prefills in flight than these, by prefill_class from 1 up.
+            long_limits: only replicas with fewer prefills in flight than these: (long), or (long, longest).
             needs_empty_engine_queue: only replicas whose engine's queue is empty.
         """
         for long_prefills in sorted(self._open.get(pool, ())):
@@ -183,7 +183,7 @@ class ReplicaLedger:
             return None
         if any(count >= limit for count, limit in zip(state.long_prefills, long_limits, strict=False)):
             return None
-        return state if not needs_empty_engine_queue or self._backpressure.is_quiet(state) else None
+        return state if not needs_empty_engine_queue or self._backpressure.has_empty_queue(state) else None
 
     def has_open(self, pool: str, now: float) -> bool:
         """Whether any replica of `pool` may take one more request, however small."""
@@ -318,10 +318,10 @@ class ReplicaLedger:
         self, pool: str, long_prefills: tuple[int, int], now: float, *, needs_empty_engine_queue: bool = False
     ) -> ReplicaState | None:
         heaps = self._open[pool][long_prefills]
-        best = self._top(heaps[_QUIET], now)
+        best = self._top(heaps[_EMPTY], now)
         if needs_empty_engine_queue:
             return best
-        other = self._top(heaps[_BUSY], now)
+        other = self._top(heaps[_QUEUED], now)
         if best is None or other is None:
             return best or other
         return min(best, other, key=lambda state: (-state.free_tokens, state.order))
@@ -346,7 +346,7 @@ class ReplicaLedger:
         if not self._is_open(state, now):
             return
         heaps = self._open.setdefault(state.spec.pool, {}).setdefault(state.long_prefills, ([], []))
-        heap = heaps[_QUIET if self._backpressure.is_quiet(state) else _BUSY]
+        heap = heaps[_EMPTY if self._backpressure.has_empty_queue(state) else _QUEUED]
         heapq.heappush(heap, (-state.free_tokens, state.order, state.version, state))
         if len(heap) > 64 and len(heap) > 4 * len(self._replicas):
             heap[:] = [entry for entry in heap if entry[2] == entry[3].version]
@@ -381,7 +381,9 @@ def _unknown_spec(replica_id: str) -> ReplicaSpec:
     return ReplicaSpec(replica_id=replica_id, pool="", max_model_len=1, kv_tokens=1, max_num_seqs=1)
 
 
-def _moved(counts: tuple[int, int], prefill_class: int, by: int) -> tuple[int, int]:
-    """The counts when one prefill of that prefill_class begins or ends."""
+def _moved(counts: tuple[int, int], prefill_class: PrefillClass, by: int) -> tuple[int, int]:
+    """The counts when one prefill of that class begins or ends."""
     long, longest = counts
-    return long + by * (prefill_class >= 1), longest + by * (prefill_class >= 2)
+    return long + by * (prefill_class >= PrefillClass.LONG), longest + by * (
+        prefill_class is PrefillClass.LONGEST
+    )

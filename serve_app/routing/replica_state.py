@@ -1,9 +1,18 @@
 """The books of one replica: what it is, what it said last, and what it has been promised."""
 
+import enum
 from dataclasses import dataclass
 
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+
+
+class PrefillClass(enum.IntEnum):
+    """How long a prefill is, by learned boundaries; prefill isolation limits the classes above `SHORT`."""
+
+    SHORT = 0
+    LONG = 1
+    LONGEST = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,12 +21,12 @@ class Hold:
 
     Attributes:
         tokens: of the KV cache, as expected.
-        prefill_class: of its prefill while that has not ended: 0 short, 1 long, 2 among the longest.
+        prefill_class: of its prefill while that has not ended; `SHORT` afterwards.
         prefill_tokens: prompt tokens to compute, while its prefill has not ended.
     """
 
     tokens: int
-    prefill_class: int = 0
+    prefill_class: PrefillClass = PrefillClass.SHORT
     prefill_tokens: int = 0
 
 
@@ -30,7 +39,7 @@ class ReplicaState:
         joined: it is connected; a lost replica stays until its last request has been released.
         suspended: it refused or broke a request; closed until its next report.
         unstarted: requests whose answer has not begun.
-        long_prefills: prefills of prefill_class 1 or more that have not ended, and those of prefill_class 2.
+        long_prefills: prefills above `SHORT` that have not ended, and those of them that are `LONGEST`.
         dispatches: requests sent to it so far.
         unseen: requests sent that its last report cannot have counted.
         pending_prefill_tokens: prompt tokens of the prefills that have not ended.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from serve_app.request import Request
 from serve_app.routing.estimation.estimate import TokenEstimate
-from serve_app.routing.replica_state import Hold
+from serve_app.routing.replica_state import Hold, PrefillClass
 from serve_app.scheduling.prediction import Prediction
 
 NOTHING = Hold(0)
@@ -53,7 +53,7 @@ class ScheduledRequest:
     replica_id: str | None = None
     counted_at: float = 0.0
     hold: Hold = NOTHING
-    prefill_class: int = 0
+    prefill_class: PrefillClass = PrefillClass.SHORT
     engine_priority: int | None = None
     cached_tokens: int = 0
     dispatched_at: float = 0.0

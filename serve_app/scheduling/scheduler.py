@@ -27,7 +27,7 @@ from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
 from serve_app.routing.prefill_cost import PrefillCost
 from serve_app.routing.prefix.affinity import PrefixAffinity
-from serve_app.routing.replica_state import Hold, ReplicaState
+from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.admission.admission import Admission, Refusal, too_long
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
@@ -205,7 +205,7 @@ class Scheduler:
         scheduled.cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
         self.isolation.observe(scheduled.prefill_tokens)
         scheduled.prefill_class = self.isolation.prefill_class(estimate.expected_prompt_tokens)
-        if scheduled.prefill_class == 0 and request.priority is not PriorityClass.BATCH:
+        if scheduled.prefill_class is PrefillClass.SHORT and request.priority is not PriorityClass.BATCH:
             self.isolation.on_short_arrival(now)
         # It was dispatched by a scheduler before this one, and came back to its gateway meanwhile.
         scheduled.returned = request.attempts > 0

@@ -69,7 +69,7 @@ def resolve(settings: WorkloadSettings) -> Trace:
     Raises:
         TraceError: there is no such name or file, or it cannot be read.
     """
-    path = _path_of(settings)
+    path = trace_file(settings)
     trace = _generated(settings) if path is None else _from_file(path, settings)
     if settings.tenants is not None:
         trace = assign_tenants(trace, parse_shares(settings.tenants), stream(settings.seed, "tenants"))
@@ -80,8 +80,12 @@ def resolve(settings: WorkloadSettings) -> Trace:
     return trace
 
 
-def _path_of(settings: WorkloadSettings) -> Path | None:
-    """The file to read; None when the name is to be generated."""
+def trace_file(settings: WorkloadSettings) -> Path | None:
+    """The file that the workload is read from; None when it is to be generated.
+
+    Raises:
+        TraceError: there is no such name or file.
+    """
     name = settings.trace
     if name in _FILES:
         return _find(_FILES[name], settings.folder)

@@ -1,6 +1,7 @@
 """The script's tables, from a file as a run leaves it."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ def table(path: Path) -> str:
         text=True,
         timeout=100,
         check=True,
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])},
     )
     return done.stdout
 

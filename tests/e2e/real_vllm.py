@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.bench.live import free_port
-from serve_app.bench.vllm_server import Option, VllmServer, VllmServerSettings, started_vllm
+from experiments.common.application import free_port
+from experiments.common.vllm_server import Option, VllmServer, VllmServerSettings, started_vllm
 from tests.e2e.served import ROOT
 
 MODEL = "SmolLM2-135M-Instruct"

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.bench.vllm_server import VllmServer
+from experiments.common.vllm_server import VllmServer
 from tests.e2e.real_vllm import ENGINE_START_S, needs_model, vllm_server
 from tests.e2e.served import Served, serve
 

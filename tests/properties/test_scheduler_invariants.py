@@ -16,6 +16,7 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.routing.pools import PoolRouter, RoutingSettings
 from serve_app.routing.replica import ReplicaSpec
+from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling import Scheduler
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.commands import Conclude, Dispatch, ReportFresh, ReportStale
@@ -351,8 +352,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             requests = [self.scheduler.find(request_id) for request_id in running]
             prefill_classes = [scheduled.hold.prefill_class for scheduled in requests if scheduled]
             assert state.long_prefills == (
-                sum(prefill_class >= 1 for prefill_class in prefill_classes),
-                prefill_classes.count(2),
+                sum(prefill_class >= PrefillClass.LONG for prefill_class in prefill_classes),
+                prefill_classes.count(PrefillClass.LONGEST),
             )
             assert state.pending_prefill_tokens == sum(e.hold.prefill_tokens for e in requests if e)
             for request_id, scheduled in zip(running, requests, strict=True):

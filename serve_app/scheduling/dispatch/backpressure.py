@@ -110,7 +110,7 @@ class EngineBackpressure:
         pace = settings.lag_factor * replica.starts.per_s(now) * replica.report_gap_s
         return replica.reported_queue < max(settings.target_waiting, math.ceil(pace))
 
-    def is_quiet(self, replica: ReplicaState) -> bool:
+    def has_empty_queue(self, replica: ReplicaState) -> bool:
         """Whether the batch class may go there: hardly anything can be waiting in the engine."""
         settings = self._settings
         prefill_s = replica.pending_prefill_tokens * self._cost.per_token_s

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from serve_app.request import PriorityClass
 from serve_app.routing.ledger import ReplicaLedger
-from serve_app.routing.replica_state import Hold, ReplicaState
+from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
 from serve_app.scheduling.dispatch.capacity_reservations import Reservations
 from serve_app.scheduling.dispatch.class_floors import ClassFloors
 from serve_app.scheduling.dispatch.placement import Placement, PlacementQuery
@@ -157,7 +157,7 @@ class Dispatcher:
 
     def _limits(self, scheduled: ScheduledRequest, now: float) -> tuple[int, ...]:
         """How many long prefills may be in flight on a replica that gets this one."""
-        if scheduled.prefill_class == 0:
+        if scheduled.prefill_class is PrefillClass.SHORT:
             return ()
         waited_s = now - scheduled.request.arrived_at
         return self._isolation.limits(

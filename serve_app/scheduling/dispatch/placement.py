@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.prefix.affinity import PrefixAffinity, Wanted
-from serve_app.routing.replica_state import Hold, ReplicaState
+from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
 from serve_app.scheduling.isolation.prefill_isolation import PrefillIsolation
 from serve_app.scheduling.request import ScheduledRequest
 
@@ -44,12 +44,12 @@ class Placement:
         Args:
             by_load: the best for its whole prefill; None when isolation or load lets none take that.
         """
-        if by_load is None and not (head.prefill_class and head.cached_tokens):
+        if by_load is None and not (head.prefill_class is not PrefillClass.SHORT and head.cached_tokens):
             return None
         estimate, waited_s = head.estimate, now - head.request.arrived_at
 
         def able(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
-            limits = self.isolation.limits(self._grade(head, prefill_tokens), now, waited_s)
+            limits = self.isolation.limits(self._prefill_class(head, prefill_tokens), now, waited_s)
             replica = self._ledger.able(
                 replica_id,
                 fit.tokens,
@@ -63,10 +63,10 @@ class Placement:
         placed = self._affinity.choose(by_load, wanted, able)
         if placed is None:
             return None
-        prefill_class = self._grade(head, placed.prefill_tokens)
+        prefill_class = self._prefill_class(head, placed.prefill_tokens)
         return placed.replica, Hold(fit.tokens, prefill_class, placed.prefill_tokens)
 
-    def _grade(self, head: ScheduledRequest, prefill_tokens: int) -> int:
+    def _prefill_class(self, head: ScheduledRequest, prefill_tokens: int) -> PrefillClass:
         if prefill_tokens >= head.estimate.expected_prompt_tokens:
             return head.prefill_class
         # Boundaries may have moved since it was let in, but what is cached only shortens it.

@@ -7,7 +7,7 @@ first token, and the others wait here, where they can be passed. In the engine,
 `long_prefill_token_threshold` keeps those that are there from filling whole iterations; it belongs to the
 method (`StepTimeModel.chunk_tokens`).
 
-Prefills have prefill_classes. Grade 0, short, may always pass. Grade 1 is long. Grade 2 is the longest, of which only
+Prefills have classes (`PrefillClass`). Short ones may always pass, long ones are limited. Of the longest only
 `max_longest_prefills` may be in flight, so that a prompt of medium length never waits until two huge ones are
 done: on a merge of Azure's two traces at load 0.9 (70B on H100) that takes the p99 of prompts up to 2,048
 tokens from 1.6 s to 1.2 s, for a mean of the longer ones of 14.0 s instead of 12.3 s.
@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
 
 _BUCKETS_PER_OCTAVE = 8
@@ -71,8 +72,8 @@ class IsolationSettings:
     # When no short request of a class above batch has come for so many seconds, nobody is to be protected,
     # and as many long prefills may be in flight as fill an iteration with their chunks (2,048 by 256 on a 70B
     # profile). Otherwise a backlog of long prompts alone would run at half of the engines' throughput.
-    quiet_s: float = 2.0
-    quiet_long_prefills: int = 8
+    no_short_s: float = 2.0
+    no_short_long_prefills: int = 8
     # Seconds to an engine and back that do not count as late news: a part of an iteration costs nothing.
     usual_lag_s: float = 0.05
     # Share of a length's weight that is left after 1,000 requests; forgets old traffic.
@@ -90,8 +91,8 @@ class IsolationSettings:
             "min_observations",
             "relief_s",
             "owed_requests",
-            "quiet_s",
-            "quiet_long_prefills",
+            "no_short_s",
+            "no_short_long_prefills",
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"isolation.{name} must be positive, got {getattr(self, name)}")
@@ -139,34 +140,35 @@ class PrefillIsolation:
         if self._observed % _RELEARN_EVERY == 0:
             self._learn()
 
-    def prefill_class(self, prompt_tokens: int) -> int:
-        """How far a prefill of this length is limited: 0 not at all, 1 as long, 2 as one of the longest."""
+    def prefill_class(self, prompt_tokens: int) -> PrefillClass:
+        """Class of a prefill of this length; `SHORT` for all where isolation is off."""
         if not self.is_on or prompt_tokens <= self.boundary_tokens:
-            return 0
-        return 1 if prompt_tokens <= self.longest_boundary_tokens else 2
+            return PrefillClass.SHORT
+        longest = prompt_tokens > self.longest_boundary_tokens
+        return PrefillClass.LONGEST if longest else PrefillClass.LONG
 
     def on_short_arrival(self, now: float) -> None:
         """A short request came that is to be protected."""
         self._short_at = now
 
     def limits(
-        self, prefill_class: int, now: float, waited_s: float, behind_requests: float = 0.0
+        self, prefill_class: PrefillClass, now: float, waited_s: float, behind_requests: float = 0.0
     ) -> tuple[int, ...]:
-        """How many prefills may be in flight on a replica that gets one more, by prefill_class from 1 up.
+        """How many prefills may be in flight on a replica that gets one more: () without limit, (long), or (long, longest).
 
         Args:
             now: seconds on the scheduler's clock.
             waited_s: how long this one, the first of its kind, has waited.
             behind_requests: how far its tenant is behind its share, see `FairShares.behind_requests`.
         """
-        if prefill_class == 0:
+        if prefill_class is PrefillClass.SHORT:
             return ()
         settings = self._settings
         relief = min(settings.max_relief, int(waited_s / settings.relief_s))
         if behind_requests >= settings.owed_requests:
             relief += min(settings.max_owed, int(behind_requests / settings.owed_requests))
-        if now - self._short_at > settings.quiet_s:
-            relief = max(relief, settings.quiet_long_prefills - settings.max_long_prefills)
+        if now - self._short_at > settings.no_short_s:
+            relief = max(relief, settings.no_short_long_prefills - settings.max_long_prefills)
         limit_factor = self._lag.limit_factor(settings.usual_lag_s)
         long = round(settings.max_long_prefills * limit_factor)
         longest = round(settings.max_longest_prefills * limit_factor)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.prefill_cost import PrefillCost
-from serve_app.routing.replica_state import ReplicaState
+from serve_app.routing.replica_state import PrefillClass, ReplicaState
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
 from serve_app.scheduling.request import ScheduledRequest
 
@@ -60,7 +60,7 @@ class PrefillWatch:
         return self._guesses[0][0] if self._guesses else None
 
     def _learn_lag(self, scheduled: ScheduledRequest, replica: ReplicaState, seconds: float) -> None:
-        if scheduled.hold.prefill_class:
+        if scheduled.hold.prefill_class is not PrefillClass.SHORT:
             self._lag.on_long_first_token(seconds)
         elif replica.in_flight < replica.spec.max_num_seqs:
             iteration_s = (replica.report.tpot_s if replica.report else None) or 0.0
@@ -71,5 +71,5 @@ class PrefillWatch:
     def _end(self, scheduled: ScheduledRequest, now: float) -> None:
         hold = scheduled.hold
         if scheduled.replica_id is not None and (hold.prefill_class or hold.prefill_tokens):
-            scheduled.hold = replace(hold, prefill_class=0, prefill_tokens=0)
+            scheduled.hold = replace(hold, prefill_class=PrefillClass.SHORT, prefill_tokens=0)
             self._ledger.end_prefill(scheduled.replica_id, hold, now)

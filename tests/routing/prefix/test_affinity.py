@@ -27,7 +27,7 @@ class AdmitsAll:
     def admits(self, replica: ReplicaState, now: float) -> bool:
         return True
 
-    def is_quiet(self, replica: ReplicaState) -> bool:
+    def has_empty_queue(self, replica: ReplicaState) -> bool:
         return True
 
     def gates(self, replica: ReplicaState) -> bool:

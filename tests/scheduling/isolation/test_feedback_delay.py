@@ -2,6 +2,7 @@ import random
 
 import pytest
 
+from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
 from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings, PrefillIsolation
 
@@ -44,9 +45,9 @@ def test_limits_grow_by_the_share_of_the_time_that_news_takes() -> None:
 
 
 def test_late_news_lets_more_long_prefills_into_flight_and_fresh_news_none() -> None:
-    settings = IsolationSettings(max_long_prefills=2, max_longest_prefills=1, quiet_s=1e6)
+    settings = IsolationSettings(max_long_prefills=2, max_longest_prefills=1, no_short_s=1e6)
     for lag_s, limits in ((0.01, (2, 1)), (0.45, (4, 2))):
         lag = told(lag_s, long_s=0.4)
         isolation = PrefillIsolation(settings, lag, wanted=True)
-        assert isolation.limits(2, 0.0, 0.0) == limits
-        assert isolation.limits(0, 0.0, 0.0) == ()
+        assert isolation.limits(PrefillClass.LONGEST, 0.0, 0.0) == limits
+        assert isolation.limits(PrefillClass.SHORT, 0.0, 0.0) == ()

@@ -5,6 +5,7 @@ import pytest
 
 from serve_app.request import PriorityClass
 from serve_app.routing.pools import RoutingSettings
+from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import FirstToken, Woke
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
@@ -13,7 +14,7 @@ from tests.builders import Simulation, dispatched
 
 
 def world(**changes: Any) -> Simulation:
-    usual = {"prior_boundary_tokens": 300, "max_long_prefills": 1, "quiet_s": 1e6}
+    usual = {"prior_boundary_tokens": 300, "max_long_prefills": 1, "no_short_s": 1e6}
     isolation = IsolationSettings(**{**usual, **changes})
     made = Simulation(policy="fcfs-isolated", isolation=isolation, routing=RoutingSettings(pools=("only",)))
     made.join("r1", "only", kv_tokens=20_000)
@@ -56,7 +57,7 @@ def test_the_long_are_relieved_when_the_first_has_waited() -> None:
 
 
 def test_where_no_short_prompt_comes_an_iteration_may_be_filled_with_long_ones() -> None:
-    made = world(quiet_s=2.0, quiet_long_prefills=3)
+    made = world(no_short_s=2.0, no_short_long_prefills=3)
     made.arrive("short", prompt_tokens=50)
     made.now += 1.5
     made.report("r1", received=1)
@@ -69,7 +70,7 @@ def test_where_no_short_prompt_comes_an_iteration_may_be_filled_with_long_ones()
 
 
 def test_short_batch_work_is_not_protected() -> None:
-    made = world(quiet_s=2.0, quiet_long_prefills=2)
+    made = world(no_short_s=2.0, no_short_long_prefills=2)
     made.now += 1.9
     made.report("r1")
     made.arrive("short", prompt_tokens=50, priority=PriorityClass.BATCH)
@@ -86,21 +87,33 @@ def test_a_tenant_far_behind_its_share_may_have_more() -> None:
         IsolationSettings(owed_requests=10.0, max_owed=2), FeedbackDelay(), wanted=True
     )
     behind = (0.0, 9.9, 10.0, 25.0, 1e6)
-    assert [isolation.limits(1, 0.0, 0.0, each) for each in behind] == [(2,), (2,), (3,), (4,), (4,)]
+    assert [isolation.limits(PrefillClass.LONG, 0.0, 0.0, each) for each in behind] == [
+        (2,),
+        (2,),
+        (3,),
+        (4,),
+        (4,),
+    ]
 
 
 def test_relief_has_an_end() -> None:
     isolation = PrefillIsolation(IsolationSettings(relief_s=1.0, max_relief=2), FeedbackDelay(), wanted=True)
     waits_s = (0.0, 0.9, 1.0, 2.5, 100.0)
-    assert [isolation.limits(1, 0.0, waited_s) for waited_s in waits_s] == [(2,), (2,), (3,), (4,), (4,)]
-    assert [isolation.limits(2, 0.0, waited_s) for waited_s in waits_s] == [
+    assert [isolation.limits(PrefillClass.LONG, 0.0, waited_s) for waited_s in waits_s] == [
+        (2,),
+        (2,),
+        (3,),
+        (4,),
+        (4,),
+    ]
+    assert [isolation.limits(PrefillClass.LONGEST, 0.0, waited_s) for waited_s in waits_s] == [
         (2, 1),
         (2, 1),
         (3, 2),
         (4, 3),
         (4, 3),
     ]
-    assert isolation.limits(0, 0.0, 100.0) == ()
+    assert isolation.limits(PrefillClass.SHORT, 0.0, 100.0) == ()
 
 
 def test_an_unstreamed_long_prefill_is_over_after_its_usual_time() -> None:

@@ -4,7 +4,7 @@ import sys
 import time
 from dataclasses import replace
 
-from serve_app.bench.processes import CpuMeter, is_alive, process_tree
+from experiments.common.processes import CpuMeter, is_alive, process_tree
 
 BUSY = """
 import subprocess, sys, time

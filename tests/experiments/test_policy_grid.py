@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.errors import SettingsError
-from serve_app.simulation.experiment import (
+from experiments.common.policy_grid import (
     Case,
     Experiment,
     Variant,
@@ -12,6 +11,7 @@ from serve_app.simulation.experiment import (
     planned,
     without_unknown_policies,
 )
+from serve_app.errors import SettingsError
 from serve_app.simulation.fleet import EngineChanges
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "experiments"

@@ -1,7 +1,7 @@
 import pytest
 
+from experiments.common.closed_loop import ClosedLoop, Exchange
 from serve_app.bench.bodies import BodyFactory, BodySettings
-from serve_app.bench.closed_loop import ClosedLoop, Exchange
 from serve_app.bench.connection import BenchError, ConnectionPool
 from serve_app.workloads.trace import TraceRequest
 from tests.bench.scripted import Script, document, scripted, silence, stream_of, streaming

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from experiments.live.comparison import LiveExperiment, load_experiment, saturated_rate, serve_config
 from serve_app.bench.connection import BenchError
-from serve_app.bench.live import LiveExperiment, load_experiment, saturated_rate, serve_config
 from serve_app.settings.application import load_settings
 from tests.metrics.builders import record
 

@@ -1,4 +1,4 @@
-from serve_app.bench.vllm_server import EngineCounters, VllmServerSettings, read_counters
+from experiments.common.vllm_server import EngineCounters, VllmServerSettings, read_counters
 
 METRICS = """\
 # HELP vllm:iteration_tokens_total Histogram of number of tokens per engine_step.

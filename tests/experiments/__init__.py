@@ -1,0 +1,1 @@
+"""Shared machinery and experiments: rows, tables, and that what is played stays what it was."""
