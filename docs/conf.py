@@ -1,0 +1,63 @@
+"""How Sphinx builds the site from the Markdown of this repository; scripts/docs build calls it.
+
+The pages are plain Markdown, to be read on a repository's page as well. So the table of contents stands here,
+and is added to the front page when it is read. The root of the sources is the repository: pages outside docs/
+belong to the site, and links from page to page are the same in both places.
+"""
+
+import tomllib
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parents[1]
+
+CONTENTS = {
+    "Use it": ("get-started", "put-in-front", "tuning", "planning", "operations", "security"),
+    "Understand it": ("architecture", "scheduling", "routing", "queueing", "results", "glossary"),
+    "Reference": (
+        "reference/configuration",
+        "reference/cli",
+        "reference/metrics",
+        "reference/outcomes",
+    ),
+}
+"""Captions, and the pages of docs/ below each."""
+
+ELSEWHERE = {"Contribute": ("CONTRIBUTING", "CHANGELOG"), "Experiments": ("experiments/*/README",)}
+"""Captions, and the pages outside docs/ below each."""
+
+project = "ewsjf-serve"
+release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+extensions = ["myst_parser"]
+root_doc = "docs/index"
+include_patterns = ["docs/**.md", "CONTRIBUTING.md", "CHANGELOG.md", "experiments/*/README.md"]
+exclude_patterns = [".*", "build", "models", "out", "scripts", "serve_app", "tests"]
+
+# Headings down to this level can be linked to, as on a repository's page.
+myst_heading_anchors = 4
+
+html_theme = "furo"
+html_title = f"{project} {release}"
+# Holds the page that leads from the site's root to docs/.
+html_extra_path = ["_site"]
+html_copy_source = False
+
+
+def _contents() -> str:
+    sections = {caption: [f"/docs/{name}" for name in names] for caption, names in CONTENTS.items()}
+    sections |= {caption: [f"/{name}" for name in names] for caption, names in ELSEWHERE.items()}
+    return "".join(
+        f"\n\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```\n"
+        for caption, names in sections.items()
+    )
+
+
+def _add_contents(_: Sphinx, name: str, source: list[str]) -> None:
+    if name == root_doc:
+        source[0] += _contents()
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", _add_contents)

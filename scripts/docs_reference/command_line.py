@@ -1,0 +1,73 @@
+"""The reference of the command line, read from the parsers themselves and not from their printed help.
+
+Printed help is wrapped to the width of a terminal, so it would differ from one machine to the next.
+"""
+
+import argparse
+import re
+from collections.abc import Iterable
+
+from docs_reference.markdown import code, document, prose, sentence, table
+from serve_app.cli import COMMANDS
+from serve_app.command import Command
+
+_INTRODUCTION = """
+# Command line reference
+
+`python -m serve_app COMMAND` runs experiments and inspects a running application. The application itself is
+started by `scripts/serve`, or by `serve run`. After an installation with pip the same commands are there as
+`ewsjf-serve`.
+
+Exit statuses: 0 when it worked, 2 when the arguments or the input are wrong, 130 when interrupted.
+"""
+
+_DEFAULT_IN_HELP = re.compile(r"\s*\(%\(default\)s\)")
+
+
+def command_line_page() -> str:
+    """The whole page."""
+    rows = ((f"[{code(each.name)}](#{each.name})", sentence(each.summary)) for each in COMMANDS)
+    return document(_INTRODUCTION, table(("Command", "What it does"), rows), *map(_section, COMMANDS))
+
+
+def _section(command: Command) -> str:
+    parser = argparse.ArgumentParser(prog=f"python -m serve_app {command.name}", add_help=False)
+    command.configure(parser)
+    parts = [f"## {command.name}", sentence(command.summary), *_example(command.example)]
+    for group in parser._action_groups:  # noqa: SLF001 - argparse names no public way to its groups
+        if actions := group._group_actions:  # noqa: SLF001 - same
+            title = (group.title or "options").capitalize()
+            parts += [f"### {title} of {command.name}", sentence(group.description or "")]
+            parts.append(table(("Option", "Default", "Meaning"), map(_row, actions)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _example(epilog: str) -> Iterable[str]:
+    """The example as a block that can be copied, and what the epilog says after it."""
+    example, _, rest = epilog.removeprefix("example:\n").partition("\n\n")
+    lines = [line.removeprefix("  ") for line in example.splitlines()]
+    yield "```console\n$ " + "\n".join(lines) + "\n```"
+    yield from map(sentence, rest.split("\n\n"))
+
+
+def _row(action: argparse.Action) -> tuple[str, str, str]:
+    names = ", ".join(action.option_strings) or str(action.dest)
+    if action.nargs != 0 and action.option_strings:
+        names += f" {_placeholder(action)}"
+    text = _DEFAULT_IN_HELP.sub("", action.help or "")
+    return code(names), _default(action), prose(text % {**vars(action), "default": action.default})
+
+
+def _placeholder(action: argparse.Action) -> str:
+    if action.choices is not None:
+        return "{" + ",".join(map(str, action.choices)) + "}"
+    return str(action.metavar or action.dest.upper())
+
+
+def _default(action: argparse.Action) -> str:
+    """Its default; switches are off, and None means what the help says in parentheses."""
+    if action.required:
+        return "required"
+    if action.nargs == 0 or action.default in (None, []):
+        return ""
+    return prose(code(str(action.default)))

@@ -1,0 +1,137 @@
+"""The configuration reference: every setting with its full path, type, default and reason."""
+
+import enum
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+from docs_reference.markdown import anchor, code, document, item, sentence, table
+from docs_reference.settings_tree import Block, Required, Setting, blocks
+
+_INTRODUCTION = """
+# Configuration reference
+
+A configuration is a file for Ray Serve. The settings on this page stand under `args` of its application,
+whose `import_path` is `serve_app.app:build_app`; `configs/local.yaml` is a small example.
+
+- A path such as `models[].pools[].replicas` names a setting: `[]` stands for each entry of a list, `.NAME`
+  for any key of a mapping.
+- The parentheses give the type and the default. `required` settings have no default.
+- Where a text says None, write `null` in YAML.
+- Names end in their unit: `_s` is seconds, `_ms` milliseconds, `_tokens` tokens, `_bytes` bytes, `_ratio` a
+  share between 0 and 1.
+- A key that is unknown or out of range is refused when the file is read. The message has the full path and,
+  for unknown keys, the nearest known one.
+"""
+
+_ADVANCED = "Most installations never change these: the defaults suit them, or the tuner sets them."
+
+_WORDS: Mapping[object, str] = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+    Any: "any value",
+}
+
+
+def configuration_page() -> str:
+    """The whole page."""
+    found = list(blocks())
+    return document(_INTRODUCTION, "## All blocks", _overview(found), *map(_section, found))
+
+
+def _overview(found: list[Block]) -> str:
+    rows = (
+        (
+            f"[{code(_title(block))}]({anchor(_title(block))})",
+            sentence(_first_sentence(block.text)),
+            str(sum(not setting.is_advanced for setting in block.settings)),
+            str(sum(setting.is_advanced for setting in block.settings)),
+        )
+        for block in found
+    )
+    return table(("Block", "What it sets", "Settings", "Advanced"), rows)
+
+
+def _section(block: Block) -> str:
+    parts = [f"## {code(_title(block))}", "\n\n".join(map(sentence, block.text.split("\n\n")))]
+    usual = [_entry(setting) for setting in block.settings if not setting.is_advanced]
+    advanced = [_entry(setting) for setting in block.settings if setting.is_advanced]
+    parts.append("\n".join(usual))
+    if advanced:
+        parts += [f"### Advanced: {code(_title(block))}", _ADVANCED, "\n".join(advanced)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _title(block: Block) -> str:
+    return block.path or "args"
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split("\n\n", maxsplit=1)[0].split()).split(". ")[0]
+
+
+def _entry(setting: Setting) -> str:
+    body = " ".join(map(sentence, setting.texts))
+    if setting.blocks:
+        links = ", ".join(f"[{code(path)}]({anchor(path)})" for path in setting.blocks)
+        body = f"{body} See {links}.".strip()
+    facts = [_type(setting.kind)]
+    if setting.default is Required:
+        facts.append("required")
+    elif not is_dataclass(setting.default):
+        facts.append(f"default {code(_value(setting.default))}")
+    return item(f"**{code(setting.path)}** ({', '.join(facts)})", body)
+
+
+def _type(kind: Any) -> str:
+    """A type in words."""
+    arguments = typing.get_args(kind)
+    match typing.get_origin(kind):
+        case None:
+            return _plain_type(kind)
+        case typing.Literal:
+            return _one_of(arguments)
+        case typing.Union | types.UnionType:
+            return " or ".join(_type(arm) for arm in arguments)
+        case origin if issubclass(origin, Mapping):
+            return f"mapping, each value {_type(arguments[1])}"
+        case _:
+            return f"list, each {_type(arguments[0])}"
+
+
+def _plain_type(kind: Any) -> str:
+    if kind in _WORDS:
+        return _WORDS[kind]
+    if is_dataclass(kind):
+        return "block"
+    if issubclass(kind, enum.Enum):
+        return _one_of(member.value for member in kind)
+    raise TypeError(f"no words for the type {kind}: add them to docs_reference.configuration")
+
+
+def _one_of(values: Any) -> str:
+    shown = [code(_value(value)) for value in values]
+    return shown[0] if len(shown) == 1 else f"one of {', '.join(shown)}"
+
+
+def _value(value: object) -> str:
+    """A value as one would write it in YAML."""
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    if isinstance(value, str):
+        return value or '""'
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(_pairs(value))}}}"
+    return json.dumps(value)
+
+
+def _pairs(value: Mapping[Any, object]) -> Iterator[str]:
+    return (f"{_value(key)}: {_value(entry)}" for key, entry in value.items())

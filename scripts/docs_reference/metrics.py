@@ -1,0 +1,117 @@
+"""The reference of metrics: what the application exports to Prometheus, read from its collectors."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+
+from docs_reference.markdown import code, document, sentence, table
+from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
+from serve_app.serving.gateway.telemetry import Telemetry
+from serve_app.serving.scheduler.metrics import SchedulerMetrics
+from serve_app.serving.state.keeper import StateKeeper
+from serve_app.serving.state.store import StateStore
+
+_INTRODUCTION = """
+# Metrics reference
+
+`GET /metrics` of the application answers with the metrics of the gateway that takes the request, and of the
+scheduler of every model. Engines have a page of their own, on the port of their replica.
+
+Names are those of the samples, so counters end in `_total`. A histogram `x` has the samples `x_bucket`,
+`x_sum` and `x_count`. Times are in seconds. Behind one address several gateways answer in turn, so each of
+their series has the label `gateway`; add them up.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """Metrics that one kind of process exports; `build` makes whatever registers them."""
+
+    title: str
+    text: str
+    build: Callable[[], Awaitable[object]]
+
+
+def metrics_page() -> str:
+    """The whole page."""
+    heads = ("Metric", "Type", "Labels", "Meaning")
+    parts = [
+        part
+        for section in _SECTIONS
+        for part in (f"## {section.title}", section.text, table(heads, asyncio.run(_rows(section.build))))
+    ]
+    return document(_INTRODUCTION, *parts)
+
+
+async def _rows(build: Callable[[], Awaitable[object]]) -> Iterable[Sequence[str]]:
+    with _registered() as collectors:
+        kept = await build()
+        found = {row[0]: row for collector in collectors for row in _described(collector)}
+    del kept
+    return [found[name] for name in sorted(found)]
+
+
+@contextmanager
+def _registered() -> Iterator[list[Collector]]:
+    """Collects what is registered meanwhile with any registry."""
+    seen: list[Collector] = []
+    register = CollectorRegistry.register
+
+    def recording(registry: CollectorRegistry, collector: Collector) -> None:
+        seen.append(collector)
+        register(registry, collector)
+
+    with patch.object(CollectorRegistry, "register", recording):
+        yield seen
+
+
+def _described(collector: Collector) -> Iterator[tuple[str, str, str, str]]:
+    for family in collector.collect():
+        # A metric without series has no sample that would show its labels.
+        holder = collector if isinstance(collector, MetricWrapperBase) else family
+        labels: Sequence[str] = holder._labelnames  # type: ignore[union-attr]  # noqa: SLF001
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        yield code(name), family.type, ", ".join(map(code, labels)), sentence(family.documentation)
+
+
+async def _gateway() -> object:
+    return Telemetry("0", log_requests=False, upstream_counts=lambda: (0, 0))
+
+
+async def _scheduler() -> object:
+    return SchedulerMetrics("model", 1)
+
+
+async def _learned_state() -> object:
+    store = StateStore("memory://docs", "scheduler", "model")
+    return StateKeeper(store, "model", lambda: None, 1.0)
+
+
+async def _emulated_engine() -> object:
+    engine = EmulatedEngine(EmulatedEngineSettings())
+    # Its gauges need its clock, which ends with the event loop.
+    await engine.start()
+    return engine
+
+
+_SECTIONS = (
+    _Section("Gateway", "One set of series for each gateway and model.", _gateway),
+    _Section("Scheduler", "One set of series for each model.", _scheduler),
+    _Section(
+        "Learned state",
+        "Exported with the scheduler's metrics where `state_uri` is set.",
+        _learned_state,
+    ),
+    _Section(
+        "Emulated engine",
+        "The metrics of vLLM that the emulated engine has, under vLLM's own names. Real vLLM engines have "
+        "these and more; see vLLM's documentation.",
+        _emulated_engine,
+    ),
+)

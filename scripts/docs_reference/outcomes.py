@@ -1,0 +1,52 @@
+"""The reference of outcomes: how a request can end, and what its client is answered."""
+
+import json
+from http import HTTPStatus
+
+from docs_reference.markdown import code, document, sentence, table
+from docs_reference.source_text import field_comments
+from serve_app.errors import HTTP_STATUS, Outcome
+from serve_app.serving.gateway.answer.responses import RequestRefused
+
+_INTRODUCTION = """
+# Outcomes and HTTP statuses
+
+Every request reaches exactly one outcome. It labels the metrics, stands in the gateway's log line, and picks
+the HTTP status.
+
+Errors have OpenAI's shape: `error.message` says what happened, `error.type` and `error.code` are below. Once
+a streamed answer has begun, its status is 200, and an error comes as the last event of the stream.
+"""
+
+# No standard status says that the client has gone; this one is nginx's, and only logs and metrics show it.
+_UNOFFICIAL = {499: "Client Closed Request"}
+
+
+def outcomes_page() -> str:
+    """The whole page."""
+    heads = ("Outcome", "HTTP status", "`error.type`", "`error.code`")
+    return document(_INTRODUCTION, *_phases(heads))
+
+
+def _phases(heads: tuple[str, ...]) -> list[str]:
+    """A table for each phase of a request's life, as the comments in the enumeration name them."""
+    starts = field_comments(Outcome)
+    parts: list[str] = []
+    rows: list[tuple[str, ...]] = []
+    for outcome in Outcome:
+        if outcome.name in starts:
+            rows = []
+            parts += [f"## {sentence(starts[outcome.name]).rstrip('.')}", ""]
+        rows.append(_row(outcome))
+        parts[-1] = table(heads, rows)
+    return parts
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    status = HTTP_STATUS[outcome]
+    phrase = _UNOFFICIAL.get(status) or HTTPStatus(status).phrase
+    if outcome is Outcome.COMPLETED:
+        return code(outcome), f"{status} {phrase}", "", ""
+    error = json.loads(RequestRefused(outcome, "").body())["error"]
+    given = (error["type"], error["code"])
+    return code(outcome), f"{status} {phrase}", *(code(value) if value else "null" for value in given)

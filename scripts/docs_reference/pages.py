@@ -1,0 +1,33 @@
+"""The generated pages: which file is rendered by which module."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from docs_reference.command_line import command_line_page
+from docs_reference.configuration import configuration_page
+from docs_reference.metrics import metrics_page
+from docs_reference.outcomes import outcomes_page
+
+REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "configuration.md": configuration_page,
+    "cli.md": command_line_page,
+    "metrics.md": metrics_page,
+    "outcomes.md": outcomes_page,
+}
+
+
+def write_pages(folder: Path = REFERENCE) -> None:
+    """Write every page, replacing what is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, page in PAGES.items():
+        (folder / name).write_text(page(), encoding="utf-8")
+
+
+def outdated_pages(folder: Path = REFERENCE) -> Iterator[str]:
+    """Names of the pages that are missing or differ from what the code says now."""
+    for name, page in PAGES.items():
+        path = folder / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != page():
+            yield name
