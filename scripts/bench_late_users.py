@@ -33,10 +33,9 @@ from typing import Any
 import uvloop
 import yaml
 
-from serve_app.bench.application import started_application
+from experiments.common.application import free_port, started_application
 from serve_app.bench.bodies import BenchEndpoint, BodyFactory, BodyKind, BodySettings
 from serve_app.bench.connection import ConnectionPool, Target
-from serve_app.bench.live import free_port
 from serve_app.bench.load import LoadSettings, OpenLoop
 from serve_app.command import positive_float, positive_int
 from serve_app.errors import ServeAppError

@@ -52,13 +52,13 @@ from typing import Any, TextIO
 import uvloop
 import yaml
 
-from serve_app.bench.application import started_application
+from experiments.common.application import free_port, started_application
+from experiments.common.vllm_server import VllmServer, VllmServerSettings, started_vllm
+from experiments.live.comparison import LiveExperiment, load_experiment, saturated_rate, serve_config
 from serve_app.bench.bodies import BenchEndpoint, BodyFactory, BodyKind, BodySettings
 from serve_app.bench.connection import ConnectionPool, Target
-from serve_app.bench.live import LiveExperiment, free_port, load_experiment, saturated_rate, serve_config
 from serve_app.bench.load import LoadResult, LoadSettings, OpenLoop
 from serve_app.bench.report import from_zero
-from serve_app.bench.vllm_server import VllmServer, VllmServerSettings, started_vllm
 from serve_app.command import positive_float, positive_int
 from serve_app.errors import Outcome, ServeAppError
 from serve_app.metrics.record import RequestRecord

@@ -40,10 +40,9 @@ import uvloop
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.bench.application import started_application
+from experiments.common.application import free_port, started_application
 from serve_app.bench.bodies import BodyFactory, BodySettings
 from serve_app.bench.connection import ConnectionPool, Target
-from serve_app.bench.live import free_port
 from serve_app.bench.load import LoadSettings, OpenLoop
 from serve_app.command import positive_float
 from serve_app.errors import ServeAppError

@@ -46,11 +46,11 @@ from typing import Any
 import uvloop
 import yaml
 
-from serve_app.bench.application import started_application
+from experiments.common.application import started_application
+from experiments.common.closed_loop import ClosedLoop, Exchange
+from experiments.common.processes import CpuMeter, ProcessUse
 from serve_app.bench.bodies import BodyFactory, BodySettings
-from serve_app.bench.closed_loop import ClosedLoop, Exchange
 from serve_app.bench.connection import BenchError, ConnectionPool, Target
-from serve_app.bench.processes import CpuMeter, ProcessUse
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.provenance import commit, hardware, load_average
 from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings

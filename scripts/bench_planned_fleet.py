@@ -40,12 +40,11 @@ import uvloop
 import yaml
 from bench_overhead import role_of
 
-from serve_app.bench.application import started_application
+from experiments.common.application import free_port, started_application
+from experiments.common.processes import CpuMeter
 from serve_app.bench.bodies import BenchEndpoint, BodyFactory, BodyKind, BodySettings
 from serve_app.bench.connection import BenchError, ConnectionPool, Target
-from serve_app.bench.live import free_port
 from serve_app.bench.load import LoadResult, LoadSettings, OpenLoop
-from serve_app.bench.processes import CpuMeter
 from serve_app.command import positive_float, positive_int, say, warn, write_json
 from serve_app.errors import ServeAppError
 from serve_app.metrics.confidence import interval_95

@@ -37,12 +37,11 @@ from typing import Any
 import uvloop
 import yaml
 
-from serve_app.bench.application import started_application
+from experiments.common.application import free_port, started_application
+from experiments.common.processes import CpuMeter, ProcessUse
 from serve_app.bench.bodies import BodyFactory, BodySettings
 from serve_app.bench.connection import ConnectionPool, Target
-from serve_app.bench.live import free_port
 from serve_app.bench.load import LoadSettings, OpenLoop
-from serve_app.bench.processes import CpuMeter, ProcessUse
 from serve_app.command import positive_float, positive_int
 from serve_app.errors import ServeAppError
 from serve_app.metrics.confidence import interval_95

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.policy_grid import (
+from experiments.policies.grid import (
     Case,
     Experiment,
     Variant,

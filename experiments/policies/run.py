@@ -34,12 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from serve_app.command import positive_int, progress_bar
-from serve_app.errors import ServeAppError
-from serve_app.provenance import commit, hardware, load_average
-from serve_app.simulation.batch import run_all
-from serve_app.simulation.command.results import markdown_table, run_as_json, unequal_work
-from serve_app.simulation.experiment import (
+from experiments.policies.grid import (
     Experiment,
     Place,
     load_experiment,
@@ -47,6 +42,11 @@ from serve_app.simulation.experiment import (
     planned,
     without_unknown_policies,
 )
+from serve_app.command import positive_int, progress_bar
+from serve_app.errors import ServeAppError
+from serve_app.provenance import commit, hardware, load_average
+from serve_app.simulation.batch import run_all
+from serve_app.simulation.command.results import markdown_table, run_as_json, unequal_work
 from serve_app.simulation.partitions import LEARNED, PartitionSource, partition_source
 from serve_app.simulation.run import RunSettings
 from serve_app.tuning import LearnedPartitions

@@ -1,0 +1,124 @@
+"""`experiments/run`: plays experiments, writes their rows and prints their tables."""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.common.catalogue import Catalogue
+from experiments.common.config import read_settings
+from experiments.common.play import play
+from experiments.common.rows import Row
+from serve_app.command import positive_int, say, warn
+from serve_app.errors import ServeAppError
+
+_QUICK_S = 60.0
+_EPILOG = """examples:
+  experiments/run prefix                          replaces experiments/prefix/results.jsonl
+  experiments/run prefix --quick                  a smoke test: small, into a temporary file
+  experiments/run prefix --set seeds=2 --out out/prefix.jsonl
+  experiments/run --all --quick
+"""
+
+
+def main(argv: Sequence[str] | None = None, catalogue: Catalogue | None = None) -> int:
+    """Play what is asked for; 1 when an experiment failed, 2 when the command cannot be understood."""
+    there = catalogue or Catalogue()
+    args = _arguments(argv)
+    if args.list:
+        for name in there.names():
+            say(f"{name:16} {there.question(name)}")
+        return 0
+    wrong = _contradiction(args)
+    if wrong:
+        warn(f"experiments/run: {wrong}")
+        return 2
+    names = there.names() if args.all else args.names
+    failed = [name for name in names if not _play_one(name, args, there)]
+    if failed and len(names) > 1:
+        warn(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="experiments/run",
+        description="Plays experiments, and writes what was measured to their results.jsonl.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="experiments to play")
+    parser.add_argument("--all", action="store_true", help="all of them")
+    parser.add_argument("--list", action="store_true", help="say which there are, and play nothing")
+    parser.add_argument("--quick", action="store_true", help="small sizes; results.jsonl stays as it is")
+    parser.add_argument("--out", type=Path, help="write the rows there instead")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="changes",
+        metavar="KEY=VALUE",
+        help="change a setting of config.yaml, nested ones by dotted path; needs --quick or --out",
+    )
+    parser.add_argument(
+        "--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (%(default)s)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows that are there, and play what is missing"
+    )
+    return parser.parse_args(argv)
+
+
+def _contradiction(args: argparse.Namespace) -> str | None:
+    if bool(args.names) == args.all:
+        return "name one or more experiments, or give --all; --list says which there are"
+    if args.out is not None and (args.all or len(args.names) > 1):
+        return "--out takes the rows of one experiment: name only one"
+    if args.changes and args.out is None and not args.quick:
+        return "--set needs --quick or --out: results.jsonl holds what config.yaml says"
+    if args.resume and args.quick and args.out is None:
+        return "--resume needs rows to keep: give --out"
+    return None
+
+
+def _play_one(name: str, args: argparse.Namespace, there: Catalogue) -> bool:
+    """Whether it went well; an experiment that this machine cannot play is left out, which is no failure."""
+    began = time.perf_counter()
+    try:
+        missing = there.experiment(name).unavailable() if name in there.names() else None
+        if missing is not None and args.all:
+            warn(f"{name}: left out: {missing}")
+            return True
+        with tempfile.TemporaryDirectory() as folder:
+            scratch = Path(folder) / "results.jsonl" if args.quick else there.results(name)
+            rows = _rows(name, args, there, args.out or scratch)
+        _show(name, rows, there)
+    except (ServeAppError, ValueError) as error:
+        warn(f"experiments/run: {name}: {error}")
+        return False
+    took_s = time.perf_counter() - began
+    warn(f"{name}: {len(rows)} rows in {took_s:.0f} s")
+    if args.quick and took_s > _QUICK_S:
+        warn(f"{name}: --quick should take less than a minute: make `quick` in its config.yaml smaller")
+    return True
+
+
+def _rows(name: str, args: argparse.Namespace, there: Catalogue, out: Path) -> list[Row]:
+    experiment = there.experiment(name)
+    settings = read_settings(there.config(name), experiment.settings, quick=args.quick, changes=args.changes)
+    return play(name, experiment, settings, out, jobs=args.jobs, resume=args.resume)
+
+
+def _show(name: str, rows: Sequence[Row], there: Catalogue) -> None:
+    for title, table in there.tables(name).items():
+        try:
+            say(f"{name}/{title}\n\n{table.written(rows)}\n")
+        except ServeAppError as error:
+            warn(f"{name}/{title}: {error}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Policies side by side on real vLLM engines."""

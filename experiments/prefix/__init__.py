@@ -1,0 +1,1 @@
+"""Prefix affinity on conversations."""

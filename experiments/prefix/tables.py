@@ -1,0 +1,51 @@
+"""The tables of this experiment."""
+
+from collections.abc import Sequence
+
+from experiments.common.rows import ANY, Row, where
+from experiments.common.tables import Table, markdown, plus_minus
+
+
+def _choices(rows: Sequence[Row]) -> str:
+    head = ["load", "choice", "cache hits, %", "TTFT mean, s", "p50, s", "p95, s", "tokens/s"]
+    return markdown(head, map(_choice, rows), text_columns=2)
+
+
+def _choice(row: Row) -> list[str]:
+    figures = row.figures
+    return [
+        str(row.key["load"]),
+        str(row.key["choice"]),
+        plus_minus(figures["hit_ratio"], 0, scale=100),
+        *(plus_minus(figures[f"ttft_{name}_s"], 3) for name in ("mean", "p50", "p95")),
+        plus_minus(figures["tokens_per_s"], 0),
+    ]
+
+
+def _hashing(rows: Sequence[Row]) -> str:
+    lines = [[f"{row.key['bytes']:,}", f"{row.figures['us']:,.1f}"] for row in where(rows, cost="hash")]
+    return markdown(["bytes of the prompt", "hashing, µs"], lines, text_columns=0)
+
+
+def _index(rows: Sequence[Row]) -> str:
+    lines = [
+        [
+            f"{row.key['replicas']:,}",
+            f"{row.figures['blocks']:,}",
+            f"{row.figures['lookup_us']:.1f}",
+            f"{row.figures['dispatch_us']:.1f}",
+        ]
+        for row in rows
+    ]
+    return markdown(["replicas", "blocks held", "look-up, µs", "dispatch, µs"], lines, text_columns=0)
+
+
+TABLES = {
+    "choices": Table(
+        text=_choices,
+        where={"choice": ANY},
+        note="Means over seeds with their 95 % intervals; TTFT counts from arrival",
+    ),
+    "hashing": Table(text=_hashing, where={"cost": "hash"}, note="The best of five rounds, on one core"),
+    "index": Table(text=_index, where={"cost": "index"}, note="The best of five rounds, on one core"),
+}

@@ -1,0 +1,22 @@
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from experiments.common.catalogue import Catalogue
+from tests.experiments.builders import write_package
+
+PACKAGE = "coin_experiments"
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Catalogue]:
+    """One experiment, that flips coins."""
+    write_package(tmp_path, PACKAGE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield Catalogue(PACKAGE)
+    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+        del sys.modules[name]

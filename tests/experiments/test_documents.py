@@ -1,0 +1,52 @@
+"""The project's own experiments and documents."""
+
+from pathlib import Path
+
+import pytest
+
+from experiments.common.catalogue import Catalogue
+from experiments.common.config import read_settings
+from experiments.common.documents import documents
+from experiments.common.rows import read_rows
+from experiments.common.run_command import main
+
+ROOT = Path(__file__).resolve().parents[2]
+CATALOGUE = Catalogue()
+
+
+def test_every_table_in_the_documents_is_what_its_rows_say() -> None:
+    stale = [str(one.path.relative_to(ROOT)) for one in documents(ROOT, CATALOGUE) if one.is_stale]
+    assert stale == [], "run experiments/tables"
+
+
+@pytest.mark.parametrize("name", CATALOGUE.names())
+def test_an_experiment_has_all_its_parts(name: str) -> None:
+    experiment = CATALOGUE.experiment(name)
+    for quick in (False, True):
+        assert isinstance(
+            read_settings(CATALOGUE.config(name), experiment.settings, quick=quick), experiment.settings
+        )
+    assert CATALOGUE.tables(name)
+    assert CATALOGUE.question(name).endswith(("?", "."))
+    assert "What it cannot show" in (CATALOGUE.folder(name) / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", CATALOGUE.names())
+def test_the_rows_of_an_experiment_are_whole_and_make_every_table(name: str) -> None:
+    rows = read_rows(CATALOGUE.results(name))
+    assert {row.experiment for row in rows} == {name}
+    keys = [row.key for row in rows]
+    assert all(keys.count(key) == 1 for key in keys)
+    for table in CATALOGUE.tables(name).values():
+        assert table.written(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CATALOGUE.names())
+def test_an_experiment_plays_its_quick_size(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if (missing := CATALOGUE.experiment(name).unavailable()) is not None:
+        pytest.skip(missing)
+    assert main([name, "--quick", "--jobs", "1"]) == 0
+    printed = capsys.readouterr()
+    for table in CATALOGUE.tables(name):
+        assert f"{name}/{table}" in printed.out

@@ -1,0 +1,115 @@
+"""`experiments/run`, with an experiment that flips coins."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.common.catalogue import Catalogue
+from experiments.common.play import partial_of
+from experiments.common.rows import read_rows
+from experiments.common.run_command import main
+
+
+def played(catalogue: Catalogue) -> list[str]:
+    """The biases that were measured, in order."""
+    return (catalogue.root.parent / "log").read_text().split()
+
+
+def test_rows_hold_what_is_needed_to_judge_and_repeat_them(catalogue: Catalogue) -> None:
+    assert main(["coin"], catalogue) == 0
+    first, second = (json.loads(line) for line in catalogue.results("coin").read_text().splitlines())
+    assert (first["experiment"], first["key"], second["key"]) == ("coin", {"bias": 0.5}, {"bias": 0.75})
+    assert first["seeds"] == [0, 1, 2]
+    assert len(first["figures"]["share"]) == 3
+    # Resolved: the default that config.yaml does not name is there as well.
+    assert (first["settings"]["flips"], first["settings"]["seeds"]) == (100, 3)
+    assert {"commit", "machine", "measured_at", "traces"} <= set(first)
+    assert len(first["machine"]["load_average"]) == 3
+
+
+def test_a_quick_play_is_small_and_leaves_the_rows_alone(
+    catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    catalogue.results("coin").write_text("")
+    assert main(["--all", "--quick"], catalogue) == 0
+    assert catalogue.results("coin").read_text() == ""
+    assert "| 0.75 |" in capsys.readouterr().out
+
+
+def test_a_quick_play_can_be_looked_at(catalogue: Catalogue, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "rows.jsonl"
+    assert main(["coin", "--quick", "--set", "seeds=2", "--out", str(out)], catalogue) == 0
+    assert [(row.settings["flips"], row.seeds) for row in read_rows(out)] == [(10, (0, 1))] * 2
+
+
+def test_an_interrupted_play_goes_on_where_it_was(catalogue: Catalogue) -> None:
+    assert main(["coin"], catalogue) == 0
+    results = catalogue.results("coin")
+    first, second = results.read_text().splitlines(keepends=True)
+    # The last line was being written when the machine went down.
+    partial_of(results).write_text(first + second[:40])
+    results.unlink()
+    assert main(["coin", "--resume"], catalogue) == 0
+    assert [row.key for row in read_rows(results)] == [{"bias": 0.5}, {"bias": 0.75}]
+    assert played(catalogue) == ["0.5", "0.75", "0.75"]
+    assert not partial_of(results).exists()
+
+
+def test_what_was_added_to_the_configuration_is_played_beside_the_rows_that_are_there(
+    catalogue: Catalogue,
+) -> None:
+    assert main(["coin"], catalogue) == 0
+    config = catalogue.config("coin")
+    config.write_text(config.read_text().replace("0.75]", "0.75, 0.9]"))
+    assert main(["coin", "--resume"], catalogue) == 0
+    assert [row.key["bias"] for row in read_rows(catalogue.results("coin"))] == [0.5, 0.75, 0.9]
+    assert played(catalogue) == ["0.5", "0.75", "0.9"]
+
+
+def test_a_play_that_fails_leaves_the_old_rows(
+    catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["coin"], catalogue) == 0
+    before = catalogue.results("coin").read_text()
+    config = catalogue.config("coin")
+    config.write_text(config.read_text().replace("0.75]", "1.5]"))
+    assert main(["coin"], catalogue) == 1
+    assert "a bias is at most 1, got 1.5" in capsys.readouterr().err
+    assert catalogue.results("coin").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "message"),
+    [
+        ([], 2, "--list says which there are"),
+        (["coin", "--all"], 2, "--list says which there are"),
+        (["coin", "--set", "seeds=1"], 2, "results.jsonl holds what config.yaml says"),
+        (["--all", "--out", "rows.jsonl"], 2, "name only one"),
+        (["dice"], 1, "no experiment 'dice': there are coin"),
+        (["coin", "--quick", "--set", "flops=1"], 1, "flops"),
+        (["coin", "--quick", "--set", "flips"], 1, "path.to.key=VALUE"),
+    ],
+)
+def test_what_cannot_be_played_ends_with_a_line_that_says_why(
+    argv: list[str], status: int, message: str, catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv, catalogue) == status
+    assert message in capsys.readouterr().err
+
+
+def test_an_experiment_that_this_machine_cannot_play_is_left_out(
+    catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = catalogue.folder("coin") / "run.py"
+    run.write_text(run.read_text().replace("play=play)", "play=play, unavailable=lambda: 'no coins here')"))
+    assert main(["--all"], catalogue) == 0
+    assert "coin: left out: no coins here" in capsys.readouterr().err
+    assert not catalogue.results("coin").exists()
+
+
+def test_the_list_tells_the_question_of_each(
+    catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--list"], catalogue) == 0
+    assert capsys.readouterr().out.split(maxsplit=1) == ["coin", "How often does a coin fall on its face?\n"]

@@ -1,0 +1,87 @@
+from pathlib import Path
+
+import pytest
+
+from experiments.common.provenance import TraceSource, trace_sources
+from experiments.common.rows import ANY, line_of, read_rows, where, write_rows
+from experiments.common.tables import Table, caption, markdown, plus_minus
+from serve_app.errors import SettingsError
+from tests.experiments.builders import row
+
+
+def test_a_cell_is_the_mean_and_half_the_width_of_its_interval() -> None:
+    # Two values 1 apart: half the interval is 12.706 times half of it.
+    assert plus_minus([4.0, 5.0]) == "4.50 ± 6.35"
+    assert plus_minus([0.0015], 1, scale=1_000) == "1.5"
+    assert plus_minus([None, 2.0], 0) == "2"
+    assert plus_minus([None]) == "-"
+
+
+def test_figures_stand_to_the_right() -> None:
+    assert markdown(["a", "b"], [["x", "1"]]) == "| a | b |\n| --- | --: |\n| x | 1 |"
+
+
+def test_rows_are_chosen_by_their_key() -> None:
+    rows = [row({"load": 0.5}), row({"load": 0.9}), row({"load": 0.9, "policy": "fcfs"}), row({"cost": 1})]
+    assert where(rows, load=0.9) == rows[1:3]
+    assert where(rows, load=(0.5, 0.9), policy="fcfs") == [rows[2]]
+    assert where(rows, load=ANY) == rows[:3]
+    assert where(rows) == rows
+
+
+def test_the_caption_says_where_figures_come_from() -> None:
+    rows = [
+        row(seeds=range(5), traces=[TraceSource(name="azure-conv", sha256="2f1e5b666d4e")]),
+        row(seeds=range(3), traces=[TraceSource(name="lmsys")], commit="ffff000011+changes"),
+        row(seeds=(), measured_at="2025-02-01T00:00:00+00:00"),
+    ]
+    assert caption(rows, "A note.") == (
+        "A note. 3 to 5 seeds. Lengths of lmsys were generated. azure-conv is the published trace "
+        "(SHA-256 2f1e5b66). Measured 2025-01-02 to 2025-02-01 at commit 0123456, ffff000+changes on "
+        "A CPU, 2 cores, 8 GiB, by `experiments/run coin`."
+    )
+    assert caption([row(seeds=(7,))]).startswith("One seed. Measured 2025-01-02 at")
+    assert "commit unknown" in caption([row(commit=None)])
+
+
+def test_a_table_shows_and_describes_its_own_rows_only() -> None:
+    table = Table(text=lambda rows: f"{len(rows)} rows", where={"load": 0.9})
+    rows = [row({"load": 0.9}), row({"load": 0.5}, measured_at="2020-01-01T00:00:00+00:00")]
+    assert table.written(rows).startswith("1 rows\n\n*3 seeds. Measured 2025-01-02 at")
+    with pytest.raises(SettingsError, match=r"no row has \{'load': 0\.9\}"):
+        table.written(rows[1:])
+
+
+def test_rows_come_back_from_their_file_as_they_were(tmp_path: Path) -> None:
+    rows = [
+        row({"load": 0.5, "policy": "fcfs"}, {"ttft_s": [0.1, None]}),
+        row(traces=[TraceSource(name="lmsys")]),
+    ]
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, rows)
+    assert read_rows(path) == rows
+    assert read_rows(tmp_path / "none.jsonl") == []
+
+
+def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{line_of(row())}\n{{"experiment": "coin"}}\n')
+    with pytest.raises(SettingsError, match=r"rows\.jsonl:2 is no row"):
+        read_rows(path)
+    with pytest.raises(ValueError, match="JSON"):
+        line_of(row(figures={"ttft_s": float("inf")}))
+
+
+def test_a_trace_file_is_known_by_its_checksum_and_a_generator_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "AzureLLMInferenceTrace_conv.csv").write_text("abc")
+    monkeypatch.setenv("EWSJF_TRACES", str(tmp_path))
+    conv, mix = trace_sources("azure-conv+paper-mix")
+    assert conv.name == "azure-conv"
+    assert conv.sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert mix == TraceSource(name="paper-mix")
+    # No path of a machine gets into a row.
+    own = tmp_path / "own.csv"
+    own.write_text("abc")
+    assert trace_sources(str(own))[0].name == "own.csv"
