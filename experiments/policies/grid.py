@@ -1,61 +1,61 @@
-"""A table of runs: policies by traces, loads, profiles and seeds, written down in one YAML file."""
+"""A grid of simulated runs: policies by cases, profiles, loads and seeds."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
-from pydantic import TypeAdapter, ValidationError
-
-from serve_app.errors import SettingsError
+from experiments.common.experiment import STRICT
+from experiments.common.rows import Key
 from serve_app.simulation.batch import saturated_rates
 from serve_app.simulation.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
-from serve_app.simulation.partitions import PartitionSource
+from serve_app.simulation.partitions import LEARNED, partition_source
 from serve_app.simulation.run import RunSettings, SloByLength, policy_names
 from serve_app.simulation.simulation import SimulationSettings
 from serve_app.simulation.workload import Disclosure, TraceChoice
-
-_STRICT: Mapping[str, Any] = {"extra": "forbid"}
+from serve_app.tuning import LearnedPartitions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class PolicyVariant:
     """A policy with what belongs to it.
 
     Attributes:
         policy: its name; the variant's own name unless given.
         engine: what it changes in every engine.
         scheduler: settings by dotted path.
-        partition: as `--partition` of `simulate`; empty leaves it to whoever plays the experiment.
+        partition: as `--partition` of `simulate`.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     policy: str = ""
     engine: EngineChanges = field(default_factory=EngineChanges)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
-    partition: str = ""
+    partition: str = LEARNED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class PolicyCase:
     """What the policies are put to.
 
     Attributes:
-        name: in the table; the trace's name unless given.
         loads: shares of the saturated rate.
+        name: in the table; the trace's name unless given.
+        profiles, variants: those that are played; empty for all of the grid.
+        requests: in each run; None for as many as the grid says.
         short_at_tokens: longest prompt that counts as short, in the figures alone.
         length_noise: see `estimate_noise.LengthNoise`.
         flip_mix: exchange the shares of short and long prompts half-way.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     trace: str
     loads: tuple[float, ...]
     name: str = ""
+    profiles: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
     requests: int | None = None
     short_at_tokens: int = 256
     tenants: str | None = None
@@ -65,10 +65,15 @@ class Case:
     output_known: bool = False
     world: SimulationSettings = field(default_factory=SimulationSettings)
 
+    @property
+    def title(self) -> str:
+        """What it goes by in the table."""
+        return self.name or self.trace
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experiment:
-    """All runs of a table.
+class PolicyGrid:
+    """All runs of an experiment.
 
     Attributes:
         profiles: engine profiles.
@@ -78,11 +83,11 @@ class Experiment:
         requests: in each run, where the case names no number.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     profiles: tuple[str, ...]
-    variants: Mapping[str, Variant]
-    cases: tuple[Case, ...]
+    variants: Mapping[str, PolicyVariant]
+    cases: tuple[PolicyCase, ...]
     replicas: int = 4
     seeds: int = 5
     requests: int = 20_000
@@ -91,129 +96,84 @@ class Experiment:
         if self.seeds < 1 or self.requests < 1:
             raise ValueError(f"seeds and requests must be at least 1, got {self.seeds} and {self.requests}")
         if not (self.profiles and self.variants and self.cases):
-            raise ValueError("an experiment needs at least one profile, one variant and one case")
+            raise ValueError("a grid needs at least one profile, one variant and one case")
+        for name, variant in self.variants.items():
+            if (variant.policy or name) not in policy_names():
+                raise ValueError(f"variant {name!r} has no policy: choose one of {', '.join(policy_names())}")
+        for case in self.cases:
+            for name in case.variants:
+                if name not in self.variants:
+                    raise ValueError(f"the grid has no variant {name!r}: it has {', '.join(self.variants)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a run stands in the table."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridCell:
+    """A line of the table: one variant in one case at one load, on one profile."""
 
-    case: str
+    case: PolicyCase
     profile: str
     load: float
-    policy: str
-    seed: int
+    variant: str
+
+    @property
+    def key(self) -> Key:
+        """Of its row."""
+        return {
+            "case": self.case.title,
+            "profile": self.profile,
+            "load": self.load,
+            "policy": self.variant,
+        }
 
 
-_ADAPTER = TypeAdapter(Experiment)
+def cells_of(grid: PolicyGrid) -> Iterator[GridCell]:
+    """All of them, in the order of the table."""
+    for case in grid.cases:
+        for profile in case.profiles or grid.profiles:
+            for load in case.loads:
+                for variant in case.variants or grid.variants:
+                    yield GridCell(case=case, profile=profile, load=load, variant=variant)
 
 
-def load_experiment(path: Path) -> Experiment:
-    """Read an experiment.
-
-    Raises:
-        SettingsError: the file is none; the message names what is wrong.
-    """
-    try:
-        return _ADAPTER.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ValidationError) as error:
-        raise SettingsError(f"{path} is not an experiment: {error}") from error
-
-
-def without_unknown_policies(experiment: Experiment) -> tuple[Experiment, list[str]]:
-    """The experiment with the variants whose policy there is, and the names of the others."""
-    known = set(policy_names())
-    missing = [name for name, variant in experiment.variants.items() if (variant.policy or name) not in known]
-    variants = {name: variant for name, variant in experiment.variants.items() if name not in missing}
-    return replace(experiment, variants=variants), missing
-
-
-def _prior(_partition: str) -> PartitionSource | None:
-    return None
-
-
-def planned(
-    experiment: Experiment, *, jobs: int, partition_of: Callable[[str], PartitionSource | None] = _prior
-) -> Iterator[tuple[Place, RunSettings]]:
-    """Every run at its rate, in the order of the table; measures first what load 1.0 is.
+def planned(grid: PolicyGrid, cells: list[GridCell], *, jobs: int) -> list[list[RunSettings]]:
+    """The runs of each cell, a seed each, at their rates; measures first what load 1.0 is.
 
     All variants of a case meet the same requests at the same times: what a variant changes in the engine has
     no part in the rate.
-
-    Args:
-        partition_of: where queues come from, by a variant's `partition`.
     """
-    bare = Variant(policy="fcfs")
-    blocks = [
-        (case, profile, seed)
-        for case in experiment.cases
-        for profile in experiment.profiles
-        for seed in range(experiment.seeds)
-    ]
-    references = [_run(experiment, block, "fcfs", bare) for block in blocks]
-    rates = dict(zip(map(_key, blocks), saturated_rates(references, jobs=jobs), strict=True))
-    for case in experiment.cases:
-        for profile in experiment.profiles:
-            for load in case.loads:
-                for name, variant in experiment.variants.items():
-                    source = partition_of(variant.partition)
-                    for seed in range(experiment.seeds):
-                        block = (case, profile, seed)
-                        run = _run(experiment, block, name, variant)
-                        place = Place(case.name or case.trace, profile, load, name, seed)
-                        rate = load * rates[_key(block)]
-                        yield place, replace(run, load=load, rate_per_s=rate, partition=source)
+    bare = PolicyVariant(policy="fcfs")
+    references = [_run(grid, cell, bare, seed) for cell in cells for seed in range(grid.seeds)]
+    rates = iter(saturated_rates(references, jobs=jobs))
+    plan = []
+    for cell in cells:
+        runs = [_run(grid, cell, grid.variants[cell.variant], seed) for seed in range(grid.seeds)]
+        plan.append([replace(run, load=cell.load, rate_per_s=cell.load * next(rates)) for run in runs])
+    return plan
 
 
-_Block = tuple[Case, str, int]
-
-
-def _key(block: _Block) -> str:
-    return repr(block)
-
-
-def _run(experiment: Experiment, block: _Block, name: str, variant: Variant) -> RunSettings:
-    case, profile, seed = block
+def _run(grid: PolicyGrid, cell: GridCell, variant: PolicyVariant, seed: int) -> RunSettings:
+    case = cell.case
     return RunSettings(
-        policy=variant.policy or name,
-        label=name,
-        fleet=FleetSettings(profile=profile, replicas={ONE_POOL: experiment.replicas}, engine=variant.engine),
-        trace=_trace(experiment, case),
+        policy=variant.policy or cell.variant,
+        label=cell.variant,
+        fleet=FleetSettings(profile=cell.profile, replicas={ONE_POOL: grid.replicas}, engine=variant.engine),
+        trace=_trace(grid, case),
         seed=seed,
         disclosure=Disclosure(output_known=case.output_known),
         noise=LengthNoise(relative_error=case.length_noise),
         world=case.world,
         scheduler=variant.scheduler,
+        partition=partition_source(variant.partition, LearnedPartitions()),
         slo=SloByLength(short_at_tokens=case.short_at_tokens),
         short_at_tokens=case.short_at_tokens,
     )
 
 
-def _trace(experiment: Experiment, case: Case) -> TraceChoice:
+def _trace(grid: PolicyGrid, case: PolicyCase) -> TraceChoice:
     return TraceChoice(
         name=case.trace,
-        requests=case.requests or experiment.requests,
+        requests=case.requests or grid.requests,
         tenants=case.tenants,
         arrivals=case.arrivals,
         flip_mix_at=case.short_at_tokens if case.flip_mix else None,
-    )
-
-
-def only(experiment: Experiment, *, variants: Sequence[str] = (), cases: Sequence[str] = ()) -> Experiment:
-    """A part of an experiment; an empty selection selects all.
-
-    Raises:
-        SettingsError: it holds nothing of that name.
-    """
-    names = [case.name or case.trace for case in experiment.cases]
-    for wanted, there in ((variants, list(experiment.variants)), (cases, names)):
-        for name in wanted:
-            if name not in there:
-                raise SettingsError(f"the experiment has no {name!r}: it has {', '.join(there)}")
-    return replace(
-        experiment,
-        variants={name: one for name, one in experiment.variants.items() if not variants or name in variants},
-        cases=tuple(
-            case for case, name in zip(experiment.cases, names, strict=True) if not cases or name in cases
-        ),
     )

@@ -1,0 +1,1 @@
+"""Policies whose assumptions fail, simulated."""

@@ -1,0 +1,70 @@
+"""A grid of policies that is played: what its rows hold, how it goes on, and its tables."""
+
+from pathlib import Path
+
+import pytest
+
+from experiments.common.experiment import Context, Experiment
+from experiments.common.play import partial_of, play
+from experiments.common.rows import Row, read_rows
+from experiments.policies.grid import PolicyCase, PolicyGrid, PolicyVariant
+from experiments.policies.measurements import play_grid
+from experiments.policies.tables import COLUMNS, grid_table
+from serve_app.simulation.fleet import EngineChanges
+
+GRID = PolicyGrid(
+    profiles=("laptop",),
+    replicas=1,
+    seeds=2,
+    requests=80,
+    variants={
+        "fcfs": PolicyVariant(),
+        "oracle": PolicyVariant(),
+        "chunked": PolicyVariant(policy="fcfs", engine=EngineChanges(long_prefill_token_threshold=64)),
+    },
+    cases=(PolicyCase(trace="paper-mix", loads=(0.5, 1.0)),),
+)
+EXPERIMENT = Experiment(settings=PolicyGrid, play=play_grid)
+
+
+def figures(rows: list[Row]) -> list[tuple[object, object]]:
+    return [(row.key, row.figures) for row in rows]
+
+
+@pytest.mark.slow
+def test_an_interrupted_grid_goes_on_where_it_was(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    rows = play("policies", EXPERIMENT, GRID, out, jobs=1)
+    assert [(row.key["load"], row.key["policy"]) for row in rows] == [
+        (load, policy) for load in (0.5, 1.0) for policy in ("fcfs", "oracle", "chunked")
+    ]
+    # The last line was being written when the machine went down.
+    lines = out.read_text().splitlines()
+    partial_of(out).write_text("\n".join(lines[:-3]) + "\n" + lines[-3][:40])
+    resumed = play("policies", EXPERIMENT, GRID, out, jobs=1, resume=True)
+    assert figures(resumed) == figures(rows)
+    assert figures(read_rows(out)) == figures(rows)
+
+    table = grid_table("load")(rows)
+    assert table.count("| 0.5 ") == table.count("| 1.0 ") == 3
+    assert table.count("oracle (not deployable)") == 2
+
+
+def test_a_row_tells_all_settings_of_its_runs_and_a_figure_for_each_seed() -> None:
+    only_fcfs = PolicyGrid(
+        profiles=("laptop",),
+        replicas=2,
+        seeds=2,
+        requests=60,
+        variants=GRID.variants,
+        cases=(PolicyCase(trace="paper-mix", loads=(0.5,), variants=("chunked",)),),
+    )
+    (row,) = play_grid(only_fcfs, Context(jobs=1))
+    assert row.key == {"case": "paper-mix", "profile": "laptop", "load": 0.5, "policy": "chunked"}
+    assert list(row.seeds) == [0, 1]
+    assert row.figures["requests"] == row.figures["completed"] == [60, 60]
+    assert all(len(row.figures[column.figure]) == 2 for column in COLUMNS)
+    assert row.settings is not None
+    assert row.settings["policy"] == "fcfs"
+    assert row.settings["engines"][0]["long_prefill_token_threshold"] == 64
+    assert [source.sha256 for source in row.traces] == [None]
