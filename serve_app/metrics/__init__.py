@@ -1,6 +1,6 @@
-"""What was measured, and what it means: raw timestamps first, figures after.
+"""Measurements of requests and runs: raw timestamps first, figures after.
 
-Read `record` (one request), `slo` (when it was served well), `statistics` (mean and percentiles),
-`fairness`, `summary` (the figures that the simulator, a live run and a benchmark all report), `confidence`.
+Read `record` (one request), `slo` (when it was served well), `statistics` (mean and percentiles), `fairness`,
+`summary` (the figures of simulator, live run and benchmark alike), then `confidence` (figures over seeds).
 Pure: no clock, no input or output; whoever measures hands in the records.
 """

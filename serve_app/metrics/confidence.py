@@ -1,6 +1,6 @@
-"""How sure is a figure that was measured over a few seeds? Student-t intervals at 95 %.
+"""Student-t intervals at 95 % of figures that were measured over a few seeds.
 
-Runs on the same seeds see the same arrivals, so two policies are compared by the interval of their paired
+Runs on the same seeds see the same arrivals. So two policies are compared by the interval of their paired
 differences, which is far narrower than two intervals side by side.
 """
 
@@ -20,16 +20,12 @@ _NORMAL_95 = 1.959964
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceInterval:
-    """A mean over `n` runs and the 95 % interval around it; without bounds when one run cannot tell."""
+    """A mean over `n` runs and the 95 % interval around it; the bounds are None for a single run."""
 
     mean: float
     low: float | None
     high: float | None
     n: int
-
-    def excludes_zero(self) -> bool:
-        """Whether zero lies outside, so that the sign of the mean can be believed."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
     def as_json(self) -> dict[str, float | int | None]:
         """The bounds by name."""

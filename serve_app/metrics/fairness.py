@@ -1,10 +1,10 @@
-"""How evenly were tenants served? Jain's index over what each got of what was due to it.
+"""Jain's fairness index over tenants: what each was served, relative to its max-min fair share.
 
-Served tokens alone would say nothing: a tenant that asks for little gets little. So each tenant's service is
-divided by its max-min fair share of all that was served: the share of a tenant that asked for less than its
-part is what it asked for, and the others divide the rest by weight. The index is 1 when each got exactly its
-share, 1/n when one of n got everything. Only the span in which requests still arrive is counted: after it,
-whatever waits is drained in any order and every tenant would look equally served.
+Served tokens alone say nothing, since a tenant that asks for little gets little. So each tenant's service is
+divided by its max-min fair share of all that was served. A tenant that asked for less than its part has that
+as its share, and the others divide the rest by weight. The index is 1 when each got exactly its share, and
+1/n when one of n got everything. Only the span in which requests still arrive is counted. After it the
+backlog is drained in any order, and every tenant would look equally served.
 
 Sources: Jain, Chiu, Hawe, DEC-TR-301 (1984); max-min shares by water-filling: Bertsekas and Gallager, Data
 Networks, 6.5.2.
@@ -48,10 +48,10 @@ def jain_of_tenants(
 
 
 def tokens_served(record: RequestRecord, until: float) -> float:
-    """Tokens that an engine had worked off for a request by the time `until`.
+    """Tokens that an engine had processed for a request by the time `until`.
 
-    The prompt counts when the first token comes, the output evenly from there to the end; without a first
-    token all of it counts at the end, and nothing does for a request that no engine answered.
+    The prompt counts at the first token, the output evenly from there to the end. Without a first token all
+    of it counts at the end. A request that no engine answered counts nothing.
     """
     if record.output_tokens == 0 and not record.completed:
         return 0.0
@@ -66,10 +66,10 @@ def tokens_served(record: RequestRecord, until: float) -> float:
 def max_min_shares(
     asked: Mapping[str, float], capacity: float, weights: Mapping[str, float]
 ) -> dict[str, float]:
-    """Divide `capacity` by weight; what a tenant does not ask for goes to the others."""
+    """Divide `capacity` by weight; what a tenant does not ask for is left to the others."""
     shares: dict[str, float] = {}
     left, weight_left = capacity, sum(weights.get(tenant, 1.0) for tenant in asked)
-    # Those who ask for least per weight first: each takes its demand or its part, whichever is less.
+    # In ascending order of demand per weight, each tenant takes the lesser of its demand and its part.
     for tenant in sorted(asked, key=lambda name: asked[name] / weights.get(name, 1.0)):
         weight = weights.get(tenant, 1.0)
         shares[tenant] = min(asked[tenant], left * weight / weight_left)

@@ -1,4 +1,4 @@
-"""What happened to one request: raw timestamps on one clock, and the times that follow from them."""
+"""The record of one request: raw timestamps on one clock, and the latencies that follow from them."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ from serve_app.request import PriorityClass
 class RequestRecord:
     """One request from its arrival to its one outcome, as the simulator, the gateway or a client saw it.
 
-    All times are seconds on one clock; which clock is the observer's business, differences are what counts.
+    All times are seconds on the observer's clock; only differences count.
 
     Attributes:
-        arrived_at: when the request came to be. For an open-loop client that is the moment on the schedule,
-            not the moment of sending: what a late client adds is waiting too.
+        arrived_at: for an open-loop client the scheduled time, not that of sending: the delay of a late
+            client is waiting too.
         sent_at: when an open-loop client really sent it; None where arriving and sending are one.
-        dispatched_at: when it left the queue for an engine; None when it never did, or nobody can know.
-        first_token_at: when the first generated token came; None without one, and for unstreamed answers.
+        dispatched_at: when it left the queue for an engine; None when it never did, or is not known.
+        first_token_at: when the first generated token arrived; None without one, and for unstreamed answers.
         finished_at: when it reached its outcome.
         prompt_tokens: as the engine counted them, or as asked for when it gave no count.
         output_tokens: generated so far, also for requests that did not complete.
-        preemptions: how often the engine threw its work away and began again.
+        preemptions: how often the engine preempted it, which loses its computed KV cache.
         detail: why it did not complete, for a reader.
     """
 

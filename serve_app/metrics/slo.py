@@ -1,4 +1,4 @@
-"""When was a request served well? Limits on its latencies, and the share and rate that keep them."""
+"""Service level objectives: limits on a request's latencies, and the share of requests that keep them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class Slo:
     def met_by(self, record: RequestRecord) -> bool:
         """Whether the request completed within every limit.
 
-        A latency that the record cannot have (TPOT of a one-token answer, TTFT of one that did not stream)
-        breaks no limit.
+        A latency that a record cannot have breaks no limit: TPOT of a one-token answer, TTFT of one that was
+        not streamed.
         """
         return record.completed and all(
             limit is None or measured is None or measured <= limit

@@ -1,4 +1,4 @@
-"""Mean and percentiles of a sample, in the five figures that every report carries."""
+"""Mean, percentiles and maximum of a sample: the five figures of every report."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Five figures of a sample; all None when it is empty, so that no figure is made up."""
+    """Five figures of a sample; all None when it is empty."""
 
     mean: float | None
     p50: float | None

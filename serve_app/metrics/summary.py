@@ -1,4 +1,4 @@
-"""The figures of a run, from its request records: one summary for simulator, live run and benchmark."""
+"""The summary of a run, computed from its request records; the same for simulator, live run and benchmark."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -30,14 +30,14 @@ class BySize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a run achieved. Latencies are of completed requests; `outcomes` says what became of the others.
+    """The figures of a run. Latencies are of completed requests; `outcomes` counts all of them.
 
     Attributes:
         completed: requests with their whole answer.
         throughput_tokens_per_s: prompt and output tokens of completed requests, per second of makespan.
         goodput_per_s: requests that kept every limit of the SLO, per second of makespan.
         makespan_s: from the first arrival to the last completion.
-        preemptions: in the engines, None when the observer cannot know.
+        preemptions: in the engines; None when the observer does not see them.
         jain_tenants: Jain's index over what each tenant got of its fair share, see `fairness`.
         outcomes: number of requests by outcome.
         output_tokens_per_s: output tokens of completed requests alone, per second of makespan.
@@ -100,11 +100,11 @@ _BY_DEFAULT = SummaryRules()
 def summarise(
     records: Sequence[RequestRecord], rules: SummaryRules = _BY_DEFAULT, *, preemptions_known: bool = True
 ) -> Summary:
-    """Fold the records of a run into its figures.
+    """Compute the figures of a run from its records.
 
     Args:
         records: every request of the run exactly once, in any order.
-        rules: SLO, the border between short and long, tenant weights.
+        rules: SLO, the longest short prompt, tenant weights.
         preemptions_known: False when the observer does not see the engines; the figure is None then.
     """
     done = [record for record in records if record.completed]

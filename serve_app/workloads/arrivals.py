@@ -1,4 +1,4 @@
-"""When do requests come? Arrival processes of a mean rate, each with its own burstiness."""
+"""Arrival processes of a given mean rate and burstiness."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,9 +17,10 @@ class Arrivals(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GammaArrivals:
-    """Independent gaps of a gamma distribution: a coefficient of variation of 1 is Poisson, more is bursty.
+    """Independent gaps of a gamma distribution.
 
-    Production traffic to large models has 3.5 to 12 (ServeGen, Alibaba), one service as a whole about 1.1.
+    A coefficient of variation (`cv`) of 1 is Poisson, more is bursty. Production traffic to large models has
+    3.5 to 12 (ServeGen, Alibaba), one service as a whole about 1.1.
     """
 
     rate_per_s: float
@@ -37,12 +38,12 @@ class GammaArrivals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnOffArrivals:
-    """Poisson arrivals that stop altogether in between; busy and silent spells last exponentially long.
+    """Poisson arrivals in on-periods, none in off-periods; both last exponentially long.
 
     Attributes:
-        rate_per_s: mean over busy and silent spells together.
-        on_s: mean length of a busy spell.
-        off_s: mean length of a silent one.
+        rate_per_s: mean over on- and off-periods together.
+        on_s: mean length of an on-period.
+        off_s: mean length of an off-period.
     """
 
     rate_per_s: float
@@ -53,17 +54,17 @@ class OnOffArrivals:
         _check_positive(rate_per_s=self.rate_per_s, on_s=self.on_s, off_s=self.off_s)
 
     def sample(self, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
-        """Draw arrivals on a clock that runs in busy spells only, then put the silences back in."""
-        busy_rate_per_s = self.rate_per_s * (self.on_s + self.off_s) / self.on_s
-        busy_clock = np.cumsum(rng.exponential(1 / busy_rate_per_s, count))
-        spell_ends: list[float] = []
+        """Draw arrivals on a clock that runs in on-periods only, then insert the off-periods."""
+        on_rate_per_s = self.rate_per_s * (self.on_s + self.off_s) / self.on_s
+        on_clock = np.cumsum(rng.exponential(1 / on_rate_per_s, count))
+        period_ends: list[float] = []
         ends_at = rng.exponential(self.on_s)
-        while count and ends_at <= busy_clock[-1]:
-            spell_ends.append(ends_at)
+        while count and ends_at <= on_clock[-1]:
+            period_ends.append(ends_at)
             ends_at += rng.exponential(self.on_s)
-        silence = np.concatenate(([0.0], np.cumsum(rng.exponential(self.off_s, len(spell_ends)))))
-        silences_before = np.searchsorted(np.asarray(spell_ends), busy_clock, side="right")
-        return np.asarray(busy_clock + silence[silences_before], dtype=np.float64)
+        off_s = np.concatenate(([0.0], np.cumsum(rng.exponential(self.off_s, len(period_ends)))))
+        off_periods_before = np.searchsorted(np.asarray(period_ends), on_clock, side="right")
+        return np.asarray(on_clock + off_s[off_periods_before], dtype=np.float64)
 
 
 def _check_positive(**values: float) -> None:

@@ -1,4 +1,4 @@
-"""Which workload does a name or a path stand for? The one door of simulator, benchmark and planner."""
+"""The catalog of workloads: what a name or a path stands for, for simulator, benchmark and planner."""
 
 import os
 from dataclasses import dataclass, replace
@@ -16,19 +16,19 @@ TRACES_VARIABLE = "EWSJF_TRACES"
 
 _ROOT = Path(__file__).resolve().parents[2]
 DOWNLOAD_FOLDER = _ROOT / ".cache" / "traces"
-"""Where `scripts/fetch_traces` puts them, unless told otherwise."""
+"""Where `scripts/fetch_traces` stores them by default."""
 _SHARED_FOLDER = _ROOT.parent / "shared" / "traces"
 
 _FILES = {
     "azure-code": "AzureLLMInferenceTrace_code.csv",
     "azure-conv": "AzureLLMInferenceTrace_conv.csv",
 }
-DEFAULT_REQUESTS = 1000
+_DEFAULT_REQUESTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSettings:
-    """A workload, as the command line asks for it.
+    """A workload, as given on the command line.
 
     Attributes:
         trace: a name (`azure-code`, `azure-conv`, `lmsys`, `paper-mix`) or the path of a trace file.
@@ -37,7 +37,7 @@ class WorkloadSettings:
         duration_s: for how long requests arrive; only one of the two can be given.
         tenants: see `tenants.parse_shares`; None keeps those of the file.
         priorities: shares of priority classes, such as `interactive=1,batch=3`; None keeps those of the file.
-        folder: where trace files lie; None looks in the usual places.
+        folder: where trace files are; None looks in the usual places.
     """
 
     trace: str
@@ -98,7 +98,7 @@ def trace_file(settings: WorkloadSettings) -> Path | None:
 
 
 def _find(filename: str, folder: Path | None) -> Path | None:
-    """A folder that was asked for must have the file; the usual places may."""
+    """A folder that was given must have the file; the usual places may have it."""
     named = folder or (Path(os.environ[TRACES_VARIABLE]) if os.environ.get(TRACES_VARIABLE) else None)
     if named is not None:
         if not (named / filename).is_file():
@@ -119,7 +119,7 @@ def _from_file(path: Path, settings: WorkloadSettings) -> Trace:
 
 def _generated(settings: WorkloadSettings) -> Trace:
     recipe = RECIPES[settings.trace]
-    count = _count(settings, settings.rate_per_s or recipe.rate_per_s, otherwise=DEFAULT_REQUESTS)
+    count = _count(settings, settings.rate_per_s or recipe.rate_per_s, otherwise=_DEFAULT_REQUESTS)
     return recipe.generate(settings.trace, count, settings.seed, settings.rate_per_s)
 
 

@@ -1,14 +1,14 @@
-"""Multi-turn chats: every request repeats the conversation before it, behind instructions that many share.
+"""Multi-turn chats, in which every prompt repeats the conversation so far after shared instructions.
+share.
 
 A session belongs to an application, whose instructions begin each of its prompts. Each turn adds a message
-and, for the turns after it, the answer. So most of a prompt has been computed before, somewhere; how much of
-that an engine still has is what prefix affinity is about.
+and, for later turns, the answer. So some engine has computed most of a prompt before, which is what prefix
+affinity uses.
 
-Figures: conversations of 1 to many turns with a mean near 3.5 and messages and answers of some hundred tokens
-(ShareGPT, LMSYS-Chat-1M, WildChat have means of 2 to 7 turns); a tenth of the messages bring a document.
-Instructions of 500 to 3,000 tokens for a dozen applications, used by Zipf's law, and half a minute to read
-and to write between two turns are assumptions. A turn does not wait for the answer before it: a trace has one
-clock, whatever serves it.
+Mean turns near 3.5, and messages and answers of some hundred tokens, follow ShareGPT, LMSYS-Chat-1M and
+WildChat (2 to 7 turns). These are assumptions: a tenth of the messages bring a document; a dozen applications
+with instructions of 500 to 3,000 tokens, chosen by Zipf's law; half a minute between two turns. A turn does
+not wait for the answer before it, since a trace has one clock, whatever serves it.
 """
 
 import itertools
@@ -36,7 +36,7 @@ class ConversationSettings:
     """What conversations look like.
 
     Attributes:
-        mean_turns: geometric; the last message that fits into `max_context_tokens` ends a session earlier.
+        mean_turns: geometric; a session ends earlier when `max_context_tokens` is full.
         pause_s: mean time from one turn of a session to the next, exponential.
         applications: sets of instructions, each shared by all sessions of its application.
         zipf: how unequally sessions are spread over applications.
@@ -61,7 +61,7 @@ class ConversationSettings:
 def conversations(count: int, rate_per_s: float, seed: int, settings: ConversationSettings) -> Trace:
     """The first `count` requests of sessions that begin at random, nearly `rate_per_s` turns a second.
 
-    It begins with an empty house, so its first minutes have few and short histories.
+    No session is under way at the start, so the first minutes have few and short histories.
     """
     made = _Conversations(settings, seed)
     starts = GammaArrivals(rate_per_s=rate_per_s / settings.mean_turns)
@@ -79,7 +79,7 @@ def conversations(count: int, rate_per_s: float, seed: int, settings: Conversati
 
 
 class _Conversations:
-    """Draws sessions, and names their blocks."""
+    """Draws sessions, and assigns ids to their blocks."""
 
     def __init__(self, settings: ConversationSettings, seed: int) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""How long are prompts and answers? Length distributions in tokens."""
+"""Distributions of prompt and answer lengths, in tokens."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuantileLengths:
-    """Lengths whose distribution is known at a few points, straight lines in between.
+    """Lengths whose distribution is known at a few points, interpolated linearly in between.
 
     Attributes:
         points: (share of requests at most this long, tokens), both ascending, from share 0 to share 1.
@@ -102,8 +102,8 @@ class MixedLengths:
 def pair_within_totals(totals: Tokens, outputs: Tokens, rng: np.random.Generator) -> Tokens:
     """Give each total an output shorter than itself, at random, so that both keep their distributions.
 
-    Drawing the two apart and cutting would bend one of them. Totals are served from the smallest up, each
-    from the outputs that fit; as outputs are the shorter ones there is nearly always one, else it is 1.
+    Drawing the two independently and cutting would distort one of them. Totals are paired in ascending order,
+    each with one of the outputs that fit. Where none fits, which is rare, the output is 1.
     """
     paired = np.ones_like(totals)
     ascending = np.sort(outputs)
@@ -114,8 +114,8 @@ def pair_within_totals(totals: Tokens, outputs: Tokens, rng: np.random.Generator
             fitting.append(int(ascending[taken]))
             taken += 1
         if fitting:
-            lucky = int(rng.integers(len(fitting)))
-            paired[place], fitting[lucky] = fitting[lucky], fitting[-1]
+            drawn = int(rng.integers(len(fitting)))
+            paired[place], fitting[drawn] = fitting[drawn], fitting[-1]
             fitting.pop()
     return paired
 

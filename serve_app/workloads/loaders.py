@@ -1,12 +1,12 @@
-"""Which requests are in this file? Public trace formats, told apart by their first line.
+"""Loaders of public trace formats, which are recognised by a file's first line.
 
     azure      TIMESTAMP,ContextTokens,GeneratedTokens       Azure 2023 and 2024; timestamps of seven decimals
     burstgpt   Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
     mooncake   {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]} per line
     plain      arrival_s,prompt_tokens,output_tokens[,tenant][,priority]
 
-A row that holds no servable request is counted under its reason, with the place of the first one, and never
-dropped in silence. Arrivals are moved so that the first is at 0, and sorted (stable).
+A row without a servable request is counted under its reason, with the line of the first one, and never
+dropped silently. Arrivals are shifted so that the first is at 0, and sorted (stable).
 """
 
 import csv
@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,7 +27,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TraceFormat:
-    """One file format: the columns that tell it from the others, and how a row becomes a request."""
+    """One file format: the columns that identify it, and how a row becomes a request."""
 
     name: str
     columns: frozenset[str]
@@ -39,8 +38,8 @@ class _RowError(ValueError):
     """A row holds no request; the message is the reason under which it is counted."""
 
 
-def load_trace(path: Path, limit: int | None = None) -> Trace:
-    """Read a trace file, plain or `.gz`; with `limit`, its first so many rows.
+def load_trace(path: Path) -> Trace:
+    """Read a trace file, plain or `.gz`.
 
     Raises:
         TraceError: the file is missing, of no known format, or no row of it can be read.
@@ -48,7 +47,7 @@ def load_trace(path: Path, limit: int | None = None) -> Trace:
     try:
         with _open(path) as lines:
             trace_format, rows = _rows(path, lines)
-            requests, skipped = _read(trace_format, islice(rows, limit))
+            requests, skipped = _read(trace_format, rows)
     except (OSError, UnicodeDecodeError, csv.Error) as exc:
         raise TraceError(f"cannot read trace {path}: {exc}") from exc
     if not requests:
@@ -81,7 +80,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _rows(path: Path, lines: TextIO) -> tuple[TraceFormat, Iterator[tuple[str, Row]]]:
-    """The format of a file and its rows, each with its place."""
+    """The format of a file and its rows, each with its line."""
     first = lines.readline()
     if first.lstrip().startswith("{"):
         return _MOONCAKE, _json_rows(first, lines)
@@ -103,7 +102,7 @@ def _csv_rows(columns: list[str], lines: TextIO) -> Iterator[tuple[str, Row]]:
 
 
 def _json_rows(first: str, lines: TextIO) -> Iterator[tuple[str, Row]]:
-    """Objects by line; a line that is none has no columns, so that it is counted as such."""
+    """Objects by line; a line that is not an object has no columns, and is counted as such."""
     for number, line in enumerate((first, *lines), start=1):
         if line.strip():
             try:
@@ -118,11 +117,11 @@ def _read(
 ) -> tuple[list[TraceRequest], dict[str, SkippedRows]]:
     requests: list[TraceRequest] = []
     skipped: dict[str, SkippedRows] = {}
-    for place, row in rows:
+    for line, row in rows:
         try:
             requests.append(trace_format.read_row(row))
         except _RowError as exc:
-            before = skipped.get(str(exc), SkippedRows(0, place))
+            before = skipped.get(str(exc), SkippedRows(0, line))
             skipped[str(exc)] = SkippedRows(before.count + 1, before.first)
     return requests, skipped
 
@@ -193,7 +192,7 @@ def _tokens(row: Row, column: str) -> int:
     if tokens != int(tokens):
         raise _RowError(f"{column} is not a whole number")
     if tokens < 1:
-        # BurstGPT marks failed requests so; an engine cannot serve them either.
+        # BurstGPT marks failed requests this way; an engine cannot serve them either.
         raise _RowError(f"{column} is below 1")
     return int(tokens)
 

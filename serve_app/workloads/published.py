@@ -1,10 +1,11 @@
-"""Generators built from published figures, for where the traces themselves are not at hand.
+"""Generators built from published figures, for use where the traces themselves are not available.
 
-Azure 2023: percentiles of prompts and answers, gaps and silences as computed from the two public traces
-(Azure/AzurePublicDataset, CC-BY 4.0); prompt and answer are drawn apart: their correlation is lost.
+Azure 2023: percentiles of lengths, and gaps, computed from the two public traces (Azure/AzurePublicDataset,
+CC-BY 4.0). Prompt and answer are drawn independently, so their correlation is lost.
 LMSYS-Chat-1M: the distribution of total tokens (vllm-project/semantic-router, fleet-sim, Apache-2.0) and
-percentiles of answers. `paper-mix`: the workload of EWSJF (arXiv 2601.21758, section 5): 80 % short and 20 %
-long prompts, Poisson arrivals.
+percentiles of answers.
+`paper-mix`: the workload of EWSJF (arXiv 2601.21758, section 5): 80 % short and 20 % long prompts, Poisson
+arrivals.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ class Recipe:
 
     Attributes:
         figures: what it is built from, for the provenance of results.
-        rate_per_s: mean arrival rate, where the caller asks for none.
+        rate_per_s: mean arrival rate when the caller gives none.
         arrivals: the arrival process of a given mean rate.
         lengths: draws prompt and output lengths.
     """
@@ -45,7 +46,7 @@ class Recipe:
     lengths: Callable[[int, np.random.Generator], LengthPairs]
 
     def generate(self, name: str, count: int, seed: int, rate_per_s: float | None = None) -> Trace:
-        """Draw `count` requests; arrivals and lengths from streams of their own."""
+        """Draw `count` requests; arrivals and lengths come from separate streams."""
         rate = self.rate_per_s if rate_per_s is None else rate_per_s
         times = self.arrivals(rate).sample(count, stream(seed, f"{name} arrivals"))
         prompts, outputs = self.lengths(count, stream(seed, f"{name} lengths"))
@@ -59,7 +60,7 @@ class Recipe:
         )
 
 
-def _apart(prompts: Lengths, outputs: Lengths) -> Callable[[int, np.random.Generator], LengthPairs]:
+def _independent(prompts: Lengths, outputs: Lengths) -> Callable[[int, np.random.Generator], LengthPairs]:
     def draw(count: int, rng: np.random.Generator) -> LengthPairs:
         return prompts.sample(count, rng), outputs.sample(count, rng)
 
@@ -98,10 +99,10 @@ RECIPES: dict[str, Recipe] = {
     "azure-code": Recipe(
         figures="percentiles of the Azure 2023 code trace",
         rate_per_s=2.57,
-        # Such spells leave about 12 minutes of 58 silent and a variation of about 13, as in the trace; at
-        # other rates they are squeezed like the trace itself would be.
+        # These periods leave about 12 minutes of 58 without arrivals and a cv of about 13, as in the trace.
+        # At other rates they scale as the trace itself would.
         arrivals=lambda rate: OnOffArrivals(rate_per_s=rate, on_s=92 * 2.57 / rate, off_s=75 * 2.57 / rate),
-        lengths=_apart(
+        lengths=_independent(
             _percentiles(3, 17, 75, 147, 578, 1469, 2744, 3192, 5188, 7303, 7436, 7437, 7437),
             _percentiles(6, 6, 6, 7, 9, 13, 24, 29, 55, 90, 251, 825, 1899),
         ),
@@ -110,14 +111,14 @@ RECIPES: dict[str, Recipe] = {
         figures="percentiles of the Azure 2023 conversation trace",
         rate_per_s=5.53,
         arrivals=lambda rate: GammaArrivals(rate_per_s=rate, cv=1.09),
-        lengths=_apart(
+        lengths=_independent(
             _percentiles(2, 29, 181, 207, 396, 1020, 1189, 1315, 2734, 4083, 4142, 6179, 14050),
             _percentiles(7, 16, 41, 54, 85, 129, 395, 400, 424, 451, 601, 954, 1000),
         ),
     ),
     "lmsys": Recipe(
         figures="the token distribution of LMSYS-Chat-1M",
-        # The data set publishes no arrivals: a Poisson stream of this rate is our assumption.
+        # The data set has no arrival times: a Poisson stream of this rate is our assumption.
         rate_per_s=10.0,
         arrivals=lambda rate: GammaArrivals(rate_per_s=rate),
         lengths=_within(_LMSYS_TOTALS, _LMSYS_OUTPUTS),
@@ -126,7 +127,7 @@ RECIPES: dict[str, Recipe] = {
         figures="the mix of the EWSJF paper (80 % of 32-256, 20 % of 1,024-4,096, answers around 100)",
         rate_per_s=20.0,
         arrivals=lambda rate: GammaArrivals(rate_per_s=rate),
-        lengths=_apart(
+        lengths=_independent(
             MixedLengths(((0.8, UniformLengths(32, 256)), (0.2, UniformLengths(1024, 4096)))),
             LognormalLengths(mean=100, cv=0.5, max_tokens=512),
         ),

@@ -1,4 +1,7 @@
-"""Where does chance come from? One seed for a run, and a stream of its own for each use."""
+"""Streams of random numbers: one seed for a run, one named stream for each use.
+
+Drawing more numbers for one use therefore changes no other.
+"""
 
 import random
 import zlib
@@ -12,7 +15,7 @@ def stream(seed: int, name: str) -> np.random.Generator:
 
 
 def plain_stream(seed: int, name: str) -> random.Random:
-    """The same as `random.Random`, for the pure packages, which know no numpy."""
+    """The same as `random.Random`, for the pure packages, which do not import numpy."""
     return random.Random(int(stream(seed, name).integers(1 << 62)))  # noqa: S311 - a simulation, no secret
 
 

@@ -1,4 +1,4 @@
-"""Who sends the requests? Shares of tenants, and their assignment to a trace."""
+"""Shares of tenants and priority classes, and their assignment to the requests of a trace."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,11 +9,11 @@ from serve_app.request import PriorityClass
 from serve_app.workloads.trace import Trace, TraceError
 
 ZIPF_EXPONENT = 1.0
-"""Of ten tenants the first then sends 34 % of requests, inside the 16 to 52 % of production (ServeGen)."""
+"""The first of ten tenants then sends 34 % of requests, within the 16 to 52 % of production (ServeGen)."""
 
 
 def zipf_shares(count: int, exponent: float = ZIPF_EXPONENT) -> dict[str, float]:
-    """Shares of `tenant-1` to `tenant-n`, falling as `1 / rank^exponent`; exponent 0 makes them equal."""
+    """Shares of `tenant-1` to `tenant-n`, proportional to `1 / rank^exponent`; 0 makes them equal."""
     if count < 1 or not exponent >= 0:
         raise TraceError(
             f"tenants need a count of at least 1 and an exponent of at least 0, got {count}:{exponent}"
@@ -44,11 +44,8 @@ def parse_shares(text: str) -> dict[str, float]:
 
 def assign_tenants(trace: Trace, shares: Mapping[str, float], rng: np.random.Generator) -> Trace:
     """Give each request a tenant, drawn by share."""
-    drawn = rng.choice(list(shares), len(trace.requests), p=list(shares.values()))
-    requests = zip(trace.requests, drawn, strict=True)
-    return replace(
-        trace, requests=tuple(replace(request, tenant=str(tenant)) for request, tenant in requests)
-    )
+    requests = zip(trace.requests, _drawn(trace, shares, rng), strict=True)
+    return replace(trace, requests=tuple(replace(request, tenant=name) for request, name in requests))
 
 
 def assign_priorities(trace: Trace, shares: Mapping[str, float], rng: np.random.Generator) -> Trace:
@@ -60,9 +57,13 @@ def assign_priorities(trace: Trace, shares: Mapping[str, float], rng: np.random.
     unknown = set(shares) - set(PriorityClass)
     if unknown:
         raise TraceError(f"no priority class {', '.join(sorted(unknown))}: use {', '.join(PriorityClass)}")
-    drawn = rng.choice(list(shares), len(trace.requests), p=list(shares.values()))
-    requests = zip(trace.requests, drawn, strict=True)
+    requests = zip(trace.requests, _drawn(trace, shares, rng), strict=True)
     return replace(
-        trace,
-        requests=tuple(replace(request, priority=PriorityClass(str(name))) for request, name in requests),
+        trace, requests=tuple(replace(request, priority=PriorityClass(name)) for request, name in requests)
     )
+
+
+def _drawn(trace: Trace, shares: Mapping[str, float], rng: np.random.Generator) -> list[str]:
+    """A name for each request, drawn by share."""
+    drawn = rng.choice(list(shares), len(trace.requests), p=list(shares.values()))
+    return [str(name) for name in drawn]

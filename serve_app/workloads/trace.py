@@ -1,4 +1,4 @@
-"""A workload: requests in the order in which they arrive, and where they come from."""
+"""A trace: the requests of a workload in the order of arrival, and their provenance."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class TraceError(ServeAppError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """One request of a workload, with what only an oracle knows: how long its answer really is.
+    """One request of a workload, with the true length of its answer, which no scheduler sees.
 
     Attributes:
         arrival_s: seconds after the start of the trace.
@@ -34,7 +34,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class SkippedRows:
-    """Rows of a file that hold no request: how many, and where the first one is."""
+    """Rows of a file without a request: how many, and the line of the first one."""
 
     count: int
     first: str
@@ -46,7 +46,7 @@ class Trace:
 
     Attributes:
         source: the file, or the figures from which it was generated, with every change made since.
-        skipped: rows that could not be read, by reason; a trace from a file says so even when it is empty.
+        skipped: rows that could not be read, by reason; None for a generated trace.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Trace:
         return (len(self.requests) - 1) / self.span_s if self.span_s > 0 else None
 
     def provenance(self) -> dict[str, object]:
-        """What a result file says of its workload."""
+        """What a result file records about its workload."""
         skipped = {reason: rows.count for reason, rows in (self.skipped or {}).items()}
         return {
             "name": self.name,

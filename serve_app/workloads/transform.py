@@ -1,4 +1,4 @@
-"""Make a trace fit an experiment: cut, repeat, merge, scale. Each change is added to the trace's `source`."""
+"""Transformations of traces: cut, repeat, merge, scale. Each one is recorded in the trace's `source`."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,7 +9,9 @@ from serve_app.workloads.trace import Trace, TraceError, TraceRequest
 
 
 def take(trace: Trace, count: int, rng: np.random.Generator | None = None) -> Trace:
-    """So many requests in a row, from a place drawn by `rng`, or from the start; a short trace is repeated.
+    """`count` consecutive requests, from a position drawn by `rng`, or from the start.
+
+    A trace that is too short is repeated.
 
     Raises:
         TraceError: `count` is below 1.
@@ -29,7 +31,7 @@ def take(trace: Trace, count: int, rng: np.random.Generator | None = None) -> Tr
 
 
 def merge(traces: Iterable[Trace], name: str) -> Trace:
-    """All requests of several traces on one clock, by arrival; equal ones keep the order of traces."""
+    """All requests of several traces on one clock, by arrival; ties keep the order of traces."""
     merged = list(traces)
     requests = sorted((one for trace in merged for one in trace.requests), key=lambda one: one.arrival_s)
     skipped = {
@@ -40,7 +42,7 @@ def merge(traces: Iterable[Trace], name: str) -> Trace:
 
 
 def scale_to_rate(trace: Trace, rate_per_s: float) -> Trace:
-    """Stretch or squeeze time so that the mean rate is `rate_per_s`; the pattern of bursts stays.
+    """Scale time so that the mean rate is `rate_per_s`; the pattern of bursts stays.
 
     Raises:
         TraceError: the rate is not positive, or all requests arrive at once.
@@ -58,14 +60,9 @@ def scale_to_rate(trace: Trace, rate_per_s: float) -> Trace:
     return replace(trace, requests=requests, source=source)
 
 
-def scale_to_load(trace: Trace, load: float, saturated_rate_per_s: float) -> Trace:
-    """Scale to a share of the rate at which the replicas under test are saturated under FCFS."""
-    return scale_to_rate(trace, load * saturated_rate_per_s)
-
-
 def _repeated(trace: Trace, count: int) -> tuple[TraceRequest, ...]:
     have = len(trace.requests)
-    # The seam between two rounds is one mean gap, so that it is neither a burst nor a pause.
+    # One mean gap between two repetitions, so that the join is neither a burst nor a pause.
     period_s = trace.span_s + (trace.span_s / (have - 1) if have > 1 else 1.0)
     return tuple(
         replace(

@@ -17,7 +17,7 @@ def served_at_once(tenant: str) -> RequestRecord:
 
 
 def last_arrival(tenant: str) -> RequestRecord:
-    """Ends the span that is counted; it asks for nothing itself."""
+    """Ends the counted span, and asks for nothing itself."""
     return record(tenant=tenant, arrived_at=50.0, prompt_tokens=0, output_tokens=0, finished_at=50.0)
 
 
@@ -72,7 +72,7 @@ def test_nothing_served_gives_no_index() -> None:
     assert jain_of_tenants([record(outcome=Outcome.FAILED, first_token_at=None, output_tokens=0)]) is None
 
 
-def test_service_is_counted_as_the_engine_works_it_off() -> None:
+def test_service_is_counted_as_the_engine_processes_it() -> None:
     streamed = record(first_token_at=10.0, finished_at=20.0, prompt_tokens=100, output_tokens=10)
     assert tokens_served(streamed, until=9.9) == 0
     assert tokens_served(streamed, until=10.0) == 100

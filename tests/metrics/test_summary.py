@@ -52,7 +52,7 @@ def test_figures_of_a_small_run_can_be_checked_by_hand() -> None:
     assert summary.outcomes == {"completed": 2, "failed": 1}
 
 
-def test_the_border_between_short_and_long_belongs_to_short() -> None:
+def test_a_prompt_of_exactly_the_short_limit_is_short() -> None:
     records = [record(prompt_tokens=300), record(prompt_tokens=301)]
     summary = summarise(records, SummaryRules(short_at_tokens=300))
     assert (summary.ttft_s.short.max, summary.ttft_s.long.max) == (2.0, 2.0)

@@ -15,7 +15,7 @@ def test_gamma_gaps_have_the_asked_mean_and_variation(cv: float) -> None:
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
 
 
-def test_on_off_arrivals_keep_the_mean_rate_and_fall_silent() -> None:
+def test_on_off_arrivals_keep_the_mean_rate_and_have_pauses() -> None:
     times = OnOffArrivals(rate_per_s=5, on_s=10, off_s=10).sample(50_000, stream(2, "arrivals"))
     assert len(times) / times[-1] == pytest.approx(5, rel=0.1)
     gaps = np.diff(times)

@@ -14,8 +14,8 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
 
 
 @pytest.fixture
-def nothing_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No trace file lies where one is looked for."""
+def no_trace_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The usual folders of trace files are empty."""
     monkeypatch.delenv(TRACES_VARIABLE, raising=False)
     monkeypatch.setattr(catalog, "DOWNLOAD_FOLDER", tmp_path / "none")
     monkeypatch.setattr(catalog, "_SHARED_FOLDER", tmp_path / "none")
@@ -26,7 +26,7 @@ def lengths(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     return prompts, np.array([request.output_tokens for request in trace.requests])
 
 
-def test_azure_names_read_the_file_and_say_so_when_it_is_at_hand(tmp_path: Path) -> None:
+def test_azure_names_read_the_file_where_there_is_one(tmp_path: Path) -> None:
     (tmp_path / "AzureLLMInferenceTrace_code.csv").write_text(AZURE)
     trace = resolve(WorkloadSettings(trace="azure-code", folder=tmp_path))
     assert len(trace.requests) == 30
@@ -39,8 +39,8 @@ def test_the_folder_of_the_environment_is_used(tmp_path: Path, monkeypatch: pyte
     assert len(resolve(WorkloadSettings(trace="azure-conv")).requests) == 30
 
 
-@pytest.mark.usefixtures("nothing_at_hand")
-def test_azure_names_are_generated_and_say_so_when_no_file_is_at_hand() -> None:
+@pytest.mark.usefixtures("no_trace_files")
+def test_azure_names_are_generated_and_say_so_where_there_is_no_file() -> None:
     trace = resolve(WorkloadSettings(trace="azure-conv", requests=20_000))
     assert trace.source.startswith("generated from percentiles of the Azure 2023 conversation trace")
     prompts, outputs = lengths(trace)
@@ -50,7 +50,7 @@ def test_azure_names_are_generated_and_say_so_when_no_file_is_at_hand() -> None:
     assert trace.rate_per_s == pytest.approx(5.53, rel=0.05)
 
 
-def test_a_folder_that_was_asked_for_must_have_the_file(tmp_path: Path) -> None:
+def test_a_folder_that_was_given_must_have_the_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="run scripts/fetch_traces --out"):
         resolve(WorkloadSettings(trace="azure-code", folder=tmp_path))
 
@@ -71,14 +71,14 @@ def test_paper_mix_is_four_fifths_short() -> None:
 
 
 @pytest.mark.parametrize("name", list(RECIPES))
-@pytest.mark.usefixtures("nothing_at_hand")
+@pytest.mark.usefixtures("no_trace_files")
 def test_one_seed_gives_one_workload_and_seeds_differ(name: str) -> None:
     once, again, other = (resolve(WorkloadSettings(trace=name, requests=50, seed=seed)) for seed in (1, 1, 2))
     assert once == again
     assert once.requests != other.requests
 
 
-@pytest.mark.usefixtures("nothing_at_hand")
+@pytest.mark.usefixtures("no_trace_files")
 @pytest.mark.parametrize("name", ["lmsys", "azure-code"])
 def test_a_rate_and_a_duration_set_the_number_of_requests(name: str) -> None:
     trace = resolve(WorkloadSettings(trace=name, rate_per_s=50, duration_s=100, seed=3))
@@ -86,7 +86,7 @@ def test_a_rate_and_a_duration_set_the_number_of_requests(name: str) -> None:
     assert trace.rate_per_s == pytest.approx(50, rel=0.35)
 
 
-def test_a_file_is_cut_at_a_place_of_the_seed_and_scaled_exactly(tmp_path: Path) -> None:
+def test_a_file_is_cut_at_a_position_of_the_seed_and_scaled_exactly(tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
     path.write_text(AZURE)
     cuts = [

@@ -2,7 +2,7 @@ import pytest
 
 from serve_app.workloads.streams import stream
 from serve_app.workloads.trace import Trace, TraceError
-from serve_app.workloads.transform import merge, scale_to_load, scale_to_rate, take
+from serve_app.workloads.transform import merge, scale_to_rate, take
 from tests.workloads.builders import trace
 
 
@@ -14,13 +14,13 @@ def test_a_cut_starts_at_zero_and_keeps_the_gaps() -> None:
     assert "requests" in cut.source
 
 
-def test_without_a_random_place_the_cut_is_the_beginning() -> None:
+def test_without_a_random_position_the_cut_is_the_beginning() -> None:
     assert [one.prompt_tokens for one in take(trace(0, 1, 2, 3), 2).requests] == [1, 2]
     whole = trace(0, 1)
     assert take(whole, 2) is whole
 
 
-def test_a_short_trace_is_repeated_with_a_mean_gap_at_the_seam() -> None:
+def test_a_short_trace_is_repeated_with_a_mean_gap_between_repetitions() -> None:
     repeated = take(trace(0, 1, 2), 7)
     assert [one.arrival_s for one in repeated.requests] == [0, 1, 2, 3, 4, 5, 6]
     assert [one.prompt_tokens for one in repeated.requests] == [1, 2, 3, 1, 2, 3, 1]
@@ -38,7 +38,6 @@ def test_scaling_changes_the_mean_rate_and_keeps_the_pattern() -> None:
     scaled = scale_to_rate(trace(0, 1, 4), 3.0)
     assert scaled.rate_per_s == pytest.approx(3.0)
     assert [one.arrival_s for one in scaled.requests] == pytest.approx([0, 1 / 6, 4 / 6])
-    assert scale_to_load(trace(0, 1, 2), load=0.5, saturated_rate_per_s=8).rate_per_s == pytest.approx(4.0)
 
 
 def test_what_cannot_be_done_is_refused_with_the_value() -> None:
