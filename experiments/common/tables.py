@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from experiments.common.provenance import Machine, TraceSource
+from experiments.common.provenance import Machine
 from experiments.common.rows import Row, where
 from serve_app.errors import SettingsError
 from serve_app.metrics.confidence import interval_95
@@ -71,13 +71,15 @@ def _seeds(rows: Sequence[Row]) -> str:
 
 
 def _traces(rows: Sequence[Row]) -> list[str]:
-    return sorted({_trace(source) for row in rows for source in row.traces})
-
-
-def _trace(source: TraceSource) -> str:
-    if source.sha256 is None:
-        return f"Lengths of {source.name} were generated"
-    return f"{source.name} is the published trace (SHA-256 {source.sha256[:_SHORT_SUM]})"
+    sources = {source for row in rows for source in row.traces}
+    made = sorted(source.name for source in sources if source.sha256 is None)
+    files = sorted(
+        f"{source.name} (SHA-256 {source.sha256[:_SHORT_SUM]})" for source in sources if source.sha256
+    )
+    return [
+        *([f"Generated lengths: {', '.join(made)}"] if made else []),
+        *([f"Trace files: {', '.join(files)}"] if files else []),
+    ]
 
 
 def _dates(rows: Sequence[Row]) -> str:

@@ -36,8 +36,8 @@ def test_the_caption_says_where_figures_come_from() -> None:
         row(seeds=(), measured_at="2025-02-01T00:00:00+00:00"),
     ]
     assert caption(rows, "A note.") == (
-        "A note. 3 to 5 seeds. Lengths of lmsys were generated. azure-conv is the published trace "
-        "(SHA-256 2f1e5b66). Measured 2025-01-02 to 2025-02-01 at commit 0123456, ffff000+changes on "
+        "A note. 3 to 5 seeds. Generated lengths: lmsys. Trace files: azure-conv (SHA-256 2f1e5b66). "
+        "Measured 2025-01-02 to 2025-02-01 at commit 0123456, ffff000+changes on "
         "A CPU, 2 cores, 8 GiB, by `experiments/run coin`."
     )
     assert caption([row(seeds=(7,))]).startswith("One seed. Measured 2025-01-02 at")

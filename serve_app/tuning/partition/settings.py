@@ -1,13 +1,14 @@
 """How are queues to be learned from prompt lengths? Every point that the sources leave open is a switch here.
 
-The figures beside the defaults are printed by `scripts/bench_partition.py`.
+The figures beside the defaults are measured by `experiments/partition`.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from serve_app.settings_base import FINITE_POSITIVE, at_least, between, settings
 
 Lengths = npt.NDArray[np.int64]
 """Prompt lengths in tokens, in ascending order."""
@@ -19,7 +20,7 @@ Bounds = Literal["data", "midpoint"]
 Smooth = Literal["cut", "keep"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="refine_and_prune")
 class RefineAndPruneSettings:
     """The knobs of Refine-and-Prune.
 
@@ -42,56 +43,34 @@ class RefineAndPruneSettings:
         seed: of k-means.
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
     mode: Mode = "stable"
     # Lower splits more in mode `paper` (5.5 in the released code). In mode `stable` 1 to 6 give about the
     # same queues, since `relative_range` decides how fine they are.
-    alpha: float = 1.5
+    alpha: Annotated[float, FINITE_POSITIVE] = 1.5
     # k of the coarse k-means: short, medium, long.
-    clusters: int = 3
+    clusters: Annotated[int, at_least(1)] = 3
     # More queues order long prompts more finely: 8 instead of 32 cost 5 to 7 % of the mean TTFT in the
     # simulator. Beyond 32 `relative_range` and `min_share` set the limit.
-    max_queues: int = 32
+    max_queues: Annotated[int, at_least(1)] = 32
     # 0.3 makes a quarter fewer queues, with a third more spread inside each.
-    relative_range: float = 0.2
+    relative_range: Annotated[float, FINITE_POSITIVE] = 0.2
     # See step 7 of `stable_refinement`.
     prune: Prune = "widen"
     bounds: Bounds = "data"
-    min_cluster_size: int = 50
+    min_cluster_size: Annotated[int, at_least(2)] = 50
     # A quarter of the smallest sample that should give the same queues (500): each gap then averages several.
-    sample_size: int = 128
+    sample_size: Annotated[int, at_least(16)] = 128
     # 0.02 has twice the requests behind each figure, a seventh fewer queues, and wider ones at the long end.
-    min_share: float = 0.01
+    min_share: Annotated[float, between(0, 0.5).hint("0.01 allows up to 100 queues")] = 0.01
     # `keep` leaves 3 to 9 wide queues: in the simulator short prompts gain up to a tenth of their mean TTFT,
     # long ones lose a fifth of theirs; and the bounds move with the sample.
     smooth: Smooth = "cut"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "relative_range"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
-        for name, least in (("clusters", 1), ("max_queues", 1), ("min_cluster_size", 2), ("sample_size", 16)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if not 0 <= self.min_share <= 0.5:
-            raise ValueError(
-                f"min_share must lie between 0 and 0.5, got {self.min_share}: 0.01 allows up to 100 queues"
-            )
         if self.mode == "paper" and self.prune == "widen":
             raise ValueError("mode paper cannot widen its queues: set prune to merge-highest or merge-lowest")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
 
-
-_CHOICES = {
-    "mode": ("stable", "paper"),
-    "prune": ("widen", "merge-highest", "merge-lowest"),
-    "bounds": ("data", "midpoint"),
-    "smooth": ("cut", "keep"),
-}
 
 PAPER = RefineAndPruneSettings(mode="paper", prune="merge-highest")
 """Raw lengths, alpha as the paper is read."""

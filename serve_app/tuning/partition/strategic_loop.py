@@ -22,9 +22,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import Annotated
 
 from serve_app.scheduling.policies.partition import Partition
+from serve_app.settings_base import FINITE_POSITIVE, at_least, settings
 from serve_app.tuning.partition.drift import DriftSettings, has_drifted
 from serve_app.tuning.partition.length_sample import DEFAULT_CAPACITY, LengthSample
 from serve_app.tuning.partition.online_adjustment import AdjustmentSettings, adjusted
@@ -33,44 +34,36 @@ from serve_app.tuning.partition.refine_and_prune import refine_and_prune
 from serve_app.tuning.partition.settings import RefineAndPruneSettings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="strategic")
 class StrategicSettings:
     """When to learn queues, from what, and what counts as a change."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
     # Lengths kept to learn from.
-    sample_size: int = DEFAULT_CAPACITY
+    sample_size: Annotated[int, at_least(1)] = DEFAULT_CAPACITY
     # Lengths seen before the first run. From 500 the queues are 2 to 4 % away from those of a large sample
-    # (`scripts/bench_partition.py`, column moved); a few dozen say nothing of queues of 1 % each.
-    first_after: int = 500
+    # (`experiments/partition`, column moved); a few dozen say nothing of queues of 1 % each.
+    first_after: Annotated[int, at_least(1)] = 500
     # About ten minutes in the paper. A run takes some 80 ms for 10,000 lengths, outside of the scheduler.
-    interval_s: float = 600.0
+    interval_s: Annotated[float, FINITE_POSITIVE] = 600.0
     # Lengths between two looks for drift, and how many of the last ones are looked at. At 10 requests/s a
     # changed mix is noticed within half a minute.
-    drift_every: int = 250
-    drift_window: int = 500
+    drift_every: Annotated[int, at_least(1)] = 250
+    drift_window: Annotated[int, at_least(1)] = 500
     # `partition_distance` at which a learned partition replaces the one in force. Two samples of 500 of the
     # same traffic give up to 0.04, two of 10,000 up to 0.03; the paper's mix with its shares exchanged, whose
     # queues are the same, 0.01.
-    min_distance: float = 0.05
+    min_distance: Annotated[float, FINITE_POSITIVE] = 0.05
     refine_and_prune: RefineAndPruneSettings = field(default_factory=RefineAndPruneSettings)
     drift: DriftSettings = field(default_factory=DriftSettings)
     adjustment: AdjustmentSettings = field(default_factory=AdjustmentSettings)
 
     def __post_init__(self) -> None:
-        for name in ("sample_size", "first_after", "drift_every", "drift_window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("first_after", "drift_window"):
             if getattr(self, name) > self.sample_size:
                 raise ValueError(
-                    f"{name} of {getattr(self, name):,} exceeds sample_size {self.sample_size:,}: no more "
-                    "lengths are kept than that"
+                    f"strategic.{name} of {getattr(self, name):,} exceeds sample_size {self.sample_size:,}: no "
+                    "more lengths are kept than that"
                 )
-        for name in ("interval_s", "min_distance"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
 
 
 class Reason(StrEnum):

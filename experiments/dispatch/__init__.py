@@ -1,0 +1,1 @@
+"""What the scheduler itself costs per request."""

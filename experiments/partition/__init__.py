@@ -1,0 +1,1 @@
+"""Which length queues Refine-and-Prune finds."""
