@@ -7,7 +7,7 @@ from typing import Any
 from experiments.common.config import as_json
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import code_commit, now_utc, this_machine
-from experiments.common.rows import Row, line_of, read_rows, read_whole_rows
+from experiments.common.rows import Row, line_of, read_rows, read_whole_rows, rounded
 
 
 def partial_of(out: Path) -> Path:
@@ -55,7 +55,7 @@ def _row(name: str, one: Measurement, commit: str | None, settings: dict[str, An
     return Row(
         experiment=name,
         key=one.key,
-        figures=one.figures,
+        figures=rounded(one.figures),
         seeds=tuple(one.seeds),
         traces=tuple(one.traces),
         settings=settings if one.settings is None else one.settings,

@@ -1,6 +1,7 @@
 """Where figures come from: the code's commit, the machine, the requests that were played."""
 
 import hashlib
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -52,6 +53,8 @@ def code_commit() -> str | None:
 def this_machine() -> Machine:
     """This one, as busy as it is now."""
     facts: dict[str, Any] = hardware()
+    # The kernel's version alone: what a distribution appends to it tells a reader nothing.
+    facts["system"] = f"{platform.system()} {platform.release().partition('-')[0]}"
     return Machine(**facts, load_average=tuple(load_average() or ()))
 
 

@@ -50,3 +50,15 @@ def test_an_experiment_plays_its_quick_size(name: str, capsys: pytest.CaptureFix
     printed = capsys.readouterr()
     for table in CATALOGUE.tables(name):
         assert f"{name}/{table}" in printed.out
+
+
+def test_the_package_knows_no_experiment() -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "serve_app").rglob("*.py")
+        if any(
+            line.startswith(("import experiments", "from experiments"))
+            for line in path.read_text().splitlines()
+        )
+    ]
+    assert wrong == [], "experiments are not installed with the package"

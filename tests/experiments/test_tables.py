@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from experiments.common.provenance import TraceSource, trace_sources
-from experiments.common.rows import ANY, line_of, read_rows, where, write_rows
+from experiments.common.rows import ANY, line_of, read_rows, rounded, where, write_rows
 from experiments.common.tables import Table, caption, markdown, plus_minus
 from serve_app.errors import SettingsError
 from tests.experiments.builders import row
@@ -61,6 +61,13 @@ def test_rows_come_back_from_their_file_as_they_were(tmp_path: Path) -> None:
     write_rows(path, rows)
     assert read_rows(path) == rows
     assert read_rows(tmp_path / "none.jsonl") == []
+
+
+def test_figures_keep_six_digits() -> None:
+    assert rounded({"a": [0.123456789, None, 123456789], "b": 1234567.8}) == {
+        "a": [0.123457, None, 123456789],
+        "b": 1234570.0,
+    }
 
 
 def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
