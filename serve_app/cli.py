@@ -10,12 +10,14 @@ from serve_app.command import Command, warn
 from serve_app.errors import ServeAppError
 from serve_app.planning.command import COMMAND as PLAN
 from serve_app.simulation.command.command import simulate_command
+from serve_app.simulation.command.replay import COMMAND as REPLAY
 from serve_app.status import COMMAND as STATUS
 from serve_app.tuning import LearnedPartitions
 from serve_app.tuning.command import COMMAND as TUNE
 
 COMMANDS: tuple[Command, ...] = (
     simulate_command(LearnedPartitions()),
+    REPLAY,
     BENCH,
     PLAN,
     TUNE,

@@ -4,6 +4,7 @@ Every request reaches exactly one `Outcome`. It labels the metrics and picks the
 """
 
 import enum
+from dataclasses import dataclass
 
 
 class Outcome(enum.StrEnum):
@@ -43,6 +44,20 @@ HTTP_STATUS: dict[Outcome, int] = {
     Outcome.FAILED: 502,
     Outcome.COMPLETED: 200,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """How a request ended.
+
+    Attributes:
+        message: for the client, when it gets no answer of an engine; names the value and the remedy.
+        retry_after_s: when a new try is worth while; None when it never is.
+    """
+
+    outcome: Outcome
+    message: str = ""
+    retry_after_s: float | None = None
 
 
 class ServeAppError(Exception):

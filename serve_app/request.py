@@ -56,36 +56,87 @@ class PromptShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One request as the scheduler sees it. All times are seconds on the scheduler's clock.
+class RequestSpec:
+    """What a request asks of an engine, as read from its body.
 
     Attributes:
-        request_id: unique among all gateways of a model.
-        gateway_id: the gateway that holds the client's connection.
+        model: the name that the client used.
         max_output_tokens: the client's own limit per choice; None when it gave none, 0 when nothing is
             generated (embeddings).
         choices: sequences that the engine generates: `n` for each prompt.
-        expires_at: when the client no longer wants to wait in the queue.
         streamed: its answer is streamed, so its first token is seen.
+    """
+
+    model: str
+    shape: PromptShape
+    max_output_tokens: int | None = None
+    choices: int = 1
+    streamed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A request as a gateway hands it to the scheduler.
+
+    Attributes:
+        request_id: unique among all gateways of a model (the gateway's own, not the client's header).
+        queue_timeout_s: how long it may wait in the queue, from the moment it came in; None for the class's
+            default.
         no_wait: refuse at once rather than queue (`x-queue: no-wait`).
         prefix: hashes of the prompt's leading blocks, longest last, for prefix affinity.
-        attempts: how often it has been dispatched before (a replica was lost or refused it).
     """
 
     request_id: str
-    gateway_id: str
-    model: str
-    shape: PromptShape
-    arrived_at: float
+    spec: RequestSpec
     tenant: str = "default"
     priority: PriorityClass = PriorityClass.DEFAULT
-    max_output_tokens: int | None = None
-    choices: int = 1
-    expires_at: float = math.inf
-    streamed: bool = True
+    queue_timeout_s: float | None = None
     no_wait: bool = False
     prefix: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A submission on the scheduler's clock. All times are seconds on that clock.
+
+    Attributes:
+        gateway_id: the gateway that holds the client's connection.
+        expires_at: when the client no longer wants to wait in the queue.
+        attempts: how often it has been dispatched before (a replica was lost or refused it).
+    """
+
+    submission: Submission
+    gateway_id: str
+    arrived_at: float
+    expires_at: float = math.inf
     attempts: int = 0
+
+    # What the core asks for all the time, under short names.
+
+    @property
+    def request_id(self) -> str:
+        """Unique among all gateways of a model."""
+        return self.submission.request_id
+
+    @property
+    def tenant(self) -> str:
+        """On whose behalf it is served."""
+        return self.submission.tenant
+
+    @property
+    def priority(self) -> PriorityClass:
+        """How urgent it is."""
+        return self.submission.priority
+
+    @property
+    def spec(self) -> RequestSpec:
+        """What it asks of an engine."""
+        return self.submission.spec
+
+    @property
+    def shape(self) -> PromptShape:
+        """Size and kind of its prompt."""
+        return self.submission.spec.shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from serve_app.request import PriorityClass, PromptShape, Request
+from serve_app.request import PriorityClass, PromptShape, Request, RequestSpec, Submission
 from serve_app.routing.pools import RoutingSettings
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling import Scheduler, SchedulerSettings
@@ -16,6 +16,7 @@ def request(
     *,
     prompt_tokens: int = 40,
     max_output_tokens: int | None = 10,
+    choices: int = 1,
     arrived_at: float = 0.0,
     expires_at: float = math.inf,
     gateway_id: str = "g1",
@@ -24,19 +25,33 @@ def request(
     priority: PriorityClass = PriorityClass.DEFAULT,
     no_wait: bool = False,
     streamed: bool = True,
+    prefix: tuple[int, ...] = (),
+    attempts: int = 0,
+    text_bytes: int | None = None,
+    shape: PromptShape | None = None,
 ) -> Request:
+    exact = PromptShape(
+        text_bytes=4 * prompt_tokens if text_bytes is None else text_bytes, prompt_tokens=prompt_tokens
+    )
     return Request(
-        request_id=request_id,
+        submission=Submission(
+            request_id=request_id,
+            spec=RequestSpec(
+                model=model,
+                shape=shape or exact,
+                max_output_tokens=max_output_tokens,
+                choices=choices,
+                streamed=streamed,
+            ),
+            tenant=tenant,
+            priority=priority,
+            no_wait=no_wait,
+            prefix=prefix,
+        ),
         gateway_id=gateway_id,
-        model=model,
-        shape=PromptShape(text_bytes=4 * prompt_tokens, prompt_tokens=prompt_tokens),
         arrived_at=arrived_at,
-        tenant=tenant,
-        priority=priority,
-        max_output_tokens=max_output_tokens,
         expires_at=expires_at,
-        no_wait=no_wait,
-        streamed=streamed,
+        attempts=attempts,
     )
 
 
@@ -110,5 +125,7 @@ def dispatched(commands: list[Command]) -> list[tuple[str, str]]:
 
 def concluded(commands: list[Command]) -> list[tuple[str, str]]:
     return [
-        (command.request_id, command.outcome.value) for command in commands if isinstance(command, Conclude)
+        (command.request_id, command.conclusion.outcome.value)
+        for command in commands
+        if isinstance(command, Conclude)
     ]

@@ -40,9 +40,10 @@ without replicas: no moves. Borders lie on a grid of eight to the octave.
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated
 
 from serve_app.routing.demand import EDGES, PER_OCTAVE, Demand, Loads, PoolCapacity, place_below
+from serve_app.settings_base import FINITE_POSITIVE, INNER_SHARE, NOT_NEGATIVE, at_least, settings
 
 # The lower bound when none is given, as a share of the border that the settings begin with.
 _LOWEST_RATIO = 1 / 32
@@ -56,50 +57,30 @@ _MOST_SPEED_RATIO = 4.0
 _SURE = 4.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="adaptive_b_short")
 class AdaptiveBShortSettings:
     """Whether, how far and how fast `B_short` moves."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     enabled: bool = False
     # Bounds of the border in tokens. None: a 32nd of `b_short_tokens`, and the short pool's context limit,
     # which always holds as well.
-    b_short_min: int | None = None
-    b_short_max: int | None = None
+    b_short_min: Annotated[int | None, at_least(1)] = None
+    b_short_max: Annotated[int | None, at_least(1)] = None
     # Demand is averaged over so long. Shorter follows sooner; longer is steadier and sees finer differences.
-    memory_s: float = 60.0
+    memory_s: Annotated[float, FINITE_POSITIVE] = 60.0
     # Loads that differ by less than this share of their sum are even: 0.15 is 1.35 times one another.
-    tolerance_ratio: float = 0.15
+    tolerance_ratio: Annotated[float, INNER_SHARE] = 0.15
     # A border moves at most so far at once, and then stays for so long: what has moved shows only when those
     # who came under the old border are done.
-    max_step_octaves: float = 2.0
-    dwell_s: float = 30.0
+    max_step_octaves: Annotated[float, at_least(1 / PER_OCTAVE).hint("the distance of two borders")] = 2.0
+    dwell_s: Annotated[float, NOT_NEGATIVE] = 30.0
     # Between two looks at the demand.
-    interval_s: float = 1.0
+    interval_s: Annotated[float, FINITE_POSITIVE] = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("b_short_min", "b_short_max"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"adaptive_b_short.{name} must be at least 1, got {value}")
         low, high = self.b_short_min, self.b_short_max
         if low is not None and high is not None and low > high:
             raise ValueError(f"adaptive_b_short.b_short_min of {low} is above b_short_max of {high}")
-        for name in ("memory_s", "interval_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"adaptive_b_short.{name} must be positive, got {getattr(self, name)}")
-        if not 0 < self.tolerance_ratio < 1:
-            raise ValueError(
-                f"adaptive_b_short.tolerance_ratio must be between 0 and 1, got {self.tolerance_ratio}"
-            )
-        if not self.max_step_octaves >= 1 / PER_OCTAVE:
-            raise ValueError(
-                f"adaptive_b_short.max_step_octaves must be at least {1 / PER_OCTAVE}, the distance of two "
-                f"borders, got {self.max_step_octaves}"
-            )
-        if not self.dwell_s >= 0:
-            raise ValueError(f"adaptive_b_short.dwell_s must not be negative, got {self.dwell_s}")
 
     def lowest(self, b_short_tokens: int) -> int:
         """The lower bound for a border that begins at `b_short_tokens`."""

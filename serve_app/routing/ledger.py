@@ -168,7 +168,7 @@ class ReplicaLedger:
                 return state
         return None
 
-    def able(
+    def open_replica(
         self,
         replica_id: str,
         tokens: int,
@@ -288,7 +288,7 @@ class ReplicaLedger:
         report = state.report
         return state.joined and report is not None and not (report.draining or state.stale or state.suspended)
 
-    def roomiest(self, pool: str) -> ReplicaState | None:
+    def most_free(self, pool: str) -> ReplicaState | None:
         """The usable replica of `pool` with the most free tokens; None when none is usable."""
         usable = [each for each in self if each.spec.pool == pool and self.is_usable(each)]
         return min(usable, key=lambda state: (-state.free_tokens, state.order), default=None)

@@ -6,9 +6,9 @@ spill when the home pool has no room. Ours: the request is bound to a pool only 
 an estimate that errs high must not refuse what the engine would take.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from dataclasses import field
+from typing import Annotated
 
 from serve_app.request import Request
 from serve_app.routing.adaptive_b_short import (
@@ -19,9 +19,10 @@ from serve_app.routing.adaptive_b_short import (
 from serve_app.routing.demand import PoolCapacity
 from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.replica_state import ReplicaState
+from serve_app.settings_base import at_least, settings, share_below
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="routing")
 class RoutingSettings:
     """How requests are spread over the pools of a model.
 
@@ -29,16 +30,14 @@ class RoutingSettings:
         pools: names of the pools, the one with the shortest context first.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
-
     pools: tuple[str, ...] = ("short", "long")
     # Token budget (prompt and output) up to which a request is at home in the first pool. 8,192 is the
     # papers' value; anywhere from 4K to 16K keeps at least four fifths of the saving.
-    b_short_tokens: int = 8_192
+    b_short_tokens: Annotated[int, at_least(1)] = 8_192
     # How much of a shorter pool's context stays free of estimated requests. vLLM does not refuse a request
     # whose prompt and max_tokens exceed its context together: it silently shortens the answer. So an estimate
     # must be wrong by more than this before anybody's answer is cut. Exact lengths need no margin.
-    cut_margin_ratio: float = 0.1
+    cut_margin_ratio: Annotated[float, share_below(1)] = 0.1
     # Whether a request may go to the other pool when its own has no room. Off isolates the pools strictly.
     spill: bool = True
     # Whether `b_short_tokens` is where the border stays, or only where it begins.
@@ -49,10 +48,6 @@ class RoutingSettings:
             raise ValueError(f"a model has one or two pools, got {len(self.pools)}: {', '.join(self.pools)}")
         if len(set(self.pools)) != len(self.pools):
             raise ValueError(f"pool names must differ, got {', '.join(self.pools)}")
-        if not 0 <= self.cut_margin_ratio < 1:
-            raise ValueError(f"cut_margin_ratio must be at least 0 and below 1, got {self.cut_margin_ratio}")
-        if self.b_short_tokens < 1:
-            raise ValueError(f"b_short_tokens must be at least 1, got {self.b_short_tokens}")
         adaptive = self.adaptive_b_short
         lowest, highest = adaptive.lowest(self.b_short_tokens), adaptive.b_short_max or self.b_short_tokens
         if adaptive.enabled and not lowest <= self.b_short_tokens <= highest:
@@ -179,5 +174,5 @@ def least_budget_tokens(request: Request, estimate: TokenEstimate) -> int:
     vLLM cuts `max_tokens` down to what the prompt leaves of the context, so it refuses only a prompt that
     leaves no room for one token, and a `max_tokens` that is above the limit by itself.
     """
-    output_tokens = 1 if request.max_output_tokens is None else request.max_output_tokens
+    output_tokens = 1 if request.spec.max_output_tokens is None else request.spec.max_output_tokens
     return max(estimate.least_prompt_tokens + min(1, output_tokens), output_tokens)

@@ -8,34 +8,24 @@ Source: EWSJF, section 4.3, which calls it empirical and leaves the form open. T
 decisions sane: it counts as a few observations and fades as real ones come.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated
 
 from serve_app.routing.snapshot import Snapshot, number, numbers
+from serve_app.settings_base import INNER_SHARE, POSITIVE, settings
 
 _STATE_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="prefill_cost")
 class PrefillCostSettings:
     """Prior and memory of the fit."""
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
-
     # Between an 8B model on a large GPU and a 70B model on four; only the ratio of the two matters for order.
-    prior_base_s: float = 0.03
-    prior_per_token_s: float = 1e-4
+    prior_base_s: Annotated[float, POSITIVE] = 0.03
+    prior_per_token_s: Annotated[float, POSITIVE] = 1e-4
     # Each observation multiplies the weight of those before it by this: about the last 200 count.
-    keep: float = 0.995
-    prior_weight: float = 4.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.keep < 1:
-            raise ValueError(f"prefill_cost.keep must be between 0 and 1, got {self.keep}")
-        for name in ("prior_base_s", "prior_per_token_s", "prior_weight"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"prefill_cost.{name} must be positive, got {getattr(self, name)}")
+    keep: Annotated[float, INNER_SHARE] = 0.995
+    prior_weight: Annotated[float, POSITIVE] = 4.0
 
 
 class PrefillCost:

@@ -1,8 +1,8 @@
-"""What the scheduler wants done. The list of commands is also the decision log."""
+"""Commands: what the scheduler wants done. Events and commands together are the decision log."""
 
 from dataclasses import dataclass
 
-from serve_app.errors import Outcome
+from serve_app.errors import Conclusion
 from serve_app.routing.adaptive_b_short import BShortChanged
 
 
@@ -35,17 +35,13 @@ class Conclude:
 
     Attributes:
         dispatched: it had been sent to a replica, so its gateway knows already how it ended, unless
-            `outcome` is an end decided here after a put-back.
-        message: for the client, when the request is refused; names the value and the remedy.
-        retry_after_s: when a new try is worth while; None when it never is.
+            the conclusion was reached here after a put-back.
     """
 
     request_id: str
     gateway_id: str
-    outcome: Outcome
+    conclusion: Conclusion
     dispatched: bool = False
-    message: str = ""
-    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

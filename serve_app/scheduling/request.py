@@ -1,4 +1,4 @@
-"""A request inside the scheduler, from the moment it is let in to its outcome."""
+"""A request inside the scheduler, from its admission to its outcome, and the table of all that are known."""
 
 import math
 from dataclasses import dataclass
@@ -6,9 +6,27 @@ from dataclasses import dataclass
 from serve_app.request import Request
 from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.replica_state import Hold, PrefillClass
-from serve_app.scheduling.prediction import Prediction
 
 NOTHING = Hold(0)
+
+WaitKind = tuple[int, int, bool]
+"""Class rank, octave of the expected prompt, and whether the request claimed a retry reservation."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedWait:
+    """The wait that was predicted for a request when it arrived, in seconds.
+
+    Attributes:
+        at: when it was predicted.
+        uncorrected_s: work ahead / drain rate.
+        wait_s: the same, times the correction of its kind.
+    """
+
+    kind: WaitKind
+    at: float
+    uncorrected_s: float
+    wait_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -16,27 +34,27 @@ class ScheduledRequest:
     """One request, waiting or running.
 
     Attributes:
-        sequence: order in which requests were let in; breaks ties.
+        sequence: order of admission; breaks ties.
         pools: pools that may serve it, its home first.
-        expires_at: when its time in the queue is over.
-        length_queue: the queue that it waits in, or was taken from.
-        returned: it came back from a replica and goes before all that were never sent.
-        claimed: it was refused before, came back when it was told to, and goes before others for it.
+        expires_at: when its queue timeout ends.
+        length_queue: the length queue that it waits in, or was dispatched from.
+        returned: it came back from a replica, and is dispatched before requests that never were.
+        claimed: it claimed a retry reservation, and is dispatched before others of its sub-queue.
         attempts: replicas that it was lost on.
         above_tokens: context limit of the longest engine that refused it as too long.
-        queued: it stands in the waiting room.
-        replica_id: where it runs; None while it waits, and when it is over.
-        counted_at: when it came, by the clock of the router's demand.
+        queued: it is in the request queue.
+        replica_id: where it runs; None while it waits, and after its end.
+        counted_at: what the router's `on_arrival` returned for it.
         hold: what its replica's ledger holds for it.
-        engine_priority: what its engine was told, None for nothing.
-        prefill_class: of its whole prefill by the boundaries of when it was let in, see `isolation`.
-        cached_tokens: of its prompt, on the replica where it runs; while it waits, where most of it is.
+        engine_priority: what its engine was told; None for nothing.
+        prefill_class: of its whole prefill, by the boundaries at its admission (see `isolation`).
+        cached_tokens: of its prompt, on the replica where it runs; while it waits, on the one that has most.
         dispatched_at: when it was sent to that replica.
-        dispatch_number: how many requests that replica had been sent then, this one included.
+        dispatch_number: requests that replica had been sent by then, this one included.
         prefilled_alone: no other prefill was under way on that replica when it was sent.
         started: its answer has begun.
-        charged: what its tenant has been charged for it.
-        prediction: what was said of its wait when it came; None when nothing could be, or it came back.
+        charged: service that its tenant was charged for it.
+        prediction: of its wait; None when none was possible, or it came back from a replica.
     """
 
     request: Request
@@ -61,13 +79,51 @@ class ScheduledRequest:
     prefilled_alone: bool = False
     started: bool = False
     charged: float = 0.0
-    prediction: Prediction | None = None
+    prediction: PredictedWait | None = None
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens of its prompt that are to be computed, as expected; at least 1."""
+        """Expected prompt tokens that are not cached, at least 1: its length as policies see it."""
         return max(1, self.estimate.expected_prompt_tokens - self.cached_tokens)
 
     def __repr__(self) -> str:
         place = f"waiting in {self.length_queue}" if self.queued else f"running on {self.replica_id}"
         return f"<ScheduledRequest {self.request.request_id} {self.estimate.budget_tokens} tokens {place}>"
+
+
+class RequestTable:
+    """All requests that wait or run, by id and by the gateway that holds their client's connection."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, ScheduledRequest] = {}
+        self._by_gateway: dict[str, dict[str, ScheduledRequest]] = {}
+
+    def add(self, scheduled: ScheduledRequest) -> None:
+        """Add a request that is not in the table."""
+        request = scheduled.request
+        self._requests[request.request_id] = scheduled
+        self._by_gateway.setdefault(request.gateway_id, {})[request.request_id] = scheduled
+
+    def get(self, request_id: str) -> ScheduledRequest | None:
+        """The request of this id; None when it is unknown or has ended."""
+        return self._requests.get(request_id)
+
+    def pop(self, request_id: str) -> ScheduledRequest | None:
+        """Remove a request and return it; None when it is unknown."""
+        scheduled = self._requests.pop(request_id, None)
+        if scheduled is not None:
+            of_gateway = self._by_gateway[scheduled.request.gateway_id]
+            del of_gateway[request_id]
+            if not of_gateway:
+                del self._by_gateway[scheduled.request.gateway_id]
+        return scheduled
+
+    def of_gateway(self, gateway_id: str) -> list[ScheduledRequest]:
+        """All requests of one gateway."""
+        return list(self._by_gateway.get(gateway_id, {}).values())
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def __len__(self) -> int:
+        return len(self._requests)

@@ -18,21 +18,22 @@ Rules:
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from serve_app.errors import Outcome
+from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Request
 from serve_app.routing.estimation.estimate import TokenEstimator
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
 from serve_app.routing.prefill_cost import PrefillCost
 from serve_app.routing.prefix.affinity import PrefixAffinity
-from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
+from serve_app.routing.replica_state import Hold, PrefillClass
 from serve_app.scheduling import events as ev
-from serve_app.scheduling.admission.admission import Admission, Refusal, too_long
+from serve_app.scheduling.admission.admission import Admission, too_long
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.scheduling.dispatch.backpressure import EngineBackpressure
-from serve_app.scheduling.dispatch.dispatcher import Dispatcher
+from serve_app.scheduling.dispatch.dispatcher import Choice, Dispatcher
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities
 from serve_app.scheduling.dispatch.placement import Placement
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
@@ -43,8 +44,7 @@ from serve_app.scheduling.policies.inputs import PolicyInputs
 from serve_app.scheduling.queue_snapshot import QueueSnapshot, take_queue_snapshot
 from serve_app.scheduling.queueing.expiry import ExpiryHeap
 from serve_app.scheduling.queueing.request_queue import RequestQueue
-from serve_app.scheduling.request import NOTHING, ScheduledRequest
-from serve_app.scheduling.request_table import RequestTable
+from serve_app.scheduling.request import NOTHING, RequestTable, ScheduledRequest
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.scheduling.settings import SchedulerSettings
 
@@ -181,7 +181,7 @@ class Scheduler:
             return
         denial = self.admission.denial(scheduled, now)
         if denial is not None and not self.dispatcher.fits(scheduled, now):
-            self._conclude_refused(request, self.admission.deny(scheduled, denial, now))
+            self._conclude(request, self.admission.deny(scheduled, denial, now))
             return
         self._remember(scheduled)
         self._enqueue(scheduled)
@@ -198,7 +198,7 @@ class Scheduler:
         if not refusal and not pools:
             refusal = too_long(request, estimate, self.router.longest_context())
         if refusal:
-            self._conclude_refused(request, refusal)
+            self._conclude(request, refusal)
             return None
         self._sequence += 1
         scheduled = ScheduledRequest(request, estimate, self._sequence, pools, expires_at=request.expires_at)
@@ -245,14 +245,14 @@ class Scheduler:
             self.queue.settle(scheduled, event.usage)
         dispatched = scheduled.replica_id is not None
         self._take_from_its_place(scheduled, now)
-        self._conclude(scheduled.request, event.outcome, dispatched=dispatched)
+        self._conclude(scheduled.request, Conclusion(event.outcome), dispatched=dispatched)
 
     def _on_cancel(self, event: ev.Cancelled, now: float) -> None:
         scheduled = self._requests.get(event.request_id)
         if scheduled is not None:
             dispatched = scheduled.replica_id is not None
             self._take_from_its_place(scheduled, now)
-            self._conclude(scheduled.request, Outcome.CANCELLED, dispatched=dispatched)
+            self._conclude(scheduled.request, Conclusion(Outcome.CANCELLED), dispatched=dispatched)
 
     def _on_gateway_loss(self, event: ev.GatewayLost, now: float) -> None:
         for scheduled in self.requests_of(event.gateway_id):
@@ -273,7 +273,7 @@ class Scheduler:
         if scheduled.attempts >= self.settings.max_attempts:
             reason = event.message or "the connection broke before the answer began"
             message = f"{scheduled.attempts} replicas in a row failed under this request; the last: {reason}"
-            self._conclude(scheduled.request, Outcome.FAILED, dispatched=True, message=message)
+            self._conclude(scheduled.request, Conclusion(Outcome.FAILED, message), dispatched=True)
         else:
             self._put_back(scheduled, event.message, now)
 
@@ -284,9 +284,7 @@ class Scheduler:
         scheduled.pools = self.router.route(request, scheduled.estimate, above_tokens=scheduled.above_tokens)
         if not scheduled.pools:
             refusal = too_long(request, scheduled.estimate, self.router.longest_context())
-            self._conclude(
-                scheduled.request, refusal.outcome, dispatched=True, message=message or refusal.message
-            )
+            self._conclude(request, replace(refusal, message=message or refusal.message), dispatched=True)
             return
         scheduled.returned, scheduled.prediction = True, None
         scheduled.cached_tokens = self.affinity.cached_tokens(
@@ -342,12 +340,12 @@ class Scheduler:
             waited_s = now - scheduled.request.arrived_at
             bare = not self.ledger.joined
             reason = "no replica was available" if bare else "its turn did not come"
-            self._conclude(
-                scheduled.request,
+            conclusion = Conclusion(
                 Outcome.REJECTED_NO_REPLICA if bare else Outcome.EXPIRED,
-                message=f"the request waited {waited_s:.1f} s in the queue and {reason}",
-                retry_after_s=self.admission.retry_after_expiry_s(scheduled, now),
+                f"the request waited {waited_s:.1f} s in the queue and {reason}",
+                self.admission.retry_after_expiry_s(scheduled, now),
             )
+            self._conclude(scheduled.request, conclusion)
 
     # Dispatch
 
@@ -364,9 +362,12 @@ class Scheduler:
         self.ledger.on_limits_changed(now)
 
     def _dispatch(self, now: float) -> None:
-        self.dispatcher.run(now, lambda scheduled, replica, hold: self._send(scheduled, replica, hold, now))
+        for choice in self.dispatcher.choices(now):
+            self._send(choice, now)
 
-    def _send(self, scheduled: ScheduledRequest, replica: ReplicaState, hold: Hold, now: float) -> None:
+    def _send(self, choice: Choice, now: float) -> None:
+        """Reserve what was chosen, and say so: the decision is its reservation."""
+        scheduled, replica, hold = choice.scheduled, choice.replica, choice.hold
         self.queue.remove(scheduled)
         self.admission.predictor.on_dispatch(scheduled, now)
         scheduled.prefilled_alone = replica.unstarted == 0
@@ -436,33 +437,20 @@ class Scheduler:
 
     # Conclusions
 
-    def _refuse_waiting(self, scheduled: ScheduledRequest, refusal: Refusal) -> None:
+    def _refuse_waiting(self, scheduled: ScheduledRequest, refusal: Conclusion) -> None:
         self.queue.remove(scheduled)
         self._expiry.prune(len(self.queue))
-        self._conclude_refused(scheduled.request, refusal)
+        self._conclude(scheduled.request, refusal)
 
-    def _conclude_refused(self, request: Request, refusal: Refusal) -> None:
-        self._conclude(request, refusal.outcome, message=refusal.message, retry_after_s=refusal.retry_after_s)
-
-    def _conclude(
-        self,
-        request: Request,
-        outcome: Outcome,
-        *,
-        dispatched: bool = False,
-        message: str = "",
-        retry_after_s: float | None = None,
-    ) -> None:
-        """Say how it ended. One that is refused at the door was never remembered."""
+    def _conclude(self, request: Request, conclusion: Conclusion, *, dispatched: bool = False) -> None:
+        """Say how it ended. One that is refused on arrival was never remembered."""
         self._forget(request)
         self._commands.append(
             Conclude(
                 request_id=request.request_id,
                 gateway_id=request.gateway_id,
-                outcome=outcome,
+                conclusion=conclusion,
                 dispatched=dispatched,
-                message=message,
-                retry_after_s=retry_after_s,
             )
         )
 

@@ -1,8 +1,7 @@
 """Settings of one model's scheduler."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import field, replace
+from typing import Annotated
 
 from serve_app.request import PriorityClass
 from serve_app.routing.estimation.estimate import EstimatorSettings
@@ -17,25 +16,19 @@ from serve_app.scheduling.dispatch.promotion import PromotionSettings
 from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
 from serve_app.scheduling.policies.settings import EwsjfSettings
 from serve_app.scheduling.queueing.fairness import FairnessSettings
+from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="queue_timeout_s")
 class QueueTimeouts:
     """How long a request of each class may wait in the queue when its client names no time, in seconds."""
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
-
     # People leave long before a minute is over; a program's own timeout is often ten minutes (the OpenAI
     # SDK's default), so the default class ends well inside that and the client hears a clear 504.
-    interactive: float = 60.0
-    default: float = 300.0
+    interactive: Annotated[float, POSITIVE] = 60.0
+    default: Annotated[float, POSITIVE] = 300.0
     # Batch work waits for idle capacity, which may come only at night.
-    batch: float = 43_200.0
-
-    def __post_init__(self) -> None:
-        for priority in PriorityClass:
-            if not self.of(priority) > 0:
-                raise ValueError(f"queue_timeout_s.{priority} must be positive, got {self.of(priority)}")
+    batch: Annotated[float, POSITIVE] = 43_200.0
 
     def of(self, priority: PriorityClass) -> float:
         """The time for one class, in seconds."""
@@ -43,7 +36,7 @@ class QueueTimeouts:
         return timeout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class SchedulerSettings:
     """Everything that one model's scheduler is told.
 
@@ -53,24 +46,22 @@ class SchedulerSettings:
         policy: name of the ordering policy, a key of `scheduling.policies.POLICIES`.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
-
     model: str
     aliases: tuple[str, ...] = ()
     policy: str = "ewsjf"
     # A bound on memory and on the wait of the last in the queue. At 20 requests/s it is nearly two minutes
     # of work: past that, a refusal with Retry-After serves the client better than a place in the queue.
-    max_waiting: int = 2_000
+    max_waiting: Annotated[int, at_least(1)] = 2_000
     queue_timeout_s: QueueTimeouts = field(default_factory=QueueTimeouts)
     # Replicas that a request may be lost on before it is given up: one may die by chance, three in a row
     # under the same request point at the request.
-    max_attempts: int = 3
+    max_attempts: Annotated[int, at_least(1)] = 3
     # A pool that starts or restarts has no replica for a while (vLLM takes 40-80 s); requests that come in
     # after this long without any replica are refused with 503 instead of queued.
-    no_replica_grace_s: float = 30.0
+    no_replica_grace_s: Annotated[float, NOT_NEGATIVE] = 30.0
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     # Upper end of the Retry-After that clients are given; the OpenAI SDK obeys up to 120 s.
-    retry_after_cap_s: float = 60.0
+    retry_after_cap_s: Annotated[float, NOT_NEGATIVE] = 60.0
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     estimator: EstimatorSettings = field(default_factory=EstimatorSettings)
     backpressure: BackpressureSettings = field(default_factory=BackpressureSettings)
@@ -99,9 +90,3 @@ class SchedulerSettings:
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("model must not be empty: give the name that clients send")
-        for name in ("max_waiting", "max_attempts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("no_replica_grace_s", "retry_after_cap_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

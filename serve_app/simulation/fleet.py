@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
 
 from serve_app.engine_model.profiles import load_profile
 from serve_app.engine_model.settings import EngineModelSettings
@@ -10,21 +9,20 @@ from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.engine_model.waiting import SchedulingPolicy
 from serve_app.errors import SettingsError
 from serve_app.routing.pools import RoutingSettings
+from serve_app.settings_base import settings
 from serve_app.simulation.replica import ReplicaPlan
 
 ONE_POOL = "all"
 """Name of the pool of a fleet that is not divided."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class EngineChanges:
     """What is changed in the profile's engine, named as in `EngineModelSettings`; None changes nothing.
 
     But for the chunk limit of long prefills: under a policy that isolates them, None is the profile's own
     (`StepTimeModel.chunk_tokens`), which belongs to the method; 0 is no limit.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -34,7 +32,7 @@ class EngineChanges:
     scheduling_policy: SchedulingPolicy | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class PoolChanges:
     """How the engines of one pool differ from the others'.
 
@@ -43,8 +41,6 @@ class PoolChanges:
             None is the fleet's.
         engine: what is changed in them, on top of what is changed in every engine.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     profile: str | None = None
     engine: EngineChanges = field(default_factory=EngineChanges)

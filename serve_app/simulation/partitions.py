@@ -6,13 +6,14 @@ simulated world asks of one.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.errors import SettingsError
 from serve_app.scheduling.policies.partition import LengthInterval, Partition
+from serve_app.settings_base import settings
 
 LEARNED = "learned"
 PRIOR = "prior"
@@ -73,11 +74,9 @@ def partition_source(text: str, learned: PartitionSource) -> PartitionSource | N
     return None if text == PRIOR else FixedPartition(read_partition(Path(text)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class _Row:
     """An interval as a file has it."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     min: int
     max: int

@@ -15,6 +15,7 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.slo import Slo
 from serve_app.metrics.summary import SHORT_AT_TOKENS, Summary, SummaryRules, summarise
 from serve_app.scheduling import SchedulerSettings
+from serve_app.scheduling.decision_log import Decision, RunHeader
 from serve_app.scheduling.policies import learns_queues, make_policy
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.simulation.baselines import SIMULATED_POLICIES
@@ -23,7 +24,7 @@ from serve_app.simulation.estimate_noise import LengthNoise, NoisyEstimator
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.partitions import PartitionSource
 from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import Decision, SimulatedRequest, Simulation, SimulationSettings
+from serve_app.simulation.simulation import SimulatedRequest, Simulation, SimulationSettings
 from serve_app.simulation.workload import (
     Disclosure,
     FittedTrace,
@@ -166,6 +167,26 @@ def simulate(settings: RunSettings, on_decision: Callable[[Decision], None] | No
     )
 
 
+def run_header(settings: RunSettings) -> RunHeader:
+    """What begins the decision log of a run. A run under `direct` has no scheduler, and so no log.
+
+    Raises:
+        SettingsError: a setting is unknown or out of range.
+    """
+    noisy = settings.noise.relative_error > 0
+    return RunHeader(
+        settings=_scheduler_settings(settings),
+        run={"policy": settings.policy, "label": settings.name, "seed": settings.seed},
+        not_replayable="its prompt lengths were seen with noise, which the log does not hold"
+        if noisy
+        else "",
+    )
+
+
+def _scheduler_settings(settings: RunSettings) -> SchedulerSettings:
+    return scheduler_settings(settings.policy, settings.fleet.routing, settings.scheduler)
+
+
 def fitted_trace(settings: RunSettings) -> FittedTrace:
     """The requests of a run at their rate, without those that no engine could take."""
     longest = max(plan.engine.max_model_len for plan in settings.fleet.plans())
@@ -183,7 +204,7 @@ def _play(
     requests = list(requests_of(workload.trace, disclosure, plans[0].engine.block_size))
     if settings.policy == DIRECT:
         return DirectSimulation(plans, settings.balance).run(requests), ()
-    scheduler = scheduler_settings(settings.policy, settings.fleet.routing, settings.scheduler)
+    scheduler = _scheduler_settings(settings)
     learner = None
     if settings.partition is not None and learns_queues(settings.policy, SIMULATED_POLICIES):
         learner = settings.partition.learner()

@@ -17,7 +17,8 @@ from serve_app.request import Request, Usage
 from serve_app.routing.estimation.estimate import TokenEstimator
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling import events as ev
-from serve_app.scheduling.commands import Command, Conclude, Dispatch
+from serve_app.scheduling.commands import Conclude, Dispatch
+from serve_app.scheduling.decision_log import Decision
 from serve_app.scheduling.policies.inputs import prompt_tokens
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.simulation.baselines import SIMULATED_POLICIES
@@ -56,15 +57,6 @@ class SimulatedRequest:
     dispatch: Dispatch | None = None
     dispatched_at: float | None = None
     sequence: EngineSequence | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One call of the scheduler: when, what happened, what it wanted done."""
-
-    at: float
-    event: ev.Event
-    commands: tuple[Command, ...]
 
 
 @dataclass(slots=True)
@@ -207,9 +199,11 @@ class Simulation:
                 request_id=request.request_id,
                 arrived_at=request.arrived_at,
                 finished_at=self.timeline.now if finished_at is None else finished_at,
-                outcome=command.outcome,
+                outcome=command.conclusion.outcome,
                 prompt_tokens=prompt_tokens,
-                output_tokens=simulated.output_tokens if command.outcome is Outcome.COMPLETED else 0,
+                output_tokens=simulated.output_tokens
+                if command.conclusion.outcome is Outcome.COMPLETED
+                else 0,
                 dispatched_at=simulated.dispatched_at,
                 first_token_at=sequence.first_token_at if sequence is not None else None,
                 tenant=request.tenant,
@@ -219,7 +213,7 @@ class Simulation:
                 length_queue=dispatch.length_queue if dispatch else "",
                 estimated_tokens=dispatch.estimated_tokens if dispatch else None,
                 preemptions=sequence.preemptions if sequence is not None else 0,
-                detail=command.message,
+                detail=command.conclusion.message,
             )
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from serve_app.request import PromptShape, Request
+from serve_app.request import PromptShape, Request, RequestSpec, Submission
 from serve_app.routing.prefix.blocks import BLOCK_ENDS
 from serve_app.simulation.disturbance import with_arrivals, with_flipped_mix
 from serve_app.simulation.simulation import SimulatedRequest
@@ -64,10 +64,12 @@ class Disclosure:
     Attributes:
         output_known: `max_tokens` states the true length of the answer; otherwise it is absent.
         queue_timeout_s: how long a request waits at most; infinite, so that all policies do the same work.
+        model: the name that requests ask for.
     """
 
     output_known: bool = False
     queue_timeout_s: float = math.inf
+    model: str = MODEL
 
 
 @lru_cache(maxsize=8)
@@ -154,16 +156,20 @@ def requests_of(trace: Trace, disclosure: Disclosure, block_size: int) -> Iterat
     for number, one in enumerate(trace.requests):
         yield SimulatedRequest(
             Request(
-                request_id=f"r{number}",
+                submission=Submission(
+                    request_id=f"r{number}",
+                    spec=RequestSpec(
+                        model=disclosure.model,
+                        shape=PromptShape(text_bytes=0, prompt_tokens=one.prompt_tokens),
+                        max_output_tokens=one.output_tokens if disclosure.output_known else None,
+                    ),
+                    tenant=one.tenant,
+                    priority=one.priority,
+                    prefix=tuple(_gateway_blocks(one.prefix, one.prompt_tokens)),
+                ),
                 gateway_id="g1",
-                model=MODEL,
-                shape=PromptShape(text_bytes=0, prompt_tokens=one.prompt_tokens),
                 arrived_at=one.arrival_s,
-                tenant=one.tenant,
-                priority=one.priority,
-                max_output_tokens=one.output_tokens if disclosure.output_known else None,
                 expires_at=one.arrival_s + disclosure.queue_timeout_s,
-                prefix=tuple(_gateway_blocks(one.prefix, one.prompt_tokens)),
             ),
             output_tokens=one.output_tokens,
             block_hashes=tuple(_engine_blocks(one.prefix, one.prompt_tokens, block_size)),

@@ -13,9 +13,11 @@ from serve_app.request import PriorityClass
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.commands import Dispatch
+from serve_app.scheduling.decision_log import Decision
 from serve_app.scheduling.dispatch.engine_priority import EnginePrioritySettings
 from serve_app.scheduling.policies import POLICIES
-from serve_app.simulation.simulation import Decision, SimulatedRequest, Simulation
+from serve_app.simulation.simulation import SimulatedRequest, Simulation
+from tests.builders import request
 from tests.simulation.builders import mixed_requests, plan
 
 OFF = EnginePrioritySettings(target_waiting=99)
@@ -87,10 +89,16 @@ def crowd(*last: tuple[str, PriorityClass]) -> list[SimulatedRequest]:
     for number, one in enumerate(requests):
         tenant, priority = ("A", PriorityClass.DEFAULT) if number < 60 else last[number - 60]
         arrived_at = 1e-6 * number if number < 60 else 1.0 + 1e-6 * number
-        shape = replace(one.request.shape, prompt_tokens=100)
         one.output_tokens = 50
-        one.request = replace(
-            one.request, tenant=tenant, priority=priority, arrived_at=arrived_at, shape=shape
+        one.request = request(
+            f"r{number}",
+            text_bytes=0,
+            prompt_tokens=100,
+            max_output_tokens=100,
+            tenant=tenant,
+            priority=priority,
+            arrived_at=arrived_at,
+            expires_at=one.request.expires_at,
         )
     return requests
 

@@ -5,10 +5,11 @@ import pytest
 from serve_app.errors import Outcome
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
+from serve_app.scheduling.decision_log import Decision
 from serve_app.scheduling.policies import learns_queues, make_policy
 from serve_app.scheduling.policies.partition import LengthInterval, Partition
 from serve_app.simulation.baselines import SIMULATED_POLICIES
-from serve_app.simulation.simulation import Decision, Simulation
+from serve_app.simulation.simulation import Simulation
 from tests.simulation.builders import mixed_requests, plan
 
 

@@ -18,6 +18,7 @@ from serve_app.request import Usage
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.commands import Command, Conclude
+from serve_app.scheduling.decision_log import Decision
 from serve_app.scheduling.settings import QueueTimeouts
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
@@ -30,13 +31,13 @@ from serve_app.serving.channel.messages import (
     SnapshotEnd,
     Submit,
 )
-from serve_app.serving.channel.scheduler_client import ReplicaAddress, Submission
+from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.learned_queues import PartitionUpdate
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.simulation.partitions import PartitionLearner
 from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
-from serve_app.simulation.simulation import Decision, SimulatedRequest, Simulation, SimulationSettings
+from serve_app.simulation.simulation import SimulatedRequest, Simulation, SimulationSettings
 from serve_app.simulation.timeline import Action, Rank, Timeline
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 from tests.parity.jumping_loop import LoopTimeline, run_jumping
@@ -80,7 +81,7 @@ def simulated_decisions(
 ) -> Decisions:
     log: list[Decision] = []
     Simulation(scheduler_settings(policy), plans(), WORLD, log.append, learner).run(requests)
-    return [(step.at, step.commands) for step in log if step.commands]
+    return [(step.now, step.commands) for step in log if step.commands]
 
 
 class LiveWorld:
@@ -140,13 +141,7 @@ class LiveWorld:
 
     def submit(self, simulated: SimulatedRequest) -> None:
         request = simulated.request
-        submission = Submission(
-            request_id=request.request_id,
-            model=request.model,
-            shape=request.shape,
-            max_output_tokens=request.max_output_tokens,
-        )
-        self.say(Submit(submission, 0.0, 0.0))
+        self.say(Submit(request.submission, 0.0, 0.0))
         if self.learner is not None:
             self.tune(self.learner)
 
@@ -162,9 +157,10 @@ class LiveWorld:
     def send(self, message: Message) -> int:
         """What the scheduler tells its peers."""
         if isinstance(message, Granted):
-            simulated = self.requests[message.request_id]
+            simulated = self.requests[message.dispatch.request_id]
             self.later(
-                Rank.FEEDBACK, partial(self.reach_engine, simulated, self.replicas[message.replica_id])
+                Rank.FEEDBACK,
+                partial(self.reach_engine, simulated, self.replicas[message.dispatch.replica_id]),
             )
         return 1
 
@@ -220,7 +216,7 @@ def test_the_live_shell_and_the_simulator_decide_the_same(
         return await LiveWorld(trace(rate_per_s, seed)).run()
 
     decisions: Decisions = run_jumping(live)
-    outcomes = {c.outcome for _, commands in expected for c in commands if isinstance(c, Conclude)}
+    outcomes = {c.conclusion.outcome for _, commands in expected for c in commands if isinstance(c, Conclude)}
     assert outcomes >= ends
     assert len(expected) > 300
     assert decisions == expected[: len(decisions)]

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import pytest
+from serve_app.tuning.search.history import Proposal
 
 from serve_app.scheduling.commands import ReportStale
+from serve_app.scheduling.decision_log import Decision
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner
-from serve_app.simulation.simulation import Decision, SimulatedRequest
+from serve_app.simulation.simulation import SimulatedRequest
 from serve_app.simulation.timeline import Rank
 from serve_app.tuning.objective.objective import ObjectiveSettings
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings, Searched, SearchTask
@@ -21,7 +23,6 @@ from serve_app.tuning.online.replay import Replayed, ReplayTask
 from serve_app.tuning.online.rollout_settings import Act, Audit, RolloutSettings
 from serve_app.tuning.online.tuned_simulation import LOOK_INTERVAL_S, TunedSimulation, counting_replay
 from serve_app.tuning.search.comparison import Comparison
-from serve_app.tuning.search.history import Proposal
 from serve_app.tuning.search.search_space import Values
 from serve_app.tuning.search.study import Finding
 from tests.parity import test_live_and_simulated as untuned
@@ -124,7 +125,7 @@ def simulated(rate_per_s: float, values: Values) -> tuple[untuned.Decisions, Seq
         replayer=counting_replay(PACE_REQUESTS_PER_S),
     )
     world.run(requests(rate_per_s))
-    return [(step.at, step.commands) for step in log if step.commands], world.loop.rollout.audit
+    return [(step.now, step.commands) for step in log if step.commands], world.loop.rollout.audit
 
 
 @pytest.mark.parametrize(

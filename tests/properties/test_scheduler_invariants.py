@@ -123,10 +123,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def refuses_honestly(self, command: Conclude) -> None:
         """Nobody is kept from waiting where nobody waits, and who may come again is told when."""
-        if command.outcome in COME_AGAIN:
-            assert command.retry_after_s is not None
-            assert 0 < command.retry_after_s <= self.scheduler.settings.retry_after_cap_s
-        if command.outcome in NO_PLACE:
+        if command.conclusion.outcome in COME_AGAIN:
+            assert command.conclusion.retry_after_s is not None
+            assert 0 < command.conclusion.retry_after_s <= self.scheduler.settings.retry_after_cap_s
+        if command.conclusion.outcome in NO_PLACE:
             assert self.waiting - {command.request_id} or command.request_id in self.no_wait
 
     def check_dispatch(self, command: Dispatch) -> None:
@@ -361,7 +361,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 # A streamed request holds its long prefill exactly until its first token.
                 kept = scheduled.prefill_class if request_id not in self.started else 0
                 assert scheduled.hold.prefill_class in {0, kept}
-                if scheduled.request.streamed and request_id in self.sent:
+                if scheduled.request.spec.streamed and request_id in self.sent:
                     assert scheduled.hold.prefill_class == kept
         assert not held
 

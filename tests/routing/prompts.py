@@ -3,6 +3,7 @@
 from typing import Any
 
 from serve_app.request import PromptShape, Request
+from tests import builders
 
 PROSE = (
     b"It was a bright cold day in the town, and the people who lived there went about their work as they "
@@ -25,12 +26,8 @@ def request(
     *, max_output_tokens: int | None = 100, tenant: str = "t1", choices: int = 1, **shape: Any
 ) -> Request:
     """A request whose prompt has the given shape; 400 bytes of prose unless said otherwise."""
-    return Request(
-        request_id="r1",
-        gateway_id="g1",
-        model="m",
+    return builders.request(
         shape=PromptShape(**{"text_bytes": 400, **shape}),
-        arrived_at=0.0,
         tenant=tenant,
         max_output_tokens=max_output_tokens,
         choices=choices,

@@ -1,5 +1,3 @@
-import dataclasses
-
 import pytest
 
 from serve_app.request import PromptShape, Request
@@ -24,7 +22,7 @@ def estimate(prompt_tokens: int, output_tokens: int = 100, *, least: int | None 
 
 
 def estimated_request(max_output_tokens: int | None = 100) -> Request:
-    return dataclasses.replace(request(max_output_tokens=max_output_tokens), shape=PromptShape(text_bytes=1))
+    return request(max_output_tokens=max_output_tokens, shape=PromptShape(text_bytes=1))
 
 
 def router(limits: dict[str, int] | None = None, **changes: object) -> PoolRouter:

@@ -1,8 +1,6 @@
-import dataclasses
-
 import pytest
 
-from serve_app.errors import Outcome
+from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Usage
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.commands import Conclude, Dispatch, ReportFresh, ReportStale
@@ -98,7 +96,7 @@ def test_a_dispatch_holds_expected_tokens_and_its_end_returns_them(world: Simula
     assert 40 < held <= 50
     commands = world.feed(Finished("r1", Outcome.COMPLETED, Usage(prompt_tokens=40, output_tokens=10)))
     assert commands == [
-        Conclude(request_id="r1", gateway_id="g1", outcome=Outcome.COMPLETED, dispatched=True)
+        Conclude(request_id="r1", gateway_id="g1", conclusion=Conclusion(Outcome.COMPLETED), dispatched=True)
     ]
     state = world.scheduler.ledger["s1"]
     assert (state.held_tokens, state.in_flight, state.unstarted, state.unseen) == (0, 0, 0, 0)
@@ -158,10 +156,10 @@ def test_the_replica_with_the_most_free_tokens_is_chosen() -> None:
 def test_too_long_for_every_pool_is_refused_with_numbers(world: Simulation) -> None:
     (command,) = world.arrive("r", prompt_tokens=4_000, max_output_tokens=1)
     assert isinstance(command, Conclude)
-    assert command.outcome is Outcome.REJECTED_TOO_LONG
-    assert "4000" in command.message
-    assert "4001" in command.message
-    assert command.retry_after_s is None
+    assert command.conclusion.outcome is Outcome.REJECTED_TOO_LONG
+    assert "4000" in command.conclusion.message
+    assert "4001" in command.conclusion.message
+    assert command.conclusion.retry_after_s is None
 
 
 def test_a_full_queue_refuses_with_a_time_to_come_again() -> None:
@@ -172,9 +170,9 @@ def test_a_full_queue_refuses_with_a_time_to_come_again() -> None:
     world.arrive("w2")
     (command,) = world.arrive("w3")
     assert isinstance(command, Conclude)
-    assert command.outcome is Outcome.REJECTED_QUEUE_FULL
-    assert command.retry_after_s is not None
-    assert 0 < command.retry_after_s <= 60
+    assert command.conclusion.outcome is Outcome.REJECTED_QUEUE_FULL
+    assert command.conclusion.retry_after_s is not None
+    assert 0 < command.conclusion.retry_after_s <= 60
 
 
 def test_retry_after_follows_the_measured_drain_rate() -> None:
@@ -196,9 +194,9 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
             world.arrive(f"r{number}")
         (command,) = world.arrive("one too many")
         assert isinstance(command, Conclude)
-        assert command.outcome is Outcome.REJECTED_QUEUE_FULL
-        assert command.retry_after_s is not None
-        return command.retry_after_s
+        assert command.conclusion.outcome is Outcome.REJECTED_QUEUE_FULL
+        assert command.conclusion.retry_after_s is not None
+        return command.conclusion.retry_after_s
 
     slow, fast = retry_after_s(0.5), retry_after_s(5.0)
     assert slow == pytest.approx(10 * fast, rel=0.4)
@@ -207,8 +205,8 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
 def test_an_unknown_model_is_refused_by_name(world: Simulation) -> None:
     (command,) = world.arrive("r", model="other")
     assert isinstance(command, Conclude)
-    assert command.outcome is Outcome.REJECTED_UNKNOWN_MODEL
-    assert "other" in command.message
+    assert command.conclusion.outcome is Outcome.REJECTED_UNKNOWN_MODEL
+    assert "other" in command.conclusion.message
 
 
 def test_an_alias_is_served() -> None:
@@ -250,8 +248,8 @@ def test_a_request_that_asks_not_to_wait_is_dispatched_or_refused_at_once(world:
     world.arrive("c", prompt_tokens=2_000)
     (command,) = world.arrive("d", no_wait=True, prompt_tokens=2_000)
     assert isinstance(command, Conclude)
-    assert command.outcome is Outcome.REJECTED_QUEUE_FULL
-    assert "asked not to wait" in command.message
+    assert command.conclusion.outcome is Outcome.REJECTED_QUEUE_FULL
+    assert "asked not to wait" in command.conclusion.message
 
 
 def test_a_lost_replica_gives_its_requests_back_to_the_front(world: Simulation) -> None:
@@ -287,8 +285,8 @@ def test_a_request_lost_on_three_replicas_fails(world: Simulation) -> None:
     assert replica is not None
     (command,) = world.feed(DispatchFailed("r", replica, DispatchFailure.LOST, "the engine died"))
     assert isinstance(command, Conclude)
-    assert (command.outcome, command.dispatched) == (Outcome.FAILED, True)
-    assert "the engine died" in command.message
+    assert (command.conclusion.outcome, command.dispatched) == (Outcome.FAILED, True)
+    assert "the engine died" in command.conclusion.message
 
 
 @pytest.mark.parametrize("failure", [DispatchFailure.UNREACHABLE, DispatchFailure.BUSY])
@@ -307,8 +305,8 @@ def test_what_the_short_engine_finds_too_long_goes_to_the_long_pool(world: Simul
         DispatchFailed("r", "l1", DispatchFailure.TOO_LONG, "maximum context length is 4000")
     )
     assert isinstance(command, Conclude)
-    assert command.outcome is Outcome.REJECTED_TOO_LONG
-    assert command.message == "maximum context length is 4000"
+    assert command.conclusion.outcome is Outcome.REJECTED_TOO_LONG
+    assert command.conclusion.message == "maximum context length is 4000"
 
 
 def test_a_report_that_is_too_old_closes_the_replica_until_the_next() -> None:
@@ -352,7 +350,7 @@ def test_a_new_scheduler_takes_over_running_requests_before_their_replica_joins(
 def test_a_request_that_an_earlier_scheduler_had_dispatched_goes_to_the_front() -> None:
     world = Simulation(routing=RoutingSettings(pools=("short",)))
     world.arrive("new")
-    world.feed(Arrived(dataclasses.replace(request("back"), attempts=1, arrived_at=1.0)), after_s=1.0)
+    world.feed(Arrived(request("back", attempts=1, arrived_at=1.0)), after_s=1.0)
     assert dispatched(world.join("s1", "short")) == [("back", "s1"), ("new", "s1")]
 
 
@@ -375,7 +373,7 @@ def test_without_any_replica_requests_wait_for_one_and_are_refused_after_the_gra
     world.now = 11.0
     (command,) = world.arrive("late")
     assert isinstance(command, Conclude)
-    assert command.outcome is Outcome.REJECTED_NO_REPLICA
+    assert command.conclusion.outcome is Outcome.REJECTED_NO_REPLICA
     assert dispatched(world.join("s1", "short")) == [("r", "s1")]
 
 

@@ -4,9 +4,9 @@ import random
 
 from serve_app.engine_model.settings import EngineModelSettings
 from serve_app.engine_model.step_time import StepTimeModel
-from serve_app.request import PromptShape, Request
 from serve_app.simulation.replica import ReplicaPlan
 from serve_app.simulation.simulation import SimulatedRequest
+from tests.builders import request
 
 STEP_TIME = StepTimeModel(
     decode_base_s=0.02, decode_per_sequence_s=0.0004, prefill_base_s=0.004, prefill_per_token_s=0.0001
@@ -39,13 +39,13 @@ def mixed_requests(count: int, *, rate_per_s: float, seed: int) -> list[Simulate
         prompt = rng.randint(16, 200) if rng.random() < 0.8 else rng.randint(600, 3_000)
         requests.append(
             SimulatedRequest(
-                Request(
-                    request_id=f"r{number}",
-                    gateway_id="g1",
-                    model="m",
-                    shape=PromptShape(text_bytes=0, prompt_tokens=prompt),
-                    arrived_at=now,
+                request(
+                    f"r{number}",
+                    text_bytes=0,
+                    prompt_tokens=prompt,
                     max_output_tokens=100,
+                    tenant="default",
+                    arrived_at=now,
                     expires_at=now + 300.0,
                 ),
                 output_tokens=rng.randint(1, 100),

@@ -9,6 +9,7 @@ import pytest
 
 from serve_app.cli import main
 from serve_app.errors import SettingsError
+from serve_app.scheduling.decision_log import Decision
 from serve_app.scheduling.events import PartitionChanged
 from serve_app.scheduling.policies.partition import LengthInterval, Partition
 from serve_app.simulation.estimate_noise import LengthNoise
@@ -20,7 +21,6 @@ from serve_app.simulation.partitions import (
     write_partition,
 )
 from serve_app.simulation.run import RunResult, RunSettings, simulate
-from serve_app.simulation.simulation import Decision
 from serve_app.simulation.workload import TraceChoice
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 
@@ -46,7 +46,7 @@ def decided(run: RunSettings) -> tuple[RunResult, list[Decision]]:
 
 
 def changes(log: list[Decision]) -> list[tuple[float, Partition]]:
-    return [(step.at, step.event.partition) for step in log if isinstance(step.event, PartitionChanged)]
+    return [(step.now, step.event.partition) for step in log if isinstance(step.event, PartitionChanged)]
 
 
 def test_queues_are_learned_from_the_first_arrivals_and_used_from_then_on() -> None:

@@ -6,11 +6,12 @@ import pytest
 from serve_app.errors import Outcome, SettingsError
 from serve_app.metrics.record import RequestRecord
 from serve_app.scheduling.commands import Dispatch
+from serve_app.scheduling.decision_log import Decision
 from serve_app.simulation.baselines import SIMULATED_POLICIES
 from serve_app.simulation.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import EngineChanges, FleetSettings
 from serve_app.simulation.run import DIRECT, RunSettings, SloByLength, policy_names, simulate
-from serve_app.simulation.simulation import Decision, SimulationSettings
+from serve_app.simulation.simulation import SimulationSettings
 from serve_app.simulation.workload import Disclosure, TraceChoice
 
 LAPTOP = FleetSettings(profile="laptop", replicas={"all": 2})
@@ -139,8 +140,8 @@ def test_noise_is_log_normal_around_the_truth() -> None:
 def test_known_output_lengths_are_told_and_unknown_ones_are_not() -> None:
     told = decisions_of(settings(disclosure=Disclosure(output_known=True)))
     untold = decisions_of(settings())
-    stated = [one.event.request.max_output_tokens for one in told if hasattr(one.event, "request")]
-    silent = [one.event.request.max_output_tokens for one in untold if hasattr(one.event, "request")]
+    stated = [one.event.request.spec.max_output_tokens for one in told if hasattr(one.event, "request")]
+    silent = [one.event.request.spec.max_output_tokens for one in untold if hasattr(one.event, "request")]
     assert len(stated) == len(silent) == 300
     assert all(isinstance(limit, int) for limit in stated)
     assert set(silent) == {None}
@@ -165,7 +166,7 @@ def test_scheduler_settings_are_changed_by_path() -> None:
     default = decisions_of(settings(rate_per_s=400.0))
 
     def sent_early(log: list[Decision]) -> int:
-        return sum(isinstance(one, Dispatch) for step in log if step.at < 0.3 for one in step.commands)
+        return sum(isinstance(one, Dispatch) for step in log if step.now < 0.3 for one in step.commands)
 
     assert sent_early(generous) > sent_early(default)
 

@@ -4,7 +4,8 @@ from serve_app.errors import Outcome
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.commands import Conclude, Dispatch
-from serve_app.simulation.simulation import Decision, Simulation, SimulationSettings
+from serve_app.scheduling.decision_log import Decision
+from serve_app.simulation.simulation import Simulation, SimulationSettings
 from tests.simulation.builders import mixed_requests, plan
 
 SCHEDULER = SchedulerSettings(model="m", routing=RoutingSettings(b_short_tokens=500))

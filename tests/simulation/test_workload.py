@@ -8,7 +8,7 @@ def requests(*prompts: tuple[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
         for tokens, prefix in prompts
     )
     trace = Trace(name="t", source="s", requests=made)
-    return [simulated.request.prefix for simulated in requests_of(trace, Disclosure(), 16)]
+    return [simulated.request.submission.prefix for simulated in requests_of(trace, Disclosure(), 16)]
 
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Mapping
 
+from serve_app.tuning.search.study_settings import StudySettings
+
 from serve_app.tuning.objective.objective import Reward
 from serve_app.tuning.objective.service_class import ClassFigures
 from serve_app.tuning.search.optimiser import make_optimiser
 from serve_app.tuning.search.search_space import Parameter, Scale, SearchSpace, Values
 from serve_app.tuning.search.study import Study
-from serve_app.tuning.search.study_settings import StudySettings
 
 PARAMETERS = (
     Parameter(name="a", path="ewsjf.weights.a_u", low=-1.0, high=1.0),

@@ -4,6 +4,7 @@ import statistics
 from dataclasses import replace
 
 import pytest
+from serve_app.tuning.search.study_settings import StudySettings
 
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.scheduler_settings import scheduler_settings
@@ -13,7 +14,6 @@ from serve_app.tuning.online.rollout_settings import Act, RolloutSettings
 from serve_app.tuning.search.optimiser import make_optimiser
 from serve_app.tuning.search.search_space import Values
 from serve_app.tuning.search.study import Study
-from serve_app.tuning.search.study_settings import StudySettings
 from serve_app.tuning.search.tunable import Tunable, space_of
 from serve_app.tuning.twin.digital_twin import DigitalTwin, TwinPlan, TwinSettings, with_speed
 from serve_app.workloads.transform import scale_to_rate

@@ -24,11 +24,12 @@ and four additions, each with its reason:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import field
+from typing import Annotated
 
 from serve_app.request import TextCategory
 from serve_app.routing.snapshot import Snapshot, number
+from serve_app.settings_base import INNER_SHARE, NOT_NEGATIVE, POSITIVE, above, settings
 
 # Standard deviation in mean absolute deviations of a normal distribution: sqrt(pi / 2).
 _STANDARD_PER_MEAN_ABSOLUTE = 1.2533
@@ -45,58 +46,40 @@ _COLD_START = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="estimator.ratio")
 class RatioSettings:
     """How bytes per token are learned; one set for all categories of a model."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     # Memory of the averages: 0.95 follows a change of traffic within about 60 requests. Higher is
     # steadier and slower: 25 requests after such a change 0.99 sends six times as many to a pool that is too
     # short for them, and nothing is gained while traffic stays the same.
-    beta: float = 0.95
+    beta: Annotated[float, INNER_SHARE.hint("0.95 is usual")] = 0.95
     # Margin in mean absolute deviations. More sends fewer requests to a pool that is too short for them,
     # and more that would have fitted to the long one. Measured (scripts/bench_estimator.py, B_short 4,096):
     # with the router's own margin of a tenth beside it, 1 sends 3 % to the long pool needlessly and 0.01 % to
     # one that is too short; 2 sends 5 to 7 % and none; 0.5 sends 2 % and 0.06 %.
-    gamma: float = 1.0
+    gamma: Annotated[float, NOT_NEGATIVE] = 1.0
     # The deviation is taken for at least this share of the mean: after many requests that are all alike the
     # next one may still be different.
-    least_deviation_ratio: float = 0.03
+    least_deviation_ratio: Annotated[float, NOT_NEGATIVE] = 0.03
     # The lower bound takes a token for this many times the usual bytes. It decides who is refused for good,
     # so it is wide: what it lets through wrongly, an engine refuses with its exact count.
-    optimistic_factor: float = 2.5
+    optimistic_factor: Annotated[float, above(1)] = 2.5
     cold_bytes_per_token: Mapping[TextCategory, float] = field(default_factory=lambda: dict(_COLD_START))
     # JSON schemas of tools: 3.4 to 4.7 measured.
-    cold_tool_bytes_per_token: float = 3.5
+    cold_tool_bytes_per_token: Annotated[float, POSITIVE] = 3.5
     # Deviation before anything is observed, as a share of the cold-start mean: about the spread between
     # tokenizers.
-    cold_deviation_ratio: float = 0.15
+    cold_deviation_ratio: Annotated[float, NOT_NEGATIVE] = 0.15
     # How many observations the cold-start mean is worth.
-    cold_weight: float = 2.0
+    cold_weight: Annotated[float, POSITIVE] = 2.0
     # Counting only longer texts in full (256, 1,024 tokens) is no more accurate, and slower after a change.
-    full_weight_tokens: int = 64
-    outlier_factor: float = 3.0
+    full_weight_tokens: Annotated[int, POSITIVE] = 64
+    outlier_factor: Annotated[float, above(1)] = 3.0
     # 1.5 would be above what numbers take: 13 % more requests estimated too short. 0.5 changes nothing.
-    floor_bytes_per_token: float = 1.0
+    floor_bytes_per_token: Annotated[float, POSITIVE] = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < 1:
-            raise ValueError(f"beta must lie between 0 and 1, got {self.beta}: 0.95 is usual")
-        for name in ("gamma", "least_deviation_ratio", "cold_deviation_ratio"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in (
-            "cold_tool_bytes_per_token",
-            "cold_weight",
-            "full_weight_tokens",
-            "floor_bytes_per_token",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("outlier_factor", "optimistic_factor"):
-            if not getattr(self, name) > 1:
-                raise ValueError(f"{name} must be greater than 1, got {getattr(self, name)}")
         self._check_cold_start()
 
     def _check_cold_start(self) -> None:

@@ -14,15 +14,14 @@ different sides.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
 from serve_app.request import PromptShape, Request, TextCategory, Usage
 from serve_app.routing.estimation.bytes_per_token import BytesPerToken, RatioSettings
 from serve_app.routing.estimation.output_length import OutputLengthEstimator, OutputSettings
 from serve_app.routing.estimation.overhead import MediaTokens, OverheadSettings, TemplateOverhead
 from serve_app.routing.snapshot import Snapshot, number, section
+from serve_app.settings_base import settings
 
 _STATE_VERSION = 1
 _OVERHEAD_MARGIN = 2.0  # standard deviations
@@ -32,11 +31,9 @@ _BULK = 0.5
 _LONGEST_OF_SEVERAL = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class EstimatorSettings:
     """Everything that can be set about token estimates."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     ratio: RatioSettings = field(default_factory=RatioSettings)
     overhead: OverheadSettings = field(default_factory=OverheadSettings)
@@ -115,7 +112,7 @@ class TokenEstimator:
         """How many tokens will it take?"""
         expected, high, low = self._prompt(request.shape)
         limit = self._output.limit(request)
-        output = self._output.expected(request, limit) * max(1, request.choices)
+        output = self._output.expected(request, limit) * max(1, request.spec.choices)
         return TokenEstimate(
             prompt_tokens=high,
             least_prompt_tokens=low,

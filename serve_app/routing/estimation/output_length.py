@@ -20,11 +20,11 @@ speaks, and before any has, the settings' own numbers do.
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 from serve_app.request import Request, TextCategory, Usage
 from serve_app.routing.snapshot import Snapshot, number, section, sections, text
+from serve_app.settings_base import INNER_SHARE, at_least, settings
 
 _PER_OCTAVE = 4
 _BUCKETS = 20 * _PER_OCTAVE  # up to 2^20 tokens
@@ -33,43 +33,27 @@ _REFRESH_EVERY = 32  # observations; the curve costs about 10 us to draw
 _LARGEST_SCALE = 1e12  # before new observations outgrow what a float can add up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="estimator.output")
 class OutputSettings:
     """How output lengths are assumed, learned and bounded, in tokens."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     # Which quantile stands in for a missing max_tokens. In a pool that is too short for the answer the
     # engine cuts it off unseen, so this is high; for ordinary chat even the 99th percentile is short
     # beside a context window.
-    quantile: float = 0.99
+    quantile: Annotated[float, INNER_SHARE.hint("0.99 is usual")] = 0.99
     # The stand-in, and the mean, before anything is learned (LMSYS-Chat-1M: p99 502, mean 177).
-    default_max_tokens: int = 1024
-    default_mean_tokens: int = 256
+    default_max_tokens: Annotated[int, at_least(1)] = 1024
+    default_mean_tokens: Annotated[int, at_least(1)] = 256
     # A larger max_tokens is taken for "no limit": frameworks send the context window, or a million.
-    largest_believed_max_tokens: int = 65_536
+    largest_believed_max_tokens: Annotated[int, at_least(1)] = 65_536
     # Answers that must have ended by themselves before the learned numbers speak. At 50, the 99th
     # percentile is about the longest seen.
-    min_observations: int = 50
+    min_observations: Annotated[int, at_least(1)] = 50
     # After so many answers the weight of an old one has fallen to 37 %.
-    memory_observations: int = 1000
+    memory_observations: Annotated[int, at_least(1)] = 1000
     # Tenants (times categories) remembered by name; about 5 kB each. The least recently seen is forgotten
     # first.
-    max_tenants: int = 1000
-
-    def __post_init__(self) -> None:
-        if not 0 < self.quantile < 1:
-            raise ValueError(f"quantile must lie between 0 and 1, got {self.quantile}: 0.99 is usual")
-        for name in (
-            "default_max_tokens",
-            "default_mean_tokens",
-            "largest_believed_max_tokens",
-            "min_observations",
-            "memory_observations",
-            "max_tenants",
-        ):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+    max_tenants: Annotated[int, at_least(1)] = 1000
 
 
 class LengthCurve:
@@ -226,7 +210,7 @@ class OutputLengthEstimator:
         stated = self._believed(request)
         if usage.output_tokens <= 0 or stated == 0:
             return
-        tokens = usage.output_tokens / max(1, request.choices)
+        tokens = usage.output_tokens / max(1, request.spec.choices)
         was_cut = stated is not None and tokens >= stated
         category = request.shape.category
         self._categories.setdefault(category, LengthCurve(self._settings)).observe(tokens, was_cut=was_cut)
@@ -238,7 +222,7 @@ class OutputLengthEstimator:
             del self._tenants[next(iter(self._tenants))]
 
     def _believed(self, request: Request) -> int | None:
-        stated = request.max_output_tokens
+        stated = request.spec.max_output_tokens
         if stated is None or stated > self._settings.largest_believed_max_tokens:
             return None
         return max(0, stated)

@@ -20,10 +20,10 @@ followed within a few reports.
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 from serve_app.routing.snapshot import Snapshot, number
+from serve_app.settings_base import FINITE_NOT_NEGATIVE, FINITE_POSITIVE, settings
 
 _SURPRISE = 4.0  # standard deviations
 _DOUBT = 4.0  # by how much a surprise multiplies the variances
@@ -37,32 +37,20 @@ _MEDIA_COLD_WEIGHT = 1.0
 _MEDIA_OUTLIER = 20.0  # a page of documents after many thumbnails
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="estimator.overhead")
 class OverheadSettings:
     """What is assumed of a chat template before it has been seen at work, in tokens."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
     # Templates that bring a default system prompt add 20 to 40 tokens, others about 4.
-    request_tokens: float = 16.0
-    request_deviation_tokens: float = 16.0
+    request_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 16.0
+    request_deviation_tokens: Annotated[float, FINITE_POSITIVE.hint("0 would forbid learning")] = 16.0
     # <|im_start|>, role, line end, <|im_end|>, line end.
-    message_tokens: float = 5.0
-    message_deviation_tokens: float = 2.0
+    message_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 5.0
+    message_deviation_tokens: Annotated[float, FINITE_POSITIVE.hint("0 would forbid learning")] = 2.0
     # A prompt without messages: the begin-of-text token, whether or not the tokenizer adds one.
-    plain_tokens: float = 1.0
+    plain_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 1.0
     # Images and audio clips, until some have been seen: LLaVA 576, Qwen-VL up to 16 k.
-    media_item_tokens: float = 1024.0
-
-    def __post_init__(self) -> None:
-        for name in ("request_tokens", "message_tokens", "plain_tokens", "media_item_tokens"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a number of tokens, 0 or more, got {getattr(self, name)}")
-        for name in ("request_deviation_tokens", "message_deviation_tokens"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name} must be positive, got {getattr(self, name)}: 0 would forbid learning"
-                )
+    media_item_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 1024.0
 
 
 class TemplateOverhead:

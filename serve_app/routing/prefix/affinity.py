@@ -16,9 +16,9 @@ Source: cache-aware routers (SGLang, llm-d, Ray's prefix router) balance a hit r
 thresholds that somebody has to set; here both sides are times.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated
 
 from serve_app.request import Request, TextCategory
 from serve_app.routing.prefill_cost import PrefillCost
@@ -26,37 +26,25 @@ from serve_app.routing.prefix.blocks import cached_tokens
 from serve_app.routing.prefix.index import PrefixIndex
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.routing.replica_state import ReplicaState
+from serve_app.settings_base import NOT_NEGATIVE, POSITIVE_SHARE, at_least, settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="affinity")
 class AffinitySettings:
     """How much the prefix caches of engines count when a replica is chosen."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     # Off for engines without prefix caching; vLLM has it unless told otherwise.
     enabled: bool = True
     # Share of a KV cache that is taken for prompts of the past: answers and running requests take the rest.
     # Too much promises hits that are no longer there, too little forgets sessions that still are.
-    capacity_ratio: float = 0.7
+    capacity_ratio: Annotated[float, POSITIVE_SHARE] = 0.7
     # Bounds the index's memory at about 180 MB; 500 blocks for each of a thousand replicas.
-    max_blocks: int = 500_000
+    max_blocks: Annotated[int, at_least(1)] = 500_000
     # Replicas that are compared with the one chosen by load, those with the longest match first.
-    max_candidates: int = 8
+    max_candidates: Annotated[int, at_least(1)] = 8
     # What one more request in the batch adds to each decode step, in prefill tokens: 3.2 for a 70B model on
     # four H100, 0.8 for an 8B model on an RTX 4090. More keeps load more even, less keeps more sessions.
-    step_cost_tokens: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.capacity_ratio <= 1:
-            raise ValueError(
-                f"affinity.capacity_ratio must be above 0 and at most 1, got {self.capacity_ratio}"
-            )
-        for name in ("max_blocks", "max_candidates"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"affinity.{name} must be at least 1, got {getattr(self, name)}")
-        if self.step_cost_tokens < 0:
-            raise ValueError(f"affinity.step_cost_tokens must not be negative, got {self.step_cost_tokens}")
+    step_cost_tokens: Annotated[float, NOT_NEGATIVE] = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +108,7 @@ class PrefixAffinity:
 
     def on_dispatch(self, replica_id: str, request: Request) -> None:
         """A replica has been sent a request."""
-        self.index.add(replica_id, request.prefix)
+        self.index.add(replica_id, request.submission.prefix)
 
     # Choice
 
@@ -129,7 +117,9 @@ class PrefixAffinity:
 
         For order and length before a replica is chosen: it errs high, as that replica may have no room.
         """
-        return prompt_tokens - self._left(request, prompt_tokens, self.index.longest(request.prefix))
+        return prompt_tokens - self._left(
+            request, prompt_tokens, self.index.longest(request.submission.prefix)
+        )
 
     def choose(self, by_load: ReplicaState | None, wanted: Wanted, able: Able) -> Placed | None:
         """Where to send a request: to the replica that load chose, or to one that holds enough more of it.
@@ -138,10 +128,10 @@ class PrefixAffinity:
             by_load: None when none may take the whole prompt; then whoever may take what is left of it.
         """
         request, prompt_tokens = wanted.request, wanted.prompt_tokens
-        if not request.prefix:
+        if not request.submission.prefix:
             return None if by_load is None else Placed(by_load, prompt_tokens)
         name = "" if by_load is None else by_load.spec.replica_id
-        held, more = self.index.better_than(name, request.prefix, self._settings.max_candidates)
+        held, more = self.index.better_than(name, request.submission.prefix, self._settings.max_candidates)
         best = None if by_load is None else Placed(by_load, self._left(request, prompt_tokens, held))
         by_load_placed, best_gain_s = best, 0.0
         for match in more:

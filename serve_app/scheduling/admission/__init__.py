@@ -1,5 +1,5 @@
-"""Who may wait, and what the others are told.
+"""Admission: which requests may wait, and the `Retry-After` of those that may not.
 
-`admission` decides at the door. It asks `wait_prediction`, which rests on `drain_rate`, and keeps the
-promises that refused clients were given in `retry_reservations`, where every `Retry-After` is computed.
+`admission` checks each arriving request. It asks `wait_prediction`, which rests on `drain_rate`, and keeps
+the reservations of refused requests in `retry_reservations`.
 """

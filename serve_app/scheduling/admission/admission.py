@@ -1,20 +1,22 @@
-"""Who is let in, who may wait, and when the others should come again.
+"""Admission control: which requests may wait, and when a refused one should return.
 
-At the door (`refuse`): a model that is not served here, or that nobody has served for a while. All others are
-tried at once, and one for which a replica has room is sent there, however full the queue is. The rest want to
-*wait*, and for that there are lines (`denial`):
+On arrival a request is refused when its model is not served here, or has had no replica for a while
+(`refuse`). A request that fits a replica at once is dispatched, however full the queue is. The others have to
+wait, which these limits may deny (`denial`):
 
-- the deadline: the predicted wait, with a margin, ends before the request's time in the queue does. Only
-  where such predictions have been seen to hold (`wait_prediction`).
-- the places: `max_waiting` bounds all that wait. `batch` leaves some of them to `default`, and both to
-  `interactive`. One tenant may take no more than a multiple of the places that are left, so that a heavy one
-  is refused and a light one finds a place (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998).
+- Deadline: the predicted wait, with a margin, must end before the request's queue timeout. It applies only
+  where such predictions have proved right (`wait_prediction`).
+- Queue length: `max_waiting` bounds all that wait. `batch` leaves a share of it to `default`, and both leave
+  one to `interactive`. A tenant may have at most a multiple of the free places waiting, so that a heavy
+  tenant is refused and a light one admitted (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2),
+  1998).
 
-Where nothing waits nobody is refused. A refused request is told when the last of its lines will have room for
-it, and that room is reserved (`reservations`). One that comes back then needs no margin, and passes newcomers.
+Nothing is denied while the queue is empty. `Retry-After` is the time at which the last of the limits is
+expected to allow the request, and its work is reserved for that time (`retry_reservations`). A request that
+returns with a reservation needs no margin, and goes before newcomers.
 
-Retry-After is spread by a hash of the request's id, so that clients refused together do not return together;
-a hash instead of a random number, so that the same events give the same commands.
+`Retry-After` is spread by a hash of the request's id, so that clients refused together do not return
+together. It is a hash instead of a random number, so that the same events give the same commands.
 """
 
 import math
@@ -22,12 +24,12 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from serve_app.errors import Outcome
+from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Request
 from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.pools import least_budget_tokens
 from serve_app.scheduling.admission.retry_reservations import (
-    Line,
+    QueueLimit,
     ReservedWork,
     RetryReservations,
     fair_tokens,
@@ -38,29 +40,16 @@ from serve_app.scheduling.queueing.request_queue import RequestQueue
 from serve_app.scheduling.request import ScheduledRequest
 from serve_app.scheduling.settings import SchedulerSettings
 
-# RetryReservations keep returns apart already, so the spread only has to break up equal times.
+# Reservations separate returns already, so the spread only has to break up equal times.
 _SPREAD_RATIO, _SPREAD_S = 0.25, 1.0
-# While nothing is known of the pace: short enough to be harmless and long enough to breathe.
+# While the drain rate is unknown: short enough to cost a client little, long enough to bound the load.
 _UNKNOWN_S = 1.0
 _LEAST_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a request is not let in.
-
-    Attributes:
-        retry_after_s: when coming again may help; None when it never does.
-    """
-
-    outcome: Outcome
-    message: str
-    retry_after_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Denial:
-    """Why a request should not wait, and when it might."""
+    """Why a request may not wait, and in how many seconds it may."""
 
     outcome: Outcome
     message: str
@@ -69,18 +58,18 @@ class Denial:
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """A line that must have room for a request before it may wait.
+    """A limit that must allow a request before it may wait.
 
     Attributes:
-        claimed_limit: what the line may hold before one that was told to come now.
-        amount: what reserved requests will add to the line.
+        claimed_limit: the limit for a request that claimed its reservation.
+        reserved_work: what reserved requests will add to the queue.
     """
 
     outcome: Outcome
     message: str
-    line: Line
+    queue: QueueLimit
     claimed_limit: float
-    amount: Callable[[ReservedWork], float]
+    reserved_work: Callable[[ReservedWork], float]
 
 
 class Admission:
@@ -88,7 +77,7 @@ class Admission:
 
     Attributes:
         predictor: of waits in the queue.
-        reservations: who was told to come again.
+        retry_reservations: of refused requests that were told when to return.
     """
 
     def __init__(self, settings: SchedulerSettings, queue: RequestQueue, now: float) -> None:
@@ -97,84 +86,82 @@ class Admission:
         self._names = frozenset((settings.model, *settings.aliases))
         self.predictor = WaitPredictor(settings.admission, now)
         self.retry_reservations = RetryReservations(settings.admission)
-        # Since when there has been no replica at all; None while there is one.
-        self._bare_since: float | None = now
+        # Since when no replica has been connected; None while one is.
+        self._no_replica_since: float | None = now
 
     def on_replicas_changed(self, joined: int, now: float) -> None:
         """Note how many replicas are connected."""
         if joined:
-            self._bare_since = None
-        elif self._bare_since is None:
-            self._bare_since = now
+            self._no_replica_since = None
+        elif self._no_replica_since is None:
+            self._no_replica_since = now
 
-    def refuse(self, request: Request, now: float) -> Refusal | None:
-        """Whether the model is served here at all, and there is anybody to serve it."""
-        if request.model not in self._names:
+    def refuse(self, request: Request, now: float) -> Conclusion | None:
+        """The refusal of a request whose model is not served here, or has had no replica for too long."""
+        if request.spec.model not in self._names:
             names = ", ".join(sorted(self._names))
-            message = f"model {request.model!r} is not served here; served: {names}"
-            return Refusal(Outcome.REJECTED_UNKNOWN_MODEL, message)
-        if self._bare_since is not None and now - self._bare_since > self._settings.no_replica_grace_s:
-            bare_s = now - self._bare_since
-            message = f"no replica of {self._settings.model} has been available for {bare_s:.0f} s"
-            return Refusal(Outcome.REJECTED_NO_REPLICA, message, self._told_s(request, _UNKNOWN_S))
+            message = f"model {request.spec.model!r} is not served here; served: {names}"
+            return Conclusion(Outcome.REJECTED_UNKNOWN_MODEL, message)
+        since = self._no_replica_since
+        if since is not None and now - since > self._settings.no_replica_grace_s:
+            message = f"no replica of {self._settings.model} has been available for {now - since:.0f} s"
+            return Conclusion(Outcome.REJECTED_NO_REPLICA, message, self._retry_after_s(request, _UNKNOWN_S))
         return None
 
     def denial(self, scheduled: ScheduledRequest, now: float) -> Denial | None:
-        """Why a request that has just come should not wait; None when it may.
+        """Why a request that has just arrived may not wait; None when it may.
 
-        Notes the prediction of its wait, and takes up its reservation if it has come back.
+        Stores the prediction of its wait in it, and claims its reservation if it has one.
         """
         self.retry_reservations.expire(now)
         claimed = self.retry_reservations.claim(scheduled.request, now)
-        scheduled.claimed = claimed and self._queue.keeps_promises
+        scheduled.claimed = claimed and self._queue.promotes_claimed
         if not scheduled.returned:
             scheduled.prediction = self.predictor.predict(
                 scheduled, self._queue.work_ahead(scheduled.request), now
             )
-        if scheduled.request.no_wait:
+        if scheduled.request.submission.no_wait:
             return self._no_wait(scheduled)
         if not len(self._queue):
             return None
         worst: Denial | None = None
         for condition in self._conditions(scheduled, now):
-            if claimed and condition.line.ahead <= condition.claimed_limit:
+            if claimed and condition.queue.level <= condition.claimed_limit:
                 continue
-            admissible_in_s = self.retry_reservations.admissible_in_s(condition.line, condition.amount, now)
+            admissible_in_s = self._admissible_in_s(condition, now)
             if admissible_in_s > 0 and (worst is None or admissible_in_s > worst.admissible_in_s):
                 worst = Denial(condition.outcome, condition.message, admissible_in_s)
         return worst
 
-    def deny(self, scheduled: ScheduledRequest, denial: Denial, now: float) -> Refusal:
-        """Refuse a request that may not wait; its work is reserved at the time at which it is to return."""
+    def deny(self, scheduled: ScheduledRequest, denial: Denial, now: float) -> Conclusion:
+        """Refuse a request that may not wait, and reserve its work for the time of its return."""
         request = scheduled.request
-        retry_after_s = self._told_s(request, denial.admissible_in_s)
-        # A longer wait than may be told promises nothing, nor does one that nobody can tell.
-        if denial.admissible_in_s <= self._settings.retry_after_cap_s and not request.no_wait:
+        retry_after_s = self._retry_after_s(request, denial.admissible_in_s)
+        # Nothing is reserved where the wait is beyond what a client may be told, or is unknown.
+        if denial.admissible_in_s <= self._settings.retry_after_cap_s and not request.submission.no_wait:
             self.retry_reservations.reserve(request, scheduled.estimate.expected_tokens, now + retry_after_s)
-        return Refusal(denial.outcome, denial.message, retry_after_s)
+        return Conclusion(denial.outcome, denial.message, retry_after_s)
 
     def retry_after_expiry_s(self, scheduled: ScheduledRequest, now: float) -> float:
-        """When a request whose time in the queue is over should come again, in seconds; it is reserved."""
+        """In how many seconds an expired request should return; its work is reserved for that time."""
         self.predictor.on_expiry(scheduled, now)
-        admissible_in_s = max(
-            (
-                self.retry_reservations.admissible_in_s(each.line, each.amount, now)
-                for each in self._conditions(scheduled, now)
-            ),
-            default=0.0,
-        )
+        waits = (self._admissible_in_s(each, now) for each in self._conditions(scheduled, now))
+        admissible_in_s = max(waits, default=0.0)
         return self.deny(scheduled, Denial(Outcome.EXPIRED, "", admissible_in_s), now).retry_after_s or 0.0
 
-    # What a request would have to wait in
+    # The limits
+
+    def _admissible_in_s(self, condition: _Condition, now: float) -> float:
+        return self.retry_reservations.admissible_in_s(condition.queue, condition.reserved_work, now)
 
     def _conditions(self, scheduled: ScheduledRequest, now: float) -> Iterator[_Condition]:
         yield from self._deadline(scheduled, now)
-        yield from self._places(scheduled)
+        yield from self._queue_length(scheduled)
 
     def _deadline(self, scheduled: ScheduledRequest, now: float) -> Iterator[_Condition]:
         request, prediction = scheduled.request, scheduled.prediction
-        patience_s = request.expires_at - request.arrived_at
-        if prediction is None or patience_s == math.inf:
+        timeout_s = request.expires_at - request.arrived_at
+        if prediction is None or timeout_s == math.inf:
             return
         per_token_s = self.predictor.seconds_per_token(prediction.kind)
         if per_token_s is None or not self.predictor.is_trusted(prediction.kind, now):
@@ -183,14 +170,14 @@ class Admission:
         ahead_s = per_token_s * self._queue.work_ahead(request)
         yield _Condition(
             Outcome.REJECTED_DEADLINE_UNMEETABLE,
-            f"about {ahead_s:.1f} s of work come first, and the request may wait {patience_s:.1f} s: "
+            f"about {ahead_s:.1f} s of work come first, and the request may wait {timeout_s:.1f} s: "
             "come again when Retry-After says, or allow more time with x-queue-timeout-s",
-            Line(ahead_s, 1.0, patience_s / (1 + self._settings.admission.deadline_margin_ratio)),
-            patience_s / (1 + self._settings.admission.deadline_margin_ratio / 2),
+            QueueLimit(ahead_s, 1.0, timeout_s / (1 + self._settings.admission.deadline_margin_ratio)),
+            timeout_s / (1 + self._settings.admission.deadline_margin_ratio / 2),
             lambda reserved: per_token_s * tokens(reserved),
         )
 
-    def _places(self, scheduled: ScheduledRequest) -> Iterator[_Condition]:
+    def _queue_length(self, scheduled: ScheduledRequest) -> Iterator[_Condition]:
         request, settings = scheduled.request, self._settings
         waiting = len(self._queue)
         per_s = self.predictor.drain.requests_per_s
@@ -199,7 +186,7 @@ class Admission:
         yield _Condition(
             Outcome.REJECTED_QUEUE_FULL,
             f"the queue of {settings.model} is full: {waiting} requests wait already",
-            Line(waiting, per_s, places - 1),
+            QueueLimit(waiting, per_s, places - 1),
             settings.max_waiting - 1,
             lambda reserved: float(reserved.count) if reserved.rank <= request.priority.rank else 0.0,
         )
@@ -210,15 +197,15 @@ class Admission:
             yield _Condition(
                 Outcome.REJECTED_QUEUE_FULL,
                 f"{own} requests of this tenant wait already, and the rest of the queue is for others",
-                Line(own, per_s * own / waiting, own - excess),
+                QueueLimit(own, per_s * own / waiting, own - excess),
                 settings.max_waiting - 1,
                 lambda reserved: float(reserved.count) if reserved.tenant == request.tenant else 0.0,
             )
 
     def _excess(self, own: int, free: int) -> float:
-        """By how many requests a tenant that wants to add one to its own `own` has too many waiting.
+        """How many of a tenant's `own` waiting requests must leave before it may add one.
 
-        It may have `multiple` times the `free` places, and each that leaves frees one.
+        A tenant may have `multiple` times the `free` places, and each request that leaves frees one.
         """
         share = self._settings.admission.tenant_share
         if share == 1:
@@ -227,7 +214,7 @@ class Admission:
         return (own + 1 - multiple * free) / (1 + multiple)
 
     def _reserved_tokens(self, scheduled: ScheduledRequest) -> Callable[[ReservedWork], float]:
-        """What reserved requests will put ahead of this one, as `RequestQueue.work_ahead` counts who waits."""
+        """What reserved requests put ahead of this one; as `RequestQueue.work_ahead` for those that wait."""
         request = scheduled.request
         if self._settings.fairness.mode is FairnessMode.OFF:
             rank = request.priority.rank
@@ -245,24 +232,23 @@ class Admission:
         message = "no replica can take the request right now, and it asked not to wait"
         return Denial(Outcome.REJECTED_QUEUE_FULL, message, wait_s)
 
-    def _told_s(self, request: Request, admissible_in_s: float) -> float:
-        """What a client is told: the time, a little spread, never above the cap."""
+    def _retry_after_s(self, request: Request, admissible_in_s: float) -> float:
+        """What a client is told, in seconds: the time, slightly spread, never above the cap."""
         wait_s = _UNKNOWN_S if admissible_in_s == math.inf else max(admissible_in_s, _LEAST_S)
         spread = zlib.crc32(request.request_id.encode()) / 2**32
-        told_s = wait_s + spread * min(_SPREAD_RATIO * wait_s, _SPREAD_S)
-        return min(self._settings.retry_after_cap_s, told_s)
+        return min(self._settings.retry_after_cap_s, wait_s + spread * min(_SPREAD_RATIO * wait_s, _SPREAD_S))
 
 
-def too_long(request: Request, estimate: TokenEstimate, limit: int | None) -> Refusal:
+def too_long(request: Request, estimate: TokenEstimate, limit: int | None) -> Conclusion:
     """The refusal of a request that no pool can hold.
 
     Args:
-        limit: the longest context limit there is, in tokens.
+        limit: the longest context limit of any pool, in tokens.
     """
-    least = least_budget_tokens(request, estimate)
-    return Refusal(
+    least, output = least_budget_tokens(request, estimate), request.spec.max_output_tokens or 0
+    return Conclusion(
         Outcome.REJECTED_TOO_LONG,
         f"This model's maximum context length is {limit} tokens, and the request needs at least {least}: "
-        f"about {estimate.expected_prompt_tokens} in the prompt, {request.max_output_tokens or 0} asked for "
-        "as output. Shorten the prompt or lower max_tokens.",
+        f"about {estimate.expected_prompt_tokens} in the prompt, {output} asked for as output. "
+        "Shorten the prompt or lower max_tokens.",
     )

@@ -1,12 +1,12 @@
-"""How fast does the queue drain while there is a queue?
+"""The drain rate of the queue, measured only while the queue is non-empty.
 
-Work counts when it is *dispatched*, for that is when a wait ends, in the estimated tokens in which the work
-ahead is counted as well; what an engine does with it later shows in when it takes the next. And only time in
-which somebody waited counts, with what was dispatched in it: an idle fleet dispatches no more than arrives,
-and by that would look slow. The clock of the rate therefore stands still while nobody waits, and what was
-learned in the last backlog is still known at the start of the next.
+Work counts when it is dispatched, for that is when a wait ends. It is counted in the estimated tokens in
+which the work ahead is counted too. What an engine does with it later shows in when it takes the next
+request.
 
-A fleet that stands still while somebody waits lets the rate fall, as it should.
+An idle fleet dispatches no more than arrives, and would look slow. So the clock of the rate runs only while
+requests wait, and what the last backlog taught is still known at the start of the next. A fleet that
+dispatches nothing during a backlog lets the rate fall.
 """
 
 from serve_app.routing.rate import DecayingRate
@@ -28,7 +28,6 @@ class DrainRate:
         self._backlogged = False
         self._tokens = DecayingRate(_TIME_CONSTANT_S, 0.0)
         self._requests = DecayingRate(_TIME_CONSTANT_S, 0.0)
-        self._known = False
 
     def on_time(self, waiting: int, now: float) -> None:
         """Note that `waiting` requests have waited from the last call until `now`."""
@@ -38,16 +37,10 @@ class DrainRate:
         self._at = now
 
     def on_dispatch(self, tokens: int) -> None:
-        """Count the work of a request that leaves the queue at the time of the last `time_passed`."""
+        """Count the work of a request that leaves the queue at the time of the last `on_time`."""
         if self._backlogged:
             self._tokens.add(tokens, self._backlog_s)
             self._requests.add(1.0, self._backlog_s)
-            self._known = True
-
-    @property
-    def known(self) -> bool:
-        """Whether anything has been dispatched yet while somebody waited."""
-        return self._known
 
     @property
     def tokens_per_s(self) -> float:

@@ -1,18 +1,18 @@
-"""Whom did we tell to come again, when, and with how much work?
+"""Retry reservations: the work of refused requests, reserved for the time at which each was told to return.
 
-A refused request is told when it would be let in, and that work is *reserved* at that time. ReservedWork work counts
-as ahead of whoever comes meanwhile, so those refused later are told later times, and newcomers do not take
-the room that was promised. In effect clients stand in one line, of which only the front is in the queue.
+A refused request is told when it could be admitted, and its work is reserved for that time. Reserved work
+counts as ahead of newcomers. So requests refused later are told later times, and newcomers do not take the
+capacity that was promised. In effect all clients stand in one queue, only the front of which is held here.
 
-A request that comes back is known by what it asks (`_key`): its tenant, class, and the shape of its prompt.
-It claims its reservation then, so its work does not count twice. Who does not come within a while has lost the
-reservation. Clients that never come back would hold up everybody, so reserved work counts by the share of reservations
-that were claimed lately.
+A request that returns is recognised by its tenant, its class and the shape of its prompt (`_key`). It then
+claims its reservation, so that its work does not count twice. A reservation that is not claimed in time is
+dropped. Clients that never return would hold up all others, so reserved work is weighted by the recent claim
+rate.
 
-The line is judged as a fluid: it holds so much, drains at one pace, and what is reserved joins it at its time
-(`admissible_in_s`).
+A queue limit is modelled as a fluid queue: a level, a limit, one drain rate, and inflow at the times of the
+reservations (`admissible_in_s`).
 
-Source: ours. Virtual queues as in telephone call-back systems, and the fluid queue of any textbook.
+Source: ours; virtual queues as in telephone call-back systems, and the textbook fluid queue.
 """
 
 import math
@@ -22,29 +22,30 @@ from dataclasses import dataclass
 from serve_app.request import PromptShape, Request
 from serve_app.scheduling.admission.settings import AdmissionSettings
 
-# RetryReservations of so many seconds are looked at as one.
+# Reservations within so many seconds are treated as due at the same time.
 _SLOT_S = 0.5
-# ReservedWork work counts for more than it is, so that reservations alone do not fill the line: estimates waver, and
-# what they were short of must be made up. Newcomers get what is left.
+# Reserved work counts for more than its estimate, so that reservations alone never reach the limit: errors of
+# the estimate then delay newcomers, not those who hold a reservation.
 _WEIGHT = 1.25
-# Weight of one reservation in the share that is claimed: the last thirty or so count.
+# Weight of one reservation in the claim rate: about the last thirty count.
 _CLAIM_WEIGHT = 1 / 32
 
 _Key = tuple[str, int, PromptShape, int | None, int, tuple[int, ...]]
+_Group = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """Something to wait in.
+class QueueLimit:
+    """A queue as a fluid, and the limit on it.
 
     Attributes:
-        ahead: what it holds now, in any unit.
-        per_s: how much of that leaves per second.
-        limit: how much it may hold at most before one more.
+        level: what it holds now, in any unit.
+        drain_per_s: how much of that leaves per second.
+        limit: how much it may hold before one more request joins.
     """
 
-    ahead: float
-    per_s: float
+    level: float
+    drain_per_s: float
     limit: float
 
 
@@ -61,7 +62,7 @@ class _RetryReservation:
 
 @dataclass(slots=True)
 class ReservedWork:
-    """RetryReservations of one tenant and class that are due at about the same time.
+    """The reservations of one tenant and class that are due at about the same time.
 
     Attributes:
         due_s: seconds until they are due; 0 when they are overdue.
@@ -74,14 +75,11 @@ class ReservedWork:
     due_s: float = 0.0
 
 
-_Group = tuple[int, str]
-
-
 class RetryReservations:
     """All expected returns.
 
     Attributes:
-        claim_rate: share of reservations that were claimed lately.
+        claim_rate: share of recent reservations that were claimed.
     """
 
     def __init__(self, settings: AdmissionSettings) -> None:
@@ -113,15 +111,11 @@ class RetryReservations:
         return True
 
     def claim(self, request: Request, now: float) -> bool:
-        """Take up the reservation of a request that has come back, if one is due."""
+        """Take up the reservation of a request that has returned, if one is due."""
         if not self._count:
             return False
-        same = self._by_key.get(_key(request), ())
-        due = [
-            reservation
-            for reservation in same
-            if reservation.due_at <= now + self._settings.reservation_early_s
-        ]
+        latest = now + self._settings.reservation_early_s
+        due = [each for each in self._by_key.get(_key(request), ()) if each.due_at <= latest]
         if not due:
             return False
         reservation = min(due, key=lambda each: each.due_at)
@@ -131,7 +125,7 @@ class RetryReservations:
         return True
 
     def expire(self, now: float) -> None:
-        """Forget those who did not come."""
+        """Drop the reservations that were not claimed in time."""
         last = _slot(now - self._settings.reservation_grace_s) - 1
         for slot in [slot for slot in self._in_slot if slot <= last]:
             for reservation in self._in_slot[slot]:
@@ -139,25 +133,27 @@ class RetryReservations:
                 self.claim_rate -= _CLAIM_WEIGHT * self.claim_rate
             del self._in_slot[slot]
 
-    def admissible_in_s(self, line: Line, amount: Callable[[ReservedWork], float], now: float) -> float:
-        """Seconds until one more may join the line without making it too long for those who are reserved.
+    def admissible_in_s(
+        self, queue: QueueLimit, work_of: Callable[[ReservedWork], float], now: float
+    ) -> float:
+        """Seconds until one more request may join without breaking the limit for those with reservations.
 
         Args:
-            amount: how much of the line some reserved requests will take, in the line's unit. It is asked in
-                the order in which they are due.
+            work_of: how much some reserved requests add to the queue, in its unit. It is called in the order
+                in which they are due.
 
         Returns:
-            0.0 when it may join now. Infinity when the line does not move and is too long.
+            0.0 when it may join now. Infinity when the queue is above its limit and does not drain.
         """
-        level, at_s = line.ahead, 0.0
-        admissible_in_s = _until(level, line)
+        level, at_s = queue.level, 0.0
+        admissible_in_s = _until_limit_s(level, queue)
         for reserved in self._reserved(now):
-            level = max(0.0, level - line.per_s * (reserved.due_s - at_s))
+            level = max(0.0, level - queue.drain_per_s * (reserved.due_s - at_s))
             at_s = reserved.due_s
-            joins = amount(reserved) * self.claim_rate * _WEIGHT
+            joins = work_of(reserved) * self.claim_rate * _WEIGHT
             level += joins
-            if joins > 0 and level > line.limit:
-                admissible_in_s = at_s + _until(level, line)
+            if joins > 0 and level > queue.limit:
+                admissible_in_s = at_s + _until_limit_s(level, queue)
         return admissible_in_s
 
     def _reserved(self, now: float) -> Iterator[ReservedWork]:
@@ -183,13 +179,13 @@ class RetryReservations:
         self._count -= 1
 
     def __repr__(self) -> str:
-        return f"<RetryReservations {self._count}, {self.claim_rate:.0%} claimed lately>"
+        return f"<RetryReservations {self._count}, claim rate {self.claim_rate:.0%}>"
 
 
 def fair_tokens(request: Request, own_tokens: float) -> Callable[[ReservedWork], float]:
-    """What reserved requests put ahead of `request` where tenants of a class are served in turn.
+    """What reserved requests put ahead of `request` under fair shares, in tokens.
 
-    All of higher classes and of its own tenant, and of each other tenant of its class as much as its own.
+    All of higher classes and of its own tenant; of each other tenant of its class as much as its own.
 
     Args:
         own_tokens: what its tenant has waiting, this request included.
@@ -197,7 +193,7 @@ def fair_tokens(request: Request, own_tokens: float) -> Callable[[ReservedWork],
     own = own_tokens
     counted: dict[str, float] = {}
 
-    def amount(reserved: ReservedWork) -> float:
+    def work_of(reserved: ReservedWork) -> float:
         nonlocal own
         if reserved.rank != request.priority.rank:
             return float(reserved.tokens) if reserved.rank < request.priority.rank else 0.0
@@ -208,14 +204,14 @@ def fair_tokens(request: Request, own_tokens: float) -> Callable[[ReservedWork],
         counted[reserved.tenant] = max(before, min(before + reserved.tokens, own))
         return counted[reserved.tenant] - before
 
-    return amount
+    return work_of
 
 
-def _until(level: float, line: Line) -> float:
-    """Seconds until a level has come down to the limit, if nothing joins."""
-    if level <= line.limit:
+def _until_limit_s(level: float, queue: QueueLimit) -> float:
+    """Seconds until a level has drained to the limit, if nothing joins."""
+    if level <= queue.limit:
         return 0.0
-    return (level - line.limit) / line.per_s if line.per_s > 0 else math.inf
+    return (level - queue.limit) / queue.drain_per_s if queue.drain_per_s > 0 else math.inf
 
 
 def _slot(at: float) -> int:
@@ -223,12 +219,12 @@ def _slot(at: float) -> int:
 
 
 def _key(request: Request) -> _Key:
-    """What tells a request that comes back from others; its id is another one then."""
+    """Recognises a request that returns; it has another id then."""
     return (
         request.tenant,
         request.priority.rank,
         request.shape,
-        request.max_output_tokens,
-        request.choices,
-        request.prefix,
+        request.spec.max_output_tokens,
+        request.spec.choices,
+        request.submission.prefix,
     )

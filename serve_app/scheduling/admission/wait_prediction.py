@@ -1,21 +1,22 @@
-"""How long will a request wait in the queue, and how far off have such predictions been?
+"""The prediction of a request's wait in the queue, and the errors of such predictions.
 
 Predicted wait = work ahead / drain rate * correction. The correction is the ratio of actual to predicted
-waits, because a policy that favours short requests serves them long before the work that came earlier. It is
-learned for each kind of request (class, octave of its expected prompt, and whether it was promised a place):
+waits, because a policy that favours short requests serves them long before work that arrived earlier. It is
+learned for each kind of request: class, octave of the expected prompt, and whether it claimed a retry
+reservation.
 
-- A ratio of decayed sums, not a mean of ratios, so that long waits count and the noise of short ones does
+- It is a ratio of decayed sums, not a mean of ratios, so that long waits count and noise in short ones does
   not.
 - One wait counts with at most a few times its prediction, and the correction is bounded, so that a stall of
-  the fleet does not spoil it.
-- Each kind begins at the correction of all, which begins at 1.
+  the fleet does not distort it.
+- Each kind begins at the correction of all kinds, which begins at 1.
 
-A request that expires would have waited longer than it did, and is counted with twice that. Counting it with
-less has a trap: work that expires is ahead of others and soon gone, so the more expires, the shorter waits
-look and the more is let in to expire.
+A request that expires would have waited longer than it did, so it counts with twice its wait. Counting less
+would feed back on itself: work that expires is ahead of others and soon gone, so waits look short, and more
+requests are admitted that expire.
 
-Refused requests are seen by nobody; so a kind of which nothing has been seen for a while is no ground for
-refusing any more (`is_trusted`), and one request of it shows how long it really takes.
+The wait of a refused request is never observed. So the prediction for a kind that was not observed for a
+while is not trusted (`is_trusted`), and one request of that kind is admitted as a probe.
 """
 
 import math
@@ -23,20 +24,19 @@ from dataclasses import dataclass
 
 from serve_app.scheduling.admission.drain_rate import DrainRate
 from serve_app.scheduling.admission.settings import AdmissionSettings
-from serve_app.scheduling.prediction import Kind, Prediction
-from serve_app.scheduling.request import ScheduledRequest
+from serve_app.scheduling.request import PredictedWait, ScheduledRequest, WaitKind
 
 # An observation's weight after n more is `_KEPT ** n`: the last fifty or so count.
 _KEPT = 0.98
-# Seconds of waiting, seen with the ratio of all, that every kind begins with.
+# Weight of the prior, in seconds of waiting: every kind begins with the ratio of all.
 _PRIOR_S = 2.0
 _LEAST, _MOST = 1 / 32, 8.0
-# A wait counts with at most this many times its prediction, and some seconds.
+# A wait counts with at most this many times its prediction, plus some seconds.
 _OUTLIER_RATIO, _OUTLIER_S = 8.0, 1.0
-# All kinds together must have been seen so many times oftener than one.
+# All kinds together need so many times the observations that one kind needs.
 _KINDS = 4
-# How long an expired request would have waited, over how long it did. Twice is what one expects of a wait of
-# which nothing is known but that it is not over.
+# How long an expired request would have waited, relative to how long it did. Twice is the expectation for a
+# duration of which only the age is known.
 _EXPIRED_RATIO = 2.0
 
 
@@ -63,12 +63,12 @@ class _Correction:
 
 @dataclass(slots=True)
 class PredictionErrors:
-    """Predicted minus actual wait of the requests that waited, or were predicted to.
+    """Predicted minus actual wait, of requests that waited or were predicted to wait.
 
     Attributes:
-        count: all of them so far.
-        mean_s: mean of the last fifty or so; positive when requests are served sooner than predicted.
-        mean_absolute_s: mean of their sizes.
+        count: observations so far.
+        mean_s: over about the last fifty; positive when requests are dispatched sooner than predicted.
+        mean_absolute_s: mean of the absolute errors.
     """
 
     count: int = 0
@@ -84,11 +84,11 @@ class PredictionErrors:
 
 
 class WaitPredictor:
-    """Predicts waits and learns from how long they turned out.
+    """Predicts waits, and learns from the actual ones.
 
     Attributes:
-        drain: how fast the queue drains.
-        errors: how far off it has been.
+        drain: the drain rate of the queue.
+        errors: of its predictions.
     """
 
     def __init__(self, settings: AdmissionSettings, now: float) -> None:
@@ -96,32 +96,32 @@ class WaitPredictor:
         self.drain = DrainRate(now)
         self.errors = PredictionErrors()
         self._all = _Correction()
-        self._by_kind: dict[Kind, _Correction] = {}
+        self._by_kind: dict[WaitKind, _Correction] = {}
 
-    def seconds_per_token(self, kind: Kind) -> float | None:
-        """What a token of work ahead adds to the wait of such a request; None while that is unknown."""
+    def seconds_per_token(self, kind: WaitKind) -> float | None:
+        """What a token of work ahead adds to the wait of such a request; None while the rate is unknown."""
         rate = self.drain.tokens_per_s
         return self._correction(kind) / rate if rate > 0 else None
 
-    def predict(self, scheduled: ScheduledRequest, tokens_ahead: int, now: float) -> Prediction | None:
-        """How long a request that comes now will wait; None before anything has drained."""
+    def predict(self, scheduled: ScheduledRequest, tokens_ahead: int, now: float) -> PredictedWait | None:
+        """How long a request that arrives now will wait; None before the queue has ever drained."""
         rate = self.drain.tokens_per_s
         if not rate > 0:
             return None
         kind = kind_of(scheduled)
-        plain_s = tokens_ahead / rate
-        return Prediction(kind, now, plain_s, plain_s * self._correction(kind))
+        uncorrected_s = tokens_ahead / rate
+        return PredictedWait(kind, now, uncorrected_s, uncorrected_s * self._correction(kind))
 
-    def is_trusted(self, kind: Kind, now: float) -> bool:
-        """Whether enough such waits were seen, and lately, to refuse on the strength of them.
+    def is_trusted(self, kind: WaitKind, now: float) -> bool:
+        """Whether enough such waits were observed recently to refuse a request on their account.
 
-        Says no once after each `probe_interval_s` without an observation of the kind, and more often for a
-        kind of which little is known.
+        False once after each `probe_interval_s` without an observation of the kind, and more often for a kind
+        with few observations.
         """
         settings = self._settings
         if self._all.count < _KINDS * settings.min_observations:
             return False
-        correction = self._of(kind)
+        correction = self._observed(kind)
         interval_s = settings.probe_interval_s
         if correction.count < settings.min_observations:
             interval_s /= settings.min_observations
@@ -137,29 +137,29 @@ class WaitPredictor:
         if prediction is None:
             return
         actual_s = now - prediction.at
-        if actual_s > 0 or prediction.plain_s > 0:
+        if actual_s > 0 or prediction.uncorrected_s > 0:
             self.errors.add(prediction.wait_s - actual_s)
             self._learn(prediction, actual_s, now)
 
     def on_expiry(self, scheduled: ScheduledRequest, now: float) -> None:
-        """A request was not served in time: nobody knows how long it would have taken."""
+        """A request expired in the queue, so its full wait is unknown."""
         prediction = scheduled.prediction
         if prediction is not None:
             waited_s = now - prediction.at
             self.errors.add(prediction.wait_s - waited_s)
             self._learn(prediction, _EXPIRED_RATIO * waited_s, now)
 
-    def _learn(self, prediction: Prediction, actual_s: float, now: float) -> None:
-        for correction in (self._of(prediction.kind), self._all):
-            correction.observe(prediction.plain_s, actual_s, now)
+    def _learn(self, prediction: PredictedWait, actual_s: float, now: float) -> None:
+        for correction in (self._observed(prediction.kind), self._all):
+            correction.observe(prediction.uncorrected_s, actual_s, now)
 
-    def _of(self, kind: Kind) -> _Correction:
+    def _observed(self, kind: WaitKind) -> _Correction:
         correction = self._by_kind.get(kind)
         if correction is None:
             correction = self._by_kind[kind] = _Correction()
         return correction
 
-    def _correction(self, kind: Kind) -> float:
+    def _correction(self, kind: WaitKind) -> float:
         of_all = self._all.ratio(prior=1.0)
         correction = self._by_kind.get(kind)
         return of_all if correction is None else correction.ratio(prior=of_all)
@@ -168,7 +168,7 @@ class WaitPredictor:
         return f"<WaitPredictor {self.drain!r} correction={self._all.ratio(1.0):.2f} {self.errors}>"
 
 
-def kind_of(scheduled: ScheduledRequest) -> Kind:
-    """Requests of one class and octave wait alike, and those that were promised a place by themselves."""
+def kind_of(scheduled: ScheduledRequest) -> WaitKind:
+    """The kind of a request: class, octave of its prompt, and whether it claimed a reservation."""
     octave = scheduled.estimate.expected_prompt_tokens.bit_length()
     return scheduled.request.priority.rank, octave, scheduled.claimed

@@ -1,6 +1,6 @@
-"""Which request goes next, and to which replica.
+"""Dispatch: which request is sent next, and to which replica.
 
 Read `dispatcher` (the order of service) first, then `placement` (which replica) and `backpressure` (what an
-engine may be sent). `promotion`, `class_floors` and `capacity_reservations` keep anybody from starving;
+engine may be sent). `promotion`, `class_floors` and `capacity_reservations` prevent starvation.
 `engine_priority` is for engines that order their own queue.
 """

@@ -1,11 +1,14 @@
-"""How does a request get in that fits nowhere, while smaller ones take each bit of room as it comes free?
+"""Capacity reservations: KV cache kept free for a promoted request that fits no replica.
 
-A promoted request (`promotion`) whose KV cache fits no replica of its pool has room kept for it: the replica
-that lacks least takes nobody else who would need what it lacks, until enough has ended there. One request of
-each pool at a time has that right, for as long as it waits. What it costs is the room that stands empty
-meanwhile. The bounded rate of promotions bounds that, and none are saved up while room is kept.
+Without one, smaller requests take each bit of capacity as it becomes free, and a request that needs most of a
+KV cache never fits. So a promoted request (`promotion`) that fits nowhere in its pool gets a reservation on the
+replica that lacks least for it. That replica takes no other request that would need the reserved tokens, until
+the promoted one fits. Each pool has at most one reservation, which lasts as long as its request waits.
 
-Ours. The idea is that of a reservation under backfilling (Lifka, "The ANL/IBM SP scheduling system", 1995).
+The cost is capacity that stays idle meanwhile. The bounded rate of promotions bounds it, and no promotions are
+saved up while a reservation stands.
+
+Source: ours, after reservations under backfilling (Lifka, "The ANL/IBM SP scheduling system", 1995).
 """
 
 from collections.abc import Iterator
@@ -17,68 +20,72 @@ from serve_app.scheduling.request import ScheduledRequest
 
 
 @dataclass(slots=True)
-class Reservation:
-    """Room that is kept on one replica."""
+class CapacityReservation:
+    """KV tokens that are kept free on one replica."""
 
     scheduled: ScheduledRequest
     replica: ReplicaState
     tokens: int
 
 
-class Reservations:
-    """At most one for each pool."""
+class CapacityReservations:
+    """The reservations, at most one for each pool."""
 
     def __init__(self, ledger: ReplicaLedger) -> None:
         self._ledger = ledger
-        self._kept: dict[str, Reservation] = {}
+        self._by_pool: dict[str, CapacityReservation] = {}
 
     def __repr__(self) -> str:
-        kept = {each.scheduled.request.request_id: each.replica.spec.replica_id for each in self}
-        return f"<Reservations {kept}>"
+        reserved = {each.scheduled.request.request_id: each.replica.spec.replica_id for each in self}
+        return f"<CapacityReservations {reserved}>"
 
-    def __iter__(self) -> Iterator[Reservation]:
-        return iter(self._kept.values())
+    def __iter__(self) -> Iterator[CapacityReservation]:
+        return iter(self._by_pool.values())
 
-    def of(self, pool: str) -> Reservation | None:
-        """The one of a pool."""
-        return self._kept.get(pool)
+    def of(self, pool: str) -> CapacityReservation | None:
+        """The reservation of a pool."""
+        return self._by_pool.get(pool)
 
     def prune(self, now: float) -> None:
-        """Drop those of requests that do not wait any more."""
-        for pool, kept in list(self._kept.items()):
-            if not kept.scheduled.queued or kept.scheduled.pools[:1] != (pool,):
+        """Drop the reservations of requests that no longer wait."""
+        for pool, reservation in list(self._by_pool.items()):
+            if not reservation.scheduled.queued or reservation.scheduled.pools[:1] != (pool,):
                 self._drop(pool, now)
 
     def lift(self, pool: str, now: float) -> ScheduledRequest | None:
-        """Count what is kept as free, to see whether it suffices now; whose it is."""
-        kept = self._kept.get(pool)
-        if kept is None:
+        """Count the reserved tokens as free, to see whether their request fits now; returns that request."""
+        reservation = self._by_pool.get(pool)
+        if reservation is None:
             return None
-        self._ledger.reserve(kept.replica, 0, now)
-        return kept.scheduled
+        self._ledger.reserve(reservation.replica, 0, now)
+        return reservation.scheduled
 
-    def keep(self, scheduled: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
-        """Keep that many tokens for a request, where it had them before or where least is lacking.
+    def reserve(self, scheduled: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
+        """Reserve tokens for a request, where it had them before or where least is lacking.
 
-        The one that the pool had before, of another request, is dropped.
+        A reservation that the pool had for another request is dropped.
         """
-        kept = self._kept.get(pool)
-        if kept is None or kept.scheduled is not scheduled or not self._ledger.is_usable(kept.replica):
-            replica = self._ledger.roomiest(pool)
-            if kept is not None:
+        reservation = self._by_pool.get(pool)
+        if (
+            reservation is None
+            or reservation.scheduled is not scheduled
+            or not self._ledger.is_usable(reservation.replica)
+        ):
+            replica = self._ledger.most_free(pool)
+            if reservation is not None:
                 self._drop(pool, now)
             if replica is None:
                 return
-            kept = self._kept[pool] = Reservation(scheduled, replica, tokens)
-        kept.tokens = tokens
-        self._ledger.reserve(kept.replica, tokens, now)
+            reservation = self._by_pool[pool] = CapacityReservation(scheduled, replica, tokens)
+        reservation.tokens = tokens
+        self._ledger.reserve(reservation.replica, tokens, now)
 
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> bool:
-        """A request has gone, and needs no room any more; whether some was kept for it."""
-        pools = [pool for pool, kept in self._kept.items() if kept.scheduled is scheduled]
+        """Drop the reservations of a request that was dispatched; whether it had any."""
+        pools = [pool for pool, each in self._by_pool.items() if each.scheduled is scheduled]
         for pool in pools:
             self._drop(pool, now)
         return bool(pools)
 
     def _drop(self, pool: str, now: float) -> None:
-        self._ledger.reserve(self._kept.pop(pool).replica, 0, now)
+        self._ledger.reserve(self._by_pool.pop(pool).replica, 0, now)

@@ -1,54 +1,47 @@
-"""In which order do the priority classes go, and what keeps the lowest from starving?
+"""Class floors: the least share of dispatches that a lower priority class gets while it waits.
 
-Interactive goes before default, default before batch, always; but of every hundred dispatches made while a
-lower class waits, that class gets its floor share. Credit for it is saved up a little and never lent.
+Interactive is dispatched before default, and default before batch. But of every hundred dispatches made while a
+lower class waits, that class gets its floor share. Credit for them is saved up to a small bound.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Annotated
 
 from serve_app.request import PriorityClass
+from serve_app.settings_base import between, settings
 
-# Dispatches that a class may have saved up; more would come as a burst in front of those above it.
+# Dispatches that a class may save up; more would be a burst ahead of the higher classes.
 _SAVED = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="class_floors")
 class ClassFloorSettings:
-    """Least shares of the dispatches, while the class waits."""
+    """Least shares of the dispatches while the class waits."""
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
-
-    # A tenth is enough that nobody's program times out behind a flood of interactive requests.
-    default_share: float = 0.1
-    # Batch work is to come through some day, not today.
-    batch_share: float = 0.02
-
-    def __post_init__(self) -> None:
-        for name in ("default_share", "batch_share"):
-            if not 0 <= getattr(self, name) <= 0.5:
-                raise ValueError(f"class_floors.{name} must be from 0 to 0.5, got {getattr(self, name)}")
+    # A tenth is enough that no program times out behind a flood of interactive requests.
+    default_share: Annotated[float, between(0, 0.5)] = 0.1
+    # Batch work has to progress, not to finish soon.
+    batch_share: Annotated[float, between(0, 0.5)] = 0.02
 
     def share(self, priority: PriorityClass) -> float:
-        """Floor share of one class; that of the highest is 0, since nobody goes before it."""
+        """Floor share of one class; that of the highest is 0, since no class is dispatched before it."""
         shares = {PriorityClass.DEFAULT: self.default_share, PriorityClass.BATCH: self.batch_share}
         return shares.get(priority, 0.0)
 
 
 class ClassFloors:
-    """Counts what each class has got, and says when one is owed a dispatch."""
+    """Counts the dispatches of each class, and tells which classes are owed one."""
 
     def __init__(self, settings: ClassFloorSettings) -> None:
         self._settings = settings
         self._credit = dict.fromkeys(PriorityClass, 0.0)
 
     def owed(self) -> list[PriorityClass]:
-        """Classes that may go first now, the highest first."""
+        """Classes that have earned a dispatch before the others, the highest first."""
         return [priority for priority, credit in self._credit.items() if credit >= 1.0]
 
     def on_dispatch(self, priority: PriorityClass, waiting: Iterable[PriorityClass]) -> None:
-        """A request of a class was dispatched, while those classes waited."""
+        """A request of a class was dispatched while the `waiting` classes waited."""
         if self._credit[priority] >= 1.0:
             self._credit[priority] -= 1.0
         for other in waiting:

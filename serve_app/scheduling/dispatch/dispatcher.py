@@ -11,12 +11,13 @@ The first in this order that fits a replica of the pool goes. Batch work fits on
 queue is empty, unless it is owed its floor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from serve_app.request import PriorityClass
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
-from serve_app.scheduling.dispatch.capacity_reservations import Reservations
+from serve_app.scheduling.dispatch.capacity_reservations import CapacityReservations
 from serve_app.scheduling.dispatch.class_floors import ClassFloors
 from serve_app.scheduling.dispatch.placement import Placement, PlacementQuery
 from serve_app.scheduling.dispatch.promotion import Promotion
@@ -26,8 +27,14 @@ from serve_app.scheduling.queueing.request_queue import RequestQueue
 from serve_app.scheduling.request import ScheduledRequest
 from serve_app.scheduling.settings import SchedulerSettings
 
-Send = Callable[[ScheduledRequest, ReplicaState, Hold], None]
-"""Carries a choice out: takes the request out of the room and holds its place in the ledger."""
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A request that goes now, the replica that it goes to, and what to hold there."""
+
+    scheduled: ScheduledRequest
+    replica: ReplicaState
+    hold: Hold
 
 
 class Dispatcher:
@@ -57,24 +64,31 @@ class Dispatcher:
         self._promotion = Promotion(settings.promotion) if policy.promotes else None
         self._overdue = ExpiryHeap(self._overdue_at)
         self._floors = ClassFloors(settings.class_floors)
-        self.reservations = Reservations(ledger)
+        self.reservations = CapacityReservations(ledger)
 
     def on_enqueue(self, scheduled: ScheduledRequest) -> None:
         """A request has come into the queue."""
         if self._promotion is not None:
             self._overdue.add(scheduled)
 
-    def run(self, now: float, send: Send) -> None:
-        """Dispatch whatever fits."""
+    def choices(self, now: float) -> Iterator[Choice]:
+        """What goes now, one choice after another, until nothing fits any more.
+
+        The caller takes each out of the queue and holds its place in the ledger before it asks for the next,
+        which is chosen in sight of that. Pools first take those at home in them, then those that spill.
+        """
         self.reservations.prune(now)
         if not self._queue:
             return
         self._policy.on_round_start()
-        while self._queue:
-            self._fill(now, send, at_home=True)
-            # Each spill brings a new head to the top of its sub_queue, and that one may fit at home.
-            if not self._queue or not self._fill(now, send, at_home=False):
-                break
+        spilled = True
+        while spilled:
+            spilled = False
+            yield from self._fill(now, at_home=True)
+            # Each spill brings a new head to the top of its sub-queue, and that one may fit at home.
+            for choice in self._fill(now, at_home=False):
+                spilled = True
+                yield choice
         self._policy.on_round_end(self._queue.queue_names())
         self._overdue.prune(len(self._queue))
 
@@ -101,26 +115,20 @@ class Dispatcher:
         reasons = {pool: self._obstacle(head, pool, now) for pool in head.pools}
         return "; ".join(f"{pool}: {reason}" for pool, reason in reasons.items())
 
-    def _fill(self, now: float, send: Send, *, at_home: bool) -> bool:
-        filled = False
+    def _fill(self, now: float, *, at_home: bool) -> Iterator[Choice]:
         for pool in self._pools:
-            while self._queue and (choice := self._choose(pool, now, at_home=at_home)):
-                scheduled, replica, hold = choice
-                send(scheduled, replica, hold)
-                self._on_dispatch(scheduled, now)
-                filled = True
-        return filled
+            while self._queue and (choice := self._choose(pool, now, at_home=at_home)) is not None:
+                yield choice
+                self._on_dispatch(choice.scheduled, now)
 
     def _on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
-        room_was_kept = self.reservations.on_dispatch(scheduled, now)
+        capacity_was_reserved = self.reservations.on_dispatch(scheduled, now)
         self._policy.on_dispatch(scheduled)
         if self._promotion is not None:
-            self._promotion.on_dispatch(scheduled, now, room_was_kept=room_was_kept)
+            self._promotion.on_dispatch(scheduled, now, capacity_was_reserved=capacity_was_reserved)
         self._floors.on_dispatch(scheduled.request.priority, self._queue.waiting_classes())
 
-    def _choose(
-        self, pool: str, now: float, *, at_home: bool
-    ) -> tuple[ScheduledRequest, ReplicaState, Hold] | None:
+    def _choose(self, pool: str, now: float, *, at_home: bool) -> Choice | None:
         """The first head in the order of service that fits a replica of `pool`, with what to hold of it."""
         limit = self._ledger.context_limit(pool)
         if limit is None or not self._ledger.has_open(pool, now):
@@ -144,16 +152,16 @@ class Dispatcher:
                 head, replica, PlacementQuery(pool, tokens, needs_empty_engine_queue), now
             )
             if placed is not None:
-                return head, *placed
+                return Choice(head, *placed)
             if head is first and at_home:
-                self._keep_room(head, pool, tokens, now)
+                self._reserve_capacity(head, pool, tokens, now)
         return None
 
-    def _keep_room(self, head: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
+    def _reserve_capacity(self, head: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
         kept = self.reservations.of(pool)
         # Who has room kept and waits for something else as well, such as isolation, does not lose it.
         if (kept is not None and kept.scheduled is head) or self._ledger.best(pool, tokens, now) is None:
-            self.reservations.keep(head, pool, tokens, now)
+            self.reservations.reserve(head, pool, tokens, now)
 
     def _limits(self, scheduled: ScheduledRequest, now: float) -> tuple[int, ...]:
         """How many long prefills may be in flight on a replica that gets this one."""

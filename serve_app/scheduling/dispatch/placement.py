@@ -1,14 +1,14 @@
-"""On which replica? By load first, then by what it has cached, with the prefill that is left there.
+"""Placement: the replica for a request, by load and by how much of its prompt each replica has cached.
 
-A request is as long as what is left to compute of it, and that differs from replica to replica. A long prompt
-that is mostly cached on one replica is a short prefill there and a long one everywhere else, so prefill
-isolation may let it go to that one while the others are closed to it.
+The length of a request is what is left to compute of its prompt, which differs between replicas. A long prompt
+that is mostly cached on one replica is a short prefill there and a long one elsewhere. So prefill isolation may
+admit it to that replica while it excludes the others.
 """
 
 from dataclasses import dataclass
 
 from serve_app.routing.ledger import ReplicaLedger
-from serve_app.routing.prefix.affinity import PrefixAffinity, Wanted
+from serve_app.routing.prefix.affinity import PrefixAffinity, PrefixQuery
 from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
 from serve_app.scheduling.isolation.prefill_isolation import PrefillIsolation
 from serve_app.scheduling.request import ScheduledRequest
@@ -16,10 +16,10 @@ from serve_app.scheduling.request import ScheduledRequest
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """What a head needs of a replica besides room for its prefill.
+    """What a head needs of a replica, besides prefill isolation.
 
     Attributes:
-        tokens: of the KV cache.
+        tokens: KV cache that it needs.
         needs_empty_engine_queue: the engine's own queue must be empty.
     """
 
@@ -29,7 +29,7 @@ class PlacementQuery:
 
 
 class Placement:
-    """Chooses the replica for a request that is about to go."""
+    """Chooses the replica for a request that is about to be dispatched."""
 
     def __init__(self, ledger: ReplicaLedger, isolation: PrefillIsolation, affinity: PrefixAffinity) -> None:
         self._ledger = ledger
@@ -37,37 +37,37 @@ class Placement:
         self._affinity = affinity
 
     def choose(
-        self, head: ScheduledRequest, by_load: ReplicaState | None, fit: PlacementQuery, now: float
+        self, head: ScheduledRequest, by_load: ReplicaState | None, query: PlacementQuery, now: float
     ) -> tuple[ReplicaState, Hold] | None:
-        """The replica, and what to hold of it; None when nobody may take the request.
+        """The replica and what to hold of it; None when no replica may take the request.
 
         Args:
-            by_load: the best for its whole prefill; None when isolation or load lets none take that.
+            by_load: the best for its whole prefill; None when isolation or load excludes all.
         """
         if by_load is None and not (head.prefill_class is not PrefillClass.SHORT and head.cached_tokens):
             return None
         estimate, waited_s = head.estimate, now - head.request.arrived_at
 
-        def able(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
+        def admissible(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
             limits = self.isolation.limits(self._prefill_class(head, prefill_tokens), now, waited_s)
-            replica = self._ledger.able(
+            replica = self._ledger.open_replica(
                 replica_id,
-                fit.tokens,
+                query.tokens,
                 now,
                 long_limits=limits,
-                needs_empty_engine_queue=fit.needs_empty_engine_queue,
+                needs_empty_engine_queue=query.needs_empty_engine_queue,
             )
-            return replica if replica is not None and replica.spec.pool == fit.pool else None
+            return replica if replica is not None and replica.spec.pool == query.pool else None
 
-        wanted = Wanted(head.request, estimate.expected_prompt_tokens, estimate.expected_output_tokens)
-        placed = self._affinity.choose(by_load, wanted, able)
-        if placed is None:
+        prompt = PrefixQuery(head.request, estimate.expected_prompt_tokens, estimate.expected_output_tokens)
+        found = self._affinity.choose(by_load, prompt, admissible)
+        if found is None:
             return None
-        prefill_class = self._prefill_class(head, placed.prefill_tokens)
-        return placed.replica, Hold(fit.tokens, prefill_class, placed.prefill_tokens)
+        prefill_class = self._prefill_class(head, found.prefill_tokens)
+        return found.replica, Hold(query.tokens, prefill_class, found.prefill_tokens)
 
     def _prefill_class(self, head: ScheduledRequest, prefill_tokens: int) -> PrefillClass:
         if prefill_tokens >= head.estimate.expected_prompt_tokens:
             return head.prefill_class
-        # Boundaries may have moved since it was let in, but what is cached only shortens it.
+        # Boundaries may have changed since its admission, but a cached prefix only shortens it.
         return min(head.prefill_class, self.isolation.prefill_class(prefill_tokens))

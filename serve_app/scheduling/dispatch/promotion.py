@@ -1,58 +1,46 @@
-"""Nobody waits for ever: whoever has waited `max_wait_s` goes first, at a bounded rate.
+"""Promotion: a request that has waited `max_wait_s` is dispatched first, at a bounded rate.
 
-Under lasting overload everybody has waited too long, and promoting all of them would turn any policy back
-into FCFS. So at most `promoted_share` of all dispatches are promotions. The bound that follows: a request is
-dispatched at the latest `max_wait_s` after it came, plus the time in which the scheduler makes `(those
-promoted before it + 1) / promoted_share` dispatches.
+Under lasting overload every request has waited too long, and promoting them all would turn any policy into
+FCFS. So at most `promoted_share` of all dispatches are promotions. The resulting bound: a request is dispatched
+at most `max_wait_s` after its arrival, plus the time of `(requests promoted before it + 1) / promoted_share`
+dispatches.
 
-Ours; EWSJF's own proof that nobody starves (Theorem A.1) gives no usable bound.
+Source: ours; the proof of EWSJF that no request starves (Theorem A.1) gives no usable bound.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Annotated
 
 from serve_app.request import PriorityClass
 from serve_app.scheduling.request import ScheduledRequest
+from serve_app.settings_base import POSITIVE, POSITIVE_SHARE, settings
 
-# Promotions that may be saved up while nobody needs one.
+# Promotions that may be saved up while no request needs one.
 _SAVED = 4.0
-# One that was refused, and came back when it was told to, was promised to be served in time: it goes
-# first after this share of its time in the queue, whatever the policy makes of it. The rest is for its turn
-# among those promoted.
-_PROMISED_SHARE = 0.5
+# A request that claimed a retry reservation was promised service in time. It is promoted after this share of its
+# queue timeout, whatever its score. The rest of the timeout is for its wait among promoted requests.
+_CLAIMED_SHARE = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="promotion")
 class PromotionSettings:
-    """Seconds after which each class goes first, and how often."""
+    """Seconds after which a request of each class is promoted, and the share of promotions."""
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
-
-    # Longer than any length queue waits below saturation, shorter than people and programs give up.
-    interactive_s: float = 15.0
-    default_s: float = 60.0
-    batch_s: float = 1_800.0
+    # Longer than any length queue waits below saturation, shorter than the patience of people and programs.
+    interactive_s: Annotated[float, POSITIVE] = 15.0
+    default_s: Annotated[float, POSITIVE] = 60.0
+    batch_s: Annotated[float, POSITIVE] = 1_800.0
     # A fifth of the dispatches at most: short requests keep the rest in overload.
-    promoted_share: float = 0.2
-
-    def __post_init__(self) -> None:
-        for name in ("interactive_s", "default_s", "batch_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"promotion.{name} must be positive, got {getattr(self, name)}")
-        if not 0 < self.promoted_share <= 1:
-            raise ValueError(
-                f"promotion.promoted_share must be above 0 and at most 1, got {self.promoted_share}"
-            )
+    promoted_share: Annotated[float, POSITIVE_SHARE] = 0.2
 
     def max_wait_s(self, priority: PriorityClass) -> float:
-        """Seconds after which a request of this class goes first."""
+        """Seconds after which a request of this class is promoted."""
         seconds: float = getattr(self, f"{priority.value}_s")
         return seconds
 
 
 class Promotion:
-    """Puts those who have waited too long first, as often as is allowed."""
+    """Chooses the request to promote, as often as is allowed."""
 
     def __init__(self, settings: PromotionSettings) -> None:
         self._settings = settings
@@ -60,35 +48,36 @@ class Promotion:
 
     @property
     def is_due(self) -> bool:
-        """Whether somebody may be promoted now."""
+        """Whether a request may be promoted now."""
         return self._allowed >= 1.0
 
     def first(self, heads: Iterable[ScheduledRequest], now: float) -> ScheduledRequest | None:
-        """The head that is longest past its time; None when none is."""
+        """The overdue head that arrived first; None when none is overdue."""
         overdue = [head for head in heads if self.is_overdue(head, now)]
         return min(overdue, key=lambda head: (head.request.arrived_at, head.sequence), default=None)
 
-    def on_dispatch(self, scheduled: ScheduledRequest, now: float, *, room_was_kept: bool = False) -> None:
+    def on_dispatch(
+        self, scheduled: ScheduledRequest, now: float, *, capacity_was_reserved: bool = False
+    ) -> None:
         """Count a dispatch.
 
         Args:
-            room_was_kept: others have stood back for it, and have their turns before anybody is promoted
-                again.
+            capacity_was_reserved: others were held back for it, and are dispatched before the next promotion.
         """
-        if room_was_kept:
+        if capacity_was_reserved:
             self._allowed = 0.0
         elif self._allowed >= 1.0 and self.is_overdue(scheduled, now):
             self._allowed -= 1.0
         self._allowed = min(_SAVED, self._allowed + self._settings.promoted_share)
 
     def overdue_at(self, scheduled: ScheduledRequest) -> float:
-        """When the request will have waited as long as its class may, or as it was promised."""
+        """When the request will have waited as long as its class, or its claimed reservation, allows."""
         request = scheduled.request
         wait_s = self._settings.max_wait_s(request.priority)
         if scheduled.claimed:
-            wait_s = min(wait_s, _PROMISED_SHARE * (request.expires_at - request.arrived_at))
+            wait_s = min(wait_s, _CLAIMED_SHARE * (request.expires_at - request.arrived_at))
         return request.arrived_at + wait_s
 
     def is_overdue(self, scheduled: ScheduledRequest, now: float) -> bool:
-        """Whether the request has waited longer than its class may."""
+        """Whether the request has waited longer than allowed."""
         return now > self.overdue_at(scheduled)

@@ -22,12 +22,11 @@ Where news is late, the limits grow so that as many prefills are in the engines 
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated
 
 from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
+from serve_app.settings_base import INNER_SHARE, NOT_NEGATIVE, POSITIVE, settings
 
 _BUCKETS_PER_OCTAVE = 8
 _RELEARN_EVERY = 64
@@ -37,65 +36,47 @@ _NEAR = 0.6
 _TRACE = 0.001
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="isolation")
 class IsolationSettings:
     """How far long prefills are kept apart."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     # Long prefills in flight per replica, the longest among them; 0 switches isolation off. Two keep the
     # engine busy when the scheduler hears of first tokens late, and let a medium prompt in beside a huge
     # one. One gives short requests a tenth less time to first token, and long ones half as much again.
-    max_long_prefills: int = 2
+    max_long_prefills: Annotated[int, NOT_NEGATIVE.hint("0 switches isolation off")] = 2
     # Of the longest alone. As many as `max_long_prefills` makes one prefill_class of both.
-    max_longest_prefills: int = 1
+    max_longest_prefills: Annotated[int, POSITIVE] = 1
     # Share of prefill work that counts as short. More isolates less.
-    short_work_share: float = 0.25
+    short_work_share: Annotated[float, INNER_SHARE] = 0.25
     # Share of prefill work that counts as longest. More reserves more for medium prompts.
-    longest_work_share: float = 0.5
+    longest_work_share: Annotated[float, INNER_SHARE] = 0.5
     # Where "long" and "longest" begin until enough requests have been seen, in tokens.
     prior_boundary_tokens: int = 1_024
     prior_longest_tokens: int = 4_096
     # Requests after which the boundaries are learned rather than prior.
-    min_observations: int = 200
+    min_observations: Annotated[int, POSITIVE] = 200
     # As many more as ageing may let in, one per `relief_s` seconds that the first of its kind has waited. It
     # shortens the longest waits below saturation (Azure at load 0.7: long p99 6.0 s with none, 4.3 s with
     # one), but in overload everybody has waited, and it undoes the isolation for all: at load 1.1 of the
     # paper's mix one costs nine tenths of the goodput. Off, therefore.
-    max_relief: int = 0
-    relief_s: float = 2.0
+    max_relief: Annotated[int, NOT_NEGATIVE.hint("0 switches it off")] = 0
+    relief_s: Annotated[float, POSITIVE] = 2.0
     # Shares of tenants come before isolation: one whose requests are mostly long would otherwise never get
     # its share beside others with short ones. For each so many average requests that it is behind every
     # other tenant that waits, it may have one long prefill more, up to `max_owed` more.
-    owed_requests: float = 16.0
-    max_owed: int = 4
+    owed_requests: Annotated[float, POSITIVE] = 16.0
+    max_owed: Annotated[int, NOT_NEGATIVE.hint("0 switches it off")] = 4
     # When no short request of a class above batch has come for so many seconds, nobody is to be protected,
     # and as many long prefills may be in flight as fill an iteration with their chunks (2,048 by 256 on a 70B
     # profile). Otherwise a backlog of long prompts alone would run at half of the engines' throughput.
-    no_short_s: float = 2.0
-    no_short_long_prefills: int = 8
+    no_short_s: Annotated[float, POSITIVE] = 2.0
+    no_short_long_prefills: Annotated[int, POSITIVE] = 8
     # Seconds to an engine and back that do not count as late news: a part of an iteration costs nothing.
-    usual_lag_s: float = 0.05
+    usual_lag_s: Annotated[float, NOT_NEGATIVE] = 0.05
     # Share of a length's weight that is left after 1,000 requests; forgets old traffic.
-    keep_per_thousand: float = 0.5
+    keep_per_thousand: Annotated[float, INNER_SHARE] = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("max_long_prefills", "max_relief", "max_owed", "usual_lag_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"isolation.{name} must be 0 (off) or more, got {getattr(self, name)}")
-        for name in ("short_work_share", "longest_work_share", "keep_per_thousand"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"isolation.{name} must be between 0 and 1, got {getattr(self, name)}")
-        for name in (
-            "max_longest_prefills",
-            "min_observations",
-            "relief_s",
-            "owed_requests",
-            "no_short_s",
-            "no_short_long_prefills",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"isolation.{name} must be positive, got {getattr(self, name)}")
         if not 0 < self.prior_boundary_tokens <= self.prior_longest_tokens:
             raise ValueError(
                 "isolation.prior_boundary_tokens must be positive and at most prior_longest_tokens, got "

@@ -31,7 +31,7 @@ class PrefillWatch:
 
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
         """A request has just been dispatched."""
-        if not scheduled.request.streamed:
+        if not scheduled.request.spec.streamed:
             self._sent += 1
             ends_at = now + _PATIENCE * self._cost.seconds(scheduled.prefill_tokens)
             heapq.heappush(self._guesses, (ends_at, self._sent, scheduled, scheduled.dispatch_number))
@@ -42,9 +42,9 @@ class PrefillWatch:
         replica = self._ledger[scheduled.replica_id]
         still_alone = scheduled.dispatch_number == replica.dispatches
         # An answer that is not streamed begins when it ends, long after its prefill.
-        if scheduled.prefilled_alone and still_alone and scheduled.request.streamed:
+        if scheduled.prefilled_alone and still_alone and scheduled.request.spec.streamed:
             self._cost.observe(scheduled.prefill_tokens, now - scheduled.dispatched_at)
-        if scheduled.request.streamed:
+        if scheduled.request.spec.streamed:
             self._learn_lag(scheduled, replica, now - scheduled.dispatched_at)
         self._end(scheduled, now)
 

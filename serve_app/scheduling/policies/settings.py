@@ -1,11 +1,12 @@
 """Settings of EWSJF: the score's weights and the life of queues."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import asdict, field, fields
+from typing import Annotated
+
+from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings, share_below
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="ewsjf.weights")
 class ScoreWeights:
     """Weights of the density-weighted score, Eq 1 and Eq 4; names as in the paper.
 
@@ -13,20 +14,12 @@ class ScoreWeights:
     length of the queue. Both are clamped to `floor`, or long queues could end up with a negative urgency.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
-
-    w_base: float = 1.0
+    w_base: Annotated[float, NOT_NEGATIVE] = 1.0
     a_u: float = 1e-4
     b_u: float = 1.0
     a_f: float = -5e-5
     b_f: float = 0.5
-    floor: float = 1e-3
-
-    def __post_init__(self) -> None:
-        if not self.floor > 0:
-            raise ValueError(f"ewsjf.weights.floor must be positive, got {self.floor}")
-        if self.w_base < 0:
-            raise ValueError(f"ewsjf.weights.w_base must not be negative, got {self.w_base}")
+    floor: Annotated[float, POSITIVE] = 1e-3
 
 
 PAPER_WEIGHTS = ScoreWeights()
@@ -38,11 +31,9 @@ the p99 of prompts up to 2,048 tokens is 1.8 s so, and 1.15 s with any b_u from 
 waiting is not the score's task: `promotion` sets it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class GivenWeights:
     """Weights that somebody has set; the policy has its own for those that are None."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     w_base: float | None = None
     a_u: float | None = None
@@ -67,26 +58,15 @@ class GivenWeights:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="ewsjf")
 class EwsjfSettings:
     """How the EWSJF policies queue and score."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     # The paper's policy has the paper's defaults, ours ages less (`OWN_WEIGHTS`).
     weights: GivenWeights = field(default_factory=GivenWeights)
     # How far beyond a queue's bounds a length still belongs to it (Algorithm 2): 1.10 and 0.90 in the paper.
-    tolerance_ratio: float = 0.10
+    tolerance_ratio: Annotated[float, share_below(1)] = 0.10
     # Width of a bubble queue when the queue below it has none to copy.
-    bubble_width_tokens: int = 512
+    bubble_width_tokens: Annotated[int, at_least(1)] = 512
     # Rounds that a bubble may stay empty before it is removed; 20, 30 and 50 are in use.
-    bubble_rounds: int = 30
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.tolerance_ratio < 1:
-            raise ValueError(
-                f"ewsjf.tolerance_ratio must be at least 0 and below 1, got {self.tolerance_ratio}"
-            )
-        for name in ("bubble_width_tokens", "bubble_rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"ewsjf.{name} must be at least 1, got {getattr(self, name)}")
+    bubble_rounds: Annotated[int, at_least(1)] = 30

@@ -26,10 +26,11 @@ import bisect
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated
 
 from serve_app.request import Usage
 from serve_app.routing.estimation.estimate import TokenEstimate
+from serve_app.settings_base import NOT_NEGATIVE, settings
 
 # Tenants that are weighed against each other at once: a bound on the cost of one decision.
 _MOST_EQUALS = 32
@@ -50,34 +51,29 @@ class FairnessMode(enum.StrEnum):
     """Prefill and decode tokens, weighted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="fairness")
 class FairnessSettings:
     """How the engines' time is shared out among tenants."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     mode: FairnessMode = FairnessMode.TOKENS
     # Shares of the tenants that are not 1: a tenant of weight 2 gets twice the service of one of weight 1.
     weights: Mapping[str, float] = field(default_factory=dict)
     # A generated token takes a sequence's place in one more iteration, a prompt token shares one with
     # hundreds of others. VTC charges 1 and 2.
-    prefill_weight: float = 1.0
-    decode_weight: float = 2.0
+    prefill_weight: Annotated[float, NOT_NEGATIVE] = 1.0
+    decode_weight: Annotated[float, NOT_NEGATIVE] = 2.0
     # Differences up to the cost of so many average requests leave the choice to the score. Less is stricter
     # from one request to the next and changes nothing over a minute.
-    quantum_requests: float = 1.0
+    quantum_requests: Annotated[float, NOT_NEGATIVE] = 1.0
     # How far a tenant may get ahead of one that waits, in average requests, by taking what that one could not
     # (its requests were too long for the room there was). What goes beyond is not owed: it would be locked
     # out for as long as it takes the other to catch up.
-    max_lead_requests: float = 64.0
+    max_lead_requests: Annotated[float, NOT_NEGATIVE] = 64.0
 
     def __post_init__(self) -> None:
         for tenant, weight in self.weights.items():
             if not weight > 0:
                 raise ValueError(f"fairness.weights of tenant {tenant!r} must be positive, got {weight}")
-        for name in ("prefill_weight", "decode_weight", "quantum_requests", "max_lead_requests"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"fairness.{name} must not be negative, got {getattr(self, name)}")
         if self.prefill_weight + self.decode_weight <= 0:
             raise ValueError(
                 "fairness.prefill_weight and decode_weight are both 0: service must cost something"

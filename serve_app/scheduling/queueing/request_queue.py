@@ -130,7 +130,7 @@ class RequestQueue:
             self.shares[request.priority].went(request.tenant)
 
     @property
-    def keeps_promises(self) -> bool:
+    def promotes_claimed(self) -> bool:
         """Whether whoever comes back when it was told to goes before others.
 
         In the order of arrival it need not: nobody who comes later passes it.

@@ -11,8 +11,8 @@ import logging
 from collections import deque
 from typing import Any
 
-from serve_app.errors import ChannelError, Outcome
-from serve_app.request import PriorityClass, Usage
+from serve_app.errors import ChannelError, Conclusion, Outcome
+from serve_app.request import PriorityClass, Submission, Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.connector import Connector, Locate
 from serve_app.serving.channel.link import Link
@@ -34,12 +34,11 @@ from serve_app.serving.channel.pending_request import (
     AWAY_RETRY_AFTER_S,
     REFUSES_TO_WAIT,
     PendingRequest,
-    grant_to,
     refuse_alone,
     refuse_away,
     refuse_oversized,
 )
-from serve_app.serving.channel.scheduler_client import Grant, Refusal, ReplicaAddress, Submission
+from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
 
 logger = logging.getLogger("ray.serve")
@@ -100,13 +99,13 @@ class GatewayClient:
         self._closed = True
         for pending in list(self._pending.values()):
             if pending.waits:
-                self._refuse(pending, refuse_away(pending.request_id, _CLOSING))
+                self._refuse(pending, refuse_away(_CLOSING))
         self._pending.clear()
         await self._connector.close()
 
     # What the gateway's handler calls.
 
-    async def acquire(self, submission: Submission) -> Grant | Refusal:
+    async def acquire(self, submission: Submission) -> Grant | Conclusion:
         """Queue a request and wait for its turn.
 
         Raises:
@@ -127,7 +126,7 @@ class GatewayClient:
 
     async def put_back(
         self, request_id: str, replica_id: str, failure: DispatchFailure, message: str = ""
-    ) -> Grant | Refusal:
+    ) -> Grant | Conclusion:
         """Return a granted request that got no first byte, and wait for another turn at the front.
 
         Raises:
@@ -136,7 +135,7 @@ class GatewayClient:
         pending = self._pending.get(request_id)
         if pending is None or pending.replica_id != replica_id:
             if self._closed:
-                return refuse_away(request_id, _CLOSING)
+                return refuse_away(_CLOSING)
             raise ValueError(f"request {request_id!r} does not run on replica {replica_id!r}")
         pending.answer = self._loop.create_future()
         self._wait_again(pending, failure, message)
@@ -196,9 +195,9 @@ class GatewayClient:
     def on_message(self, message: Any) -> None:
         """Take one message of the scheduler."""
         if isinstance(message, Granted):
-            self._granted(message)
+            self._on_grant(message)
         elif isinstance(message, Refused):
-            self._refused(message)
+            self._on_refusal(message)
         elif isinstance(message, ReplicaTable):
             self._table = {entry.address.replica_id: entry.address for entry in message.entries}
             self._accepting = tuple(entry.address for entry in message.entries if not entry.draining)
@@ -214,7 +213,7 @@ class GatewayClient:
         self._link = None
         for pending in list(self._pending.values()):
             if pending.waits and pending.submission.no_wait:
-                self._refuse(pending, refuse_away(pending.request_id, REFUSES_TO_WAIT))
+                self._refuse(pending, refuse_away(REFUSES_TO_WAIT))
 
     def on_heartbeat(self) -> None:
         """Forget ends that have their receipt, and end what has waited its time out."""
@@ -233,7 +232,7 @@ class GatewayClient:
 
     # How it works.
 
-    async def _answer(self, pending: PendingRequest) -> Grant | Refusal:
+    async def _answer(self, pending: PendingRequest) -> Grant | Conclusion:
         try:
             return await pending.answer
         except asyncio.CancelledError:
@@ -242,17 +241,18 @@ class GatewayClient:
                 self._link.send(Cancel(pending.request_id))
             raise
 
-    def _granted(self, message: Granted) -> None:
-        pending = self._pending.get(message.request_id)
+    def _on_grant(self, message: Granted) -> None:
+        dispatch = message.dispatch
+        pending = self._pending.get(dispatch.request_id)
         if pending is None or message.grant <= pending.grants:
             return  # cancelled meanwhile, or told twice
         pending.run(message)
-        address = self._table.get(message.replica_id)
+        address = self._table.get(dispatch.replica_id)
         if address is not None:
-            pending.answer_with(grant_to(message, address))
+            pending.answer_with(Grant(dispatch, address))
         else:
-            # The table comes before the grants that refer to it; if it did not, the request must not hang.
-            logger.error("event=no_address request=%s replica=%s", message.request_id, message.replica_id)
+            # The table precedes the grants that refer to it; if it did not, the request must not hang.
+            logger.error("event=no_address request=%s replica=%s", dispatch.request_id, dispatch.replica_id)
             self._wait_again(pending, DispatchFailure.UNREACHABLE, "the gateway does not know its address")
 
     def _wait_again(self, pending: PendingRequest, failure: DispatchFailure, message: str) -> None:
@@ -260,18 +260,12 @@ class GatewayClient:
         if self._link is not None:
             self._link.send(put_back)
 
-    def _refused(self, message: Refused) -> None:
+    def _on_refusal(self, message: Refused) -> None:
         pending = self._pending.get(message.request_id)
         if pending is not None and pending.waits:
-            refusal = Refusal(
-                request_id=message.request_id,
-                outcome=message.outcome,
-                message=message.message,
-                retry_after_s=message.retry_after_s,
-            )
-            self._refuse(pending, refusal)
+            self._refuse(pending, message.conclusion)
 
-    def _refuse(self, pending: PendingRequest, refusal: Refusal) -> None:
+    def _refuse(self, pending: PendingRequest, refusal: Conclusion) -> None:
         del self._pending[pending.request_id]
         pending.answer_with(refusal)
 
@@ -281,23 +275,18 @@ class GatewayClient:
             logger.error("event=overdue request=%s waited_s=%.1f", pending.request_id, waited_s)
             self._link.send(Cancel(pending.request_id))
         why = "its turn did not come" if self._link is not None else "the scheduler is away"
-        refusal = Refusal(
-            request_id=pending.request_id,
-            outcome=Outcome.EXPIRED,
-            message=f"the request waited {waited_s:.1f} s in the queue and {why}",
-            retry_after_s=AWAY_RETRY_AFTER_S,
-        )
-        self._refuse(pending, refusal)
+        text = f"the request waited {waited_s:.1f} s in the queue and {why}"
+        self._refuse(pending, Conclusion(Outcome.EXPIRED, text, AWAY_RETRY_AFTER_S))
 
     def _timeout_s(self, submission: Submission) -> float:
         if submission.queue_timeout_s is not None:
             return submission.queue_timeout_s
         return self._queue_timeouts_s.get(submission.priority, self._settings.offline_timeout_s)
 
-    def _objection(self, submission: Submission) -> Refusal | None:
+    def _objection(self, submission: Submission) -> Conclusion | None:
         """Refuse a request without asking the scheduler, or not."""
         if self._closed:
-            return refuse_away(submission.request_id, _CLOSING)
+            return refuse_away(_CLOSING)
         refusal = refuse_oversized(submission)
         if refusal is None and self._link is None:
             return refuse_alone(submission, len(self._pending), self._settings.max_waiting_offline)

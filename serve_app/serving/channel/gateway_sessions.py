@@ -43,7 +43,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from serve_app.errors import ChannelError, Outcome
+from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Request
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.events import (
@@ -166,26 +166,15 @@ class GatewaySessions:
         record = self.book[command.request_id]
         record.grants += 1
         record.replica_id, record.started = command.replica_id, False
-        record.granted = Granted(
-            command.request_id,
-            record.grants,
-            command.replica_id,
-            command.pool,
-            command.length_queue,
-            command.estimated_tokens,
-            command.queue_wait_s,
-            command.engine_priority,
-        )
+        record.granted = Granted(record.grants, command)
         record.gateway.tell(record.granted)
         return record.priority
 
     def conclude(self, command: Conclude) -> PriorityClass:
         """Forget a request, and tell its gateway if it waits for an answer; return its class."""
         record = self.book.pop(command.request_id)
-        if not record.runs and command.outcome is not Outcome.CANCELLED:
-            record.gateway.tell(
-                Refused(command.request_id, command.outcome, command.message, command.retry_after_s)
-            )
+        if not record.runs and command.conclusion.outcome is not Outcome.CANCELLED:
+            record.gateway.tell(Refused(command.request_id, command.conclusion))
         return record.priority
 
     def give_up(self, event: Event, message: str) -> None:
@@ -198,7 +187,7 @@ class GatewaySessions:
         )
         record = self.book.get(request_id)
         if record is not None and not record.runs:
-            record.gateway.tell(Refused(request_id, Outcome.FAILED, message, None))
+            record.gateway.tell(Refused(request_id, Conclusion(Outcome.FAILED, message)))
 
     def tell_all(self, message: Message) -> None:
         """Send the message to every gateway that is connected."""
@@ -220,7 +209,7 @@ class GatewaySessions:
             self._admit(gateway, message)
         elif record.gateway is not gateway:
             text = f"request id {request_id} is in use by gateway {record.gateway.gateway_id}"
-            gateway.tell(Refused(request_id, Outcome.REJECTED_INVALID, text, None))
+            gateway.tell(Refused(request_id, Conclusion(Outcome.REJECTED_INVALID, text)))
         elif record.runs:
             self._reconcile_grant(record, message)
 
@@ -234,7 +223,7 @@ class GatewaySessions:
         """Rule 2: it runs here and waits there."""
         request_id = message.submission.request_id
         if message.grants < record.grants and record.granted is not None:
-            if self._host.knows_replica(record.granted.replica_id):
+            if self._host.knows_replica(record.granted.dispatch.replica_id):
                 record.gateway.tell(record.granted)
             else:
                 self._take_back(record, request_id, DispatchFailure.UNREACHABLE, "the replica has left")
@@ -281,7 +270,7 @@ class GatewaySessions:
         if record is None:
             # The gateway waits for an answer, so it gets one.
             text = f"request {message.request_id} is unknown to the scheduler"
-            gateway.tell(Refused(message.request_id, Outcome.FAILED, text, None))
+            gateway.tell(Refused(message.request_id, Conclusion(Outcome.FAILED, text)))
         elif record.runs and record.grants == message.grant:
             self._take_back(record, message.request_id, message.failure, message.message)
 

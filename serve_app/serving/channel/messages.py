@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from serve_app.errors import Outcome
-from serve_app.request import PriorityClass, Usage
+from serve_app.errors import Conclusion, Outcome
+from serve_app.request import PriorityClass, Submission, Usage
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import ReplicaAddress, Submission
+from serve_app.serving.channel.scheduler_client import ReplicaAddress
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,23 +185,15 @@ class ReplicaTable(Message, frozen=True):
 class Granted(Message, frozen=True):
     """Grant number `grant` of a request; the address of the replica stands in the table."""
 
-    request_id: str
     grant: int
-    replica_id: str
-    pool: str
-    length_queue: str
-    estimated_tokens: int
-    queue_wait_s: float
-    engine_priority: int | None
+    dispatch: Dispatch
 
 
 class Refused(Message, frozen=True):
     """The scheduler ended a waiting request."""
 
     request_id: str
-    outcome: Outcome
-    message: str
-    retry_after_s: float | None
+    conclusion: Conclusion
 
 
 class Queued(Message, frozen=True):

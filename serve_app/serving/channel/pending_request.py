@@ -1,12 +1,13 @@
-"""A request as its gateway holds it, and the refusals that a gateway gives without asking the scheduler."""
+"""A pending request: one that its gateway holds, and the refusals that a gateway gives without asking the scheduler."""
 
 import asyncio
 from dataclasses import dataclass
 
-from serve_app.errors import Outcome
+from serve_app.errors import Conclusion, Outcome
+from serve_app.request import Submission
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.messages import Granted, PutBack, Running, Submit
-from serve_app.serving.channel.scheduler_client import Grant, Refusal, ReplicaAddress, Submission
+from serve_app.serving.channel.scheduler_client import Grant
 
 # What a client should wait while a scheduler is being replaced, which takes a few seconds.
 AWAY_RETRY_AFTER_S = 2.0
@@ -33,7 +34,7 @@ class PendingRequest:
     submission: Submission
     born_at: float
     waiting_since: float
-    answer: asyncio.Future[Grant | Refusal]
+    answer: asyncio.Future[Grant | Conclusion]
     grants: int = 0
     replica_id: str | None = None
     started: bool = False
@@ -51,7 +52,7 @@ class PendingRequest:
 
     def run(self, message: Granted) -> None:
         """Go on by a grant."""
-        self.grants, self.replica_id = message.grant, message.replica_id
+        self.grants, self.replica_id = message.grant, message.dispatch.replica_id
         self.started, self.put_back = False, None
 
     def wait(self, failure: DispatchFailure, message: str, now: float) -> PutBack:
@@ -68,60 +69,35 @@ class PendingRequest:
             return Submit(self.submission, age_s, now - self.waiting_since, self.grants, self.put_back)
         return Running(self.submission, age_s, self.grants, self.replica_id, self.started)
 
-    def answer_with(self, answer: Grant | Refusal) -> None:
+    def answer_with(self, answer: Grant | Conclusion) -> None:
         """Answer its handler, unless that has gone."""
         if not self.answer.done():
             self.answer.set_result(answer)
 
 
-def grant_to(message: Granted, address: ReplicaAddress) -> Grant:
-    """Return a grant with the address that it refers to."""
-    return Grant(
-        request_id=message.request_id,
-        replica_id=message.replica_id,
-        host=address.host,
-        port=address.port,
-        token=address.token,
-        pool=message.pool,
-        length_queue=message.length_queue,
-        estimated_tokens=message.estimated_tokens,
-        queue_wait_s=message.queue_wait_s,
-        engine_priority=message.engine_priority,
-    )
-
-
-def refuse_away(request_id: str, text: str) -> Refusal:
+def refuse_away(text: str) -> Conclusion:
     """Nobody is there to schedule it, for the moment."""
-    return Refusal(
-        request_id=request_id,
-        outcome=Outcome.REJECTED_NO_REPLICA,
-        message=text,
-        retry_after_s=AWAY_RETRY_AFTER_S,
-    )
+    return Conclusion(Outcome.REJECTED_NO_REPLICA, text, AWAY_RETRY_AFTER_S)
 
 
-def refuse_oversized(submission: Submission) -> Refusal | None:
+def refuse_oversized(submission: Submission) -> Conclusion | None:
     """Refuse what would not fit a frame."""
     hashes = len(submission.prefix)
-    name = max(len(submission.request_id), len(submission.model), len(submission.tenant))
+    name = max(len(submission.request_id), len(submission.spec.model), len(submission.tenant))
     if hashes <= _MAX_PREFIX_HASHES and name <= _MAX_NAME_CHARS:
         return None
     text = (
         f"a request may have {_MAX_PREFIX_HASHES} prefix hashes and names of {_MAX_NAME_CHARS} characters; "
         f"this one has {hashes}, and a name of {name}"
     )
-    return Refusal(request_id=submission.request_id, outcome=Outcome.REJECTED_INVALID, message=text)
+    return Conclusion(Outcome.REJECTED_INVALID, text)
 
 
-def refuse_alone(submission: Submission, pending: int, limit: int) -> Refusal | None:
+def refuse_alone(submission: Submission, pending: int, limit: int) -> Conclusion | None:
     """Refuse, while no scheduler is there, what would not wait or would be one too many."""
     if submission.no_wait:
-        return refuse_away(submission.request_id, REFUSES_TO_WAIT)
+        return refuse_away(REFUSES_TO_WAIT)
     if pending < limit:
         return None
-    return Refusal(
-        request_id=submission.request_id,
-        outcome=Outcome.REJECTED_QUEUE_FULL,
-        message=f"the scheduler is away, and {pending} requests wait for it at this gateway already",
-        retry_after_s=AWAY_RETRY_AFTER_S,
-    )
+    text = f"the scheduler is away, and {pending} requests wait for it at this gateway already"
+    return Conclusion(Outcome.REJECTED_QUEUE_FULL, text, AWAY_RETRY_AFTER_S)

@@ -106,19 +106,10 @@ def as_request(gateway_id: str, message: Submit | Running, now: float, default_t
         raise ChannelError(f"a request cannot be {age_s} s old and have waited for {waited_s} s of them")
     timeout_s = default_timeout_s if submission.queue_timeout_s is None else submission.queue_timeout_s
     return Request(
-        request_id=submission.request_id,
+        submission=submission,
         gateway_id=gateway_id,
-        model=submission.model,
-        shape=submission.shape,
         arrived_at=now - age_s,
-        tenant=submission.tenant,
-        priority=submission.priority,
-        max_output_tokens=submission.max_output_tokens,
-        choices=submission.choices,
         expires_at=now - waited_s + timeout_s,
-        streamed=submission.streamed,
-        no_wait=submission.no_wait,
-        prefix=submission.prefix,
         # The dispatch that it runs by is not one before this.
         attempts=message.grants if waits else max(0, message.grants - 1),
     )

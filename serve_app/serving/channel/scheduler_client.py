@@ -1,81 +1,39 @@
-"""What a gateway asks of the scheduler of a model, and what it hears back.
+"""The scheduler of a model as a gateway sees it: what it is asked, and what it answers.
 
 The gateway's handler is written against `SchedulerClient`; the control channel implements it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from serve_app.errors import Outcome
-from serve_app.request import PriorityClass, PromptShape, Usage
+from serve_app.errors import Conclusion, Outcome
+from serve_app.request import Submission, Usage
+from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """A request as the gateway hands it over: like `Request`, without the scheduler's clock.
-
-    Attributes:
-        request_id: unique among all gateways (the gateway's own id and a counter, not the client's header).
-        queue_timeout_s: how long it may wait in the queue, from the moment it came in; None for the class
-            default.
-    """
-
-    request_id: str
-    model: str
-    shape: PromptShape
-    tenant: str = "default"
-    priority: PriorityClass = PriorityClass.DEFAULT
-    max_output_tokens: int | None = None
-    choices: int = 1
-    queue_timeout_s: float | None = None
-    no_wait: bool = False
-    streamed: bool = True
-    prefix: tuple[int, ...] = field(default=())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """Leave to send a request to one replica.
+class ReplicaAddress:
+    """Where a replica listens.
 
     Attributes:
         host: address of the replica's own HTTP port.
         token: secret that the replica asks for in the header `x-replica-token`.
-        queue_wait_s: time in the queue, as the scheduler counts it.
-        engine_priority: what to write into the body's `priority`; None leaves the body as it is.
     """
 
-    request_id: str
-    replica_id: str
-    host: str
-    port: int
-    token: str
-    pool: str
-    length_queue: str
-    estimated_tokens: int
-    queue_wait_s: float
-    engine_priority: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """The scheduler ended the request before any replica answered it."""
-
-    request_id: str
-    outcome: Outcome
-    message: str
-    retry_after_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaAddress:
-    """Where a replica listens; for requests that need no scheduling (`/tokenize`)."""
-
     replica_id: str
     pool: str
     host: str
     port: int
     token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Leave to send a request to one replica: the scheduler's decision, and where that replica listens."""
+
+    dispatch: Dispatch
+    address: ReplicaAddress
 
 
 class SchedulerClient(Protocol):
@@ -86,13 +44,13 @@ class SchedulerClient(Protocol):
     request itself: its place in the queue, or the reservation of a grant on its way, is given back.
     """
 
-    async def acquire(self, submission: Submission) -> Grant | Refusal:
+    async def acquire(self, submission: Submission) -> Grant | Conclusion:
         """Queue a request and wait for its turn."""
         ...
 
     async def put_back(
         self, request_id: str, replica_id: str, failure: DispatchFailure, message: str = ""
-    ) -> Grant | Refusal:
+    ) -> Grant | Conclusion:
         """Return a granted request that got no first byte, and wait for another turn at the front."""
         ...
 

@@ -1,10 +1,11 @@
 """How patient the control channel is, and how much it holds."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
+
+from serve_app.settings_base import POSITIVE, settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="channel")
 class ChannelSettings:
     """Times in seconds, sizes in bytes. Both ends of a channel run with the same settings.
 
@@ -26,43 +27,36 @@ class ChannelSettings:
         offline_timeout_s: time in the queue for a request without its own, until a scheduler names a default.
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
     # Four a second from each of some dozens of peers costs the scheduler well under one CPU millisecond a
     # second. Four missed beats make the verdict: an event loop that is late once (a long body parsed, a
     # garbage collection) is forgiven, and a machine that lost its power is noticed in dead_after_s.
-    heartbeat_s: float = 0.25
+    heartbeat_s: Annotated[float, POSITIVE] = 0.25
     # A false alarm costs a reconnect and a snapshot and loses nothing; waiting longer leaves the places of
     # a dead gateway's requests unused for as long.
-    dead_after_s: float = 1.0
+    dead_after_s: Annotated[float, POSITIVE] = 1.0
     # Long enough for a gateway to find the channel again (first tries after 0.05 s), short enough that the
     # places of a gateway that died come free within two seconds of its last beat.
-    gateway_grace_s: float = 1.0
-    handshake_s: float = 1.0
+    gateway_grace_s: Annotated[float, POSITIVE] = 1.0
+    handshake_s: Annotated[float, POSITIVE] = 1.0
     # A Serve handle waits by itself while the scheduler is being replaced, but a call that went to the dead
     # one may never come back; a new scheduler is up in some four seconds.
-    locate_s: float = 2.0
-    backoff_min_s: float = 0.05
+    locate_s: Annotated[float, POSITIVE] = 2.0
+    backoff_min_s: Annotated[float, POSITIVE] = 0.05
     # With some dozens of peers, a start that takes seconds meets at most two tries a second from each.
-    backoff_max_s: float = 0.5
-    report_s: float = 0.2
-    report_at_least_s: float = 0.5
-    superseded_check_s: float = 1.0
+    backoff_max_s: Annotated[float, POSITIVE] = 0.5
+    report_s: Annotated[float, POSITIVE] = 0.2
+    report_at_least_s: Annotated[float, POSITIVE] = 0.5
+    superseded_check_s: Annotated[float, POSITIVE] = 1.0
     # A frame carries many messages, but it is split long before this; the largest single message is a
     # submission with its prefix hashes, or the text of the metrics.
-    max_frame_bytes: int = 4 * 1024 * 1024
+    max_frame_bytes: Annotated[int, POSITIVE] = 4 * 1024 * 1024
     # A snapshot of 20,000 waiting requests takes about 8 MB.
-    max_write_buffer_bytes: int = 32 * 1024 * 1024
-    max_pending_handshakes: int = 128
-    max_waiting_offline: int = 10_000
-    offline_timeout_s: float = 60.0
+    max_write_buffer_bytes: Annotated[int, POSITIVE] = 32 * 1024 * 1024
+    max_pending_handshakes: Annotated[int, POSITIVE] = 128
+    max_waiting_offline: Annotated[int, POSITIVE] = 10_000
+    offline_timeout_s: Annotated[float, POSITIVE] = 60.0
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work together."""
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if not value > 0:
-                raise ValueError(f"channel.{name} must be positive, got {value!r}")
         if self.dead_after_s < 2 * self.heartbeat_s:
             raise ValueError(
                 f"channel.dead_after_s must be at least two heartbeats, got {self.dead_after_s} with "

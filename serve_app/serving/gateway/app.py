@@ -1,6 +1,6 @@
 """The gateway as a plain ASGI application: its routes, and the small answers of its own.
 
-Read next: `intake.py`, how a request becomes an order, and `forward.py`, what happens to it then.
+Read next: `request/reader.py`, how a request becomes a job, and `forward.py`, what happens to it then.
 """
 
 import asyncio
@@ -23,10 +23,11 @@ from serve_app.serving.gateway.answer.responses import (
 )
 from serve_app.serving.gateway.exposition import merge
 from serve_app.serving.gateway.forward import ScheduledCall, Services
+from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.parse import PARSERS, parse_model
-from serve_app.serving.gateway.request.reader import IncomingRequest, RequestReader
+from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
-from serve_app.serving.gateway.telemetry import Conclusion, Telemetry
+from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
 
@@ -63,28 +64,28 @@ class Gateway:
 
     Args:
         settings: what it serves, to whom.
-        dispatchers: the scheduler of each model, by model name.
+        schedulers: the scheduler of each model, by model name.
         gateway_id: unique among all gateways; begins every request id.
         views: how to look into each model's scheduler, by model name, for those who may.
 
     Raises:
-        SettingsError: a model has no dispatcher, or a key cannot be read.
+        SettingsError: a model has no scheduler, or a key cannot be read.
     """
 
     def __init__(
         self,
         settings: GatewaySettings,
-        dispatchers: Mapping[str, SchedulerClient],
+        schedulers: Mapping[str, SchedulerClient],
         gateway_id: str,
         views: Mapping[str, SchedulerViews] | None = None,
     ) -> None:
-        missing = [model.name for model in settings.models if model.name not in dispatchers]
+        missing = [model.name for model in settings.models if model.name not in schedulers]
         if missing:
             raise SettingsError(f"no scheduler for the models {', '.join(missing)}")
         self._models = settings.models
-        self._dispatchers = dispatchers
+        self._schedulers = schedulers
         self._views = views or {}
-        self._intake = RequestReader(settings, gateway_id)
+        self._reader = RequestReader(settings, gateway_id)
         self._upstream = UpstreamPool(settings.upstream)
         self.telemetry = Telemetry(
             gateway_id,
@@ -133,15 +134,15 @@ class Gateway:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _path(scope)
-        arrival = self._intake.arrival(scope, receive, send, path, asyncio.get_running_loop().time())
+        incoming = self._reader.incoming(scope, receive, send, path, asyncio.get_running_loop().time())
         try:
             handler = self._route(path, scope["method"])
-            await handler(arrival)
+            await handler(incoming)
         except RequestRefused as refusal:
-            self._conclude_unscheduled(arrival, refusal.outcome, refusal.message)
-            await send_refusal(send, refusal, [(b"x-request-id", arrival.client_request_id.encode())])
+            self._conclude_unscheduled(incoming, refusal.outcome, refusal.message)
+            await send_refusal(send, refusal, [(b"x-request-id", incoming.client_request_id.encode())])
         except ClientGone as gone:
-            self._conclude_unscheduled(arrival, Outcome.CANCELLED, str(gone))
+            self._conclude_unscheduled(incoming, Outcome.CANCELLED, str(gone))
 
     def _route(self, path: str, method: str) -> Handler:
         route = self._routes.get(path)
@@ -161,63 +162,61 @@ class Gateway:
             )
         return handler
 
-    async def _scheduled(self, arrival: IncomingRequest) -> None:
-        order = await self._intake.order(arrival)
-        dispatcher = self._dispatchers[order.submission.model]
-        await ScheduledCall(order, self._services, dispatcher, arrival.receive, arrival.send).run()
+    async def _scheduled(self, incoming: IncomingRequest) -> None:
+        job = await self._reader.job(incoming)
+        await ScheduledCall(job, self._services, self._schedulers[job.submission.spec.model]).run()
 
-    async def _tokenize(self, arrival: IncomingRequest) -> None:
-        self._intake.authenticate(arrival)
-        body = await self._intake.body(arrival)
+    async def _tokenize(self, incoming: IncomingRequest) -> None:
+        self._reader.authenticate(incoming)
+        body = await self._reader.body(incoming)
         model = parse_model(body)
-        self._intake.check_model(model)
-        with DisconnectWatch(arrival.receive):
-            await self._any_replica.pass_on(
-                self._dispatchers[model], self._intake.head(arrival), body, arrival.send
-            )
+        self._reader.check_model(model)
+        with DisconnectWatch(incoming.receive):
+            forwarded = self._reader.forwarded(incoming)
+            await self._any_replica.pass_on(self._schedulers[model], incoming, forwarded, body)
 
-    async def _list_models(self, arrival: IncomingRequest) -> None:
-        self._intake.authenticate(arrival)
+    async def _list_models(self, incoming: IncomingRequest) -> None:
+        self._reader.authenticate(incoming)
         document = {"object": "list", "data": [_describe(model) for model in self._models]}
-        await send_json(arrival.send, 200, encode(document), [])
+        await send_json(incoming.send, 200, encode(document), [])
 
-    async def _show_model(self, arrival: IncomingRequest) -> None:
-        self._intake.authenticate(arrival)
-        name = arrival.path.removeprefix(_MODELS + "/")
-        self._intake.check_model(name)
+    async def _show_model(self, incoming: IncomingRequest) -> None:
+        self._reader.authenticate(incoming)
+        name = incoming.path.removeprefix(_MODELS + "/")
+        self._reader.check_model(name)
         found = next(model for model in self._models if model.name == name)
-        await send_json(arrival.send, 200, encode(_describe(found)), [])
+        await send_json(incoming.send, 200, encode(_describe(found)), [])
 
-    async def _health(self, arrival: IncomingRequest) -> None:
-        await send_json(arrival.send, 200, b'{"status":"ok"}', [])
+    async def _health(self, incoming: IncomingRequest) -> None:
+        await send_json(incoming.send, 200, b'{"status":"ok"}', [])
 
-    async def _ready(self, arrival: IncomingRequest) -> None:
+    async def _ready(self, incoming: IncomingRequest) -> None:
         """Ready when every model has a replica; says which have none."""
-        missing = [model.name for model in self._models if not self._dispatchers[model.name].replicas()]
+        missing = [model.name for model in self._models if not self._schedulers[model.name].replicas()]
         document = {"status": "waiting" if missing else "ready", "models_without_replica": missing}
-        await send_json(arrival.send, 503 if missing else 200, encode(document), [])
+        await send_json(incoming.send, 503 if missing else 200, encode(document), [])
 
-    async def _metrics(self, arrival: IncomingRequest) -> None:
+    async def _metrics(self, incoming: IncomingRequest) -> None:
         """This gateway's metrics and those of the schedulers behind it."""
-        distinct = {id(found): found for found in self._dispatchers.values()}
-        pages = await asyncio.gather(*(dispatcher.exposition() for dispatcher in distinct.values()))
+        distinct = {id(found): found for found in self._schedulers.values()}
+        pages = await asyncio.gather(*(scheduler.exposition() for scheduler in distinct.values()))
         page = merge((self.telemetry.exposition(), *pages))
-        await send_body(arrival.send, 200, [_METRICS_TYPE], page.encode())
+        await send_body(incoming.send, 200, [_METRICS_TYPE], page.encode())
 
-    async def _show(self, chosen: Callable[[SchedulerViews], View], arrival: IncomingRequest) -> None:
+    async def _show(self, chosen: Callable[[SchedulerViews], View], incoming: IncomingRequest) -> None:
         """A view into every model's scheduler, for admins."""
-        self._intake.authenticate(arrival).check_admin()
+        self._reader.authenticate(incoming).check_admin()
         models: list[Mapping[str, Any]] = []
         for model, views in self._views.items():
             try:
                 models.append(await asyncio.wait_for(chosen(views)(), _VIEW_TIMEOUT_S))
             except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
                 models.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
-        await send_json(arrival.send, 200, encode({"models": models}), [])
+        await send_json(incoming.send, 200, encode({"models": models}), [])
 
-    async def _freeze(self, reason: str, arrival: IncomingRequest) -> None:
+    async def _freeze(self, reason: str, incoming: IncomingRequest) -> None:
         """Stop every model's tuner, or let it go on; for admins."""
-        self._intake.authenticate(arrival).check_admin()
+        self._reader.authenticate(incoming).check_admin()
         models: list[Mapping[str, Any]] = []
         for model, views in self._views.items():
             try:
@@ -225,7 +224,7 @@ class Gateway:
                 models.append({"model": model, "frozen": reason})
             except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
                 models.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
-        await send_json(arrival.send, 200, encode({"models": models}), [])
+        await send_json(incoming.send, 200, encode({"models": models}), [])
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while (await receive())["type"] != "lifespan.shutdown":
@@ -233,11 +232,11 @@ class Gateway:
         self.close()
         await send({"type": "lifespan.shutdown.complete"})
 
-    def _conclude_unscheduled(self, arrival: IncomingRequest, outcome: Outcome, detail: str) -> None:
+    def _conclude_unscheduled(self, incoming: IncomingRequest, outcome: Outcome, detail: str) -> None:
         """Count and log a request that no scheduler has seen."""
         record = RequestRecord(
-            request_id=arrival.request_id,
-            arrived_at=arrival.arrived_at,
+            request_id=incoming.request_id,
+            arrived_at=incoming.arrived_at,
             finished_at=asyncio.get_running_loop().time(),
             outcome=outcome,
             prompt_tokens=0,
@@ -245,13 +244,13 @@ class Gateway:
             detail=detail,
         )
         # The path may be anything that somebody types; only known ones are words of ours.
-        endpoint = arrival.path if arrival.path in self._routes else "-"
+        endpoint = incoming.path if incoming.path in self._routes else "-"
         self.telemetry.on_conclusion(
-            Conclusion(
+            ConcludedRequest(
                 record=record,
                 model="",
                 endpoint=endpoint,
-                client_request_id=arrival.client_request_id,
+                client_request_id=incoming.client_request_id,
             )
         )
 

@@ -14,17 +14,17 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass
 from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.settings_base import settings
 
 DEFAULT_TENANT = "default"
 MAX_TENANT_CHARACTERS = 128
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class ApiKey:
     """One API key and what it allows. Its secret is given in exactly one of three ways.
 
@@ -38,8 +38,6 @@ class ApiKey:
         may_act_for_tenants: `x-tenant` of this caller is believed (an application with tenants of its own).
         admin: may look at everybody's place in the queue (`/debug/queue`).
     """
-
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     tenant: str
     key: str | None = field(default=None, repr=False)

@@ -13,12 +13,11 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from serve_app.engines.engine import Receive, Send
-from serve_app.errors import Outcome
+from serve_app.errors import Conclusion, Outcome
 from serve_app.metrics.record import RequestRecord
-from serve_app.request import Usage
+from serve_app.request import Submission, Usage
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import Grant, Refusal, SchedulerClient, Submission
+from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
 from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
 from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, outcome_of
 from serve_app.serving.gateway.answer.responses import (
@@ -30,9 +29,10 @@ from serve_app.serving.gateway.answer.responses import (
 )
 from serve_app.serving.gateway.answer.sse import StreamScanner
 from serve_app.serving.gateway.answer.usage import usage_of
-from serve_app.serving.gateway.request.headers import RequestHead, describing, returned
+from serve_app.serving.gateway.request.headers import describing, returned, upstream_head
+from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.splice import with_priority
-from serve_app.serving.gateway.telemetry import Conclusion, Telemetry
+from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
 from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamResponse
 
@@ -46,17 +46,16 @@ class ForwardJob:
     """What is to be done for one client.
 
     Attributes:
-        head: path, request id and headers for the engine.
+        forwarded: lines of the client's headers for the engine.
         body: as the engine gets it, but for the priority that a grant may bring.
         hide_usage: the client did not ask for the usage event that ends the stream.
-        arrived_at: when the first line of the request was here, on the event loop's clock.
     """
 
+    incoming: IncomingRequest
     submission: Submission
-    head: RequestHead
+    forwarded: bytes
     body: bytes
     hide_usage: bool
-    arrived_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +67,18 @@ class Services:
 
 
 class ScheduledCall:
-    """Serves one order; use once: `await ScheduledCall(...).run()`."""
+    """Serves one job; use once: `await ScheduledCall(...).run()`."""
 
     __slots__ = (
         "_attempts",
         "_detail",
-        "_dispatcher",
         "_first_token_at",
         "_grant",
         "_granted_at",
-        "_order",
+        "_job",
         "_outcome",
         "_owed",
-        "_receive",
+        "_scheduler",
         "_send",
         "_services",
         "_started",
@@ -88,15 +86,12 @@ class ScheduledCall:
         "_watch",
     )
 
-    def __init__(
-        self, order: ForwardJob, services: Services, dispatcher: SchedulerClient, receive: Receive, send: Send
-    ) -> None:
-        self._order = order
+    def __init__(self, job: ForwardJob, services: Services, scheduler: SchedulerClient) -> None:
+        self._job = job
         self._services = services
-        self._dispatcher = dispatcher
-        self._receive = receive
-        self._send = send
-        self._watch = DisconnectWatch(receive)
+        self._scheduler = scheduler
+        self._send = job.incoming.send
+        self._watch = DisconnectWatch(job.incoming.receive)
         self._owed: Grant | None = None
         self._grant: Grant | None = None
         self._attempts = 0
@@ -109,7 +104,7 @@ class ScheduledCall:
 
     async def run(self) -> None:
         """Queue, forward, answer, conclude. Raises nothing but the cancellation of its own task."""
-        model = self._order.submission.model
+        model = self._job.submission.spec.model
         self._services.telemetry.on_arrival(model)
         try:
             with self._watch:
@@ -124,18 +119,18 @@ class ScheduledCall:
             self._settle(Outcome.CANCELLED, detail="the server ended the request")
             raise
         except Exception as error:
-            logger.exception("event=gateway_fault request_id=%s", self._order.submission.request_id)
+            logger.exception("event=gateway_fault request_id=%s", self._job.submission.request_id)
             self._settle(Outcome.FAILED, detail=repr(error))
             await self._answer(
                 RequestRefused(Outcome.FAILED, "the gateway failed; its log says why", status=500)
             )
         finally:
             self._services.telemetry.on_departure(model)
-            self._services.telemetry.on_conclusion(self._conclusion())
+            self._services.telemetry.on_conclusion(self._concluded())
 
     async def _serve(self) -> None:
-        submission = self._order.submission
-        answer = await self._dispatcher.acquire(submission)
+        submission = self._job.submission
+        answer = await self._scheduler.acquire(submission)
         failure: UpstreamError | None = None
         while isinstance(answer, Grant):
             self._accept(answer)
@@ -145,11 +140,11 @@ class ScheduledCall:
                 failure = error
             else:
                 return
-            self._services.telemetry.put_back(submission.model, failure.failure)
+            self._services.telemetry.put_back(submission.spec.model, failure.failure)
             # From here the dispatcher answers for the request, also when this task is cancelled.
             self._owed = None
-            answer = await self._dispatcher.put_back(
-                submission.request_id, answer.replica_id, failure.failure, str(failure)
+            answer = await self._scheduler.put_back(
+                submission.request_id, answer.dispatch.replica_id, failure.failure, str(failure)
             )
         raise _as_refusal(answer, failure)
 
@@ -164,9 +159,10 @@ class ScheduledCall:
         Raises:
             UpstreamError: the replica gave no answer that the client may see, and it has seen none.
         """
-        body = with_priority(self._order.body, grant.engine_priority)
-        head = self._order.head.for_replica(grant, len(body))
-        response = await self._services.upstream.send((grant.host, grant.port), head, body)
+        body = with_priority(self._job.body, grant.dispatch.engine_priority)
+        address = grant.address
+        head = upstream_head(self._job.incoming, self._job.forwarded, address, len(body))
+        response = await self._services.upstream.send((address.host, address.port), head, body)
         try:
             if response.status == 200 and response.header(b"content-type").startswith(_EVENT_STREAM):
                 await self._pass_stream(response)
@@ -187,14 +183,14 @@ class ScheduledCall:
         await send_body(self._send, response.status, self._headers(response), body)
 
     async def _pass_stream(self, response: UpstreamResponse) -> None:
-        scanner = StreamScanner(hide_usage=self._order.hide_usage)
+        scanner = StreamScanner(hide_usage=self._job.hide_usage)
         response.on_stalled = self._watch.fire
         events = await _next_events(response, scanner)
         if scanner.error is not None and scanner.error_is_engines:
             raise UpstreamError(DispatchFailure.LOST, f"the engine failed: {scanner.error}")
         self._started = True
         self._first_token_at = asyncio.get_running_loop().time()
-        self._dispatcher.first_token(self._order.submission.request_id)
+        self._scheduler.first_token(self._job.submission.request_id)
         send = self._send
         await send({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
         try:
@@ -215,17 +211,17 @@ class ScheduledCall:
 
     def _headers(self, response: UpstreamResponse) -> HeaderList:
         assert self._grant is not None
-        request_id = (b"x-request-id", self._order.head.client_request_id.encode())
-        return [*returned(response.headers), request_id, *describing(self._grant)]
+        request_id = (b"x-request-id", self._job.incoming.client_request_id.encode())
+        return [*returned(response.headers), request_id, *describing(self._grant.dispatch)]
 
     async def _answer(self, refusal: RequestRefused) -> None:
         """Tell the client of an error, as long as nothing else has been told."""
         if self._started:
             return
         self._started = True
-        waited_s = asyncio.get_running_loop().time() - self._order.arrived_at
+        waited_s = asyncio.get_running_loop().time() - self._job.incoming.arrived_at
         headers = [
-            (b"x-request-id", self._order.head.client_request_id.encode()),
+            (b"x-request-id", self._job.incoming.client_request_id.encode()),
             (b"x-queue-wait-ms", b"%.1f" % (waited_s * 1000)),
         ]
         try:
@@ -240,14 +236,14 @@ class ScheduledCall:
             self._outcome, self._usage, self._detail = outcome, usage, detail
         grant, self._owed = self._owed, None
         if grant is not None:
-            self._dispatcher.finish(grant.request_id, outcome, usage)
+            self._scheduler.finish(grant.dispatch.request_id, outcome, usage)
 
-    def _conclusion(self) -> Conclusion:
-        order, grant, usage = self._order, self._grant, self._usage
-        submission = order.submission
+    def _concluded(self) -> ConcludedRequest:
+        incoming, submission, usage = self._job.incoming, self._job.submission, self._usage
+        dispatch = self._grant.dispatch if self._grant is not None else None
         record = RequestRecord(
             request_id=submission.request_id,
-            arrived_at=order.arrived_at,
+            arrived_at=incoming.arrived_at,
             dispatched_at=self._granted_at,
             first_token_at=self._first_token_at,
             finished_at=asyncio.get_running_loop().time(),
@@ -256,17 +252,17 @@ class ScheduledCall:
             output_tokens=usage.output_tokens if usage is not None else 0,
             tenant=submission.tenant,
             priority=submission.priority,
-            pool=grant.pool if grant is not None else "",
-            replica=grant.replica_id if grant is not None else "",
-            length_queue=grant.length_queue if grant is not None else "",
-            estimated_tokens=grant.estimated_tokens if grant is not None else None,
+            pool=dispatch.pool if dispatch is not None else "",
+            replica=dispatch.replica_id if dispatch is not None else "",
+            length_queue=dispatch.length_queue if dispatch is not None else "",
+            estimated_tokens=dispatch.estimated_tokens if dispatch is not None else None,
             detail=self._detail,
         )
-        return Conclusion(
+        return ConcludedRequest(
             record=record,
-            model=submission.model,
-            endpoint=order.head.path,
-            client_request_id=order.head.client_request_id,
+            model=submission.spec.model,
+            endpoint=incoming.path,
+            client_request_id=incoming.client_request_id,
             attempts=self._attempts,
         )
 
@@ -287,7 +283,7 @@ def _stream_outcome(scanner: StreamScanner) -> Outcome:
     return Outcome.FAILED if scanner.error_is_engines else Outcome.REJECTED_INVALID
 
 
-def _as_refusal(refusal: Refusal, failure: UpstreamError | None) -> RequestRefused:
+def _as_refusal(refusal: Conclusion, failure: UpstreamError | None) -> RequestRefused:
     """The scheduler's refusal for the client; the engine's own words where it found the request too long."""
     message, param = refusal.message, None
     if refusal.outcome is Outcome.REJECTED_TOO_LONG and isinstance(failure, TooLongError):

@@ -1,17 +1,18 @@
 """What a gateway serves, to whom, and within which limits."""
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import field
+from typing import Annotated
 
 from serve_app.errors import SettingsError
 from serve_app.serving.gateway.auth import ApiKey
 from serve_app.serving.gateway.request.prefix import PrefixSettings
 from serve_app.serving.gateway.upstream.pool import UpstreamSettings
+from serve_app.settings_base import at_least, settings
 
 MEBIBYTE = 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class ServedModel:
     """One model name that clients may ask for.
 
@@ -19,8 +20,6 @@ class ServedModel:
         name: as clients write it; the engines must serve it under the same name.
         max_model_len: the longest context of any of its pools, in tokens, shown in `/v1/models`.
     """
-
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     name: str
     max_model_len: int | None = None
@@ -30,7 +29,7 @@ class ServedModel:
             raise SettingsError("a model's name must not be empty")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="gateway")
 class GatewaySettings:
     """Settings of one gateway.
 
@@ -39,14 +38,12 @@ class GatewaySettings:
         keys: who may call; empty lets everyone in (a laptop, or a gateway behind another that asks).
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
     models: tuple[ServedModel, ...]
     keys: tuple[ApiKey, ...] = ()
     # OpenAI accepts about 50 MB of images in one request; text of a million tokens is a tenth of that. A
     # body is held in memory until its request is over (it may have to be sent again), so this times the
     # requests in flight bounds the gateway's memory.
-    max_body_bytes: int = 64 * MEBIBYTE
+    max_body_bytes: Annotated[int, at_least(1_024)] = 64 * MEBIBYTE
     # One line per concluded request on the logger `ray.serve`; costs about as much as a scheduling decision.
     log_requests: bool = True
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
@@ -58,5 +55,3 @@ class GatewaySettings:
             raise SettingsError("gateway.models is empty: name at least one model")
         if len(set(names)) != len(names):
             raise SettingsError(f"gateway.models names a model twice: {', '.join(names)}")
-        if self.max_body_bytes < 1024:
-            raise SettingsError(f"gateway.max_body_bytes must be at least 1,024, got {self.max_body_bytes}")

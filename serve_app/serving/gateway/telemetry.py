@@ -24,7 +24,7 @@ _WAIT_SECONDS = (0.001, 0.005, *_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conclusion:
+class ConcludedRequest:
     """One concluded request, with what the record does not hold.
 
     Attributes:
@@ -82,15 +82,15 @@ class Telemetry:
         )
         self.ttft = self._histogram(
             "time_to_first_token_seconds",
-            "IncomingRequest to first byte of a streamed answer.",
+            "Arrival to first byte of a streamed answer.",
             labels,
             _SECONDS,
         )
         self.e2e = self._histogram(
-            "e2e_seconds", "IncomingRequest to conclusion of completed requests.", labels, _SECONDS
+            "e2e_seconds", "Arrival to conclusion of completed requests.", labels, _SECONDS
         )
         self.queue_wait = self._histogram(
-            "queue_wait_seconds", "IncomingRequest to the last grant.", labels, _WAIT_SECONDS
+            "queue_wait_seconds", "Arrival to the last grant.", labels, _WAIT_SECONDS
         )
         self.registry.register(self)
 
@@ -106,14 +106,14 @@ class Telemetry:
         """A granted request came back before its first byte."""
         self.put_backs.labels(self._gateway_id, model, failure).inc()
 
-    def on_conclusion(self, conclusion: Conclusion) -> None:
+    def on_conclusion(self, concluded: ConcludedRequest) -> None:
         """Count and log a request that has reached its outcome."""
-        record, model = conclusion.record, conclusion.model
+        record, model = concluded.record, concluded.model
         self._outcome_counter(model, record).inc()
         if record.dispatched_at is not None:
             self._observe(model, record)
         if self._log_requests and logger.isEnabledFor(logging.INFO):
-            logger.info(_line(conclusion))
+            logger.info(_line(concluded))
 
     def exposition(self) -> str:
         """This gateway's own metrics in the Prometheus text format."""
@@ -167,24 +167,24 @@ class Telemetry:
         return Histogram(f"ewsjf_gateway_{name}", text, labels, registry=self.registry, buckets=buckets)
 
 
-def _line(conclusion: Conclusion) -> str:
-    record = conclusion.record
+def _line(concluded: ConcludedRequest) -> str:
+    record = concluded.record
     parts = [
-        f"event=concluded outcome={record.outcome} model={conclusion.model or '-'}",
-        f" endpoint={conclusion.endpoint} class={record.priority} tenant={record.tenant}",
+        f"event=concluded outcome={record.outcome} model={concluded.model or '-'}",
+        f" endpoint={concluded.endpoint} class={record.priority} tenant={record.tenant}",
         f" e2e_s={record.e2e_s:.4f}",
     ]
     if record.dispatched_at is not None:
         parts.append(
             f" queue_wait_s={record.queue_wait_s:.4f} pool={record.pool} replica={record.replica}"
             f" length_queue={record.length_queue} estimated_tokens={record.estimated_tokens}"
-            f" attempts={conclusion.attempts}"
+            f" attempts={concluded.attempts}"
         )
     if record.first_token_at is not None:
         parts.append(f" ttft_s={record.ttft_s:.4f}")
     if record.prompt_tokens or record.output_tokens:
         parts.append(f" prompt_tokens={record.prompt_tokens} output_tokens={record.output_tokens}")
-    parts.append(f" request_id={record.request_id} client_request_id={conclusion.client_request_id}")
+    parts.append(f" request_id={record.request_id} client_request_id={concluded.client_request_id}")
     if record.detail:
         parts.append(f" detail={record.detail!r}")
     return "".join(parts)

@@ -1,17 +1,17 @@
-"""Requests that go to any replica without waiting for a turn: `/tokenize` costs an engine next to nothing."""
+"""Requests that go to any replica without being scheduled: `/tokenize` costs an engine next to nothing."""
 
-from serve_app.engines.engine import Send
 from serve_app.errors import Outcome
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
 from serve_app.serving.gateway.answer.engine_answer import failure_of
 from serve_app.serving.gateway.answer.responses import RequestRefused, send_body
-from serve_app.serving.gateway.request.headers import RequestHead, returned
+from serve_app.serving.gateway.request.headers import returned, upstream_head
+from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
 from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamResponse
 
 # More replicas than this in a row do not fail by chance.
-_MAX_TRIES = 3
+_MAX_ATTEMPTS = 3
 # Replicas come and go within seconds; there is no queue whose drain could be measured.
 _RETRY_AFTER_S = 1.0
 
@@ -21,28 +21,30 @@ class AnyReplica:
 
     def __init__(self, upstream: UpstreamPool) -> None:
         self._upstream = upstream
-        self._turn = 0
+        self._next = 0
 
-    async def pass_on(self, dispatcher: SchedulerClient, head: RequestHead, body: bytes, send: Send) -> None:
+    async def pass_on(
+        self, scheduler: SchedulerClient, incoming: IncomingRequest, forwarded: bytes, body: bytes
+    ) -> None:
         """Send a request to some replica and its answer to the client.
 
         Raises:
             RequestRefused: no replica answers.
         """
-        response, answer = await self._ask(dispatcher, head, body)
-        request_id = (b"x-request-id", head.client_request_id.encode())
-        await send_body(send, response.status, [*returned(response.headers), request_id], answer)
+        response, answer = await self._ask(scheduler, incoming, forwarded, body)
+        request_id = (b"x-request-id", incoming.client_request_id.encode())
+        await send_body(incoming.send, response.status, [*returned(response.headers), request_id], answer)
 
     async def _ask(
-        self, dispatcher: SchedulerClient, head: RequestHead, body: bytes
+        self, scheduler: SchedulerClient, incoming: IncomingRequest, forwarded: bytes, body: bytes
     ) -> tuple[UpstreamResponse, bytes]:
-        replicas = dispatcher.replicas()
+        replicas = scheduler.replicas()
         failure = "no replica is ready"
-        self._turn += 1
-        for offset in range(min(_MAX_TRIES, len(replicas))):
-            replica = replicas[(self._turn + offset) % len(replicas)]
+        self._next += 1
+        for offset in range(min(_MAX_ATTEMPTS, len(replicas))):
+            replica = replicas[(self._next + offset) % len(replicas)]
             try:
-                return await self._exchange(replica, head, body)
+                return await self._exchange(replica, incoming, forwarded, body)
             except UpstreamError as error:
                 failure = str(error)
         raise RequestRefused(
@@ -52,10 +54,11 @@ class AnyReplica:
         )
 
     async def _exchange(
-        self, replica: ReplicaAddress, head: RequestHead, body: bytes
+        self, replica: ReplicaAddress, incoming: IncomingRequest, forwarded: bytes, body: bytes
     ) -> tuple[UpstreamResponse, bytes]:
         address = (replica.host, replica.port)
-        response = await self._upstream.send(address, head.for_replica(replica, len(body)), body)
+        head = upstream_head(incoming, forwarded, replica, len(body))
+        response = await self._upstream.send(address, head, body)
         try:
             answer = await response.read()
         finally:

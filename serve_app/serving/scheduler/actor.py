@@ -18,12 +18,12 @@ from typing import Any
 
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.scheduling import SchedulerSettings
+from serve_app.scheduling.learned_state import STATE_KIND, denial, learned_state
 from serve_app.serving.channel.messages import SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
-from serve_app.serving.scheduler.learned_state import STATE_KIND, denial, learned_state
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.state.keeper import StateKeeper
 from serve_app.serving.state.store import StateStore

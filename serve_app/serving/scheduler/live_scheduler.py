@@ -22,14 +22,15 @@ from serve_app.request import PriorityClass
 from serve_app.routing.adaptive_b_short import BShortChanged
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
+from serve_app.scheduling.decision_log import Decision, RunHeader
 from serve_app.scheduling.events import DispatchFailed, Event, ReplicaLost, Woke
+from serve_app.scheduling.learned_state import take_over
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.messages import SchedulerEndpoint
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.scheduler.decision_log import DecisionLog, DecisionLogSettings
-from serve_app.serving.scheduler.learned_state import take_over
+from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
 
@@ -235,7 +236,7 @@ class LiveScheduler:
 
     def _note(self, now: float, event: Event, commands: list[Command]) -> None:
         if self._log is not None:
-            self._log.add(now, event, commands)
+            self._log.add(Decision(now, event, tuple(commands)))
         self.tuner.note(event, commands, now)
         if isinstance(event, DispatchFailed):
             self._metrics.put_back(event)
@@ -322,15 +323,15 @@ class LiveScheduler:
                 self._superseded(number)
                 return
 
-    def _open_log(self) -> DecisionLog | None:
+    def _open_log(self) -> DecisionLogFile | None:
         wanted = self._parts.decision_log
         if wanted is None:
             return None
         path = Path(wanted.path.replace("{incarnation}", str(self._parts.incarnation)))
-        header = {
-            "settings": asdict(self._settings),
-            "now": self._now,
-            "incarnation": self._parts.incarnation,
-            "learned": self._parts.learned,
-        }
-        return DecisionLog(path, wanted.max_events, header)
+        header = RunHeader(
+            settings=self._settings,
+            now=self._now,
+            learned=self._parts.learned,
+            run={"incarnation": self._parts.incarnation},
+        )
+        return DecisionLogFile(path, wanted.max_events, header)

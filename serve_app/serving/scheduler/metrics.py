@@ -138,7 +138,7 @@ class SchedulerMetrics:
 
     def on_conclusion(self, command: Conclude, priority: PriorityClass) -> None:
         """A request reached its outcome."""
-        self._of_conclusion(priority, command.outcome).inc()
+        self._of_conclusion(priority, command.conclusion.outcome).inc()
 
     def on_report_stale(self) -> None:
         """A replica has not reported for too long."""

@@ -17,5 +17,5 @@ class Oracle(Sjf):
 
     def key(self, scheduled: ScheduledRequest) -> float:
         """Prefill and decode in units of prefilled tokens."""
-        output_tokens = scheduled.request.max_output_tokens or 0
+        output_tokens = scheduled.request.spec.max_output_tokens or 0
         return prompt_tokens(scheduled) + _PREFILL_TOKENS_PER_OUTPUT_TOKEN * output_tokens

@@ -9,12 +9,12 @@ from pathlib import Path
 from serve_app.command import Command, given_arguments, progress_bar, say, warn, write_json
 from serve_app.errors import SettingsError
 from serve_app.provenance import provenance
+from serve_app.scheduling.decision_log import Decision, encode_decision, encode_header
 from serve_app.simulation.batch import run_all, saturated_rates
 from serve_app.simulation.command import arguments
 from serve_app.simulation.command.results import Row, markdown_table, run_as_json, unequal_work
-from serve_app.simulation.decision_log import DecisionLog
 from serve_app.simulation.partitions import PartitionSource, write_partition
-from serve_app.simulation.run import RunResult, RunSettings, simulate
+from serve_app.simulation.run import DIRECT, RunResult, RunSettings, run_header, simulate
 from serve_app.simulation.workload import choose_trace
 from serve_app.workloads.loaders import describe_skipped
 
@@ -71,11 +71,15 @@ def _played(runs: list[RunSettings], args: argparse.Namespace) -> Iterator[RunRe
 def _logged(runs: list[RunSettings], path: Path) -> Iterator[RunResult]:
     """One after the other, into one file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        log = DecisionLog(file)
+    with path.open("w", encoding="utf-8") as file:
+
+        def log(decision: Decision) -> None:
+            file.write(encode_decision(decision) + "\n")
+
         for run in runs:
-            log.begin(run)
-            yield simulate(run, log.add)
+            if run.policy != DIRECT:
+                file.write(encode_header(run_header(run)) + "\n")
+            yield simulate(run, log)
 
 
 def _heading(result: RunResult) -> str:

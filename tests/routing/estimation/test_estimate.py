@@ -188,7 +188,7 @@ def test_estimates_are_ordered_whatever_was_observed(
     assert 0 <= estimate.least_prompt_tokens <= estimate.prompt_tokens
     assert estimate.prompt_tokens * prompts >= estimate.expected_prompt_tokens
     assert estimate.least_prompt_tokens * prompts <= max(estimate.expected_prompt_tokens + prompts, prompts)
-    assert 0 <= estimate.expected_output_tokens <= asked.choices * estimate.max_output_tokens
+    assert 0 <= estimate.expected_output_tokens <= asked.spec.choices * estimate.max_output_tokens
     assert estimate.expected_tokens == estimate.expected_prompt_tokens + estimate.expected_output_tokens
 
 

@@ -1,5 +1,3 @@
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +15,7 @@ SESSION = tuple(range(1, 9))  # eight blocks, 1,024 tokens
 def wanted(
     prefix: tuple[int, ...] = SESSION, *, prompt_tokens: int = 1_100, output_tokens: int = 100
 ) -> Wanted:
-    made = dataclasses.replace(request(prompt_tokens=prompt_tokens), prefix=prefix)
+    made = request(prompt_tokens=prompt_tokens, prefix=prefix)
     return Wanted(made, prompt_tokens, output_tokens)
 
 
@@ -153,7 +151,9 @@ def test_text_that_is_cached_is_counted_in_tokens_of_its_kind(bytes_per_token: f
     cost = PrefillCost(PrefillCostSettings())
     affinity = PrefixAffinity(AffinitySettings(), cost, lambda _category: bytes_per_token)
     affinity.join(spec("s1"))
-    text = dataclasses.replace(wanted().request, shape=PromptShape(text_bytes=4_400))
+    text = request(
+        prompt_tokens=4_000, prefix=wanted().request.submission.prefix, shape=PromptShape(text_bytes=4_400)
+    )
     affinity.on_dispatch("s1", text)
     assert affinity.cached_tokens(text, 2_200) == cached
 

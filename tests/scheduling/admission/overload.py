@@ -104,15 +104,16 @@ class OverloadedWorld:
                 self.reach(self.engines[command.replica_id], visit)
             case Conclude():
                 visit = self.visits[command.request_id]
-                visit.outcome, visit.retry_after_s = command.outcome, command.retry_after_s
-                if command.retry_after_s is not None and visit.tries < self.retries:
-                    self.come_again(visit, self.now + command.retry_after_s + self.late_s)
+                visit.outcome = command.conclusion.outcome
+                visit.retry_after_s = command.conclusion.retry_after_s
+                if command.conclusion.retry_after_s is not None and visit.tries < self.retries:
+                    self.come_again(visit, self.now + command.conclusion.retry_after_s + self.late_s)
 
     def come_again(self, visit: Visit, at: float) -> None:
         old = visit.request
         again = replace(
             old,
-            request_id=f"{old.request_id}+",
+            submission=replace(old.submission, request_id=f"{old.request_id}+"),
             arrived_at=at,
             expires_at=at + old.expires_at - old.arrived_at,
         )

@@ -50,10 +50,10 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_the_door_with_a_time_to_com
     waiting = len(world.scheduler.queue)
     assert waiting == 8
     command = refusal(world.arrive("r", tenant="filler", expires_at=world.now + 4.0))
-    assert command.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE
-    assert "may wait 4.0 s" in command.message
+    assert command.conclusion.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE
+    assert "may wait 4.0 s" in command.conclusion.message
     # Eight seconds of work are to come down to four, less the margin.
-    assert command.retry_after_s == pytest.approx(waiting - 4.0 / 1.2, abs=2.0)
+    assert command.conclusion.retry_after_s == pytest.approx(waiting - 4.0 / 1.2, abs=2.0)
     assert world.arrive("patient", tenant="filler", expires_at=world.now + 20.0) == []
 
 
@@ -66,23 +66,23 @@ def test_no_deadline_is_refused_before_waits_have_been_seen() -> None:
 def test_one_that_comes_back_when_told_is_let_in_before_newcomers() -> None:
     world = settled()
     first = refusal(world.arrive("r1", prompt_tokens=33, tenant="filler", expires_at=world.now + 4.0))
-    assert first.retry_after_s is not None
-    until, number = world.now + first.retry_after_s, 0
+    assert first.conclusion.retry_after_s is not None
+    until, number = world.now + first.conclusion.retry_after_s, 0
     while world.now + 1.0 < until:
         finish_oldest(world)
         number += 1
         newcomer = world.arrive(f"n{number}", tenant="filler", expires_at=world.now + 4.0)
-        assert refusal(newcomer).retry_after_s is not None
-        assert world.now + (refusal(newcomer).retry_after_s or 0.0) > until
+        assert refusal(newcomer).conclusion.retry_after_s is not None
+        assert world.now + (refusal(newcomer).conclusion.retry_after_s or 0.0) > until
     world.now = until
     assert world.arrive("r1 again", prompt_tokens=33, tenant="filler", expires_at=world.now + 4.0) == []
 
 
 def test_one_that_asked_not_to_wait_is_refused_when_it_would_have_to() -> None:
     command = refusal(saturated().arrive("r", no_wait=True))
-    assert command.outcome is Outcome.REJECTED_QUEUE_FULL
-    assert command.retry_after_s is not None
-    assert command.retry_after_s > 0
+    assert command.conclusion.outcome is Outcome.REJECTED_QUEUE_FULL
+    assert command.conclusion.retry_after_s is not None
+    assert command.conclusion.retry_after_s > 0
 
 
 def test_a_full_queue_does_not_keep_out_who_can_go_at_once() -> None:
@@ -101,7 +101,7 @@ def test_a_heavy_tenant_is_refused_while_a_light_one_finds_a_place() -> None:
     heavy = [world.arrive(f"h{number}", tenant="heavy") for number in range(30)]
     assert sum(commands == [] for commands in heavy) == 15
     assert concluded(heavy[-1]) == [("h29", "rejected_queue_full")]
-    assert "of this tenant" in refusal(heavy[-1]).message
+    assert "of this tenant" in refusal(heavy[-1]).conclusion.message
     assert world.arrive("light", tenant="light") == []
 
 
@@ -127,9 +127,9 @@ def test_an_expired_request_is_told_when_to_come_again() -> None:
     world.arrive("r", tenant="filler", expires_at=world.now + 20.0)
     commands = world.report(waiting=3, after_s=20.0)
     (conclude,) = [command for command in commands if isinstance(command, Conclude)]
-    assert conclude.outcome is Outcome.EXPIRED
-    assert conclude.retry_after_s is not None
-    assert conclude.retry_after_s > 0
+    assert conclude.conclusion.outcome is Outcome.EXPIRED
+    assert conclude.conclusion.retry_after_s is not None
+    assert conclude.conclusion.retry_after_s > 0
 
 
 @pytest.mark.parametrize(

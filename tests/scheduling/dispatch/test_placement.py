@@ -1,6 +1,5 @@
 """Prefix affinity inside the scheduler: where requests go, and how long they count as."""
 
-import dataclasses
 from typing import Any
 
 from serve_app.errors import Outcome
@@ -8,7 +7,6 @@ from serve_app.request import Usage
 from serve_app.routing.prefix.affinity import AffinitySettings
 from serve_app.scheduling.commands import Command
 from serve_app.scheduling.events import (
-    Arrived,
     DispatchFailed,
     DispatchFailure,
     Finished,
@@ -36,8 +34,7 @@ class Sessions(Simulation):
     def ask(
         self, request_id: str, prefix: tuple[int, ...] = SESSION, prompt_tokens: int = 3_300
     ) -> list[Command]:
-        made = request(request_id, prompt_tokens=prompt_tokens, arrived_at=self.now)
-        return self.feed(Arrived(dataclasses.replace(made, prefix=prefix)))
+        return self.arrive(request_id, prompt_tokens=prompt_tokens, prefix=prefix)
 
     def done(self, request_id: str) -> list[Command]:
         usage = Usage(prompt_tokens=3_300, output_tokens=10)
@@ -111,7 +108,7 @@ def test_a_request_that_comes_back_counts_by_what_is_cached_elsewhere() -> None:
 
 def test_a_new_scheduler_learns_from_what_gateways_say_is_running() -> None:
     world = Sessions()
-    running = dataclasses.replace(request("first", prompt_tokens=3_300), prefix=SESSION)
+    running = request("first", prompt_tokens=3_300, prefix=SESSION)
     world.feed(Resumed(running, "s2", started=True))
     world.feed(Finished("first", Outcome.COMPLETED, None))
     assert world.replica_of("second") == "s2"

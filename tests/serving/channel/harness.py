@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from serve_app.request import PriorityClass, PromptShape
+from serve_app.errors import Conclusion
+from serve_app.request import PromptShape, RequestSpec, Submission
 from serve_app.routing.pools import RoutingSettings
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling import SchedulerSettings
@@ -13,7 +14,7 @@ from serve_app.serving.channel.framing import FrameReader, decode_from_scheduler
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import VERSION, FromScheduler, Hello, Message, Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_client import ReplicaClient
-from serve_app.serving.channel.scheduler_client import Grant, Refusal, ReplicaAddress, Submission
+from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 
@@ -30,15 +31,14 @@ def scheduler_settings(**changes: Any) -> SchedulerSettings:
     return SchedulerSettings(**{"model": "m", "routing": RoutingSettings(pools=("short",)), **changes})
 
 
-def submission(request_id: str, **changes: Any) -> Submission:
-    wanted: dict[str, Any] = {
-        "request_id": request_id,
-        "model": "m",
-        "shape": PromptShape(text_bytes=40, prompt_tokens=10),
-        "max_output_tokens": 10,
-        "priority": PriorityClass.DEFAULT,
-    }
-    return Submission(**{**wanted, **changes})
+def submission(request_id: str, *, shape: PromptShape | None = None, **changes: Any) -> Submission:
+    spec = RequestSpec(
+        model="m",
+        shape=shape or PromptShape(text_bytes=40, prompt_tokens=10),
+        max_output_tokens=10,
+        streamed=changes.pop("streamed", True),
+    )
+    return Submission(request_id=request_id, spec=spec, **changes)
 
 
 async def until(condition: Callable[[], bool], what: str = "the condition") -> None:
@@ -229,10 +229,10 @@ async def granted(client: GatewayClient, request_id: str, **changes: Any) -> Gra
     return answer
 
 
-async def refused(client: GatewayClient, request_id: str, **changes: Any) -> Refusal:
+async def refused(client: GatewayClient, request_id: str, **changes: Any) -> Conclusion:
     """Ask for a turn, and be refused."""
     answer = await asyncio.wait_for(client.acquire(submission(request_id, **changes)), PATIENCE_S)
-    assert isinstance(answer, Refusal), answer
+    assert isinstance(answer, Conclusion), answer
     return answer
 
 

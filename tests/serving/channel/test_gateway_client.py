@@ -85,9 +85,9 @@ async def test_a_put_back_request_goes_to_another_replica(world: Simulation) -> 
     await world.replica("s1")
     await world.replica("s2")
     first = await granted(gateway, "r1")
-    second = await gateway.put_back("r1", first.replica_id, DispatchFailure.UNREACHABLE, "refused")
+    second = await gateway.put_back("r1", first.dispatch.replica_id, DispatchFailure.UNREACHABLE, "refused")
     assert isinstance(second, Grant)
-    assert second.replica_id != first.replica_id
+    assert second.dispatch.replica_id != first.dispatch.replica_id
 
 
 async def test_a_request_that_fails_on_too_many_replicas_is_refused_after_its_put_back(
@@ -101,7 +101,7 @@ async def test_a_request_that_fails_on_too_many_replicas_is_refused_after_its_pu
     for _ in range(world.settings.max_attempts):
         assert isinstance(answer, Grant)
         answer = await asyncio.wait_for(
-            gateway.put_back("r1", answer.replica_id, DispatchFailure.LOST, "it broke"), 10
+            gateway.put_back("r1", answer.dispatch.replica_id, DispatchFailure.LOST, "it broke"), 10
         )
     assert not isinstance(answer, Grant)
     assert answer.outcome is Outcome.FAILED

@@ -3,15 +3,16 @@
 import asyncio
 import math
 import random
+from typing import Any
 
 import pytest
 
-from serve_app.errors import Outcome
+from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Finish
-from serve_app.serving.channel.scheduler_client import Grant, Refusal
+from serve_app.serving.channel.scheduler_client import Grant
 from tests.serving.channel.harness import (
     FAST,
     PATIENCE_S,
@@ -26,11 +27,11 @@ from tests.serving.channel.harness import (
 USAGE = Usage(prompt_tokens=10, output_tokens=5)
 
 
-def ask(client: GatewayClient, request_id: str, **changes: object) -> asyncio.Task[Grant | Refusal]:
+def ask(client: GatewayClient, request_id: str, **changes: Any) -> asyncio.Task[Grant | Conclusion]:
     return asyncio.get_running_loop().create_task(client.acquire(submission(request_id, **changes)))
 
 
-async def answer_of(task: asyncio.Task[Grant | Refusal]) -> Grant | Refusal:
+async def answer_of(task: asyncio.Task[Grant | Conclusion]) -> Grant | Conclusion:
     return await asyncio.wait_for(task, PATIENCE_S)
 
 
@@ -44,9 +45,14 @@ async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place
     gateway = await world.gateway()
     await world.replica("s1")
     grant = await granted(gateway, "r1")
-    assert (grant.replica_id, grant.host, grant.port, grant.token) == ("s1", "10.0.0.1", 8000, "token-s1")
-    assert grant.pool == "short"
-    assert grant.queue_wait_s < 5
+    assert (grant.dispatch.replica_id, grant.address.host, grant.address.port, grant.address.token) == (
+        "s1",
+        "10.0.0.1",
+        8000,
+        "token-s1",
+    )
+    assert grant.dispatch.pool == "short"
+    assert grant.dispatch.queue_wait_s < 5
     assert len(world.shell.core) == 1
     gateway.first_token("r1")
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
@@ -88,12 +94,12 @@ async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_req
     await until(lambda: len(world.shell.core) == 6, "all six are known again")
     entry = world.shell.core.find("r1")
     assert entry is not None
-    assert (entry.replica_id, entry.started) == (grant.replica_id, True)
+    assert (entry.replica_id, entry.started) == (grant.dispatch.replica_id, True)
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
     for task in waiting:
         answer = await answer_of(task)
         assert isinstance(answer, Grant)
-        gateway.finish(answer.request_id, Outcome.COMPLETED, USAGE)
+        gateway.finish(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
 
 
@@ -123,7 +129,7 @@ async def test_a_lost_grant_whose_replica_has_left_meanwhile_goes_to_another(wor
     wire.cut()
     answer = await answer_of(task)
     assert isinstance(answer, Grant)
-    assert answer.replica_id == "s2"
+    assert answer.dispatch.replica_id == "s2"
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
 
@@ -136,14 +142,14 @@ async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(world: Sim
     first = await granted(gateway, "r1")
     wire.mute_up = True
     task = asyncio.get_running_loop().create_task(
-        gateway.put_back("r1", first.replica_id, DispatchFailure.UNREACHABLE, "refused")
+        gateway.put_back("r1", first.dispatch.replica_id, DispatchFailure.UNREACHABLE, "refused")
     )
     await asyncio.sleep(0.05)
     assert world.shell._gateways.book["r1"].grants == 1
     wire.cut()
     second = await answer_of(task)
     assert isinstance(second, Grant)
-    assert second.replica_id != first.replica_id
+    assert second.dispatch.replica_id != first.dispatch.replica_id
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
 
@@ -224,7 +230,7 @@ async def test_a_half_open_channel_is_noticed_by_both_ends_and_replaced(world: S
     await until(lambda: world.shell._gateways.connected == 0, "the scheduler notices")
     wire.mute_up = wire.mute_down = False
     await until(lambda: gateway.is_connected)
-    assert grant.request_id in world.shell._gateways.book
+    assert grant.dispatch.request_id in world.shell._gateways.book
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
 
@@ -281,7 +287,7 @@ async def test_a_flood_is_refused_beyond_the_queue_and_leaves_nothing_behind(wor
     limit = math.ceil(settings.max_waiting * (1 - admission.reserved_share) * admission.tenant_share)
     await until(lambda: sum(task.done() for task in tasks) == 10_000 - limit)
     assert all(
-        isinstance(answer := task.result(), Refusal) and answer.outcome is Outcome.REJECTED_QUEUE_FULL
+        isinstance(answer := task.result(), Conclusion) and answer.outcome is Outcome.REJECTED_QUEUE_FULL
         for task in tasks
         if task.done()
     )
@@ -307,8 +313,10 @@ class Handlers:
         heard = self.heard.setdefault(request_id, [])
         answer = await gateway.acquire(submission(request_id))
         while isinstance(answer, Grant) and self._rng.random() < 0.2:
-            answer = await gateway.put_back(request_id, answer.replica_id, DispatchFailure.UNREACHABLE)
-        if isinstance(answer, Refusal):
+            answer = await gateway.put_back(
+                request_id, answer.dispatch.replica_id, DispatchFailure.UNREACHABLE
+            )
+        if isinstance(answer, Conclusion):
             heard.append(answer.outcome.value)
             return
         if self._rng.random() < 0.7:

@@ -13,10 +13,11 @@ from typing import Any
 import uvicorn
 
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
-from serve_app.errors import Outcome
-from serve_app.request import Usage
+from serve_app.errors import Conclusion, Outcome
+from serve_app.request import Submission, Usage
+from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import Grant, Refusal, ReplicaAddress, Submission
+from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, UpstreamSettings
 
 MODEL = "tiny"
@@ -302,7 +303,7 @@ class FakeDispatcher:
     """
 
     ports: list[int]
-    script: deque[Refusal | int] = field(default_factory=deque)
+    script: deque[Conclusion | int] = field(default_factory=deque)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     events: list[tuple[Any, ...]] = field(default_factory=list)
     submissions: list[Submission] = field(default_factory=list)
@@ -314,14 +315,14 @@ class FakeDispatcher:
     def __post_init__(self) -> None:
         self.gate.set()
 
-    async def acquire(self, submission: Submission) -> Grant | Refusal:
+    async def acquire(self, submission: Submission) -> Grant | Conclusion:
         self.submissions.append(submission)
         self.events.append(("acquire", submission.request_id))
         return await self._decide(submission.request_id)
 
     async def put_back(
         self, request_id: str, replica_id: str, failure: DispatchFailure, message: str = ""
-    ) -> Grant | Refusal:
+    ) -> Grant | Conclusion:
         self.held.remove(request_id)
         self.events.append(("put_back", failure, message))
         return await self._decide(request_id)
@@ -343,7 +344,7 @@ class FakeDispatcher:
     async def exposition(self) -> str:
         return self.page
 
-    async def _decide(self, request_id: str) -> Grant | Refusal:
+    async def _decide(self, request_id: str) -> Grant | Conclusion:
         self.waiting += 1
         try:
             await self.gate.wait()
@@ -353,20 +354,22 @@ class FakeDispatcher:
         finally:
             self.waiting -= 1
         step = self.script.popleft() if self.script else self.ports[0]
-        if isinstance(step, Refusal):
+        if isinstance(step, Conclusion):
             return step
         self.held.add(request_id)
-        return Grant(
+        dispatch = Dispatch(
             request_id=request_id,
+            gateway_id="g1",
             replica_id=f"r{step}",
-            host="127.0.0.1",
-            port=step,
-            token=TOKEN,
             pool="short",
             length_queue="0-256",
             estimated_tokens=123,
             queue_wait_s=0.0125,
             engine_priority=self.engine_priority,
+        )
+        return Grant(
+            dispatch,
+            ReplicaAddress(replica_id=f"r{step}", pool="short", host="127.0.0.1", port=step, token=TOKEN),
         )
 
     def names(self) -> list[str]:
@@ -378,8 +381,8 @@ class FakeDispatcher:
         return [event[1] for event in self.events if event[0] == "finished"]
 
 
-def refusal(outcome: Outcome, message: str = "", retry_after_s: float | None = None) -> Refusal:
-    return Refusal(request_id="any", outcome=outcome, message=message, retry_after_s=retry_after_s)
+def refusal(outcome: Outcome, message: str = "", retry_after_s: float | None = None) -> Conclusion:
+    return Conclusion(outcome, message, retry_after_s)
 
 
 _numbers = itertools.count()

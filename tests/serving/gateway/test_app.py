@@ -125,8 +125,8 @@ async def test_what_a_client_says_of_itself_reaches_the_scheduler(stage: Stage) 
     assert submission.tenant == "acme"
     assert submission.queue_timeout_s == 2.5
     assert submission.no_wait
-    assert (submission.choices, submission.max_output_tokens) == (2, 9)
-    assert submission.shape.text_bytes == 5
+    assert (submission.spec.choices, submission.spec.max_output_tokens) == (2, 9)
+    assert submission.spec.shape.text_bytes == 5
 
 
 async def test_a_clients_own_priority_names_its_class_and_never_reaches_the_engine(stage: Stage) -> None:

@@ -10,13 +10,13 @@ import pytest
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.errors import EngineError, Outcome
-from serve_app.request import PromptShape
+from serve_app.request import PromptShape, RequestSpec, Submission
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.settings import SchedulerSettings
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import SchedulerEndpoint
-from serve_app.serving.channel.scheduler_client import Grant, Submission
+from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.pool.autoscaling import KV_USAGE, ONGOING
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
@@ -66,14 +66,16 @@ def locator(shell: LiveScheduler) -> Locate:
 
 async def granted(gateway: GatewayClient, name: str) -> Grant:
     shape = PromptShape(text_bytes=40)
-    submission = Submission(request_id=name, model="demo", shape=shape, max_output_tokens=100)
+    submission = Submission(
+        request_id=name, spec=RequestSpec(model="demo", shape=shape, max_output_tokens=100)
+    )
     grant = await asyncio.wait_for(gateway.acquire(submission), 10)
     assert isinstance(grant, Grant)
     return grant
 
 
 def url(grant: Grant) -> str:
-    return f"http://{grant.host}:{grant.port}/v1/completions"
+    return f"http://{grant.address.host}:{grant.address.port}/v1/completions"
 
 
 def body(tokens: int) -> dict[str, object]:
@@ -92,8 +94,8 @@ async def test_a_replica_joins_serves_what_is_granted_and_drains(
     replica = PoolReplica(settings(), EmulatedEngine(ENGINE), locator(shell))
     await replica.start()
     grant = await granted(gateway, "first")
-    assert (grant.pool, grant.replica_id) == ("short", "replica-1")
-    async with httpx.AsyncClient(headers={"x-replica-token": grant.token}) as http:
+    assert (grant.dispatch.pool, grant.dispatch.replica_id) == ("short", "replica-1")
+    async with httpx.AsyncClient(headers={"x-replica-token": grant.address.token}) as http:
         running = asyncio.create_task(http.post(url(grant), json=body(400), timeout=30))
         await until(lambda: replica.record_autoscaling_stats()[ONGOING] == 1.0)
         await until(lambda: replica.record_autoscaling_stats()[KV_USAGE] > 0)
@@ -118,7 +120,7 @@ async def test_a_drain_ends_in_time_though_an_answer_does_not(
     replica = PoolReplica(settings(drain_timeout_s=0.3), EmulatedEngine(ENGINE), locator(shell))
     await replica.start()
     grant = await granted(gateway, "endless")
-    async with httpx.AsyncClient(headers={"x-replica-token": grant.token}) as http:
+    async with httpx.AsyncClient(headers={"x-replica-token": grant.address.token}) as http:
         running = asyncio.create_task(http.post(url(grant), json=body(2_000), timeout=30))
         await until(lambda: replica.record_autoscaling_stats()[ONGOING] == 1.0)
         await asyncio.wait_for(replica.stop(), 10)

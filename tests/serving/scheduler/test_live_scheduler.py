@@ -2,20 +2,19 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 import pytest_asyncio
 
 from serve_app.errors import ChannelError, Outcome
 from serve_app.request import Usage
-from serve_app.scheduling import Scheduler, SchedulerSettings
+from serve_app.scheduling import Scheduler
 from serve_app.scheduling.commands import Command
+from serve_app.scheduling.decision_log import LoggedRun, read_runs, replay
 from serve_app.scheduling.events import Arrived, DispatchFailure, Event, Finished, PartitionChanged
 from serve_app.scheduling.policies.partition import LengthInterval, Partition
 from serve_app.serving.channel.scheduler_client import Grant
-from serve_app.serving.scheduler.decision_log import DecisionLogSettings, read_decisions
+from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.learned_queues import PartitionUpdate
 from tests.serving.channel.harness import (
     FAST,
@@ -72,7 +71,7 @@ async def test_a_fault_of_the_core_fails_the_request_it_stumbled_over_and_saves_
     for task in others:
         answer = await asyncio.wait_for(task, 10)
         assert isinstance(answer, Grant)
-        gateway.finish(answer.request_id, Outcome.COMPLETED, USAGE)
+        gateway.finish(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
     await until(lambda: len(world.shell.core) == 0)
 
 
@@ -175,18 +174,19 @@ async def test_learned_queues_are_put_in_force_and_recorded(world: Simulation, t
         PartitionUpdate(partition=partition, reason="first", lengths=5, distance=0.0, age_s=0.0)
     )
     after = await granted(gateway, "r2")
-    assert before.length_queue != after.length_queue == "9-90"
+    assert before.dispatch.length_queue != after.dispatch.length_queue == "9-90"
     shell.stop("the end")
     with pytest.raises(ChannelError, match="does not schedule: the end"):
         shell.tuner.put_in_force(
             PartitionUpdate(partition=partition, reason="drift", lengths=5, distance=0.0, age_s=0.0)
         )
-    _, decisions = read_decisions(tmp_path / "decisions.jsonl")
-    assert PartitionChanged(partition) in [decision.event for decision in decisions]
+    decisions = logged(tmp_path / "decisions.jsonl").decisions
+    assert PartitionChanged(partition) in [decision.event for _, decision in decisions]
 
 
-def rebuilt(header: dict[str, Any]) -> Scheduler:
-    return Scheduler(msgspec.convert(header["settings"], SchedulerSettings), now=header["now"])
+def logged(path: Path) -> LoggedRun:
+    (run,) = read_runs(path.read_text().splitlines())
+    return run
 
 
 async def test_a_recorded_run_replays_to_the_same_commands(world: Simulation, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ async def test_a_recorded_run_replays_to_the_same_commands(world: Simulation, tm
     async def handle(n: int) -> None:
         answer = await gateway.acquire(submission(f"r{n}", queue_timeout_s=0.3 if n % 7 == 0 else None))
         if isinstance(answer, Grant) and n % 5 == 0:
-            answer = await gateway.put_back(f"r{n}", answer.replica_id, DispatchFailure.BUSY, "full")
+            answer = await gateway.put_back(f"r{n}", answer.dispatch.replica_id, DispatchFailure.BUSY, "full")
         if isinstance(answer, Grant):
             await asyncio.sleep(0.005)
             gateway.first_token(f"r{n}")
@@ -209,10 +209,10 @@ async def test_a_recorded_run_replays_to_the_same_commands(world: Simulation, tm
     await asyncio.wait_for(asyncio.gather(*(handle(n) for n in range(60))), 30)
     await until(lambda: len(world.shell.core) == 0)
     world.shell.stop()
-    header, decisions = read_decisions(tmp_path / "decisions-1.jsonl")
-    core, steps = rebuilt(header), 0
-    for decision in decisions:
-        assert core.handle(decision.event, decision.now) == decision.commands
-        steps += 1
-    assert steps > 100
+    run = logged(tmp_path / "decisions-1.jsonl")
+    assert len(run.decisions) > 100
+    assert replay(run) is None
+    core = Scheduler(run.header.settings, now=run.header.now)
+    for _, decision in run.decisions:
+        core.handle(decision.event, decision.now)
     assert repr(core) == repr(world.shell.core)

@@ -1,8 +1,8 @@
-from serve_app.errors import Outcome
+from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.events import DispatchFailed, DispatchFailure
-from serve_app.scheduling.prediction import Prediction
+from serve_app.scheduling.request import PredictedWait
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from tests import builders
 
@@ -23,7 +23,7 @@ def test_counters_carry_class_pool_outcome_and_failure() -> None:
     metrics.on_dispatch(DISPATCH, PriorityClass.BATCH, spilled=True)
     metrics.on_dispatch(DISPATCH, PriorityClass.BATCH, spilled=False)
     metrics.put_back(DispatchFailed("r1", "s1", DispatchFailure.BUSY))
-    conclude = Conclude(request_id="r1", gateway_id="g1", outcome=Outcome.EXPIRED)
+    conclude = Conclude(request_id="r1", gateway_id="g1", conclusion=Conclusion(Outcome.EXPIRED))
     metrics.on_conclusion(conclude, PriorityClass.BATCH)
     text = metrics.exposition(EMPTY)
     for line in (
@@ -70,7 +70,7 @@ def test_the_error_of_predicted_waits_is_counted_with_its_sign() -> None:
     metrics.on_prediction(entry)
     assert "error_seconds_count{" not in metrics.exposition(EMPTY), "nothing had been predicted"
     entry.dispatched_at = 5.0
-    entry.prediction = Prediction(kind=(1, 6, False), at=1.0, plain_s=2.0, wait_s=3.2)
+    entry.prediction = PredictedWait(kind=(1, 6, False), at=1.0, uncorrected_s=2.0, wait_s=3.2)
     metrics.on_prediction(entry)
     text = metrics.exposition(EMPTY)
     for line in (

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from serve_app.errors import Conclusion
 from serve_app.request import PromptShape
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.serving.channel.gateway_client import GatewayClient
-from serve_app.serving.channel.scheduler_client import Grant, Refusal
+from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.tuner.actor import TunerActor, TunerSettings
 from serve_app.tuning import StrategicSettings
@@ -64,7 +65,7 @@ async def start(world: Simulation) -> AsyncIterator[Callable[[], TunerActor]]:
 
 async def ask(
     world: Simulation, client: GatewayClient, count: int = 40
-) -> list[asyncio.Task[Grant | Refusal]]:
+) -> list[asyncio.Task[Grant | Conclusion]]:
     """So many more requests that wait, as there is no replica: four of five of 10 tokens, others of 500."""
     there = len(world.shell.core)
     tasks = []
@@ -124,7 +125,7 @@ async def test_a_dead_tuner_changes_nothing_for_requests(
     await world.replica("s1")
     await until(lambda: any(task.done() for task in tasks))
     granted = [task.result() for task in tasks if task.done()]
-    assert {grant.length_queue for grant in granted if isinstance(grant, Grant)} == {"10-10"}
+    assert {grant.dispatch.length_queue for grant in granted if isinstance(grant, Grant)} == {"10-10"}
     assert queue_names(world) == {"10-10", "500-500"}
 
 

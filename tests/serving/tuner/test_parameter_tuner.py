@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serve_app.tuning.search.study_settings import StudySettings
 
 from serve_app.errors import Outcome
 from serve_app.routing.pools import RoutingSettings
@@ -20,7 +21,6 @@ from serve_app.tuning.online.outcome_window import Row
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings, engines_of
 from serve_app.tuning.online.retune import Retune
 from serve_app.tuning.online.rollout_settings import Act, RolloutSettings
-from serve_app.tuning.search.study_settings import StudySettings
 from serve_app.tuning.twin.digital_twin import TwinSettings
 from tests.builders import spec
 

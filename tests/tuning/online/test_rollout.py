@@ -1,6 +1,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from serve_app.tuning.objective.objective import Reward
 from serve_app.tuning.online.control_variate import Control
 from serve_app.tuning.online.rollout import Rollout
-from serve_app.tuning.online.rollout_settings import Act, Apply, RolloutSettings, Slice
+from serve_app.tuning.online.rollout_settings import Act, Apply, Mode, RolloutSettings, Slice
 from serve_app.tuning.online.slice_noise import SliceNoise
 from serve_app.tuning.search.search_space import Values
 from tests.tuning.rewards import BEST, CURRENT, space, told
@@ -72,8 +73,7 @@ def acts(rollout: Rollout) -> list[Act]:
 
 
 def proposed(**changes: Any) -> Production:
-    fields = {name: getattr(ON, name) for name in ON.__slots__}
-    rollout = Rollout(space(), CURRENT, RolloutSettings(**{**fields, **changes}))
+    rollout = Rollout(space(), CURRENT, replace(ON, **changes))
     production = Production(rollout)
     production.carry_out(rollout.propose(BEST, 0.0, "won by 0.1"), 0.0)
     return production
@@ -258,9 +258,8 @@ class Guarded(RuleBasedStateMachine):
     """Whatever happens, in whatever order: the rules of the module."""
 
     @initialize(mode=st.sampled_from(["on", "on", "advise", "off"]), step=st.floats(0.05, 1.0))
-    def begin(self, mode: str, step: float) -> None:
-        fields = {name: getattr(ON, name) for name in ON.__slots__}
-        self.settings = RolloutSettings(**{**fields, "mode": mode, "max_step": step, "cool_down_s": 20.0})
+    def begin(self, mode: Mode, step: float) -> None:
+        self.settings = replace(ON, mode=mode, max_step=step, cool_down_s=20.0)
         self.now = 0.0
         self.production = Production(Rollout(space(), CURRENT, self.settings))
 

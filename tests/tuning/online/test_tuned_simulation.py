@@ -3,11 +3,14 @@
 from dataclasses import replace
 
 import pytest
+from serve_app.tuning.search.history import Proposal
+from serve_app.tuning.search.study_settings import StudySettings
 
+from serve_app.scheduling.decision_log import Decision
 from serve_app.scheduling.events import Retuned
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import Decision, SimulatedRequest
+from serve_app.simulation.simulation import SimulatedRequest
 from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
 from serve_app.tuning.objective.objective import ObjectiveSettings
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings, Searched, SearchTask
@@ -15,9 +18,7 @@ from serve_app.tuning.online.replay import Replayed, ReplayTask
 from serve_app.tuning.online.rollout_settings import Act, RolloutSettings
 from serve_app.tuning.online.tuned_simulation import TunedSimulation, counting_replay, counting_search
 from serve_app.tuning.search.comparison import Comparison
-from serve_app.tuning.search.history import Proposal
 from serve_app.tuning.search.study import Finding
-from serve_app.tuning.search.study_settings import StudySettings
 from serve_app.tuning.twin.digital_twin import TwinSettings
 from serve_app.workloads.transform import scale_to_rate
 
@@ -119,7 +120,7 @@ def test_values_on_trial_run_out_when_the_tuner_says_no_more() -> None:
 
     def note(decision: Decision) -> None:
         if isinstance(decision.event, Retuned):
-            seen.append((decision.at, decision.event.settings.backpressure.target_waiting))
+            seen.append((decision.now, decision.event.settings.backpressure.target_waiting))
 
     made = world(searcher=certain, on_decision=note)
     # The tuner looks no more after the last arrival, in the middle of the candidate's first slice.

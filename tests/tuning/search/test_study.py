@@ -3,10 +3,10 @@ import math
 import random
 
 import pytest
+from serve_app.tuning.search.study_settings import StudySettings
 
 from serve_app.tuning.search.search_space import Values
 from serve_app.tuning.search.study import Phase, Study
-from serve_app.tuning.search.study_settings import StudySettings
 from tests.tuning.rewards import BEST, CURRENT, Objective, bowl, play, space, study
 
 SMALL = StudySettings(trials=25, rungs=(1, 2, 4), confirm_windows=6, batch=4)

@@ -1,9 +1,10 @@
 from collections.abc import Iterator, Sequence
 
+from serve_app.tuning.search.study_settings import StudySettings
+
 from serve_app.tuning.objective.objective import Reward
 from serve_app.tuning.search.scoreboard import Job
 from serve_app.tuning.search.study_run import Budget, Course, Step, run_study
-from serve_app.tuning.search.study_settings import StudySettings
 from serve_app.tuning.twin.digital_twin import Played
 from tests.tuning.rewards import bowl, study
 

@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
-from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
+from serve_app.scheduling.commands import Dispatch
+from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.responses import HeaderList, RequestRefused
+from serve_app.serving.gateway.request.incoming import IncomingRequest
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_QUEUE_TIMEOUT_S = 86_400.0
@@ -55,55 +56,28 @@ def request_id(given: bytes | None, fallback: str) -> str:
     return _UNFIT_FOR_ID.sub(b"_", given[:MAX_REQUEST_ID_CHARACTERS]).decode("ascii")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassWish:
-    """Where a request may say how urgent it is, each None when it does not: the first that does counts.
-
-    Attributes:
-        header: value of `x-priority`.
-        service_tier: OpenAI's field of the body; `auto` says nothing.
-        priority: vLLM's field of the body; 0, which is its default, says nothing.
-    """
-
-    header: bytes | None = None
-    service_tier: str | None = None
-    priority: int | None = None
-
-    def named(self) -> tuple[PriorityClass, str] | None:
-        """The class that is asked for and the place where it is; None when none is.
-
-        Raises:
-            RequestRefused: a value is no class.
-        """
-        if self.header is not None:
-            return _class_of_header(self.header), "x-priority"
-        tier_class = None if self.service_tier is None else _class_of_tier(self.service_tier)
-        if tier_class is not None:
-            return tier_class, "service_tier"
-        if self.priority:
-            # Lower is sooner, on a scale that each client makes up: a number tells only its side of 0.
-            urgent = self.priority < 0
-            return PriorityClass.INTERACTIVE if urgent else PriorityClass.BATCH, "priority"
-        return None
-
-
-def priority_class(
-    wish: ClassWish, default: PriorityClass, check: Callable[[PriorityClass, str], None]
-) -> PriorityClass:
-    """The class of a request.
+def requested_class(
+    header: bytes | None, service_tier: str | None, priority: int | None
+) -> tuple[PriorityClass, str] | None:
+    """The class that a request asks for, and the place where it does; None when it asks for none.
 
     Args:
-        default: class of a request that asks for none.
-        check: refuses a class that the caller may not use, by class and place.
+        header: value of `x-priority`; the first of the three places that says something counts.
+        service_tier: OpenAI's field of the body; `auto` says nothing.
+        priority: vLLM's field of the body; 0, which is its default, says nothing.
 
     Raises:
-        RequestRefused: a value is no class, or the caller may not use it.
+        RequestRefused: a value is no class.
     """
-    named = wish.named()
-    if named is None:
-        return default
-    check(*named)
-    return named[0]
+    if header is not None:
+        return _class_of_header(header), "x-priority"
+    tier_class = None if service_tier is None else _class_of_tier(service_tier)
+    if tier_class is not None:
+        return tier_class, "service_tier"
+    if priority:
+        # Lower is sooner, on a scale that each client makes up: a number tells only its side of 0.
+        return PriorityClass.INTERACTIVE if priority < 0 else PriorityClass.BATCH, "priority"
+    return None
 
 
 def _class_of_header(value: bytes) -> PriorityClass:
@@ -179,26 +153,21 @@ def forwarded(raw: Iterable[tuple[bytes, bytes]], headers: Mapping[bytes, bytes]
     return block
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestHead:
-    """The head of a request to a replica, without what depends on the replica.
+def upstream_head(
+    incoming: IncomingRequest, forwarded: bytes, address: ReplicaAddress, body_bytes: int
+) -> bytes:
+    """Request line and headers for a replica, with the empty line after them.
 
-    Attributes:
+    Args:
         forwarded: lines of the client's headers that go on, from `forwarded()`.
     """
-
-    path: str
-    client_request_id: str
-    forwarded: bytes
-
-    def for_replica(self, target: Grant | ReplicaAddress, body_bytes: int) -> bytes:
-        """Request line and headers with the empty line after them."""
-        host = f"[{target.host}]" if ":" in target.host else target.host
-        lines = (
-            f"POST {self.path} HTTP/1.1\r\nhost: {host}:{target.port}\r\nx-replica-token: {target.token}\r\n"
-            f"x-request-id: {self.client_request_id}\r\ncontent-length: {body_bytes}\r\n"
-        )
-        return lines.encode("latin-1") + self.forwarded + b"\r\n"
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    lines = (
+        f"POST {incoming.path} HTTP/1.1\r\nhost: {host}:{address.port}\r\n"
+        f"x-replica-token: {address.token}\r\nx-request-id: {incoming.client_request_id}\r\n"
+        f"content-length: {body_bytes}\r\n"
+    )
+    return lines.encode("latin-1") + forwarded + b"\r\n"
 
 
 def returned(raw: HeaderList) -> HeaderList:
@@ -206,14 +175,14 @@ def returned(raw: HeaderList) -> HeaderList:
     return [(name, value) for name, value in raw if name not in _NOT_RETURNED]
 
 
-def describing(grant: Grant) -> HeaderList:
+def describing(dispatch: Dispatch) -> HeaderList:
     """What an answer says of how its request was scheduled."""
     return [
-        (b"x-queue-wait-ms", b"%.1f" % (grant.queue_wait_s * 1000)),
-        (b"x-pool", grant.pool.encode("latin-1", "replace")),
-        (b"x-replica", grant.replica_id.encode("latin-1", "replace")),
-        (b"x-length-queue", grant.length_queue.encode("latin-1", "replace")),
-        (b"x-estimated-tokens", b"%d" % grant.estimated_tokens),
+        (b"x-queue-wait-ms", b"%.1f" % (dispatch.queue_wait_s * 1000)),
+        (b"x-pool", dispatch.pool.encode("latin-1", "replace")),
+        (b"x-replica", dispatch.replica_id.encode("latin-1", "replace")),
+        (b"x-length-queue", dispatch.length_queue.encode("latin-1", "replace")),
+        (b"x-estimated-tokens", b"%d" % dispatch.estimated_tokens),
     ]
 
 

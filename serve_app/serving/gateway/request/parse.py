@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from serve_app.errors import Outcome
-from serve_app.request import PromptShape
+from serve_app.request import RequestSpec
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.request.bodies import (
     BodyFields,
@@ -33,13 +33,11 @@ from serve_app.serving.gateway.request.shape import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parsed:
+class ParsedBody:
     """What the gateway needs to know of a body.
 
     Attributes:
-        max_output_tokens: the client's limit per sequence; None when it gave none.
-        choices: sequences that the engine generates: `n` for each prompt.
-        stream: the client wants server-sent events.
+        spec: what it asks of an engine.
         asks_usage: this endpoint's streams give usage only on demand.
         shows_usage: the client asked for that usage itself, so it is not hidden from it.
         has_stream_options: the body carries `stream_options`, which must be kept.
@@ -48,11 +46,7 @@ class Parsed:
         opening: how the prompt begins; empty for embeddings.
     """
 
-    model: str
-    shape: PromptShape
-    max_output_tokens: int | None
-    choices: int = 1
-    stream: bool = False
+    spec: RequestSpec
     asks_usage: bool = False
     shows_usage: bool = False
     has_stream_options: bool = False
@@ -68,11 +62,11 @@ T = TypeVar("T")
 class BodyParser:
     """Parses the bodies of one endpoint."""
 
-    def __init__(self, body_type: type[BodyFields], read: Callable[[Any], Parsed]) -> None:
+    def __init__(self, body_type: type[BodyFields], read: Callable[[Any], ParsedBody]) -> None:
         self._decoder = msgspec.json.Decoder(body_type)
         self._read = read
 
-    def parse(self, body: bytes) -> Parsed:
+    def parse(self, body: bytes) -> ParsedBody:
         """The facts of a body.
 
         Raises:
@@ -127,15 +121,17 @@ def _field_refused(found: str) -> RequestRefused:
     return RequestRefused(Outcome.REJECTED_INVALID, message, param=param)
 
 
-def _chat(body: ChatFields) -> Parsed:
+def _chat(body: ChatFields) -> ParsedBody:
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     options = body.stream_options
-    return Parsed(
-        model=body.model,
-        shape=chat_shape(body),
-        max_output_tokens=limit,
-        choices=body.n or 1,
-        stream=bool(body.stream),
+    return ParsedBody(
+        spec=RequestSpec(
+            model=body.model,
+            shape=chat_shape(body),
+            max_output_tokens=limit,
+            choices=body.n or 1,
+            streamed=bool(body.stream),
+        ),
         asks_usage=True,
         shows_usage=options is not None and bool(options.include_usage),
         has_stream_options=options is not None,
@@ -146,19 +142,21 @@ def _chat(body: ChatFields) -> Parsed:
     )
 
 
-def _completion(body: CompletionFields) -> Parsed:
+def _completion(body: CompletionFields) -> ParsedBody:
     if body.prompt is None and not memoryview(body.prompt_embeds):
         raise RequestRefused(
             Outcome.REJECTED_INVALID, "prompt is missing: add it to the request", param="prompt"
         )
     shape = completion_shape(body)
     options = body.stream_options
-    return Parsed(
-        model=body.model,
-        shape=shape,
-        max_output_tokens=body.max_tokens,
-        choices=(body.n or 1) * shape.prompts,
-        stream=bool(body.stream),
+    return ParsedBody(
+        spec=RequestSpec(
+            model=body.model,
+            shape=shape,
+            max_output_tokens=body.max_tokens,
+            choices=(body.n or 1) * shape.prompts,
+            streamed=bool(body.stream),
+        ),
         asks_usage=True,
         shows_usage=options is not None and bool(options.include_usage),
         has_stream_options=options is not None,
@@ -169,18 +167,20 @@ def _completion(body: CompletionFields) -> Parsed:
     )
 
 
-def _responses(body: ResponsesFields) -> Parsed:
+def _responses(body: ResponsesFields) -> ParsedBody:
     if body.background:
         raise RequestRefused(
             Outcome.REJECTED_INVALID,
             "background responses cannot be fetched again through this gateway: leave `background` out",
             param="background",
         )
-    return Parsed(
-        model=body.model,
-        shape=responses_shape(body),
-        max_output_tokens=body.max_output_tokens,
-        stream=bool(body.stream),
+    return ParsedBody(
+        spec=RequestSpec(
+            model=body.model,
+            shape=responses_shape(body),
+            max_output_tokens=body.max_output_tokens,
+            streamed=bool(body.stream),
+        ),
         service_tier=body.service_tier,
         priority=body.priority,
         user=body.safety_identifier or body.user,
@@ -188,17 +188,20 @@ def _responses(body: ResponsesFields) -> Parsed:
     )
 
 
-def _embedding(body: EmbeddingFields) -> Parsed:
+def _embedding(body: EmbeddingFields) -> ParsedBody:
     if body.input is None and body.messages is None:
         raise RequestRefused(
             Outcome.REJECTED_INVALID, "input is missing: add it to the request", param="input"
         )
     shape = embedding_shape(body)
-    return Parsed(
-        model=body.model,
-        shape=shape,
-        max_output_tokens=0,
-        choices=shape.prompts,
+    return ParsedBody(
+        spec=RequestSpec(
+            model=body.model,
+            shape=shape,
+            max_output_tokens=0,
+            choices=shape.prompts,
+            streamed=False,
+        ),
         service_tier=body.service_tier,
         priority=body.priority,
         user=body.safety_identifier or body.user,

@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 import socket
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
-from serve_app.errors import SettingsError
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.gateway.upstream.connection import UpstreamConnection
 from serve_app.serving.gateway.upstream.response import StaleConnectionError, UpstreamError, UpstreamResponse
+from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, settings
 
 Address = tuple[str, int]
 
@@ -19,34 +18,22 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2))
 _UNACKNOWLEDGED_MS = 20_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="upstream")
 class UpstreamSettings:
     """How a gateway talks to replicas; all times in seconds."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
     # Replicas are near: one that takes longer to accept is gone, and its request is better served elsewhere.
-    connect_timeout_s: float = 3.0
+    connect_timeout_s: Annotated[float, POSITIVE] = 3.0
     # Longest silence of an engine inside one answer. A long answer that is not streamed is silent until its
     # end, so this bounds generation time there; dead hosts are found by TCP keep-alive, not by this.
-    silence_timeout_s: float = 900.0
+    silence_timeout_s: Annotated[float, POSITIVE] = 900.0
     # A client that reads nothing for this long while its answer piles up loses it, and the engine is freed.
-    stalled_client_timeout_s: float = 120.0
+    stalled_client_timeout_s: Annotated[float, POSITIVE] = 120.0
     # Must stay well below the replica server's own keep-alive (300 s): the side that sends requests is the
     # one that closes, or a request meets a closing connection.
-    idle_expiry_s: float = 60.0
+    idle_expiry_s: Annotated[float, POSITIVE] = 60.0
     # Kept connections per replica; more are closed after use. Costs one descriptor on both sides each.
-    max_idle_per_replica: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("connect_timeout_s", "silence_timeout_s", "stalled_client_timeout_s", "idle_expiry_s"):
-            value = getattr(self, name)
-            if not value > 0:
-                raise SettingsError(f"upstream.{name} must be positive, got {value}")
-        if self.max_idle_per_replica < 0:
-            raise SettingsError(
-                f"upstream.max_idle_per_replica must be 0 or more, got {self.max_idle_per_replica}"
-            )
+    max_idle_per_replica: Annotated[int, NOT_NEGATIVE] = 256
 
 
 class UpstreamPool:

@@ -1,5 +1,7 @@
 """Headers in and out."""
 
+from typing import NoReturn
+
 import pytest
 
 from serve_app.request import PriorityClass
@@ -7,6 +9,7 @@ from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.auth import ApiKey, Caller
 from serve_app.serving.gateway.request import headers
+from serve_app.serving.gateway.request.incoming import IncomingRequest
 
 ANYONE = Caller()
 
@@ -22,8 +25,11 @@ def test_a_request_id_is_echoed_cleaned_or_made() -> None:
 def class_of(
     header: bytes | None = None, tier: str | None = None, priority: int | None = None, caller: Caller = ANYONE
 ) -> PriorityClass:
-    wish = headers.ClassWish(header=header, service_tier=tier, priority=priority)
-    return headers.priority_class(wish, caller.default_class, caller.check_class)
+    requested = headers.requested_class(header, tier, priority)
+    if requested is None:
+        return caller.default_class
+    caller.check_class(*requested)
+    return requested[0]
 
 
 @pytest.mark.parametrize(
@@ -117,8 +123,12 @@ def test_the_engines_own_connection_headers_do_not_return() -> None:
 
 def test_a_request_head_names_the_replica_and_carries_its_token() -> None:
     replica = ReplicaAddress(replica_id="r", pool="short", host="fe80::1", port=7, token="t")
-    head = headers.RequestHead(path="/v1/x", client_request_id="id", forwarded=b"a: b\r\n")
-    assert head.for_replica(replica, 5) == (
+
+    async def unused(*_: object) -> NoReturn:
+        raise AssertionError("nothing is read or sent")
+
+    incoming = IncomingRequest({}, unused, unused, "/v1/x", {}, "g1-1", "id", 0.0)
+    assert headers.upstream_head(incoming, b"a: b\r\n", replica, 5) == (
         b"POST /v1/x HTTP/1.1\r\nhost: [fe80::1]:7\r\nx-replica-token: t\r\n"
         b"x-request-id: id\r\ncontent-length: 5\r\na: b\r\n\r\n"
     )

@@ -7,13 +7,13 @@ import pytest
 
 from serve_app.request import TextCategory
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.request.parse import PARSERS, Parsed, parse_model
+from serve_app.serving.gateway.request.parse import PARSERS, ParsedBody, parse_model
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 
 
-def parse(path: str, **fields: Any) -> Parsed:
+def parse(path: str, **fields: Any) -> ParsedBody:
     return PARSERS[path].parse(json.dumps({"model": "m", **fields}).encode())
 
 
@@ -28,10 +28,10 @@ def test_text_of_messages_is_counted_in_utf8_bytes_and_media_as_items() -> None:
             {"role": "assistant", "content": None},
         ],
     )
-    assert parsed.shape.text_bytes == 2 + 3 + 5
-    assert parsed.shape.media_items == 2
-    assert parsed.shape.messages == 3
-    assert parsed.shape.prompt_tokens is None
+    assert parsed.spec.shape.text_bytes == 2 + 3 + 5
+    assert parsed.spec.shape.media_items == 2
+    assert parsed.spec.shape.messages == 3
+    assert parsed.spec.shape.prompt_tokens is None
 
 
 def test_tools_and_schemas_are_measured_as_the_json_they_came_as() -> None:
@@ -43,14 +43,16 @@ def test_tools_and_schemas_are_measured_as_the_json_they_came_as() -> None:
         tools=tools,
         response_format=None,
     )
-    assert parsed.shape.tool_bytes == len(json.dumps(tools)) + len(json.dumps(call))
-    assert parsed.shape.text_bytes == 1
+    assert parsed.spec.shape.tool_bytes == len(json.dumps(tools)) + len(json.dumps(call))
+    assert parsed.spec.shape.text_bytes == 1
 
 
 def test_the_category_of_the_text_is_found() -> None:
     chinese = parse(CHAT, messages=[{"role": "user", "content": "今天的天气很好我们去公园" * 10}])
-    assert chinese.shape.category is TextCategory.CJK
-    assert parse(COMPLETIONS, prompt="The cat sat on the mat. " * 20).shape.category is TextCategory.PROSE
+    assert chinese.spec.shape.category is TextCategory.CJK
+    assert (
+        parse(COMPLETIONS, prompt="The cat sat on the mat. " * 20).spec.shape.category is TextCategory.PROSE
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,14 +60,14 @@ def test_the_category_of_the_text_is_found() -> None:
     [({}, None), ({"max_tokens": 5}, 5), ({"max_tokens": 5, "max_completion_tokens": 9}, 9)],
 )
 def test_the_output_limit_of_a_chat(fields: dict[str, int], limit: int | None) -> None:
-    assert parse(CHAT, messages=[], **fields).max_output_tokens == limit
+    assert parse(CHAT, messages=[], **fields).spec.max_output_tokens == limit
 
 
 @pytest.mark.parametrize(
     ("fields", "limit"), [({}, 16), ({"max_tokens": None}, None), ({"max_tokens": 3}, 3)]
 )
 def test_a_completion_without_a_limit_gets_openais_default(fields: dict[str, Any], limit: int | None) -> None:
-    assert parse(COMPLETIONS, prompt="x", **fields).max_output_tokens == limit
+    assert parse(COMPLETIONS, prompt="x", **fields).spec.max_output_tokens == limit
 
 
 @pytest.mark.parametrize(
@@ -82,26 +84,26 @@ def test_a_completion_without_a_limit_gets_openais_default(fields: dict[str, Any
 def test_prompts_as_text_or_token_ids(prompt: Any, text_bytes: int, tokens: int | None, prompts: int) -> None:
     for path, name in ((COMPLETIONS, "prompt"), (EMBEDDINGS, "input")):
         parsed = parse(path, **{name: prompt})
-        assert parsed.shape.text_bytes == text_bytes
-        assert parsed.shape.prompt_tokens == tokens
-        assert parsed.shape.prompts == prompts
-        assert parsed.choices == prompts
+        assert parsed.spec.shape.text_bytes == text_bytes
+        assert parsed.spec.shape.prompt_tokens == tokens
+        assert parsed.spec.shape.prompts == prompts
+        assert parsed.spec.choices == prompts
 
 
 def test_choices_count_sequences_over_all_prompts() -> None:
-    assert parse(COMPLETIONS, prompt=["a", "b"], n=3).choices == 6
-    assert parse(CHAT, messages=[], n=4).choices == 4
+    assert parse(COMPLETIONS, prompt=["a", "b"], n=3).spec.choices == 6
+    assert parse(CHAT, messages=[], n=4).spec.choices == 4
 
 
 def test_embeddings_generate_nothing() -> None:
     parsed = parse(EMBEDDINGS, input="abc")
-    assert parsed.max_output_tokens == 0
-    assert not parsed.stream
-    assert parse(EMBEDDINGS, messages=[{"role": "user", "content": "abcd"}]).shape.text_bytes == 4
+    assert parsed.spec.max_output_tokens == 0
+    assert not parsed.spec.streamed
+    assert parse(EMBEDDINGS, messages=[{"role": "user", "content": "abcd"}]).spec.shape.text_bytes == 4
 
 
 def test_responses_take_a_text_or_items_and_instructions() -> None:
-    assert parse(RESPONSES, input="abc", instructions="de").shape.text_bytes == 5
+    assert parse(RESPONSES, input="abc", instructions="de").spec.shape.text_bytes == 5
     parsed = parse(
         RESPONSES,
         input=[
@@ -115,12 +117,12 @@ def test_responses_take_a_text_or_items_and_instructions() -> None:
         max_output_tokens=7,
         stream=True,
     )
-    assert parsed.shape.text_bytes == 3 + 4 + 2
-    assert parsed.shape.tool_bytes == 7
-    assert parsed.shape.media_items == 2
-    assert parsed.shape.messages == 6
-    assert parsed.max_output_tokens == 7
-    assert parsed.stream
+    assert parsed.spec.shape.text_bytes == 3 + 4 + 2
+    assert parsed.spec.shape.tool_bytes == 7
+    assert parsed.spec.shape.media_items == 2
+    assert parsed.spec.shape.messages == 6
+    assert parsed.spec.max_output_tokens == 7
+    assert parsed.spec.streamed
     assert not parsed.asks_usage
 
 
@@ -158,7 +160,7 @@ def test_the_end_user_is_found_under_either_name() -> None:
 def test_of_a_key_given_twice_the_last_counts_as_in_the_engine() -> None:
     body = b'{"model":"a","max_tokens":1,"messages":[],"model":"b","max\\u005ftokens":9}'
     parsed = PARSERS[CHAT].parse(body)
-    assert (parsed.model, parsed.max_output_tokens) == ("b", 9)
+    assert (parsed.spec.model, parsed.spec.max_output_tokens) == ("b", 9)
 
 
 @pytest.mark.parametrize(

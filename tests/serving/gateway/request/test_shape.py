@@ -20,7 +20,7 @@ def data_uri(size: int) -> str:
 
 
 def shape(path: str, **fields: Any) -> PromptShape:
-    return PARSERS[path].parse(json.dumps({"model": "m", **fields}).encode()).shape
+    return PARSERS[path].parse(json.dumps({"model": "m", **fields}).encode()).spec.shape
 
 
 def chat(*parts: Any) -> PromptShape:

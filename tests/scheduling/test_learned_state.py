@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from serve_app.request import PromptShape, Request, TextCategory, Usage
 from serve_app.scheduling import Scheduler
-from serve_app.serving.scheduler.learned_state import denial, learned_state, take_over
+from serve_app.scheduling.learned_state import denial, learned_state, take_over
 from tests import builders
 
 shapes = st.builds(

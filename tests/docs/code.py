@@ -1,0 +1,111 @@
+"""Blocks of Python, YAML, JSON and PromQL in documents: what can be said of them without running them."""
+
+import ast
+import json
+import re
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import yaml
+
+from tests.docs.fragments import check_application, check_fragment
+from tests.docs.marks import BlockError, Mark
+from tests.docs.names import check_metrics
+
+_OURS = ("serve_app", "experiments")
+
+
+def check_python(text: str) -> None:
+    """Compile it, and see that what it imports from this project is there.
+
+    Raises:
+        BlockError: it does not compile, or imports a name that does not exist.
+    """
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as exc:
+        raise BlockError(f"line {exc.lineno} of the block: {exc.msg}") from exc
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in _OURS:
+            module = _module(node.module or "")
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    _module(f"{node.module}.{alias.name}")
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] in _OURS:
+                    _module(alias.name)
+
+
+def _module(name: str) -> Any:
+    try:
+        found = find_spec(name) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise BlockError(f"{name} does not exist")
+    return import_module(name)
+
+
+def check_yaml(text: str, mark: Mark) -> None:
+    """Read settings by the classes that the application reads them with; other YAML needs a mark or a rule.
+
+    Raises:
+        BlockError: it is no YAML, is refused, or nothing says what it is.
+    """
+    try:
+        contents = list(yaml.safe_load_all(text))
+    except yaml.YAMLError as exc:
+        raise BlockError(f"no YAML: {exc}") from exc
+    if mark.is_not_run:
+        return
+    for content in contents:
+        if mark.word == "settings":
+            check_fragment(content, mark.detail)
+        else:
+            _check_document(content)
+
+
+def _check_document(content: object) -> None:
+    match content:
+        case {"applications": _}:
+            check_application(content)
+        case {"args": arguments, **rest} if not rest:
+            check_fragment(arguments, "args")
+        case {"groups": _} | {"scrape_configs": _}:
+            check_metrics(json.dumps(content))
+        case _:
+            raise BlockError(
+                "nothing says what this YAML is: write `<!-- test: settings under PATH -->` before it, "
+                "with args or a place such as models[0].scheduler, or `<!-- test: parse, REASON -->`"
+            )
+
+
+def check_json(text: str) -> None:
+    """Read it.
+
+    Raises:
+        BlockError: it is no JSON.
+    """
+    try:
+        json.loads(text)
+    except ValueError as exc:
+        raise BlockError(f"no JSON: {exc}") from exc
+
+
+def check_promql(text: str) -> None:
+    """See that its brackets close and its metrics exist.
+
+    Raises:
+        BlockError: they do not.
+    """
+    open_brackets: list[str] = []
+    for sign in re.sub(r'"[^"]*"|#.*', "", text):
+        if sign in "([{":
+            open_brackets.append({"(": ")", "[": "]", "{": "}"}[sign])
+        elif sign in ")]}" and (not open_brackets or open_brackets.pop() != sign):
+            raise BlockError(f"a {sign} too many in PromQL")
+    if open_brackets:
+        raise BlockError(f"a {open_brackets[-1]} is missing in PromQL")
+    check_metrics(text)

@@ -1,0 +1,168 @@
+"""The documents that tests read, and what is in them: code blocks, paragraphs, links, headings."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from docs_reference.markdown import NOTICE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_PATTERNS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "experiments/**/README.md")
+_MARK = re.compile(r"<!--\s*test:\s*(.+?)\s*-->\s*\Z")
+_PARSER = MarkdownIt("commonmark").enable("table")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeBlock:
+    """A fenced or indented block of code.
+
+    Attributes:
+        language: the first word after the fence; empty for an indented block.
+        mark: what the comment `<!-- test: ... -->` directly before the block says; empty when there is none.
+    """
+
+    document: str
+    line: int
+    language: str
+    text: str
+    mark: str
+
+    @property
+    def place(self) -> str:
+        """File and line, as editors and terminals link them."""
+        return f"{self.document}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """A paragraph, the text of a list's item, a heading, or a row of a table.
+
+    Attributes:
+        kind: `paragraph`, `heading` or `table`.
+        text: what is read, code spans and emphasis without their signs, each code span one word.
+        code: the code spans.
+        links: targets of links and images.
+    """
+
+    document: str
+    line: int
+    kind: str
+    text: str
+    code: tuple[str, ...]
+    links: tuple[str, ...]
+
+    @property
+    def place(self) -> str:
+        """File and line, as editors and terminals link them."""
+        return f"{self.document}:{self.line}"
+
+
+def documents() -> list[str]:
+    """Paths of all documents below the root."""
+    return sorted({str(path.relative_to(ROOT)) for each in _PATTERNS for path in ROOT.glob(each)})
+
+
+def is_generated(document: str) -> bool:
+    """Whether a generator wrote it, whose sentences stand in the code."""
+    return NOTICE in (ROOT / document).read_text(encoding="utf-8")
+
+
+@cache
+def code_blocks(document: str) -> tuple[CodeBlock, ...]:
+    """All code blocks, in order."""
+    return tuple(blocks_in(document, (ROOT / document).read_text(encoding="utf-8")))
+
+
+def blocks_in(document: str, text: str) -> Iterator[CodeBlock]:
+    """The code blocks of a text."""
+    mark = ""
+    for token in _PARSER.parse(text):
+        if token.type == "html_block":
+            found = _MARK.search(token.content)
+            mark = found[1] if found else ""
+        elif token.type in {"fence", "code_block"}:
+            words = token.info.split()
+            yield CodeBlock(
+                document=document,
+                line=_line(token),
+                language=words[0] if words else "",
+                text=token.content,
+                mark=mark,
+            )
+            mark = ""
+        elif token.nesting >= 0:
+            mark = ""
+
+
+@cache
+def passages(document: str) -> tuple[Passage, ...]:
+    """All passages, in order."""
+    return tuple(passages_in(document, (ROOT / document).read_text(encoding="utf-8")))
+
+
+def passages_in(document: str, text: str) -> Iterator[Passage]:
+    """The passages of a text."""
+    around: list[str] = []
+    for token in _PARSER.parse(text):
+        if token.nesting:
+            around = [*around, token.type] if token.nesting > 0 else around[:-1]
+        elif token.type == "inline":
+            children = token.children or []
+            yield Passage(
+                document=document,
+                line=_line(token),
+                kind=_kind(around),
+                text="".join(map(_read, children)),
+                code=tuple(child.content for child in children if child.type == "code_inline"),
+                links=tuple(_target(child) for child in children if child.type in {"link_open", "image"}),
+            )
+
+
+def heading_anchors(document: str) -> set[str]:
+    """The fragments under which a repository's page reaches the headings of a document."""
+    anchors: set[str] = set()
+    for passage in passages(document):
+        if passage.kind == "heading":
+            slug = re.sub(r"[^\w\- ]", "", _spelled(passage).lower()).replace(" ", "-")
+            taken = sum(known == slug or known.startswith(f"{slug}-") for known in anchors)
+            anchors.add(f"{slug}-{taken}" if slug in anchors else slug)
+    return anchors
+
+
+CODE_WORD = "`code`"
+"""Stands for a code span in the text of a passage."""
+
+
+def _spelled(passage: Passage) -> str:
+    """The text with its code spans in place."""
+    spans = iter(passage.code)
+    return re.sub(re.escape(CODE_WORD), lambda _: next(spans), passage.text)
+
+
+def _line(token: Token) -> int:
+    assert token.map is not None, "blocks know their lines"
+    return token.map[0] + 1
+
+
+def _kind(around: list[str]) -> str:
+    if "table_open" in around:
+        return "table"
+    return "heading" if around and around[-1] == "heading_open" else "paragraph"
+
+
+def _read(child: Token) -> str:
+    if child.type == "code_inline":
+        return CODE_WORD
+    if child.type in {"softbreak", "hardbreak"}:
+        return " "
+    return child.content if child.type in {"text", "image"} else ""
+
+
+def _target(child: Token) -> str:
+    return str(child.attrGet("href" if child.type == "link_open" else "src") or "")

@@ -1,0 +1,93 @@
+"""Settings in documents: whole files, and fragments that are put into a small complete file and read."""
+
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from serve_app.errors import SettingsError
+from serve_app.settings.application import load_settings
+from tests.docs.marks import BlockError
+
+# What an engine needs besides a fragment for it.
+_ENGINES: Mapping[str, Mapping[str, Any]] = {
+    "emulated": {},
+    "vllm": {"model": "any"},
+    "remote": {"base_url": "http://engine.example:8000"},
+}
+_STEP = re.compile(r"(\w+)(?:\[(\d+)\])?\Z")
+
+
+def _pool(name: str, max_model_len: int) -> dict[str, Any]:
+    return {"name": name, "engine": {"emulated": {"profile": "laptop", "max_model_len": max_model_len}}}
+
+
+def _application(pools: int) -> dict[str, Any]:
+    shapes = (_pool("short", 4_096), _pool("long", 16_384))
+    return {"models": [{"name": "demo", "pools": list(shapes[:pools])}], "gateway": {}}
+
+
+def check_application(content: Mapping[str, Any]) -> None:
+    """Read a whole Ray Serve configuration.
+
+    Raises:
+        BlockError: our settings refuse it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "serve.yaml"
+        path.write_text(yaml.safe_dump(dict(content)))
+        try:
+            load_settings(path)
+        except SettingsError as exc:
+            raise BlockError(str(exc)) from exc
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Read the arguments of an application."""
+    check_application({"applications": [{"import_path": "serve_app.app:build_app", "args": dict(arguments)}]})
+
+
+def check_fragment(fragment: object, path: str) -> None:
+    """Put a fragment where it belongs, `args` or a path below it such as `models[0].scheduler`, and read it.
+
+    Raises:
+        BlockError: there is no such place, or the settings are refused.
+    """
+    if not isinstance(fragment, Mapping):
+        raise BlockError(f"settings must be a mapping, got {type(fragment).__name__}")
+    steps = [] if path == "args" else path.removeprefix("args.").split(".")
+    # With one pool, a fragment for it need not fit the other one's context.
+    arguments = _application(1 if "pools" in path else 2)
+    place: Any = arguments
+    for step in steps:
+        place = _inside(place, step, path)
+    _merge(place, fragment)
+    check_application({"applications": [{"import_path": "serve_app.app:build_app", "args": arguments}]})
+
+
+def _inside(place: Any, step: str, path: str) -> Any:
+    found = _STEP.match(step)
+    if found is None or not isinstance(place, dict):
+        raise BlockError(f"{path} is no place for settings: write one such as models[0].scheduler")
+    if step in _ENGINES and step not in place:
+        # Another engine takes the place of the emulated one.
+        place.clear()
+        place[step] = dict(_ENGINES[step])
+    inner = place.setdefault(found[1], {})
+    if found[2] is None:
+        return inner
+    if not isinstance(inner, list) or int(found[2]) >= len(inner):
+        raise BlockError(f"{path} is no place for settings: there is no {step}")
+    return inner[int(found[2])]
+
+
+def _merge(place: dict[str, Any], fragment: Mapping[str, Any]) -> None:
+    for key, value in fragment.items():
+        # An engine is one of three, so another one takes its place.
+        if isinstance(value, Mapping) and isinstance(place.get(key), dict) and key != "engine":
+            _merge(place[key], value)
+        else:
+            place[key] = value

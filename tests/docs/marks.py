@@ -1,0 +1,54 @@
+"""What the comment before a code block asks of its test."""
+
+import re
+from dataclasses import dataclass
+
+_MARK = re.compile(
+    r"(?P<word>run|settings|parse|gpu|cloud)"
+    r"(?: with (?P<arguments>.+)| under (?P<path>\S+)|, (?P<reason>.+))?\Z",
+    re.DOTALL,
+)
+
+
+class BlockError(AssertionError):
+    """A code block is wrong, or nothing says how to test it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How a block is tested.
+
+    Attributes:
+        word: `run`, `settings`, `parse`, `gpu`, `cloud`, or empty for the rule of its language.
+        detail: arguments for each command (run), where settings belong (settings), or the reason (others).
+    """
+
+    word: str = ""
+    detail: str = ""
+
+    @property
+    def is_not_run(self) -> bool:
+        """Whether it may hold what no rule knows, because it cannot be run here."""
+        return self.word in {"parse", "gpu", "cloud"}
+
+
+def parse_mark(text: str) -> Mark:
+    """Read a mark.
+
+    Raises:
+        BlockError: it is none, or its details are missing or belong to another.
+    """
+    if not text:
+        return Mark()
+    found = _MARK.match(text)
+    if found is None:
+        raise BlockError(f"`test: {text}` is no mark: use run, settings under PATH, parse, gpu or cloud")
+    given = {name for name in ("arguments", "path", "reason") if found[name]}
+    allowed = {"run": {"arguments"}, "settings": {"path"}}.get(found["word"], {"reason"})
+    needed = {"settings": {"path"}, "parse": {"reason"}}.get(found["word"], set())
+    if not needed <= given <= allowed:
+        raise BlockError(
+            f"`test: {text}` is no mark: write `run`, `run with ARGUMENTS`, `settings under PATH`, "
+            "`parse, REASON`, `gpu` or `cloud`"
+        )
+    return Mark(found["word"], next((found[name] for name in given), ""))

@@ -1,0 +1,97 @@
+"""Names in documents that must exist: metrics, settings, files, modules."""
+
+import re
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+
+from docs_reference.metrics import metric_names
+from docs_reference.settings_tree import blocks
+from tests.docs.documents import ROOT
+from tests.docs.marks import BlockError
+
+_METRIC = re.compile(r"\bewsjf_[a-z0-9_]*[a-z0-9](?![a-z0-9_*])")
+_SAMPLE = re.compile(r"_(bucket|sum|count)$")
+_SETTING = re.compile(r"[a-z_0-9]+(?:\[[0-9]*\])?(?:\.[a-z_0-9]+(?:\[[0-9]*\])?)+\Z")
+_FILE = re.compile(r"[\w.<>*-]+(?:/[\w.<>*-]+)+/?\Z")
+_MODULE = re.compile(r"serve_app(?:\.[A-Za-z_]\w*)+(?::\w+)?\Z")
+_SUFFIXES = (".py", ".md", ".yaml", ".toml", ".json", ".jsonl", ".txt", ".sh", ".csv", ".env", ".log")
+# Made by a program, so they need not be there.
+_MADE = ("build/", "out/", "models/", ".venv/", ".cache/")
+
+
+def check_metrics(text: str) -> None:
+    """See that every metric of ours in a text is exported.
+
+    Raises:
+        BlockError: one is not.
+    """
+    known = metric_names()
+    for name in _METRIC.findall(text):
+        if name not in known and _SAMPLE.sub("", name) not in known:
+            raise BlockError(f"there is no metric {name}")
+
+
+def check_setting(text: str) -> None:
+    """See that a dotted path that begins like one of settings leads to a setting or block.
+
+    Raises:
+        BlockError: it begins with the name of a block, and leads nowhere.
+    """
+    if not _SETTING.match(text) or text.endswith(_SUFFIXES):
+        return
+    path = re.sub(r"\[\d*\]", "", text).removeprefix("args.")
+    if path.partition(".")[0] in _block_names() and not any(
+        known == path or known.endswith(f".{path}") for known in _setting_paths()
+    ):
+        raise BlockError(f"there is no setting {text}")
+
+
+@cache
+def _setting_paths() -> frozenset[str]:
+    """Every setting and block, without the brackets of lists."""
+    found = {setting.path for block in blocks() for setting in block.settings}
+    return frozenset(path.replace("[]", "") for path in found)
+
+
+@cache
+def _block_names() -> frozenset[str]:
+    return frozenset(block.path.replace("[]", "").rpartition(".")[2] for block in blocks() if block.path)
+
+
+def check_file(text: str) -> None:
+    """See that what looks like a file or folder of the repository is there.
+
+    Raises:
+        BlockError: its first folder is one of the repository's, and it is not there.
+    """
+    name = text.partition(":")[0].partition("#")[0]
+    if not _FILE.match(name) or name.startswith(_MADE) or not (ROOT / name.partition("/")[0]).is_dir():
+        return
+    pattern = re.sub(r"<\w+>", "*", name).rstrip("/")
+    if not any(ROOT.glob(pattern)):
+        raise BlockError(f"{name} does not exist")
+
+
+def check_module(text: str) -> None:
+    """See that a dotted name of the package leads to a module, or to something in one.
+
+    Raises:
+        BlockError: it does not.
+    """
+    if not _MODULE.match(text):
+        return
+    parts = text.replace(":", ".").split(".")
+    for end in range(len(parts), 0, -1):
+        name = ".".join(parts[:end])
+        try:
+            found = find_spec(name) is not None
+        except ModuleNotFoundError:
+            found = False
+        if found:
+            holder: object = import_module(name)
+            for part in parts[end:]:
+                if not hasattr(holder, part):
+                    raise BlockError(f"{name} has no {part}")
+                holder = getattr(holder, part)
+            return

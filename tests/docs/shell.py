@@ -1,0 +1,236 @@
+"""Shell lines in documents: each command is held to what its program really takes, without running it."""
+
+import contextlib
+import functools
+import io
+import itertools
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+
+from serve_app import cli
+from serve_app.errors import SettingsError
+from serve_app.settings.application import load_settings
+from tests.docs.documents import ROOT
+from tests.docs.marks import BlockError
+
+PROMPT = "$ "
+LOCAL_URL = "http://127.0.0.1:8000"
+"""Where documents say that the application of `scripts/serve` answers."""
+
+_SEPARATORS = {"|", "||", "&&", ";", "&"}
+_REDIRECTIONS = {">", ">>", "<", "2>", "2>>"}
+_ASSIGNMENT = re.compile(r"\w+=")
+# Folders whose files documents name; what a command writes lies elsewhere.
+_FOLDERS = ("configs", "docs", "experiments", "scripts", "serve_app", "tests")
+# Programs of the system that do no harm and of which any use is right.
+_COMMON = frozenset(
+    {"cat", "cd", "cp", "echo", "export", "grep", "head", "jq", "ls", "mkdir", "source", "tail"}
+)
+_TOOLS = frozenset({"git", "pip", "uv"})
+
+
+def commands(text: str) -> list[str]:
+    """The commands of a console block, continuation lines joined; lines without a prompt are output.
+
+    Raises:
+        BlockError: it holds no command.
+    """
+    found: list[str] = []
+    goes_on = False
+    for line in text.splitlines():
+        if goes_on:
+            found[-1] += f"\n{line}"
+        elif line.startswith(PROMPT):
+            found.append(line.removeprefix(PROMPT))
+        else:
+            continue
+        goes_on = line.endswith("\\")
+    if not found:
+        raise BlockError("a console block needs a line that begins with `$ `; is it `text`?")
+    return found
+
+
+def check_command(command: str, *, anything_goes: bool) -> None:
+    """Hold each program of a command to its arguments.
+
+    Raises:
+        BlockError: a program is unknown and `anything_goes` is not set, its arguments are wrong, or a file is
+            missing.
+    """
+    for words in _programs(command):
+        _check_files(words)
+        rule = _rule(words[0])
+        if rule is not None:
+            rule(words)
+        elif not anything_goes:
+            raise BlockError(
+                f"no rule for {words[0]}: add one to tests/docs/shell.py, or a mark such as "
+                "`<!-- test: parse, REASON -->` before the block"
+            )
+
+
+def asks_the_application(text: str) -> bool:
+    """Whether it talks to the application of the quick start."""
+    return LOCAL_URL in text
+
+
+def _programs(command: str) -> Iterator[list[str]]:
+    lexer = shlex.shlex(command.replace("\\\n", " "), posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    try:
+        words = list(lexer)
+    except ValueError as exc:
+        raise BlockError(f"{command!r} is no shell command: {exc}") from exc
+    program: list[str] = []
+    for word in [*words, ";"]:
+        if word not in _SEPARATORS:
+            program.append(word)
+        elif program:
+            yield _without_surroundings(program)
+            program = []
+
+
+def _without_surroundings(words: list[str]) -> list[str]:
+    """Without assignments before the program, and without redirections."""
+    while len(words) > 1 and _ASSIGNMENT.match(words[0]):
+        words = words[1:]
+    kept: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        if word not in _REDIRECTIONS and before not in _REDIRECTIONS:
+            kept.append(word)
+    return kept
+
+
+def _check_files(words: list[str]) -> None:
+    for word in words:
+        name = word.rpartition("=")[2].partition("::")[0]
+        folder = name.partition("/")[0]
+        if folder in _FOLDERS and folder != name and not any(ROOT.glob(name.rstrip("/"))):
+            raise BlockError(f"{name} does not exist")
+
+
+Rule = Callable[[list[str]], object]
+
+
+def _rule(program: str) -> Rule | None:
+    if program in _COMMON | _TOOLS:
+        return lambda _: None
+    name = program.removeprefix("./").removeprefix(".venv/bin/")
+    if name.startswith(("scripts/", "experiments/")):
+        return _check_script
+    return _RULES.get(name)
+
+
+def _check_python(words: list[str]) -> None:
+    arguments = words[1:]
+    if arguments[:2] == ["-m", "serve_app"]:
+        return _check_own(arguments[1:])
+    if arguments[:1] == ["-m"] and len(arguments) > 1:
+        if arguments[1] in {"pip", "venv"}:
+            return None
+        return _check_module(arguments[1:])
+    if arguments and arguments[0].endswith(".py"):
+        return _check_options(ROOT / arguments[0], arguments[1:])
+    raise BlockError(f"{' '.join(words)}: no rule for this use of python")
+
+
+def _check_own(words: list[str]) -> None:
+    """Let the real parser read the arguments; it ends the process with a message when they are wrong."""
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message), contextlib.redirect_stdout(io.StringIO()):
+            cli._parser().parse_args(words[1:])
+    except SystemExit as exc:
+        if exc.code:
+            raise BlockError(message.getvalue().strip().splitlines()[-1]) from exc
+
+
+def _check_module(words: list[str]) -> None:
+    spec = find_spec(words[0])
+    if spec is None or spec.origin is None:
+        raise BlockError(f"there is no module {words[0]}")
+    _check_options(Path(spec.origin), words[1:])
+
+
+def _check_script(words: list[str]) -> None:
+    path = ROOT / words[0]
+    if not path.is_file() or not path.stat().st_mode & 0o100:
+        raise BlockError(f"{words[0]} is no program")
+    if path.name == "test":
+        return _check_pytest(words)
+    if path.name == "serve":
+        return _check_click(["serve", "run", *(words[1:] or ["configs/local.yaml"])])
+    return _check_options(path, words[1:])
+
+
+def _check_options(path: Path, arguments: list[str]) -> None:
+    """Options and sub-commands must stand in the program's source, or in that of the module that it runs."""
+    source = path.read_text(encoding="utf-8")
+    for module in re.findall(r"python\S* -m ((?:serve_app|experiments)(?:\.\w+)+)", source):
+        source += (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+    is_shell = path.suffix != ".py" and "bash" in source.splitlines()[0]
+    for word in arguments:
+        name = word.partition("=")[0]
+        if (name.startswith("-") or (is_shell and name.isalpha())) and name not in source:
+            raise BlockError(f"{path.relative_to(ROOT)} knows no {name}")
+
+
+def _check_pytest(words: list[str]) -> None:
+    markers = {line.partition(":")[0] for line in _project()["tool"]["pytest"]["ini_options"]["markers"]}
+    for option, value in itertools.pairwise(words):
+        if option == "-m" and not set(re.findall(r"\w+", value)) <= markers | {"and", "or", "not"}:
+            raise BlockError(f"no such marker of tests: {value}")
+
+
+@functools.cache
+def _project() -> Mapping[str, dict[str, dict[str, dict[str, list[str]]]]]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def _check_configurations(words: list[str]) -> None:
+    for word in words:
+        if word.endswith(".yaml") and (ROOT / word).exists():
+            try:
+                load_settings(ROOT / word)
+            except SettingsError as exc:
+                raise BlockError(f"{word}: {exc}") from exc
+
+
+def _check_click(words: list[str]) -> None:
+    """Let Ray's own parsers read the arguments of `serve` and `ray`."""
+    if words[0] == "serve":
+        from ray.serve.scripts import cli as program  # takes seconds, for few blocks
+
+        _check_configurations(words[2:])
+    else:
+        from ray.scripts.scripts import cli as program
+    command = program.commands.get(words[1]) if len(words) > 1 else None
+    if command is None:
+        raise BlockError(f"{words[0]} has no such command: {' '.join(words)}")
+    try:
+        command.make_context(words[1], words[2:], resilient_parsing=False)
+    except click.ClickException as exc:
+        raise BlockError(f"{' '.join(words)}: {exc.format_message()}") from exc
+
+
+def _check_curl(words: list[str]) -> None:
+    if not any(word.startswith(LOCAL_URL) for word in words):
+        raise BlockError(f"curl of another place than {LOCAL_URL} cannot be run: mark the block")
+
+
+_RULES: Mapping[str, Rule] = {
+    "python": _check_python,
+    "ewsjf-serve": _check_own,
+    "serve": _check_click,
+    "ray": _check_click,
+    "curl": _check_curl,
+    "pytest": _check_pytest,
+    Path(sys.executable).name: _check_python,
+}

@@ -1,0 +1,190 @@
+"""Every code block of every document is tested; docs/writing.md says how.
+
+A block that no rule knows fails, so that none is left out by a typing error.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs import code, documents, shell
+from tests.docs.documents import ROOT, CodeBlock, blocks_in, code_blocks
+from tests.docs.marks import BlockError, Mark, parse_mark
+from tests.e2e.served import shared
+
+BLOCKS = [block for document in documents.documents() for block in code_blocks(document)]
+RUN_TIMEOUT_S = 120
+
+
+def check(block: CodeBlock) -> None:
+    """Hold a block to the rule of its language.
+
+    Raises:
+        BlockError: it breaks the rule, or there is none.
+    """
+    mark = parse_mark(block.mark)
+    applicable = {"console": {"run"}, "python": {"run"}, "yaml": {"settings"}}.get(block.language, set())
+    if mark.word and not mark.is_not_run and mark.word not in applicable:
+        raise BlockError(f"`test: {block.mark}` is no mark of a block of {block.language or 'no language'}")
+    match block.language:
+        case "console":
+            for command in shell.commands(block.text):
+                shell.check_command(command, anything_goes=mark.is_not_run)
+        case "python":
+            code.check_python(block.text)
+        case "yaml":
+            code.check_yaml(block.text, mark)
+        case "json":
+            code.check_json(block.text)
+        case "promql":
+            code.check_promql(block.text)
+        case "text":
+            pass
+        case "":
+            raise BlockError("no language: fence the block with ``` and a word such as console, yaml or text")
+        case other if not mark.is_not_run:
+            raise BlockError(f"no rule for {other}: add one to tests/docs/test_blocks.py, or mark the block")
+
+
+def is_run(block: CodeBlock) -> bool:
+    """Whether its commands are carried out: those marked so, and every request to the application."""
+    mark = parse_mark(block.mark)
+    return mark.word == "run" or (
+        block.language == "console" and not mark.is_not_run and "curl" in block.text
+    )
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.place}-{block.language}")
+def test_a_block_keeps_to_the_rule_of_its_language(block: CodeBlock) -> None:
+    try:
+        check(block)
+    except BlockError as exc:
+        pytest.fail(f"{block.place}: {exc}", pytrace=False)
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.mark or "curl" in block.text], ids=lambda block: block.place
+)
+def test_a_block_that_can_be_run_works(
+    block: CodeBlock, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    try:
+        if not is_run(block):
+            return
+    except BlockError:
+        return  # the test above says so
+    text = block.text
+    if shell.asks_the_application(text):
+        served = shared(request.config)
+        served.wait_until_ready()
+        text = text.replace(shell.LOCAL_URL, served.url)
+    done = _run(block, text, tmp_path)
+    assert done.returncode == 0, f"{block.place}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+
+
+def _run(block: CodeBlock, text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a block in a folder where the repository's files seem to lie, and what it writes does no harm."""
+    for entry in ROOT.iterdir():
+        if not entry.name.startswith(".") and entry.name not in {"out", "build"}:
+            (folder / entry.name).symlink_to(entry)
+    program = [sys.executable, "-c", text]
+    if block.language == "console":
+        extra = parse_mark(block.mark).detail
+        lines = [f"{command} {extra}".strip() for command in shell.commands(text)]
+        # A request that is refused has failed.
+        functions = ["set -euo pipefail", 'curl() { command curl --fail-with-body "$@"; }']
+        program = ["bash", "-c", "\n".join([*functions, *lines])]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        program,
+        cwd=folder,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )
+
+
+def _block(text: str) -> CodeBlock:
+    (block,) = blocks_in("page.md", text)
+    return block
+
+
+def _fenced(language: str, text: str, mark: str = "") -> str:
+    comment = f"<!-- test: {mark} -->\n" if mark else ""
+    return f"{comment}```{language}\n{text}\n```\n"
+
+
+WRONG = {
+    "an option that the command does not have": _fenced("console", "$ python -m serve_app status --urls x"),
+    "a missing required option": _fenced("console", "$ python -m serve_app plan --trace lmsys"),
+    "a command that does not exist": _fenced("console", "$ python -m serve_app fly"),
+    "a wrong second line": _fenced("console", "$ ls\n$ python -m serve_app status \\\n    --nothing"),
+    "a missing file": _fenced("console", "$ scripts/serve configs/nothing.yaml"),
+    "a script that does not exist": _fenced("console", "$ scripts/nothing"),
+    "an option that a script does not have": _fenced("console", "$ scripts/check --mend"),
+    "a sub-command that a script does not have": _fenced("console", "$ scripts/docs publish"),
+    "a marker of tests that does not exist": _fenced("console", "$ scripts/test -m quick"),
+    "an unknown program": _fenced("console", "$ launch --all"),
+    "an option that Ray does not have": _fenced("console", "$ serve run --fast configs/local.yaml"),
+    "a request to nowhere": _fenced("console", "$ curl http://gateway.example/v1/models"),
+    "no prompt": _fenced("console", "scripts/serve"),
+    "no language": _fenced("", "$ ls"),
+    "an indented block": "text\n\n    $ ls\n",
+    "a language without a rule": _fenced("fortran", "x"),
+    "Python that does not compile": _fenced("python", "print("),
+    "an import of nothing": _fenced("python", "from serve_app.errors import Nothing"),
+    "YAML that nothing explains": _fenced("yaml", "scheduler: {}"),
+    "an unknown setting": _fenced("yaml", "max_waitings: 3", "settings under models[0].scheduler"),
+    "a setting out of range": _fenced("yaml", "state_interval_s: -1", "settings under args"),
+    "a place that does not exist": _fenced("yaml", "name: x", "settings under models[4]"),
+    "a file of settings that is refused": _fenced("yaml", "applications: []"),
+    "a mark without its reason": _fenced("console", "$ launch", "parse"),
+    "a mark that is none": _fenced("console", "$ ls", "ignore"),
+    "a mark of another language": _fenced("yaml", "args: {}", "run"),
+    "a mark before a paragraph": "<!-- test: cloud -->\n\nText.\n\n" + _fenced("console", "$ launch"),
+    "JSON with a comma too many": _fenced("json", "[1,]"),
+    "a metric that does not exist": _fenced("promql", "rate(ewsjf_nothing_total[5m])"),
+    "a bracket that does not close": _fenced("promql", "rate(ewsjf_dispatches_total[5m]"),
+}
+
+
+@pytest.mark.parametrize("text", WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_block_is_found(text: str) -> None:
+    with pytest.raises(BlockError):
+        check(_block(text))
+
+
+RIGHT = {
+    "a command with its output": _fenced("console", "$ python -m serve_app bench --help\nusage: any text"),
+    "a marked unknown program": _fenced("console", "$ launch --all", "cloud, needs a cluster"),
+    "settings in their place": _fenced("yaml", "max_waiting: 3", "settings under models[0].scheduler"),
+    "another engine": _fenced(
+        "yaml",
+        "engine: {vllm: {model: m, args: {max_model_len: 65536}}}",
+        "settings under models[0].pools[0]",
+    ),
+    "a variable and a pipe": _fenced("console", "$ X=1 python -m serve_app --version | tail -n 1 >out.txt"),
+    "a query": _fenced("promql", 'sum by (le) (rate(ewsjf_queue_wait_seconds_bucket{model="a)"}[5m]))'),
+}
+
+
+@pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT.keys())
+def test_a_right_block_passes(text: str) -> None:
+    check(_block(text))
+
+
+def test_extra_arguments_belong_to_each_command_that_is_run(tmp_path: Path) -> None:
+    block = _block(_fenced("console", "$ echo one\none\n$ echo \\\n    three", "run with two"))
+    assert is_run(block)
+    assert _run(block, block.text, tmp_path).stdout == "one two\nthree two\n"
+
+
+def test_a_mark_says_whether_it_is_a_reason() -> None:
+    assert parse_mark("gpu") == Mark("gpu", "")
+    assert parse_mark("parse, it needs a cluster") == Mark("parse", "it needs a cluster")
+    assert parse_mark("settings under models[0].scheduler") == Mark("settings", "models[0].scheduler")

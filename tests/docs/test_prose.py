@@ -1,0 +1,148 @@
+"""What documents say is short, leads somewhere, and names only what exists."""
+
+import re
+from collections.abc import Iterator
+from urllib.parse import unquote
+
+import pytest
+
+from tests.docs import documents, names
+from tests.docs.documents import CODE_WORD, ROOT, heading_anchors, passages, passages_in
+from tests.docs.marks import BlockError
+from tests.docs.sentences import MAX_WORDS, sentences, words
+
+README_LINES = 150
+
+DOCUMENTS = documents.documents()
+# What was true of a release may name what is gone since.
+NAMING = [document for document in DOCUMENTS if document != "CHANGELOG.md"]
+WRITTEN = [document for document in DOCUMENTS if not documents.is_generated(document)]
+
+
+def _report(findings: list[str]) -> None:
+    if findings:
+        pytest.fail("\n".join(findings), pytrace=False)
+
+
+@pytest.mark.parametrize("document", WRITTEN)
+def test_sentences_are_short(document: str) -> None:
+    _report(
+        [
+            f"{passage.place}: a sentence of {words(sentence)} words (at most {MAX_WORDS}): {sentence}"
+            for passage in passages(document)
+            if passage.kind == "paragraph"
+            for sentence in sentences(passage.text)
+            if words(sentence) > MAX_WORDS
+        ]
+    )
+
+
+def test_the_readme_is_a_tour() -> None:
+    lines = len((ROOT / "README.md").read_text().splitlines())
+    assert lines <= README_LINES, f"README.md has {lines} lines (at most {README_LINES})"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    _report(
+        [
+            f"{passage.place}: {problem}"
+            for passage in passages(document)
+            for link in passage.links
+            if (problem := _broken(document, link))
+        ]
+    )
+
+
+def _broken(document: str, link: str) -> str | None:
+    """What is wrong with a link inside the repository; links to other places are not followed."""
+    if re.match(r"[a-z]+:", link):
+        return None
+    name, _, fragment = unquote(link).partition("#")
+    target = (ROOT / document).parent / name if name else ROOT / document
+    if not target.exists():
+        return f"{link} leads nowhere"
+    path = str(target.resolve().relative_to(ROOT.resolve()))
+    if fragment and target.suffix == ".md" and fragment not in heading_anchors(path):
+        return f"{link}: {path} has no such heading"
+    return None
+
+
+@pytest.mark.parametrize("document", NAMING)
+def test_names_in_code_spans_exist(document: str) -> None:
+    _report(
+        [
+            f"{passage.place}: {problem}"
+            for passage in passages(document)
+            for span in passage.code
+            for problem in _wrong_names(span)
+        ]
+    )
+
+
+def _wrong_names(span: str) -> Iterator[str]:
+    for check in (names.check_metrics, names.check_setting, names.check_file, names.check_module):
+        try:
+            check(span)
+        except BlockError as exc:
+            yield str(exc)
+
+
+def test_every_page_can_be_reached_from_the_front_page() -> None:
+    reached, ahead = set(), ["docs/index.md"]
+    while ahead:
+        document = ahead.pop()
+        if document in reached or document not in DOCUMENTS:
+            continue
+        reached.add(document)
+        for passage in passages(document):
+            for link in passage.links:
+                if not re.match(r"[a-z]+:", link) and (name := link.partition("#")[0]):
+                    target = ((ROOT / document).parent / name).resolve()
+                    ahead.append(str(target.relative_to(ROOT.resolve())))
+    pages = {document for document in DOCUMENTS if document.startswith("docs/")}
+    assert pages <= reached, f"no links lead to {', '.join(sorted(pages - reached))}"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("One. Two words! Three of them?", 3),
+        ("Grows by 1.5 a year, e.g. slowly, see Eq. 5 there.", 1),
+        ("It ends (here). `code` begins.", 2),
+        ("It says: so; and goes on.", 1),
+    ],
+)
+def test_sentences_end_where_a_reader_ends_them(text: str, count: int) -> None:
+    assert len(list(sentences(text))) == count
+
+
+def test_a_code_span_is_one_word_and_a_sign_is_none() -> None:
+    (passage,) = passages_in("page.md", "Set `a b c` - then *wait* 5 s.")
+    assert passage.text == f"Set {CODE_WORD} - then wait 5 s."
+    assert words(passage.text) == 6
+
+
+@pytest.mark.parametrize(
+    ("span", "is_wrong"),
+    [
+        ("ewsjf_dispatches_total", False),
+        ("ewsjf_queue_wait_seconds_bucket", False),
+        ("ewsjf_nothing_total", True),
+        ("models[].scheduler.max_waiting", False),
+        ("models[0].scheduler.max_waiting", False),
+        ("scheduler.max_waiting", False),
+        ("scheduler.max_waitings", True),
+        ("Scheduler.handle", False),
+        ("scripts/check", False),
+        ("scripts/nothing", True),
+        ("experiments/<name>/README.md", False),
+        ("out/report.json", False),
+        ("text/plain", False),
+        ("serve_app.errors", False),
+        ("serve_app.errors:Outcome", False),
+        ("serve_app.errors.Nothing", True),
+    ],
+)
+def test_only_names_that_do_not_exist_are_found(span: str, is_wrong: bool) -> None:
+    assert bool(list(_wrong_names(span))) == is_wrong

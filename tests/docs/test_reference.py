@@ -1,0 +1,98 @@
+"""Generated pages say what the code says, and nothing that exists is missing from them."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import yaml
+
+import serve_app
+from docs_reference import metrics
+from docs_reference.command_line import command_line_page
+from docs_reference.pages import PAGES, REFERENCE, outdated_pages, write_pages
+from docs_reference.settings_tree import NOT_IN_FILES, blocks
+from serve_app.cli import COMMANDS
+from serve_app.errors import Outcome, SettingsError
+from serve_app.settings.application import load_settings
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    outdated = list(outdated_pages())
+    assert not outdated, (
+        f"run `scripts/docs generate`: {', '.join(outdated)} in {REFERENCE.name} would change"
+    )
+
+
+def test_a_page_that_was_edited_or_removed_is_outdated(tmp_path: Path) -> None:
+    write_pages(tmp_path)
+    assert list(outdated_pages(tmp_path)) == []
+    (tmp_path / "cli.md").write_text((tmp_path / "cli.md").read_text().replace("--trace", "--traces", 1))
+    (tmp_path / "outcomes.md").unlink()
+    assert list(outdated_pages(tmp_path)) == ["cli.md", "outcomes.md"]
+
+
+def test_nothing_else_lies_among_the_generated_pages() -> None:
+    assert {path.name for path in REFERENCE.iterdir()} == set(PAGES)
+
+
+def test_the_width_of_the_terminal_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = command_line_page()
+    monkeypatch.setenv("COLUMNS", "40")
+    assert command_line_page() == wide
+
+
+def test_every_command_and_outcome_is_there() -> None:
+    commands, outcomes = ((REFERENCE / name).read_text() for name in ("cli.md", "outcomes.md"))
+    assert all(f"\n## {command.name}\n" in commands for command in COMMANDS)
+    assert all(f"| `{outcome}` |" in outcomes for outcome in Outcome)
+
+
+def test_every_module_that_registers_metrics_is_in_the_reference() -> None:
+    root = Path(inspect.getfile(serve_app)).parent
+    making = {
+        f"serve_app.{str(path.relative_to(root).with_suffix('')).replace('/', '.')}"
+        for path in root.rglob("*.py")
+        if any(
+            isinstance(node, ast.Call) and getattr(node.func, "id", "") == "CollectorRegistry"
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+    }
+    read = {module for module in making if module in inspect.getsource(metrics)}
+    # The emulated engine makes its metrics itself.
+    assert making - read == {"serve_app.engines.emulated.metrics"}
+
+
+def _application(args: object, folder: Path) -> Path:
+    path = folder / "serve.yaml"
+    application = {"import_path": "serve_app.app:build_app", "args": args}
+    path.write_text(yaml.safe_dump({"applications": [application]}))
+    return path
+
+
+MINIMAL = {"name": "demo", "pools": [{"name": "only", "engine": {"emulated": {}}}]}
+
+
+def test_a_file_needs_no_more_than_what_the_reference_calls_required(tmp_path: Path) -> None:
+    settings = load_settings(_application({"models": [MINIMAL]}, tmp_path))
+    assert settings.models[0].scheduler.model == "demo"
+
+
+@pytest.mark.parametrize("path", sorted(NOT_IN_FILES))
+def test_settings_that_follow_from_others_are_refused_in_files(path: str, tmp_path: Path) -> None:
+    nested: object = "x"
+    for key in reversed(path.removeprefix("models[].").split(".")):
+        nested = {key: nested}
+    assert isinstance(nested, dict)
+    args = (
+        {"models": [{**MINIMAL, **nested}]} if path.startswith("models") else {"models": [MINIMAL], **nested}
+    )
+    with pytest.raises(SettingsError, match="is not given here"):
+        load_settings(_application(args, tmp_path))
+
+
+def test_every_setting_is_listed_once() -> None:
+    page = (REFERENCE / "configuration.md").read_text()
+    paths = [setting.path for block in blocks() for setting in block.settings]
+    assert len(paths) == len(set(paths)) > 200
+    assert all(page.count(f"- **`{path}`** (") == 1 for path in paths)
