@@ -21,17 +21,22 @@ CONTENTS = {
         "reference/metrics",
         "reference/outcomes",
     ),
+    "Contribute": ("/CONTRIBUTING", "writing", "/CHANGELOG"),
+    "Experiments": ("/experiments/README", "/experiments/*/README"),
 }
-"""Captions, and the pages of docs/ below each."""
-
-ELSEWHERE = {"Contribute": ("CONTRIBUTING", "CHANGELOG"), "Experiments": ("experiments/*/README",)}
-"""Captions, and the pages outside docs/ below each."""
+"""Captions, and the pages below each: of docs/, or with a slash of the repository."""
 
 project = "ewsjf-serve"
 release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 extensions = ["myst_parser"]
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "CONTRIBUTING.md", "CHANGELOG.md", "experiments/*/README.md"]
+include_patterns = [
+    "docs/**.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "experiments/README.md",
+    "experiments/*/README.md",
+]
 exclude_patterns = [".*", "build", "models", "out", "scripts", "serve_app", "tests"]
 
 # Headings down to this level can be linked to, as on a repository's page.
@@ -45,11 +50,9 @@ html_copy_source = False
 
 
 def _contents() -> str:
-    sections = {caption: [f"/docs/{name}" for name in names] for caption, names in CONTENTS.items()}
-    sections |= {caption: [f"/{name}" for name in names] for caption, names in ELSEWHERE.items()}
     return "".join(
         f"\n\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```\n"
-        for caption, names in sections.items()
+        for caption, names in CONTENTS.items()
     )
 
 

@@ -5,11 +5,11 @@ import json
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import MISSING, is_dataclass
 from typing import Any
 
 from docs_reference.markdown import anchor, code, document, item, sentence, table
-from docs_reference.settings_tree import Block, Required, Setting, blocks
+from docs_reference.settings_tree import Block, SettingEntry, blocks
 
 _INTRODUCTION = """
 # Configuration reference
@@ -19,7 +19,8 @@ whose `import_path` is `serve_app.app:build_app`; `configs/local.yaml` is a smal
 
 - A path such as `models[].pools[].replicas` names a setting: `[]` stands for each entry of a list, `.NAME`
   for any key of a mapping.
-- The parentheses give the type and the default. `required` settings have no default.
+- The parentheses give the type, the values that are allowed, and the default. `required` settings have none.
+- Advanced settings have a block of their own, `advanced`, inside the block that they belong to.
 - Where a text says None, write `null` in YAML.
 - Names end in their unit: `_s` is seconds, `_ms` milliseconds, `_tokens` tokens, `_bytes` bytes, `_ratio` a
   share between 0 and 1.
@@ -76,13 +77,15 @@ def _first_sentence(text: str) -> str:
     return " ".join(text.split("\n\n", maxsplit=1)[0].split()).split(". ")[0]
 
 
-def _entry(setting: Setting) -> str:
+def _entry(setting: SettingEntry) -> str:
     body = " ".join(map(sentence, setting.texts))
     if setting.blocks:
         links = ", ".join(f"[{code(path)}]({anchor(path)})" for path in setting.blocks)
         body = f"{body} See {links}.".strip()
     facts = [_type(setting.kind)]
-    if setting.default is Required:
+    if setting.limits:
+        facts.append(setting.limits)
+    if setting.default is MISSING:
         facts.append("required")
     elif not is_dataclass(setting.default):
         facts.append(f"default {code(_value(setting.default))}")
@@ -95,6 +98,8 @@ def _type(kind: Any) -> str:
     match typing.get_origin(kind):
         case None:
             return _plain_type(kind)
+        case typing.Annotated:
+            return _type(arguments[0])
         case typing.Literal:
             return _one_of(arguments)
         case typing.Union | types.UnionType:

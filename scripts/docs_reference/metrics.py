@@ -49,6 +49,11 @@ def metrics_page() -> str:
     return document(_INTRODUCTION, *parts)
 
 
+def metric_names() -> frozenset[str]:
+    """Every name in the tables."""
+    return frozenset(row[0].strip("`") for section in _SECTIONS for row in asyncio.run(_rows(section.build)))
+
+
 async def _rows(build: Callable[[], Awaitable[object]]) -> Iterable[Sequence[str]]:
     with _registered() as collectors:
         kept = await build()
