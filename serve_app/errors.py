@@ -1,4 +1,4 @@
-"""How a request can end, and the package's exceptions.
+"""The ways in which a request can end, and the package's exceptions.
 
 Every request reaches exactly one `Outcome`. It labels the metrics and picks the HTTP status in one table.
 """

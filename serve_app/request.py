@@ -1,4 +1,4 @@
-"""The words everyone speaks: what a request is, before and after it is served."""
+"""The words that all components share: what a request is, before and after it is served."""
 
 import enum
 import math

@@ -1,4 +1,4 @@
-"""What can happen to the scheduler. Each event is a plain value; time is given beside it, never inside it."""
+"""Events: what can happen to a scheduler. Each is a plain value; time is given beside it, never inside it."""
 
 import enum
 from dataclasses import dataclass

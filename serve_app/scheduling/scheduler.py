@@ -1,4 +1,4 @@
-"""Which request goes next, to which replica, and when: the whole decision, as a machine without a clock.
+"""The scheduler: which request goes next, to which replica, and when, decided by a machine without a clock.
 
 Theory of operation. `handle(event, now)` first ends what time has ended (queue times, old reports), then
 applies the event, then dispatches until no head of any lane fits anywhere. It returns what to do, in order.

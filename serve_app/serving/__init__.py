@@ -1,8 +1,7 @@
 """The shells that make the scheduling core live: on Ray Serve, over sockets, for OpenAI clients.
 
-Follow a request: `gateway` (takes it in and forwards it), `dispatching` (what a gateway asks of a scheduler),
-`channel` (how that travels), `scheduler_shell` (drives the core), `pool_replica` with `replica_server` and
-`replica_guard` (serve an engine on a port of its own). The `*_deployment` modules and `scheduler_actor` give
-each of them its life under Ray; `autoscaling` decides how many replicas a pool has; `serve_app.app` binds all
-of it together.
+One folder a process: `gateway` (takes requests and forwards them), `scheduler` (drives the core), `pool`
+(serves an engine on a port of its own, and sizes its pool), `tuner`. Between them lies `channel`, by
+which gateways and replicas talk to the scheduler; `state` keeps what was learned. The `deployment`
+modules give each process its life under Ray, and `serve_app.app` binds all of it together.
 """

@@ -1,4 +1,4 @@
-"""No gateway at all: every request goes straight to an engine when it arrives.
+"""The simulation without a gateway: every request goes straight to an engine when it arrives.
 
 The baseline of everybody who has a load balancer in front of engines. The balancer knows how many requests
 each engine has, exactly and at once, which is the best that such a balancer can know; order is the engine's

@@ -1,4 +1,4 @@
-"""Requests in, decisions and records out: the production scheduler in a world of simulated replicas.
+"""The simulation: the production scheduler on simulated replicas; requests in, decisions and records out.
 
 What travels takes `control_latency_s`: a grant to its engine, and an engine's news to the scheduler. Reports
 are made every `report_interval_s` and travel as well. Requests themselves reach the scheduler when they

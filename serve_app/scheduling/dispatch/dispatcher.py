@@ -1,4 +1,4 @@
-"""Who goes next, and to which replica? The order of service, from the outside in.
+"""The dispatcher: which request goes next, and to which replica, in the order of service.
 
 1. Whoever came back from a replica: it had been served in time.
 2. Whoever has waited past its class's bound, or was promised a place, at a bounded rate (`promotion`); if it

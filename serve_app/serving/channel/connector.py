@@ -1,4 +1,4 @@
-"""A peer's side of the door: find the scheduler, be let in, and begin again when the connection ends.
+"""The connector of a peer: finds the scheduler, introduces itself, and begins again when the connection ends.
 
 The scheduler is looked for anew before each try, because the next one may be elsewhere and has another
 secret. Pauses between tries grow and are spread by chance, so that a fleet of peers does not knock all at

@@ -1,4 +1,4 @@
-"""How messages become bytes and bytes become messages.
+"""Frames of the control channel: messages to bytes and back.
 
 A frame is four bytes of length, most significant first, and so many bytes of msgpack: an array of messages.
 The reader trusts nothing: a length beyond the limit, or bytes that are not messages of the expected

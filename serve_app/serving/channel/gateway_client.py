@@ -1,4 +1,4 @@
-"""The gateway's end of the control channel: holds its requests and asks the scheduler for their turns.
+"""The gateway's end of the control channel: holds its requests and asks the scheduler for grants.
 
 The rules are those at the top of `gateway_desk`; this is the authority they speak of. A request is pending
 from `acquire` until `finished`, a refusal, or its cancellation. It waits (`answer` is pending) or runs (by

@@ -1,4 +1,4 @@
-"""One end of a connection on the control channel, the same for both sides.
+"""A link: one end of a connection on the control channel, the same for both sides.
 
 - Messages sent within one turn of the event loop leave together, in as few frames as possible.
 - Each side says `Heartbeat` every `heartbeat_s`, with the count of messages that it has dealt with. A peer is

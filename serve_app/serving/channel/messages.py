@@ -1,4 +1,4 @@
-"""Everything that is said on the control channel.
+"""The messages of the control channel.
 
 A message is a msgpack array whose first element is its name; a frame holds an array of messages. The
 order within one connection is kept. `VERSION` rises whenever a message changes its shape or its meaning:

@@ -1,4 +1,4 @@
-"""A pending request: one that its gateway holds, and the refusals that a gateway gives without asking the scheduler."""
+"""A pending request at its gateway, and the refusals that a gateway gives without asking the scheduler."""
 
 import asyncio
 from dataclasses import dataclass

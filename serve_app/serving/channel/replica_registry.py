@@ -1,4 +1,4 @@
-"""The scheduler's dealings with pool replicas, and the table of them that gateways are given.
+"""The scheduler's registry of pool replicas, and the table of them that gateways are given.
 
 A replica that cannot be heard is given no new requests at once; nothing more follows from a lost
 connection. What it runs stays in the core's ledger until the gateways, which see it directly, say how it

@@ -1,4 +1,4 @@
-"""The scheduler's door: who is let in, and on what terms.
+"""The channel's server in the scheduler: admits peers and hands their messages on.
 
 A connection must introduce itself within `handshake_s`, in one small frame, with the version of the protocol,
 the secret that Ray alone hands out, and the highest incarnation of the scheduler that the peer has met.

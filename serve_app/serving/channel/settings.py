@@ -1,4 +1,4 @@
-"""How patient the control channel is, and how much it holds."""
+"""Settings of the control channel: time limits and capacities."""
 
 from typing import Annotated
 

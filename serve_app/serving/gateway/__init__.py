@@ -1,9 +1,8 @@
 """The gateway's data plane: a plain ASGI application between OpenAI clients and replicas.
 
-It parses just enough of a request to have it scheduled, sends the raw body to the granted replica's own
-port and passes the raw answer back. Read `app.py` (routes), `intake.py` (a request becomes an order),
-`forward.py` (the life of an order), then `upstream.py` (HTTP to a replica), `sse.py` and `splice.py` (what
-is done to the bytes).
+It parses just enough of a request to have it scheduled, sends the raw body to the granted replica's own port
+and passes the raw answer back. Read `app` (routes), `request.reader` (a body becomes a submission and a job),
+`forward` (the life of a job), then `upstream` (HTTP to a replica) and `answer` (what passes on the way back).
 """
 
 from serve_app.serving.gateway.app import Gateway

@@ -1,4 +1,4 @@
-"""Who is calling, for which tenant, and with which priority classes.
+"""API keys: the caller of a request, its tenant and the priority classes that it may use.
 
 Without any key configured everyone is let in and `x-tenant` is believed: that is a laptop, or a gateway
 behind another one that asks for keys. As soon as one key is configured, every call under `/v1` and to

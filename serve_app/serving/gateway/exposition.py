@@ -1,4 +1,4 @@
-"""Joins metrics in the Prometheus text format that come from several places.
+"""Joining of metrics in the Prometheus text format that come from several places.
 
 Each scheduler writes its own page, and two pages that describe the same metric may not simply follow each
 other: a scraper refuses a metric that is described twice or whose samples lie apart.

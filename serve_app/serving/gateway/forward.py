@@ -1,4 +1,4 @@
-"""One scheduled request from its submission to its one conclusion.
+"""The serving of one scheduled request, from its submission to its one conclusion.
 
 The rules:
 - a grant obliges: each one is answered by exactly one `finished` or one `put_back`, on every path, also

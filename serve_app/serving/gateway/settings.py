@@ -1,4 +1,4 @@
-"""What a gateway serves, to whom, and within which limits."""
+"""Settings of a gateway: what it serves, to whom, and within which limits."""
 
 from dataclasses import field
 from typing import Annotated

@@ -21,7 +21,9 @@ returns.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, Protocol
+
+from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, settings
 
 ONGOING = "ongoing_requests"
 WAITING = "waiting_requests"
@@ -29,11 +31,9 @@ KV_USAGE = "kv_usage_ratio"
 QUEUED = "queued_requests"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="autoscaling")
 class AutoscalingSettings:
     """Bounds and pace of one pool's autoscaling."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     # At least one: nothing would tell a pool without replicas that requests wait for it.
     min_replicas: int = 1
@@ -42,37 +42,28 @@ class AutoscalingSettings:
     initial_replicas: int | None = None
     # Requests per replica, running or waiting for its pool, that the pool is sized for. Near the engine's
     # max_num_seqs a replica is full; half of it leaves room for a burst while a new one starts.
-    target_ongoing_requests: float = 32.0
+    target_ongoing_requests: Annotated[float, POSITIVE] = 32.0
     # KV use that the pool is sized for. Long prompts fill the cache before they fill the batch.
-    target_kv_ratio: float = 0.85
+    target_kv_ratio: Annotated[float, POSITIVE_SHARE] = 0.85
     # Requests in an engine's own queue, as a mean over the window, from which it does not keep up.
-    saturated_waiting: float = 1.0
+    saturated_waiting: Annotated[float, POSITIVE] = 1.0
     # A pool is shrunk only when what it holds fits into fewer replicas at this share of the targets.
-    downscale_margin_ratio: float = 0.8
+    downscale_margin_ratio: Annotated[float, POSITIVE_SHARE] = 0.8
     # An engine takes a minute to start, so a short burst is over before help comes; a long one is not.
-    upscale_delay_s: float = 15.0
+    upscale_delay_s: Annotated[float, NOT_NEGATIVE] = 15.0
     # Starting again is dearer than idling for some minutes.
-    downscale_delay_s: float = 300.0
-    look_back_period_s: float = 15.0
+    downscale_delay_s: Annotated[float, NOT_NEGATIVE] = 300.0
+    look_back_period_s: Annotated[float, POSITIVE] = 15.0
     # Serve pushes figures every ten seconds unless told otherwise (`scripts/serve` sets two).
-    stale_after_s: float = 35.0
+    stale_after_s: Annotated[float, POSITIVE] = 35.0
 
     def __post_init__(self) -> None:
         initial = self.min_replicas if self.initial_replicas is None else self.initial_replicas
         if not 1 <= self.min_replicas <= initial <= self.max_replicas:
             raise ValueError(
-                "replicas must satisfy 1 <= min <= initial <= max, "
+                "autoscaling: replicas must satisfy 1 <= min <= initial <= max, "
                 f"got min {self.min_replicas}, initial {self.initial_replicas}, max {self.max_replicas}"
             )
-        for name in ("target_ongoing_requests", "saturated_waiting", "look_back_period_s", "stale_after_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("target_kv_ratio", "downscale_margin_ratio"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
-        for name in ("upscale_delay_s", "downscale_delay_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def serve_config(self) -> dict[str, Any]:
         """The same as Ray Serve's `autoscaling_config`, with our policy in it."""

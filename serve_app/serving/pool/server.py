@@ -8,36 +8,27 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Annotated
 
 import uvicorn
 
 from serve_app.engines.engine import ASGIApp
 from serve_app.errors import EngineError
+from serve_app.settings_base import at_least, between, settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="server")
 class ReplicaServerSettings:
     """How a replica's own HTTP port behaves."""
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
-
     # Fixed ports suit a firewall and allow one replica per node; 0 takes any free one.
-    port: int = 0
+    port: Annotated[int, between(0, 65_535).hint("0 takes any free port")] = 0
     # Longer than gateways keep an idle connection: the side that sends requests must be the one that closes,
     # or a request meets a closing connection.
-    keep_alive_s: int = 300
+    keep_alive_s: Annotated[int, at_least(1)] = 300
     # Connections not yet accepted by the kernel; a burst after a scheduler restart opens many at once.
-    backlog: int = 2048
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65_535:
-            raise ValueError(f"port must be between 0 (any free port) and 65535, got {self.port}")
-        for name in ("keep_alive_s", "backlog"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+    backlog: Annotated[int, at_least(1)] = 2048
 
 
 class ReplicaServer:

@@ -1,4 +1,4 @@
-"""The decision log of a live scheduler: a file of bounded length, in the format of `scheduling.decision_log`."""
+"""The decision log file of a live scheduler: of bounded length, in the format of `scheduling.decision_log`."""
 
 import logging
 from pathlib import Path
@@ -32,7 +32,7 @@ class DecisionLogSettings:
 class DecisionLogFile:
     """Writes decisions to a file, buffered; `close` ends it.
 
-    It ends after `max_events` with a line that says so. A replay needs its beginning, so nothing is cut there.
+    It ends after `max_events` with a line that says so; a replay needs its beginning, so that stays.
     """
 
     def __init__(self, path: Path, max_events: int, header: RunHeader) -> None:

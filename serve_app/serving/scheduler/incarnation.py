@@ -1,4 +1,4 @@
-"""Which scheduler of a model is the newest: a number claimed once, rising, whatever the nodes' clocks say.
+"""Incarnation numbers: which scheduler of a model is the newest, whatever the nodes' clocks say.
 
 The numbers live in the key-value store of Ray's control service (GCS), which writes a key that must not exist
 yet for one caller only. They begin anew when that service loses its memory, and then no actor of the old

@@ -1,4 +1,4 @@
-"""The scheduler's side of learning: lengths for the tuner, and the partition that came back.
+"""The scheduler's side of learning queues: lengths for the tuner, and the partition that it returns.
 
 All of it is soft. Without a tuner the lengths overwrite each other, and the partition in force stays.
 """

@@ -1,4 +1,4 @@
-"""The live driver of the scheduling core: feeds events, carries out commands, arms the next wake-up.
+"""The live scheduler: feeds the core events, carries out its commands, arms its next wake-up.
 
 One writer: whatever happens goes through `feed`, on one event loop, without an await between two looks at the
 core's state. The clock is the loop's. When the core raises, nothing here can be trusted any more: the shell

@@ -1,4 +1,4 @@
-"""What one model's scheduler counts, for Prometheus.
+"""Prometheus metrics of one model's scheduler.
 
 The registry is the process's own: Ray does not scrape it, a gateway's `/metrics` asks for the text over the
 control channel. Gauges are set when they are asked for; only counters and histograms cost anything per event.

@@ -1,4 +1,4 @@
-"""The scheduler's side of tuning: what the tuner is told, and what it may change.
+"""The tuning endpoint: what the tuner is told by its scheduler, and what it may change there.
 
 Learned queues (`learned_queues`) and tuned values come from the tuner; lengths and outcomes go there. All of
 it is soft. A tuner that dies leaves the queues and values in force, and values that were on trial run out.

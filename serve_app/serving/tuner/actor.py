@@ -10,12 +10,13 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from dataclasses import field
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.state.store import StateStore
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner, Searcher
+from serve_app.settings_base import POSITIVE, settings
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings
 from serve_app.tuning.online.retune import Retune
 from serve_app.tuning.partition.strategic_loop import PartitionChange, StrategicLoop, StrategicSettings
@@ -33,7 +34,7 @@ _CALL_TIMEOUT_S = 10.0
 _TRIAL_INTERVAL_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="tuner")
 class TunerSettings:
     """How one model's scheduler is tuned while it runs.
 
@@ -42,18 +43,12 @@ class TunerSettings:
             the running application does not bring a tuner with it.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
     mode: bool | Literal["auto"] = "auto"
     # Queues are learned from hundreds of requests: sooner would find nothing new, later would let drift wait.
-    pull_interval_s: float = 5.0
+    pull_interval_s: Annotated[float, POSITIVE.hint("5 is usual")] = 5.0
     strategic: StrategicSettings = field(default_factory=StrategicSettings)
     # Settings of the scheduler are tuned where this is given, and left alone where it is not.
     parameters: ParameterTuningSettings | None = None
-
-    def __post_init__(self) -> None:
-        if not self.pull_interval_s > 0:
-            raise ValueError(f"pull_interval_s must be positive, got {self.pull_interval_s}: 5 is usual")
 
 
 class SchedulerCalls(Protocol):

@@ -1,4 +1,4 @@
-"""From an engine's answer to the client.
+"""The way of an engine's answer to the client.
 
 `engine_answer` decides whether an answer may pass or the request is retried, `sse` watches streams, `usage`
 reads token counts, `responses` writes the gateway's own errors, `disconnect` notices clients that leave.

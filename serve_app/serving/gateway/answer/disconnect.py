@@ -1,4 +1,4 @@
-"""Notices that a client has gone while its request waits, runs or streams.
+"""The watch for clients that leave while their request waits, runs or streams.
 
 ASGI tells of it only to whoever waits in `receive`. The watch waits there beside the task that serves the
 request, and cancels that task when the client goes; leaving the watch turns that cancellation into

@@ -1,4 +1,4 @@
-"""What an engine's answer to a granted request means: pass it on, or try again somewhere else.
+"""The reading of an engine's answer to a granted request: pass it on, or try another replica.
 
 | answer                             | meaning                                                           |
 |------------------------------------|-------------------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""Watches an engine's event stream on its way to the client: reads the usage, hides what nobody asked for.
+"""The scanner of an engine's event stream: reads the usage, hides what the client did not ask for.
 
 The scanner works on bytes and passes them on as they are. TCP cuts the stream anywhere, so:
 

@@ -1,4 +1,4 @@
-"""Reads the token counts in an engine's answer, and nothing else of it.
+"""The reader of token counts in an engine's answer, and of nothing else in it.
 
 Chat and plain completions count `prompt_tokens` and `completion_tokens`, Responses count `input_tokens` and
 `output_tokens`, embeddings only `prompt_tokens`.

@@ -1,4 +1,4 @@
-"""Headers, both ways: what a client may ask for, what goes on to the replica, what comes back."""
+"""Headers, both ways: what a client may ask for, what goes on to the replica, what is returned."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Turns the bytes of a request body into the few facts that scheduling needs; linear in the body's size."""
+"""The parsers of request bodies: the few facts that scheduling needs, in time linear in the body's size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which prompts begin alike? Told by hashes of a prompt's leading blocks, without a tokenizer.
+"""Prefix hashes: which prompts begin alike, told from their leading blocks without a tokenizer.
 
 The text of a prompt is put together in the order in which chat templates write it: tool definitions, then the
 messages with their roles, instructions first. It is cut at the places of `routing.prefix_blocks`, and each

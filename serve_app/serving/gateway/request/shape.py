@@ -1,4 +1,4 @@
-"""What size and kind of prompt a body holds, without a tokenizer.
+"""The measuring of a prompt in a body: size and kind of text, without a tokenizer.
 
 Only text counts as text: images, sounds and files are counted as items, and tool definitions and response
 schemas are measured as the raw JSON that they arrive as. Token ids are exact.

@@ -1,4 +1,4 @@
-"""Adds fields to a JSON body without parsing and writing it again.
+"""Splicing: fields added to a JSON body without parsing and writing it again.
 
 A field is appended before the closing brace. Where the body has it already there are then two, and JSON
 readers take the last (Python's, pydantic's and msgspec's do), so the rest of the body reaches the engine
