@@ -1,5 +1,6 @@
 """The experiments of a package: which there are, and the files of each."""
 
+import ast
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,8 +53,9 @@ class Catalogue:
         return found
 
     def question(self, name: str) -> str:
-        """The first line of what `run.py` says of itself."""
-        return (self._module(name, "run").__doc__ or "").strip().partition("\n")[0]
+        """The first line of what `run.py` says of itself; read, not imported, which takes seconds for all."""
+        source = (self.folder(name) / Experiment.FILE).read_text(encoding="utf-8")
+        return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
     def config(self, name: str) -> Path:
         """What is played."""

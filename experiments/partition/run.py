@@ -18,9 +18,15 @@ from experiments.partition.samples import Pair, Sample, drawn, drift_pairs, leng
 from serve_app.command import progress_bar
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.simulation.batch import parallel
-from serve_app.tuning import DriftSettings, RefineAndPruneSettings, distance, has_drifted, refine_and_prune
-from serve_app.tuning.partition.partition_distance import queue_means
+from serve_app.tuning import (
+    DriftSettings,
+    RefineAndPruneSettings,
+    has_drifted,
+    partition_distance,
+    refine_and_prune,
+)
 from serve_app.tuning.partition.refine_and_prune import refine
+from serve_app.tuning.partition.strategic_loop import queue_means
 
 # Of the sample that others are compared with, and of the prompts that are routed to compare.
 _REFERENCE_SEED, _PROMPTS_SEED = 99, 1_000
@@ -115,7 +121,7 @@ def _found(cell: _SizeCell) -> dict[str, list[float]]:
         "refined": [len(refine(sample, cell.settings)) for sample in samples],
         "queues": [len(partition) for partition in partitions],
         "least_share": [min(one.count for one in each.intervals) / cell.count for each in partitions],
-        "moved": [distance(partition, cell.reference, prompts) for partition in partitions],
+        "moved": [partition_distance(partition, cell.reference, prompts) for partition in partitions],
     }
 
 
@@ -165,7 +171,7 @@ def _of_sample(lengths: Sample, cell: _SwitchCell, seed: int) -> tuple[float, fl
     )
     prompts = drawn(lengths, _PROMPTS, _PROMPTS_SEED + seed)
     spread = float(np.abs(np.log(prompts / queue_means(usual, prompts))).mean())
-    return len(usual), spread, distance(small, large, prompts), _bubble_share(usual, prompts)
+    return len(usual), spread, partition_distance(small, large, prompts), _bubble_share(usual, prompts)
 
 
 def _bubble_share(partition: Partition, prompts: Sample) -> float:
