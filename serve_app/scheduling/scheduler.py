@@ -158,7 +158,7 @@ class Scheduler:
         """All requests of one gateway, waiting and running."""
         return self._requests.of_gateway(gateway_id)
 
-    def census(self, now: float) -> QueueSnapshot:
+    def queue_snapshot(self, now: float) -> QueueSnapshot:
         """Who waits where, and why; for people."""
         return take_queue_snapshot(self.queue, self.dispatcher, self._policy, self.router.b_short_tokens, now)
 

@@ -149,9 +149,9 @@ class Simulation:
         self._live[simulated.request.request_id] = simulated
         self.feed(ev.Arrived(simulated.request))
         if self.learner is not None:
-            entry = self.scheduler.find(simulated.request.request_id)
-            if entry is not None:
-                self.learner.observe(prompt_tokens(entry))
+            scheduled = self.scheduler.find(simulated.request.request_id)
+            if scheduled is not None:
+                self.learner.observe(prompt_tokens(scheduled))
             self._partition_due()
 
     def _partition_due(self) -> None:

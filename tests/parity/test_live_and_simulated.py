@@ -1,6 +1,6 @@
 """The live scheduler and the simulated one are the same object, and decide the same.
 
-One trace goes through two worlds: the simulator, and the shell that the scheduler actor runs, with its desks,
+One trace goes through two worlds: the simulator, and the live scheduler that the scheduler actor runs, with its desks,
 its messages and its alarm clock, on an event loop whose clock jumps. The engines are the same model in
 both. What is compared is every decision with its time, to the last bit.
 """
@@ -85,7 +85,7 @@ def simulated_decisions(
 
 
 class LiveWorld:
-    """Gateway, engines and wires around the real shell; and a tuner without a pull interval."""
+    """Gateway, engines and wires around the real live scheduler; and a tuner without a pull interval."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class LiveWorld:
         self.over = asyncio.Event()
         self.decisions: Decisions = []
         parts = LiveSchedulerOptions(incarnation=1, channel=ChannelSettings())
-        self.shell = LiveScheduler(scheduler_settings(policy), parts)
-        handle = self.shell.core.handle
-        self.shell.core.handle = partial(self.handle, handle)  # type: ignore[method-assign]
+        self.live = LiveScheduler(scheduler_settings(policy), parts)
+        handle = self.live.core.handle
+        self.live.core.handle = partial(self.handle, handle)  # type: ignore[method-assign]
         self.replicas: dict[str, SimulatedReplica] = {}
-        self.say = self.shell._gateways.on_join("g1", cast("Link", self))
+        self.say = self.live._gateways.on_join("g1", cast("Link", self))
 
     def handle(self, handle: Any, event: Any, now: float) -> list[Command]:
         commands: list[Command] = handle(event, now)
@@ -127,14 +127,14 @@ class LiveWorld:
         replica = SimulatedReplica(each, cast("Timeline", self.timeline), self.step_ended)
         self.replicas[each.replica_id] = replica
         address = ReplicaAddress(replica_id=each.replica_id, pool=each.pool, host="h", port=1, token="t")
-        self.shell._replicas.on_message(each.replica_id, cast("Link", self), Register(replica.spec, address))
+        self.live._replicas.on_message(each.replica_id, cast("Link", self), Register(replica.spec, address))
         self.timeline.at(first_report_at, Rank.REPORT, partial(self.report, replica))
 
     def report(self, replica: SimulatedReplica) -> None:
         message = Report(replica.report())
         replica_id = replica.spec.replica_id
         self.later(
-            Rank.REPORT, partial(self.shell._replicas.on_message, replica_id, cast("Link", self), message)
+            Rank.REPORT, partial(self.live._replicas.on_message, replica_id, cast("Link", self), message)
         )
         next_at = self.timeline.now + WORLD.report_interval_s
         self.timeline.at(next_at, Rank.REPORT, partial(self.report, replica))
@@ -146,11 +146,11 @@ class LiveWorld:
             self.tune(self.learner)
 
     def tune(self, learner: PartitionLearner) -> None:
-        for length in self.shell.tuner.observed().lengths:
+        for length in self.live.tuner.observed().lengths:
             learner.observe(length)
         partition = learner.due(self.loop.time())
         if partition is not None:
-            self.shell.tuner.put_in_force(
+            self.live.tuner.put_in_force(
                 PartitionUpdate(partition=partition, reason="test", lengths=0, distance=0.0, age_s=0.0)
             )
 
@@ -192,7 +192,7 @@ class LiveWorld:
 
     def end_when_done(self) -> None:
         """The last request arrives before the last one ends, by the length of the last ones."""
-        if not len(self.shell.core) and self.loop.time() >= self.last_arrival:
+        if not len(self.live.core) and self.loop.time() >= self.last_arrival:
             self.over.set()
 
     def later(self, rank: Rank, action: Action) -> None:

@@ -1,8 +1,9 @@
 """The tuner beside the live scheduler and the one beside the simulated scheduler do the same.
 
-The live side is the real shell with its tuner's desk, and the real `ParameterTuner` that the actor drives,
-on a loop whose clock jumps; the simulated side is `TunedSimulation`. Both are given the same finding by whoever
-searches. What is compared is every decision of the schedulers with its time, and what the tuners noted.
+The live side is the real live scheduler with its tuning endpoint, and the real `ParameterTuner` that the
+actor drives, on a loop whose clock jumps; the simulated side is `TunedSimulation`. Both are given the
+same finding by whoever searches. What is compared is every decision of the schedulers with its time, and
+what the tuners noted.
 """
 
 import asyncio
@@ -103,12 +104,12 @@ class TunedLiveWorld(untuned.LiveWorld):
 
         self.tuner = ParameterTuner("m", TUNING, searcher=searcher, replayer=replayer)
         # Outcomes are collected from the first time on that somebody asks.
-        self.shell.tuner.observed(outcomes=True)
+        self.live.tuner.observed(outcomes=True)
         self.timeline.at(LOOK_INTERVAL_S, Rank.FEEDBACK, self.look)
 
     def look(self) -> None:
-        for order in self.tuner.turn(self.shell.tuner.observed(outcomes=True)):
-            self.shell.tuner.retune(order)
+        for order in self.tuner.turn(self.live.tuner.observed(outcomes=True)):
+            self.live.tuner.retune(order)
         if self.timeline.now + LOOK_INTERVAL_S <= self.last_arrival:
             self.timeline.at(self.timeline.now + LOOK_INTERVAL_S, Rank.FEEDBACK, self.look)
 

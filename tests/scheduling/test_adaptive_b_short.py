@@ -35,7 +35,7 @@ def test_when_the_border_moves_whoever_waits_is_routed_anew() -> None:
     assert move.was_tokens == 500
     border = world.scheduler.router.b_short_tokens
     assert 100 <= border < 300
-    assert world.scheduler.census(world.now).b_short_tokens == border
+    assert world.scheduler.queue_snapshot(world.now).b_short_tokens == border
     for scheduled in world.scheduler.queue:
         assert scheduled.pools == (("short",) if scheduled.estimate.budget_tokens <= border else ("long",))
     assert {replica for _, replica in dispatched(commands)} >= {"l1"}, "they go where they are at home now"

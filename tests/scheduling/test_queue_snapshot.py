@@ -22,7 +22,7 @@ def full_world() -> Simulation:
 
 def test_every_lane_is_shown_by_its_head_the_longest_wait_first() -> None:
     world = full_world()
-    found = world.scheduler.census(world.now + 1.0)
+    found = world.scheduler.queue_snapshot(world.now + 1.0)
     first, second = found.sub_queues
     assert (first.tenant, first.head, first.waiting, first.wait_s) == ("b", "b1", 2, 3.0)
     assert (second.priority, second.tenant, second.wait_s) == (PriorityClass.BATCH, "c", 1.0)
@@ -35,7 +35,7 @@ def test_a_long_queue_is_cut_where_nobody_would_read_on() -> None:
     world = full_world()
     for number in range(census.MOST_LANES):
         world.arrive(f"t{number}", tenant=f"t{number}")
-    found = world.scheduler.census(world.now)
+    found = world.scheduler.queue_snapshot(world.now)
     assert len(found.sub_queues) == census.MOST_LANES
     assert found.left_out == 2
     assert found.sub_queues[0].head == "b1"
@@ -44,5 +44,5 @@ def test_a_long_queue_is_cut_where_nobody_would_read_on() -> None:
 def test_looking_changes_nothing() -> None:
     world = full_world()
     before = repr(world.scheduler.queue), world.scheduler.next_wakeup()
-    world.scheduler.census(world.now)
+    world.scheduler.queue_snapshot(world.now)
     assert (repr(world.scheduler.queue), world.scheduler.next_wakeup()) == before

@@ -78,7 +78,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class GatewayHost(Protocol):
-    """What the desk needs of the scheduler's shell."""
+    """What the sessions needs of the live scheduler."""
 
     def feed(self, event: Event) -> None:
         """Let the core handle the event, and carry out its commands."""
@@ -115,14 +115,14 @@ class GatewaySessions:
         self._gateways: dict[str, GatewaySession] = {}
         self.book = RequestBook()
         self._on: dict[type[Message], Callable[[GatewaySession, Any], None]] = {
-            Submit: self._submit,
-            Running: self._running,
-            SnapshotEnd: self._snapshot_end,
-            PutBack: self._put_back,
-            First: self._first,
-            Finish: self._finish,
-            Cancel: self._cancel,
-            Scrape: self._scrape,
+            Submit: self._on_submit,
+            Running: self._on_running,
+            SnapshotEnd: self._on_snapshot_end,
+            PutBack: self._on_put_back,
+            First: self._on_first,
+            Finish: self._on_finish,
+            Cancel: self._on_cancel,
+            Scrape: self._on_scrape,
         }
 
     def __repr__(self) -> str:
@@ -159,7 +159,7 @@ class GatewaySessions:
         else:
             gateway.release = self._loop.call_later(self._grace_s, self._release, gateway)
 
-    # What the shell calls.
+    # What the live scheduler calls.
 
     def grant(self, command: Dispatch) -> PriorityClass:
         """Tell a gateway to send its request to a replica; return the class of the request."""
@@ -201,7 +201,7 @@ class GatewaySessions:
 
     # What gateways say.
 
-    def _submit(self, gateway: GatewaySession, message: Submit) -> None:
+    def _on_submit(self, gateway: GatewaySession, message: Submit) -> None:
         request_id = message.submission.request_id
         gateway.mention(request_id)
         record = self.book.get(request_id)
@@ -233,7 +233,7 @@ class GatewaySessions:
             self._host.feed(Cancelled(request_id))
             self._admit(record.gateway, message)
 
-    def _running(self, gateway: GatewaySession, message: Running) -> None:
+    def _on_running(self, gateway: GatewaySession, message: Running) -> None:
         request_id = message.submission.request_id
         gateway.mention(request_id)
         record = self.book.get(request_id)
@@ -247,7 +247,7 @@ class GatewaySessions:
             self._host.feed(Cancelled(request_id))
             self._adopt(gateway, message)
         elif message.started:
-            self._first(gateway, First(request_id))
+            self._on_first(gateway, First(request_id))
 
     def _adopt(self, gateway: GatewaySession, message: Running) -> None:
         submission = message.submission
@@ -257,7 +257,7 @@ class GatewaySessions:
         request = self._request(gateway, message)
         self._host.feed(Resumed(request, message.replica_id, message.started))
 
-    def _snapshot_end(self, gateway: GatewaySession, _message: SnapshotEnd) -> None:
+    def _on_snapshot_end(self, gateway: GatewaySession, _message: SnapshotEnd) -> None:
         mentioned, gateway.mentioned = gateway.mentioned, None
         if mentioned is None:
             raise ChannelError(f"gateway {gateway.gateway_id} ended a snapshot that it had not begun")
@@ -265,7 +265,7 @@ class GatewaySessions:
         for request_id in forgotten:
             self._host.feed(Cancelled(request_id))
 
-    def _put_back(self, gateway: GatewaySession, message: PutBack) -> None:
+    def _on_put_back(self, gateway: GatewaySession, message: PutBack) -> None:
         record = self.book.own(gateway, message.request_id)
         if record is None:
             # The gateway waits for an answer, so it gets one.
@@ -274,13 +274,13 @@ class GatewaySessions:
         elif record.runs and record.grants == message.grant:
             self._take_back(record, message.request_id, message.failure, message.message)
 
-    def _first(self, gateway: GatewaySession, message: First) -> None:
+    def _on_first(self, gateway: GatewaySession, message: First) -> None:
         record = self.book.own(gateway, message.request_id)
         if record is not None and record.runs and not record.started:
             record.started = True
             self._host.feed(FirstToken(message.request_id))
 
-    def _finish(self, gateway: GatewaySession, message: Finish) -> None:
+    def _on_finish(self, gateway: GatewaySession, message: Finish) -> None:
         record = self.book.own(gateway, message.request_id)
         if record is None:
             return
@@ -289,11 +289,11 @@ class GatewaySessions:
         else:
             self._host.feed(Cancelled(message.request_id))
 
-    def _cancel(self, gateway: GatewaySession, message: Cancel) -> None:
+    def _on_cancel(self, gateway: GatewaySession, message: Cancel) -> None:
         if self.book.own(gateway, message.request_id) is not None:
             self._host.feed(Cancelled(message.request_id))
 
-    def _scrape(self, gateway: GatewaySession, message: Scrape) -> None:
+    def _on_scrape(self, gateway: GatewaySession, message: Scrape) -> None:
         gateway.tell(Exposition(message.serial, self._host.exposition()))
 
     # How it works.

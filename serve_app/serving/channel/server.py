@@ -51,7 +51,7 @@ class _Peer:
 
 
 class ChannelServer:
-    """Accepts peers, and passes what they say to the desk of their kind."""
+    """Accepts peers, and passes what they say to the registry of their kind."""
 
     def __init__(
         self,

@@ -100,14 +100,14 @@ class SchedulerActor:
         self._surroundings = surroundings or _ray_surroundings()
         self._incarnations = Incarnations(self._surroundings.claims, settings.scope)
         self._loop = asyncio.get_running_loop()
-        self._shell: LiveScheduler | None = None
+        self._live: LiveScheduler | None = None
         self._learned: Mapping[str, Any] | None = None
         self._keeper = self._make_keeper()
         self._changing = asyncio.Lock()
         self._started = self._begin()
 
     def __repr__(self) -> str:
-        return f"<SchedulerActor {self._settings.scope} {self._shell}>"
+        return f"<SchedulerActor {self._settings.scope} {self._live}>"
 
     async def endpoint(self) -> SchedulerEndpoint:
         """Where gateways and replicas find the scheduler, and the secret that lets them in.
@@ -119,9 +119,9 @@ class SchedulerActor:
 
     async def check_health(self) -> None:
         """Raise `ChannelError` when this scheduler must be replaced."""
-        shell = await self._current()
-        if shell.ended and not self._changing.locked():
-            raise ChannelError(f"the scheduler has ended: {shell.ended}")
+        live = await self._current()
+        if live.ended and not self._changing.locked():
+            raise ChannelError(f"the scheduler has ended: {live.ended}")
 
     async def status(self) -> dict[str, Any]:
         """How things stand: who waits, which replicas there are, and what they say of themselves."""
@@ -146,9 +146,9 @@ class SchedulerActor:
         Raises:
             ChannelError: this one does not schedule any more.
         """
-        shell = await self._current()
+        live = await self._current()
         # What the grants of this moment start must outlive this call.
-        contextvars.Context().run(shell.tuner.put_in_force, update)
+        contextvars.Context().run(live.tuner.put_in_force, update)
 
     async def retune(self, order: Retune) -> None:
         """Put tuned values in force.
@@ -157,13 +157,13 @@ class SchedulerActor:
             SettingsError: these values cannot be.
             ChannelError: this one does not schedule any more, or tuning is frozen.
         """
-        shell = await self._current()
-        contextvars.Context().run(shell.tuner.retune, order)
+        live = await self._current()
+        contextvars.Context().run(live.tuner.retune, order)
 
     async def freeze_tuning(self, reason: str) -> None:
         """Return to the values in force for good and try no others, until `thaw_tuning`."""
-        shell = await self._current()
-        contextvars.Context().run(shell.tuner.freeze, reason)
+        live = await self._current()
+        contextvars.Context().run(live.tuner.freeze, reason)
 
     async def thaw_tuning(self) -> None:
         """Other values may be tried again."""
@@ -186,12 +186,12 @@ class SchedulerActor:
                 f"what may change while it runs: {', '.join(_CHANGEABLE)}"
             )
         async with self._changing:
-            shell = await self._current()
+            live = await self._current()
             changed = replace(self._settings.scheduler, **user_config)
             if changed != self._settings.scheduler:
                 self._settings = replace(self._settings, scheduler=changed)
-                self._learned = learned_state(shell.core)
-                shell.stop("its settings have changed")
+                self._learned = learned_state(live.core)
+                live.stop("its settings have changed")
                 self._started = self._begin()
                 await self._started
 
@@ -206,8 +206,8 @@ class SchedulerActor:
         """Send what was said, close every connection, end the log."""
         if not self._started.done():
             self._started.cancel()
-        elif self._shell is not None:
-            self._shell.stop("the actor was shut down")
+        elif self._live is not None:
+            self._live.stop("the actor was shut down")
 
     def __del__(self) -> None:
         """Serve calls this on the loop at the end of the replica's life."""
@@ -231,9 +231,9 @@ class SchedulerActor:
             decision_log=settings.decision_log,
             learned=self._learned,
         )
-        shell = LiveScheduler(settings.scheduler, parts)
-        await shell.start(self._surroundings.host())
-        self._shell = shell
+        live = LiveScheduler(settings.scheduler, parts)
+        await live.start(self._surroundings.host())
+        self._live = live
         if self._keeper is not None:
             self._keeper.start()
 
@@ -245,12 +245,12 @@ class SchedulerActor:
         return StateKeeper(store, settings.scheduler.model, self._what_was_learned, settings.state_interval_s)
 
     def _what_was_learned(self) -> Mapping[str, Any] | None:
-        shell = self._shell
+        live = self._live
         # Of one that has ended there is nothing to keep: its successor knows as much, or its core is broken.
-        return None if shell is None or shell.ended else learned_state(shell.core)
+        return None if live is None or live.ended else learned_state(live.core)
 
     async def _load_what_was_learned(self) -> None:
-        """From the store, unless an earlier shell of this actor has left something."""
+        """From the store, unless an earlier live scheduler of this actor has left something."""
         if self._keeper is None or self._learned is not None:
             return
         document = await self._keeper.load()
@@ -266,8 +266,8 @@ class SchedulerActor:
 
     async def _current(self) -> LiveScheduler:
         await asyncio.shield(self._started)
-        assert self._shell is not None, "_start sets it or raises"
-        return self._shell
+        assert self._live is not None, "_start sets it or raises"
+        return self._live
 
     def _on_end(self, reason: str) -> None:
         logger.error("event=scheduler_ended scope=%s reason=%r", self._settings.scope, reason)

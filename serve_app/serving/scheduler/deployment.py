@@ -20,5 +20,5 @@ class SchedulerDeployment(SchedulerActor):
 
     async def __del__(self) -> None:  # type: ignore[override]  # Serve awaits it
         """Serve calls this on the loop at the end of the replica's life."""
-        if hasattr(self, "_shell"):
+        if hasattr(self, "_live"):
             await self.close()

@@ -1,10 +1,10 @@
 """The live scheduler: feeds the core events, carries out its commands, arms its next wake-up.
 
-One writer: whatever happens goes through `feed`, on one event loop, without an await between two looks at the
-core's state. The clock is the loop's. When the core raises, nothing here can be trusted any more: the shell
-logs it, ends every connection and asks to be replaced. Nothing is lost by that, because the gateways hold
-their requests and bring them to the next scheduler; only the request that the core stumbled over is failed,
-if it was still waiting, lest the next scheduler stumble over it as well.
+One writer: whatever happens goes through `feed`, on one event loop, without an await between two looks at
+the core's state. The clock is the loop's. When the core raises, nothing here can be trusted any more: the
+live scheduler logs it, ends every connection and asks to be replaced. Nothing is lost by that, because
+the gateways hold their requests and bring them to the next scheduler; only the request that the core
+stumbled over is failed, if it was still waiting, lest the next scheduler stumble over it as well.
 """
 
 import asyncio
@@ -39,12 +39,12 @@ logger = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSchedulerOptions:
-    """What a shell is given besides the core's settings.
+    """What a live scheduler is given besides the core's settings.
 
     Attributes:
-        incarnation: claimed for this shell alone.
+        incarnation: claimed for this live scheduler alone.
         newest_incarnation: the highest one claimed so far; None where nobody else can claim one.
-        on_end: called once, with the reason, when the shell can never schedule again and must be replaced.
+        on_end: called once, with the reason, when it can never schedule again and must be replaced.
         decision_log: record what the core decides.
         learned: what an earlier scheduler knew, see `learned_state`.
     """
@@ -61,28 +61,28 @@ class LiveScheduler:
     """A scheduler that lives: core, clock, connections, metrics.
 
     Attributes:
-        core: the scheduler itself, to be looked at and not to be fed but by this shell.
-        ended: why this shell schedules no more; empty while it does.
+        core: the scheduler itself, to be looked at and not to be fed but by this live scheduler.
+        ended: why this live scheduler schedules no more; empty while it does.
         tuner: what it has to do with its tuner.
     """
 
-    def __init__(self, settings: SchedulerSettings, parts: LiveSchedulerOptions) -> None:
+    def __init__(self, settings: SchedulerSettings, options: LiveSchedulerOptions) -> None:
         self._settings = settings
-        self._parts = parts
+        self._options = options
         self._loop = asyncio.get_running_loop()
         self._now = self._loop.time()
         self.core = Scheduler(settings, now=self._now)
-        if parts.learned is not None:
-            take_over(self.core, parts.learned, self._now)
+        if options.learned is not None:
+            take_over(self.core, options.learned, self._now)
         self.ended = ""
         self._secret = secrets.token_urlsafe(32)
-        self._metrics = SchedulerMetrics(settings.model, parts.incarnation)
-        self._gateways = GatewaySessions(self, parts.channel.gateway_grace_s)
+        self._metrics = SchedulerMetrics(settings.model, options.incarnation)
+        self._gateways = GatewaySessions(self, options.channel.gateway_grace_s)
         self._replicas = ReplicaRegistry(self.feed, self._gateways.tell_all, self._waiting_at)
         timeouts = {priority: settings.queue_timeout_s.of(priority) for priority in PriorityClass}
-        identity = Identity(secret=self._secret, incarnation=parts.incarnation, queue_timeouts_s=timeouts)
+        identity = Identity(secret=self._secret, incarnation=options.incarnation, queue_timeouts_s=timeouts)
         self._server = ChannelServer(
-            identity, parts.channel, self._gateways, self._replicas, self._superseded
+            identity, options.channel, self._gateways, self._replicas, self._superseded
         )
         self._endpoint: SchedulerEndpoint | None = None
         self._alarm: asyncio.TimerHandle | None = None
@@ -92,7 +92,7 @@ class LiveScheduler:
         self.tuner = TuningEndpoint(
             host=self,
             model=settings.model,
-            incarnation=parts.incarnation,
+            incarnation=options.incarnation,
             metrics=self._metrics,
             replicas=lambda: [spec for spec, _ in self._replicas.reports().values()],
         )
@@ -101,22 +101,22 @@ class LiveScheduler:
     def __repr__(self) -> str:
         state = f"ended: {self.ended}" if self.ended else "schedules"
         parts = (self._gateways, self._replicas, self.core)
-        return f"<LiveScheduler {self._parts.incarnation} {state}, {', '.join(map(repr, parts))}>"
+        return f"<LiveScheduler {self._options.incarnation} {state}, {', '.join(map(repr, parts))}>"
 
     async def start(self, host: str) -> SchedulerEndpoint:
         """Listen at `host` on a free port."""
         port = await self._server.start(host)
         self._endpoint = SchedulerEndpoint(
-            host=host, port=port, secret=self._secret, incarnation=self._parts.incarnation
+            host=host, port=port, secret=self._secret, incarnation=self._options.incarnation
         )
-        if self._parts.newest_incarnation is not None:
+        if self._options.newest_incarnation is not None:
             self._watch = self._loop.create_task(
-                self._watch_incarnations(self._parts.newest_incarnation), context=contextvars.Context()
+                self._watch_incarnations(self._options.newest_incarnation), context=contextvars.Context()
             )
         logger.info(
             "event=scheduler_started model=%s incarnation=%d host=%s port=%d",
             self._settings.model,
-            self._parts.incarnation,
+            self._options.incarnation,
             host,
             port,
         )
@@ -150,7 +150,7 @@ class LiveScheduler:
         in_flight = self._gateways.book.in_flight()
         return {
             "model": self._settings.model,
-            "incarnation": self._parts.incarnation,
+            "incarnation": self._options.incarnation,
             "ended": self.ended,
             "gateways": self._gateways.connected,
             "queues": {"learned": len(self.tuner.queues), "age_s": self.tuner.queues.age_s(self.now())},
@@ -169,20 +169,22 @@ class LiveScheduler:
 
     def queue(self) -> dict[str, Any]:
         """Who waits where, for how long, and why."""
-        census = self.core.census(self.now())
-        sub_queues = [asdict(sub_queue) for sub_queue in census.sub_queues]
-        served = {priority.value: dict(counters) for priority, counters in census.served.items() if counters}
+        snapshot = self.core.queue_snapshot(self.now())
+        sub_queues = [asdict(sub_queue) for sub_queue in snapshot.sub_queues]
+        served = {
+            priority.value: dict(counters) for priority, counters in snapshot.served.items() if counters
+        }
         return {
             "model": self._settings.model,
             "policy": self._settings.policy,
             "waiting": len(self.core.queue),
             "sub_queues": sub_queues,
-            "sub_queues_left_out": census.left_out,
-            "b_short_tokens": census.b_short_tokens,
+            "sub_queues_left_out": snapshot.left_out,
+            "b_short_tokens": snapshot.b_short_tokens,
             "served": served,
         }
 
-    # What the desks call.
+    # What the sessions and the registry call.
 
     def feed(self, event: Event) -> None:
         """Let the core handle the event, carry its commands out, and arm the next wake-up."""
@@ -247,11 +249,11 @@ class LiveScheduler:
         match command:
             case Dispatch():
                 priority = self._gateways.grant(command)
-                entry = self.core.find(command.request_id)
-                spilled = entry is not None and entry.pools[0] != command.pool
+                scheduled = self.core.find(command.request_id)
+                spilled = scheduled is not None and scheduled.pools[0] != command.pool
                 self._metrics.on_dispatch(command, priority, spilled=spilled)
-                if entry is not None:
-                    self._metrics.on_prediction(entry)
+                if scheduled is not None:
+                    self._metrics.on_prediction(scheduled)
             case Conclude():
                 self._metrics.on_conclusion(command, self._gateways.conclude(command))
             case ReportStale(replica_id=replica_id, age_s=age_s):
@@ -301,37 +303,37 @@ class LiveScheduler:
         self._end(f"the core failed on {type(event).__name__}: {error!r}")
 
     def _superseded(self, by: int) -> None:
-        logger.warning("event=superseded incarnation=%d by=%d", self._parts.incarnation, by)
-        self._end(f"incarnation {self._parts.incarnation} is superseded by {by}")
+        logger.warning("event=superseded incarnation=%d by=%d", self._options.incarnation, by)
+        self._end(f"incarnation {self._options.incarnation} is superseded by {by}")
 
     def _end(self, reason: str) -> None:
         if not self.ended:
             self.stop(reason)
-            if self._parts.on_end is not None:
-                self._parts.on_end(reason)
+            if self._options.on_end is not None:
+                self._options.on_end(reason)
 
     async def _watch_incarnations(self, newest: Callable[[], Awaitable[int]]) -> None:
         """Notice a newer scheduler even when no peer tells of it."""
         while True:
-            await asyncio.sleep(self._parts.channel.superseded_check_s)
+            await asyncio.sleep(self._options.channel.superseded_check_s)
             try:
                 number = await newest()
             except Exception as error:  # noqa: BLE001 - the store is away; peers would tell us, too
                 logger.warning("event=incarnations_unknown reason=%r", error)
                 continue
-            if number > self._parts.incarnation:
+            if number > self._options.incarnation:
                 self._superseded(number)
                 return
 
     def _open_log(self) -> DecisionLogFile | None:
-        wanted = self._parts.decision_log
+        wanted = self._options.decision_log
         if wanted is None:
             return None
-        path = Path(wanted.path.replace("{incarnation}", str(self._parts.incarnation)))
+        path = Path(wanted.path.replace("{incarnation}", str(self._options.incarnation)))
         header = RunHeader(
             settings=self._settings,
             now=self._now,
-            learned=self._parts.learned,
-            run={"incarnation": self._parts.incarnation},
+            learned=self._options.learned,
+            run={"incarnation": self._options.incarnation},
         )
         return DecisionLogFile(path, wanted.max_events, header)

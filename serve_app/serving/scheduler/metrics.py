@@ -122,15 +122,15 @@ class SchedulerMetrics:
         if spilled:
             self._spills.labels(self._model, command.pool).inc()
 
-    def on_prediction(self, entry: ScheduledRequest) -> None:
+    def on_prediction(self, scheduled: ScheduledRequest) -> None:
         """A request was dispatched; how long it waited was predicted when it came, or could not be."""
-        prediction, priority = entry.prediction, entry.request.priority
+        prediction, priority = scheduled.prediction, scheduled.request.priority
         if prediction is None:
             return
         errors = self._error_children.get(priority)
         if errors is None:
             errors = self._error_children[priority] = self._error.labels(self._model, priority.value)
-        errors.observe(prediction.wait_s - (entry.dispatched_at - prediction.at))
+        errors.observe(prediction.wait_s - (scheduled.dispatched_at - prediction.at))
 
     def put_back(self, event: DispatchFailed) -> None:
         """A grant came to nothing."""

@@ -29,7 +29,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class Host(Protocol):
-    """The shell that the desk belongs to."""
+    """The live scheduler that the endpoint belongs to."""
 
     core: Scheduler
     ended: str
@@ -39,7 +39,7 @@ class Host(Protocol):
         ...
 
     def now(self) -> float:
-        """Return the shell's clock."""
+        """Return the live scheduler's clock."""
         ...
 
 
@@ -76,11 +76,11 @@ class TuningEndpoint:
     def note(self, event: Event, commands: list[Command], now: float) -> None:
         """The core has handled an event."""
         if isinstance(event, Arrived):
-            entry = self.host.core.find(event.request.request_id)
-            if entry is not None:
-                self.queues.on_arrival(prompt_tokens(entry))
+            scheduled = self.host.core.find(event.request.request_id)
+            if scheduled is not None:
+                self.queues.on_arrival(prompt_tokens(scheduled))
                 if self._outcomes is not None:
-                    self._outcomes.on_arrival(entry)
+                    self._outcomes.on_arrival(scheduled)
         if self._outcomes is not None:
             self._outcomes.fed(event, commands, now)
 

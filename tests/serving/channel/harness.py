@@ -152,12 +152,12 @@ class Simulation:
         self._closers: list[Any] = []
 
     @property
-    def shell(self) -> LiveScheduler:
+    def live(self) -> LiveScheduler:
         """The scheduler of now."""
         return self.shells[-1]
 
     def endpoint(self) -> SchedulerEndpoint:
-        return self.shell.endpoint()
+        return self.live.endpoint()
 
     async def locate(self) -> SchedulerEndpoint:
         return self.endpoint()
@@ -166,10 +166,10 @@ class Simulation:
         """Start the next incarnation beside whatever runs."""
         self.incarnation += 1
         given = {"incarnation": self.incarnation, "channel": self.channel, "on_end": self.ends.append}
-        shell = LiveScheduler(self.settings, LiveSchedulerOptions(**{**given, **parts}))
-        await shell.start("127.0.0.1")
-        self.shells.append(shell)
-        return shell
+        live = LiveScheduler(self.settings, LiveSchedulerOptions(**{**given, **parts}))
+        await live.start("127.0.0.1")
+        self.shells.append(live)
+        return live
 
     async def restart(self) -> LiveScheduler:
         """Kill the scheduler, and start the next."""
@@ -178,10 +178,10 @@ class Simulation:
 
     def kill(self) -> None:
         """End the scheduler as the death of its process would: no goodbye, nothing flushed."""
-        shell = self.shell
-        for link in list(shell._server._peers):
+        live = self.live
+        for link in list(live._server._peers):
             link.abort("the process died")
-        shell.stop("killed")
+        live.stop("killed")
 
     async def wire(self) -> Wire:
         wire = Wire(self)
@@ -212,14 +212,14 @@ class Simulation:
 
     def reported(self, replica_id: str) -> bool:
         """Whether the scheduler has a report of the replica."""
-        report = self.shell.status()["replicas"].get(replica_id, {}).get("report")
+        report = self.live.status()["replicas"].get(replica_id, {}).get("report")
         return report is not None
 
     async def close(self) -> None:
         for closer in reversed(self._closers):
             await closer()
-        for shell in self.shells:
-            shell.stop("the test is over")
+        for live in self.shells:
+            live.stop("the test is over")
 
 
 async def granted(client: GatewayClient, request_id: str, **changes: Any) -> Grant:

@@ -14,7 +14,7 @@ async def test_a_request_that_waits_its_time_out_while_the_scheduler_is_away_exp
 ) -> None:
     gateway = await world.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1", queue_timeout_s=0.5)))
-    await until(lambda: len(world.shell.core) == 1)
+    await until(lambda: len(world.live.core) == 1)
     world.kill()
     refusal = await asyncio.wait_for(task, 10)
     assert not isinstance(refusal, Grant)
@@ -106,7 +106,7 @@ async def test_a_request_that_fails_on_too_many_replicas_is_refused_after_its_pu
     assert not isinstance(answer, Grant)
     assert answer.outcome is Outcome.FAILED
     assert "it broke" in answer.message
-    assert len(world.shell.core) == 0
+    assert len(world.live.core) == 0
 
 
 async def test_the_table_shows_who_takes_requests_and_is_empty_without_a_scheduler(
@@ -143,7 +143,7 @@ async def test_a_grant_told_twice_counts_once_even_after_it_was_put_back(world: 
     gateway = await world.gateway()
     await world.replica("s1")
     await granted(gateway, "r1")
-    told = world.shell._gateways.book["r1"].granted
+    told = world.live._gateways.book["r1"].granted
     assert told is not None
     world.kill()
     await until(lambda: not gateway.is_connected)
@@ -172,13 +172,13 @@ async def test_a_request_id_of_another_gateway_is_refused_and_the_other_keeps_it
     refusal = await refused(second, "r1")
     assert refusal.outcome is Outcome.REJECTED_INVALID
     assert "in use by gateway g1" in refusal.message
-    assert len(world.shell.core) == 1
+    assert len(world.live.core) == 1
 
 
 async def test_a_gateway_that_closes_refuses_what_waits_and_what_comes(world: Simulation) -> None:
     gateway = await world.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
-    await until(lambda: len(world.shell.core) == 1)
+    await until(lambda: len(world.live.core) == 1)
     await gateway.close()
     refusal = await task
     assert not isinstance(refusal, Grant)

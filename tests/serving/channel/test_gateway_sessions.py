@@ -40,14 +40,14 @@ class Page:
 
 
 class Host:
-    """The least of a shell: a core, a clock in hand, and a list of the events that were fed."""
+    """The least of a live scheduler: a core, a clock in hand, and a list of the events that were fed."""
 
     def __init__(self) -> None:
         self.core = Scheduler(scheduler_settings())
         self.clock = 100.0
         self.events: list[Event] = []
         self.left: set[str] = set()
-        self.desk = GatewaySessions(self, 1.0)
+        self.sessions = GatewaySessions(self, 1.0)
         for replica_id in ("s1", "s2"):
             self.feed(ReplicaJoined(builders.spec(replica_id)))
             self.feed(ReplicaReported(replica_id, builders.report()))
@@ -57,9 +57,9 @@ class Host:
         self.events.append(event)
         for command in self.core.handle(event, self.clock):
             if isinstance(command, Dispatch):
-                self.desk.grant(command)
+                self.sessions.grant(command)
             elif isinstance(command, Conclude):
-                self.desk.conclude(command)
+                self.sessions.conclude(command)
 
     def now(self) -> float:
         return self.clock
@@ -76,7 +76,7 @@ class Host:
     def connect(self, *snapshot: Message) -> Page:
         """Let the gateway connect, or connect again, with this snapshot."""
         page = Page()
-        say = self.desk.on_join("g1", page)  # type: ignore[arg-type]
+        say = self.sessions.on_join("g1", page)  # type: ignore[arg-type]
         for message in (*snapshot, SnapshotEnd()):
             say(message)
         self.say = say
@@ -126,7 +126,7 @@ async def test_unknown_and_waiting_arrives_with_its_true_age() -> None:
     assert entry.request.arrived_at == 88.0
     assert entry.request.expires_at == 126.0
     assert entry.request.attempts == 2
-    assert host.desk.book["r1"].grants == 3, "numbers go on from what the gateway has seen"
+    assert host.sessions.book["r1"].grants == 3, "numbers go on from what the gateway has seen"
 
 
 async def test_unknown_and_running_is_resumed() -> None:
@@ -147,7 +147,7 @@ async def test_unknown_and_ended_is_ignored() -> None:
 async def test_waiting_on_both_sides_changes_nothing() -> None:
     host = Host()
     page = host.connect(*(waits(f"r{n}") for n in range(60)))
-    stuck = next(f"r{n}" for n in range(60) if not host.desk.book[f"r{n}"].runs)
+    stuck = next(f"r{n}" for n in range(60) if not host.sessions.book[f"r{n}"].runs)
     host.events.clear()
     host.say(waits(stuck))
     assert host.names == []
@@ -201,7 +201,7 @@ async def test_running_here_and_ended_there_is_finished_and_not_cancelled() -> N
     host, _ = running()
     host.connect(Finish("r1", Outcome.COMPLETED, Usage(prompt_tokens=1, output_tokens=1)))
     assert host.names == ["Finished"]
-    assert not host.desk.book
+    assert not host.sessions.book
     assert len(host.core) == 0
 
 
@@ -211,7 +211,7 @@ async def test_known_and_not_mentioned_is_cancelled_whether_it_waits_or_runs() -
     host.events.clear()
     host.connect(waits("r5"))
     assert host.names == ["Cancelled"] * 59
-    assert list(host.desk.book) == ["r5"]
+    assert list(host.sessions.book) == ["r5"]
 
 
 async def test_a_put_back_of_an_unknown_request_is_answered_and_does_not_hang() -> None:
@@ -224,17 +224,17 @@ async def test_a_put_back_of_an_unknown_request_is_answered_and_does_not_hang() 
 async def test_a_second_connection_is_not_ended_by_the_loss_of_the_first() -> None:
     host, replica_id = running()
     first = Page()
-    host.desk.on_join("g1", first)  # type: ignore[arg-type]
+    host.sessions.on_join("g1", first)  # type: ignore[arg-type]
     host.connect(runs(replica_id))
-    host.desk.on_loss("g1", first, for_good=False)  # type: ignore[arg-type]
-    assert host.desk.connected == 1
+    host.sessions.on_loss("g1", first, for_good=False)  # type: ignore[arg-type]
+    assert host.sessions.connected == 1
 
 
 async def test_a_gateway_that_comes_back_within_its_grace_keeps_everything() -> None:
     host, replica_id = running()
     page = host.connect(runs(replica_id))
-    host.desk.on_loss("g1", page, for_good=False)  # type: ignore[arg-type]
-    assert host.desk.connected == 0
+    host.sessions.on_loss("g1", page, for_good=False)  # type: ignore[arg-type]
+    assert host.sessions.connected == 0
     host.connect(runs(replica_id))
     await asyncio.sleep(1.2)
     assert host.names == []

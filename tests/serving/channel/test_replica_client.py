@@ -10,52 +10,52 @@ async def test_a_change_is_reported_and_no_change_is_repeated_only_as_a_sign_of_
 ) -> None:
     _, double = await world.replica("s1")
     reports = 0
-    feed = world.shell._replicas._feed
+    feed = world.live._replicas._feed
 
     def counted(event: object) -> None:
         nonlocal reports
         reports += 1
         feed(event)  # type: ignore[arg-type]
 
-    world.shell._replicas._feed = counted
+    world.live._replicas._feed = counted
     looks = double.looks
     await until(lambda: double.looks >= looks + 20)
     assert 0 < reports < 10
     double.report = replace(double.report, waiting=7)
-    await until(lambda: world.shell.status()["replicas"]["s1"]["report"]["waiting"] == 7)
+    await until(lambda: world.live.status()["replicas"]["s1"]["report"]["waiting"] == 7)
 
 
 async def test_a_replica_registers_with_the_next_scheduler(world: Simulation) -> None:
     _, double = await world.replica("s1")
     double.report = replace(double.report, running=3)
-    await until(lambda: world.shell.status()["replicas"]["s1"]["report"]["running"] == 3)
+    await until(lambda: world.live.status()["replicas"]["s1"]["report"]["running"] == 3)
     await world.restart()
     await until(lambda: world.reported("s1"))
-    assert world.shell.status()["replicas"]["s1"]["report"]["running"] == 3
-    assert world.shell.status()["incarnation"] == 2
+    assert world.live.status()["replicas"]["s1"]["report"]["running"] == 3
+    assert world.live.status()["incarnation"] == 2
 
 
 async def test_a_replica_that_leaves_is_gone_at_once(world: Simulation) -> None:
     client, _ = await world.replica("s1")
     await client.close()
-    await until(lambda: world.shell.status()["replicas"] == {})
+    await until(lambda: world.live.status()["replicas"] == {})
 
 
 async def test_a_replica_whose_load_is_unknown_stops_reporting_and_becomes_stale(world: Simulation) -> None:
     client, double = await world.replica("s1")
     double.broken = True
-    await until(lambda: world.shell.status()["replicas"]["s1"]["stale"])
+    await until(lambda: world.live.status()["replicas"]["s1"]["stale"])
     assert client.is_connected
-    assert 'ewsjf_stale_reports_total{model="m"} 1.0' in world.shell.exposition()
+    assert 'ewsjf_stale_reports_total{model="m"} 1.0' in world.live.exposition()
     double.broken = False
-    await until(lambda: not world.shell.status()["replicas"]["s1"]["stale"])
+    await until(lambda: not world.live.status()["replicas"]["s1"]["stale"])
 
 
 async def test_draining_is_told_at_once(world: Simulation) -> None:
     client, double = await world.replica("s1")
     double.report = replace(double.report, draining=True)
     client.report_now()
-    await until(lambda: world.shell._replicas.table.entries[0].draining)
+    await until(lambda: world.live._replicas.table.entries[0].draining)
 
 
 async def test_a_half_open_channel_is_noticed_and_the_replica_joins_again(world: Simulation) -> None:
@@ -63,7 +63,7 @@ async def test_a_half_open_channel_is_noticed_and_the_replica_joins_again(world:
     client, _ = await world.replica("s1", wire=wire)
     wire.mute_up = wire.mute_down = True
     began = asyncio.get_running_loop().time()
-    await until(lambda: not client.is_connected and world.shell.status()["replicas"] == {})
+    await until(lambda: not client.is_connected and world.live.status()["replicas"] == {})
     assert asyncio.get_running_loop().time() - began > FAST.dead_after_s / 2
     wire.mute_up = wire.mute_down = False
     await until(lambda: world.reported("s1"))
@@ -75,8 +75,8 @@ async def test_replicas_are_told_their_share_of_what_waits_for_their_pool(world:
     gateway = await world.gateway()
     asked = [asyncio.create_task(gateway.acquire(submission(f"r{number}"))) for number in range(30)]
     batch = asyncio.create_task(gateway.acquire(submission("batch", priority=PriorityClass.BATCH)))
-    await until(lambda: world.shell.core.queue.waiting_at["short"] > 0)
-    waiting = world.shell.core.queue.waiting_at["short"]
+    await until(lambda: world.live.core.queue.waiting_at["short"] > 0)
+    waiting = world.live.core.queue.waiting_at["short"]
     assert 10 < waiting < 30
     await until(lambda: [client.queued for client in clients] == [waiting / 2, waiting / 2])
     assert other.queued == 0.0

@@ -94,7 +94,7 @@ async def test_a_gateway_may_not_speak_as_a_replica(world: Simulation) -> None:
     double = ReplicaDouble("s1", "short", 8)
     stranger.say(hello(world.endpoint()), Register(double.spec, double.address))
     assert await stranger.closed()
-    assert world.shell.status()["replicas"] == {}
+    assert world.live.status()["replicas"] == {}
 
 
 async def test_a_replica_may_not_register_under_anothers_name_nor_report_before_it_registers(
@@ -105,7 +105,7 @@ async def test_a_replica_may_not_register_under_anothers_name_nor_report_before_
         stranger = await Stranger.at(world.endpoint())
         stranger.say(hello(world.endpoint(), role=Role.REPLICA, peer_id="s2"), message)
         assert await stranger.closed()
-    assert world.shell.status()["replicas"] == {}
+    assert world.live.status()["replicas"] == {}
 
 
 async def test_a_peer_that_opens_a_second_connection_loses_the_first(world: Simulation) -> None:
@@ -116,7 +116,7 @@ async def test_a_peer_that_opens_a_second_connection_loses_the_first(world: Simu
     second.say(hello(world.endpoint()), SnapshotEnd())
     await second.hear(Welcome)
     assert await first.closed()
-    assert world.shell.status()["gateways"] == 1
+    assert world.live.status()["gateways"] == 1
 
 
 async def test_a_receipt_for_more_than_was_sent_is_a_fault(world: Simulation) -> None:
@@ -151,8 +151,8 @@ async def test_a_peer_that_talks_and_does_not_listen_is_cut_off(world: Simulatio
 
 async def test_a_crowd_of_strangers_is_kept_within_bounds_and_peers_still_get_in(world: Simulation) -> None:
     crowd = [await Stranger.at(world.endpoint()) for _ in range(FAST.max_pending_handshakes + 40)]
-    await until(lambda: len(world.shell._server._strangers) <= FAST.max_pending_handshakes)
+    await until(lambda: len(world.live._server._strangers) <= FAST.max_pending_handshakes)
     assert (await world.gateway()).is_connected
     for stranger in crowd:
         stranger.leave()
-    await until(lambda: not world.shell._server._strangers)
+    await until(lambda: not world.live._server._strangers)

@@ -53,19 +53,19 @@ async def test_a_grant_leads_to_the_replicas_address_and_its_end_frees_the_place
     )
     assert grant.dispatch.pool == "short"
     assert grant.dispatch.queue_wait_s < 5
-    assert len(world.shell.core) == 1
+    assert len(world.live.core) == 1
     gateway.first_token("r1")
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.shell.core) == 0)
-    assert not world.shell._gateways.book
+    await until(lambda: len(world.live.core) == 0)
+    assert not world.live._gateways.book
 
 
 async def test_a_cancelled_wait_gives_its_place_in_the_queue_back(world: Simulation) -> None:
     gateway = await world.gateway()
     task = ask(gateway, "r1")
-    await until(lambda: len(world.shell.core) == 1)
+    await until(lambda: len(world.live.core) == 1)
     task.cancel()
-    await until(lambda: len(world.shell.core) == 0)
+    await until(lambda: len(world.live.core) == 0)
 
 
 async def test_a_wait_cancelled_while_the_grant_is_on_its_way_gives_the_reservation_back(
@@ -76,9 +76,9 @@ async def test_a_wait_cancelled_while_the_grant_is_on_its_way_gives_the_reservat
     await world.replica()
     wire.mute_down = True
     task = ask(gateway, "r1")
-    await until(lambda: world.shell._gateways.book.in_flight()["s1"] == 1)
+    await until(lambda: world.live._gateways.book.in_flight()["s1"] == 1)
     task.cancel()
-    await until(lambda: len(world.shell.core) == 0)
+    await until(lambda: len(world.live.core) == 0)
 
 
 async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_requests(
@@ -89,10 +89,10 @@ async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_req
     grant = await granted(gateway, "r1")
     gateway.first_token("r1")
     waiting = [ask(gateway, f"w{n}") for n in range(5)]
-    await until(lambda: len(world.shell.core) == 6 or world.shell._gateways.book.in_flight().total() > 1)
+    await until(lambda: len(world.live.core) == 6 or world.live._gateways.book.in_flight().total() > 1)
     await world.restart()
-    await until(lambda: len(world.shell.core) == 6, "all six are known again")
-    entry = world.shell.core.find("r1")
+    await until(lambda: len(world.live.core) == 6, "all six are known again")
+    entry = world.live.core.find("r1")
     assert entry is not None
     assert (entry.replica_id, entry.started) == (grant.dispatch.replica_id, True)
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
@@ -100,7 +100,7 @@ async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_req
         answer = await answer_of(task)
         assert isinstance(answer, Grant)
         gateway.finish(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.shell.core) == 0)
+    await until(lambda: len(world.live.core) == 0)
 
 
 async def test_a_grant_lost_on_its_way_is_sent_again_and_not_given_anew(world: Simulation) -> None:
@@ -109,12 +109,12 @@ async def test_a_grant_lost_on_its_way_is_sent_again_and_not_given_anew(world: S
     await world.replica()
     wire.mute_down = True
     task = ask(gateway, "r1")
-    await until(lambda: world.shell._gateways.book.in_flight()["s1"] == 1)
+    await until(lambda: world.live._gateways.book.in_flight()["s1"] == 1)
     wire.cut()
     assert isinstance(await answer_of(task), Grant)
-    assert world.shell._gateways.book["r1"].grants == 1
+    assert world.live._gateways.book["r1"].grants == 1
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.shell.core) == 0)
+    await until(lambda: len(world.live.core) == 0)
 
 
 async def test_a_lost_grant_whose_replica_has_left_meanwhile_goes_to_another(world: Simulation) -> None:
@@ -123,7 +123,7 @@ async def test_a_lost_grant_whose_replica_has_left_meanwhile_goes_to_another(wor
     first, _ = await world.replica("s1")
     wire.mute_down = True
     task = ask(gateway, "r1")
-    await until(lambda: world.shell._gateways.book.in_flight()["s1"] == 1)
+    await until(lambda: world.live._gateways.book.in_flight()["s1"] == 1)
     await first.close()
     await world.replica("s2")
     wire.cut()
@@ -131,7 +131,7 @@ async def test_a_lost_grant_whose_replica_has_left_meanwhile_goes_to_another(wor
     assert isinstance(answer, Grant)
     assert answer.dispatch.replica_id == "s2"
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.shell.core) == 0)
+    await until(lambda: len(world.live.core) == 0)
 
 
 async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(world: Simulation) -> None:
@@ -145,13 +145,13 @@ async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(world: Sim
         gateway.put_back("r1", first.dispatch.replica_id, DispatchFailure.UNREACHABLE, "refused")
     )
     await asyncio.sleep(0.05)
-    assert world.shell._gateways.book["r1"].grants == 1
+    assert world.live._gateways.book["r1"].grants == 1
     wire.cut()
     second = await answer_of(task)
     assert isinstance(second, Grant)
     assert second.dispatch.replica_id != first.dispatch.replica_id
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.shell.core) == 0)
+    await until(lambda: len(world.live.core) == 0)
 
 
 async def test_an_end_lost_on_its_way_is_told_again_and_is_not_taken_for_a_cancellation(
@@ -165,9 +165,9 @@ async def test_an_end_lost_on_its_way_is_told_again_and_is_not_taken_for_a_cance
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await asyncio.sleep(0.05)
     wire.cut()
-    await until(lambda: len(world.shell.core) == 0)
+    await until(lambda: len(world.live.core) == 0)
     assert 'ewsjf_requests_concluded_total{class="default",model="m",outcome="completed"} 1.0' in (
-        world.shell.exposition()
+        world.live.exposition()
     )
 
 
@@ -185,14 +185,14 @@ async def test_a_cancellation_while_the_channel_is_down_is_seen_in_the_snapshot(
     wire = await world.wire()
     gateway = await world.gateway(wire=wire)
     task = ask(gateway, "r1")
-    await until(lambda: len(world.shell.core) == 1)
+    await until(lambda: len(world.live.core) == 1)
     wire.refuses = True
     wire.cut()
     await until(lambda: not gateway.is_connected)
     task.cancel()
     wire.refuses = False
-    await until(lambda: gateway.is_connected and len(world.shell.core) == 0)
-    assert world.shell._gateways.connected == 1
+    await until(lambda: gateway.is_connected and len(world.live.core) == 0)
+    assert world.live._gateways.connected == 1
 
 
 async def test_a_gateway_that_stays_away_has_its_requests_released_after_its_grace(world: Simulation) -> None:
@@ -203,13 +203,13 @@ async def test_a_gateway_that_stays_away_has_its_requests_released_after_its_gra
     wire.refuses = True
     wire.cut()
     began = asyncio.get_running_loop().time()
-    await until(lambda: len(world.shell.core) == 0)
+    await until(lambda: len(world.live.core) == 0)
     assert asyncio.get_running_loop().time() - began > FAST.gateway_grace_s / 2
     # And when it comes back after all, its running request is known again.
     wire.refuses = False
-    await until(lambda: len(world.shell.core) == 1)
+    await until(lambda: len(world.live.core) == 1)
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.shell.core) == 0)
+    await until(lambda: len(world.live.core) == 0)
 
 
 async def test_a_gateway_that_says_goodbye_is_released_at_once(world: Simulation) -> None:
@@ -217,7 +217,7 @@ async def test_a_gateway_that_says_goodbye_is_released_at_once(world: Simulation
     await world.replica("s1")
     await granted(gateway, "r1")
     await gateway.close()
-    await until(lambda: len(world.shell.core) == 0 and not world.shell._gateways._gateways)
+    await until(lambda: len(world.live.core) == 0 and not world.live._gateways._gateways)
 
 
 async def test_a_half_open_channel_is_noticed_by_both_ends_and_replaced(world: Simulation) -> None:
@@ -227,12 +227,12 @@ async def test_a_half_open_channel_is_noticed_by_both_ends_and_replaced(world: S
     grant = await granted(gateway, "r1")
     wire.mute_up = wire.mute_down = True
     await until(lambda: not gateway.is_connected, "the gateway notices")
-    await until(lambda: world.shell._gateways.connected == 0, "the scheduler notices")
+    await until(lambda: world.live._gateways.connected == 0, "the scheduler notices")
     wire.mute_up = wire.mute_down = False
     await until(lambda: gateway.is_connected)
-    assert grant.dispatch.request_id in world.shell._gateways.book
+    assert grant.dispatch.request_id in world.live._gateways.book
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.shell.core) == 0)
+    await until(lambda: len(world.live.core) == 0)
 
 
 async def test_a_glitch_of_a_replicas_channel_fails_none_of_its_requests(world: Simulation) -> None:
@@ -244,15 +244,15 @@ async def test_a_glitch_of_a_replicas_channel_fails_none_of_its_requests(world: 
     wire.cut()
     await until(lambda: gateway.replicas() == ())
     waiting = ask(gateway, "r2")
-    await until(lambda: len(world.shell.core) == 2)
+    await until(lambda: len(world.live.core) == 2)
     wire.refuses = False
     assert isinstance(await answer_of(waiting), Grant)
-    entry = world.shell.core.find("r1")
+    entry = world.live.core.find("r1")
     assert entry is not None
     assert entry.replica_id == "s1"
     for request_id in ("r1", "r2"):
         gateway.finish(request_id, Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.shell.core) == 0)
+    await until(lambda: len(world.live.core) == 0)
 
 
 async def test_a_storm_of_reconnects_loses_nothing() -> None:
@@ -271,10 +271,10 @@ async def test_a_storm_of_reconnects_loses_nothing() -> None:
             await asyncio.sleep(0.05)
         await world.restart()
         await until(lambda: all(gateway.is_connected for gateway in gateways))
-        await until(lambda: len(world.shell.core) == 200)
+        await until(lambda: len(world.live.core) == 200)
         await world.replica("s1", seats=256)
         await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)
-        await until(lambda: len(world.shell.core) == 0)
+        await until(lambda: len(world.live.core) == 0)
     finally:
         await world.close()
 
@@ -291,10 +291,10 @@ async def test_a_flood_is_refused_beyond_the_queue_and_leaves_nothing_behind(wor
         for task in tasks
         if task.done()
     )
-    assert len(world.shell._gateways.book) == limit
+    assert len(world.live._gateways.book) == limit
     for task in tasks:
         task.cancel()
-    await until(lambda: len(world.shell.core) == 0)
+    await until(lambda: len(world.live.core) == 0)
     assert not gateway._pending
 
 
@@ -353,11 +353,11 @@ async def test_conserves_requests_whatever_breaks_and_whenever(seed: int) -> Non
     for wire in wires:
         wire.cut()
     await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
-    await until(lambda: len(world.shell.core) == 0, "the scheduler ends empty")
+    await until(lambda: len(world.live.core) == 0, "the scheduler ends empty")
     for n, task in enumerate(tasks):
         wanted = [] if task.cancelled() else ["completed"]
         assert handlers.heard.get(f"r{n}", []) == wanted, f"r{n}"
-    assert not world.shell._gateways.book
+    assert not world.live._gateways.book
     assert all(not gateway._pending for gateway in gateways)
     assert world.ends == []
     await world.close()
@@ -401,12 +401,12 @@ async def test_a_gateway_that_says_much_at_once_does_not_keep_others_waiting(wor
     await world.replica("s1")
     flood = [ask(loud, f"f{n}", priority=PriorityClass.BATCH) for n in range(20_000)]
     await asyncio.sleep(0)
-    await until(lambda: len(world.shell.core) > 0, "the flood has begun to come")
+    await until(lambda: len(world.live.core) > 0, "the flood has begun to come")
     exposed = await asyncio.wait_for(quiet.exposition(), PATIENCE_S)
     assert "ewsjf_requests_waiting" in exposed, "an answer came within the second that a scrape may take"
     for n, task in enumerate(flood):
         if not task.cancel() and isinstance(task.result(), Grant):
             loud.finish(f"f{n}", Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.shell.core) == 0)
+    await until(lambda: len(world.live.core) == 0)
     assert loud.is_connected
     assert quiet.is_connected

@@ -41,7 +41,7 @@ def settings(**changes: float) -> PoolReplicaSettings:
 
 
 @pytest.fixture
-async def shell() -> AsyncIterator[LiveScheduler]:
+async def live() -> AsyncIterator[LiveScheduler]:
     scheduler = SchedulerSettings(model="demo", routing=RoutingSettings(pools=("short",)))
     running = LiveScheduler(scheduler, LiveSchedulerOptions(incarnation=1, channel=CHANNEL))
     await running.start("127.0.0.1")
@@ -50,16 +50,16 @@ async def shell() -> AsyncIterator[LiveScheduler]:
 
 
 @pytest.fixture
-async def gateway(shell: LiveScheduler) -> AsyncIterator[GatewayClient]:
-    client = GatewayClient("gateway-1", locator(shell), CHANNEL)
+async def gateway(live: LiveScheduler) -> AsyncIterator[GatewayClient]:
+    client = GatewayClient("gateway-1", locator(live), CHANNEL)
     client.start()
     yield client
     await client.close()
 
 
-def locator(shell: LiveScheduler) -> Locate:
+def locator(live: LiveScheduler) -> Locate:
     async def locate() -> SchedulerEndpoint:
-        return shell.endpoint()
+        return live.endpoint()
 
     return locate
 
@@ -89,9 +89,9 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 
 async def test_a_replica_joins_serves_what_is_granted_and_drains(
-    shell: LiveScheduler, gateway: GatewayClient
+    live: LiveScheduler, gateway: GatewayClient
 ) -> None:
-    replica = PoolReplica(settings(), EmulatedEngine(ENGINE), locator(shell))
+    replica = PoolReplica(settings(), EmulatedEngine(ENGINE), locator(live))
     await replica.start()
     grant = await granted(gateway, "first")
     assert (grant.dispatch.pool, grant.dispatch.replica_id) == ("short", "replica-1")
@@ -115,9 +115,9 @@ async def test_a_replica_joins_serves_what_is_granted_and_drains(
 
 
 async def test_a_drain_ends_in_time_though_an_answer_does_not(
-    shell: LiveScheduler, gateway: GatewayClient
+    live: LiveScheduler, gateway: GatewayClient
 ) -> None:
-    replica = PoolReplica(settings(drain_timeout_s=0.3), EmulatedEngine(ENGINE), locator(shell))
+    replica = PoolReplica(settings(drain_timeout_s=0.3), EmulatedEngine(ENGINE), locator(live))
     await replica.start()
     grant = await granted(gateway, "endless")
     async with httpx.AsyncClient(headers={"x-replica-token": grant.address.token}) as http:
@@ -129,7 +129,7 @@ async def test_a_drain_ends_in_time_though_an_answer_does_not(
 
 
 async def test_a_replica_joins_a_scheduler_that_comes_later(
-    gateway: GatewayClient, shell: LiveScheduler
+    gateway: GatewayClient, live: LiveScheduler
 ) -> None:
     known: list[LiveScheduler] = []
 
@@ -143,7 +143,7 @@ async def test_a_replica_joins_a_scheduler_that_comes_later(
     await asyncio.sleep(0.3)
     await replica.check_health()
     assert gateway.replicas() == ()
-    known.append(shell)
+    known.append(live)
     await until(lambda: len(gateway.replicas()) == 1)
     await replica.stop()
 
@@ -183,20 +183,20 @@ class BrokenEngine:
         self.stops += 1
 
 
-async def test_an_engine_that_cannot_start_fails_the_start_of_its_replica(shell: LiveScheduler) -> None:
+async def test_an_engine_that_cannot_start_fails_the_start_of_its_replica(live: LiveScheduler) -> None:
     with pytest.raises(EngineError, match="out of memory"):
-        await PoolReplica(settings(), BrokenEngine("start"), locator(shell)).start()
+        await PoolReplica(settings(), BrokenEngine("start"), locator(live)).start()
 
 
-async def test_an_engine_is_freed_when_its_replica_cannot_join(shell: LiveScheduler) -> None:
+async def test_an_engine_is_freed_when_its_replica_cannot_join(live: LiveScheduler) -> None:
     engine = BrokenEngine("limits")
     with pytest.raises(ValueError, match="kv_tokens"):
-        await PoolReplica(settings(), engine, locator(shell)).start()
+        await PoolReplica(settings(), engine, locator(live)).start()
     assert engine.stops == 1
 
 
-async def test_a_dead_engine_makes_its_replica_unhealthy(shell: LiveScheduler) -> None:
-    replica = PoolReplica(settings(), BrokenEngine("health"), locator(shell))
+async def test_a_dead_engine_makes_its_replica_unhealthy(live: LiveScheduler) -> None:
+    replica = PoolReplica(settings(), BrokenEngine("health"), locator(live))
     with pytest.raises(EngineError, match="not been started"):
         await replica.check_health()
     await replica.start()
@@ -205,8 +205,8 @@ async def test_a_dead_engine_makes_its_replica_unhealthy(shell: LiveScheduler) -
     await replica.stop()
 
 
-async def test_an_engine_that_does_not_answer_makes_its_replica_unhealthy(shell: LiveScheduler) -> None:
-    replica = PoolReplica(settings(health_timeout_s=0.1), BrokenEngine("silence"), locator(shell))
+async def test_an_engine_that_does_not_answer_makes_its_replica_unhealthy(live: LiveScheduler) -> None:
+    replica = PoolReplica(settings(health_timeout_s=0.1), BrokenEngine("silence"), locator(live))
     await replica.start()
     with pytest.raises(EngineError, match=r"within 0\.1 s"):
         await replica.check_health()
@@ -214,10 +214,10 @@ async def test_an_engine_that_does_not_answer_makes_its_replica_unhealthy(shell:
 
 
 async def test_a_replica_whose_load_stays_unknown_is_unhealthy(
-    shell: LiveScheduler, monkeypatch: pytest.MonkeyPatch
+    live: LiveScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve_app.serving.pool.replica._MISSED_LOOKS", 2)
-    replica = PoolReplica(settings(), BrokenEngine("load"), locator(shell))
+    replica = PoolReplica(settings(), BrokenEngine("load"), locator(live))
     await replica.start()
     await asyncio.sleep(1.0)
     with pytest.raises(EngineError, match="load has been unknown"):

@@ -88,10 +88,10 @@ async def test_other_settings_begin_a_new_incarnation_that_gets_all_requests(
     gateway.start()
     await until(lambda: gateway.is_connected)
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
-    await until(lambda: actor._shell is not None and len(actor._shell.core) == 1)
+    await until(lambda: actor._live is not None and len(actor._live.core) == 1)
     await actor.reconfigure({"max_waiting": 5})
     assert (await actor.endpoint()).incarnation == 2
-    await until(lambda: actor._shell is not None and len(actor._shell.core) == 1)
+    await until(lambda: actor._live is not None and len(actor._live.core) == 1)
     assert (await actor.status())["waiting"] == {"default": 1}
     assert not task.done()
     assert cluster.deaths == 0
@@ -127,8 +127,8 @@ def teach(actor: SchedulerActor, output_tokens: int) -> int:
 
 
 def shell_of(actor: SchedulerActor) -> LiveScheduler:
-    assert actor._shell is not None
-    return actor._shell
+    assert actor._live is not None
+    return actor._live
 
 
 UNLIMITED = builders.request(max_output_tokens=None)

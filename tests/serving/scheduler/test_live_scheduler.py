@@ -38,7 +38,7 @@ async def world() -> AsyncIterator[Simulation]:
 
 def break_core(world: Simulation, on: type[Event], request_id: str) -> None:
     """Let the present core raise on one event of one request, as a fault in it would."""
-    handle = world.shell.core.handle
+    handle = world.live.core.handle
 
     def faulty(event: Event, now: float) -> list[Command]:
         name = event.request.request_id if isinstance(event, Arrived) else getattr(event, "request_id", None)
@@ -46,16 +46,16 @@ def break_core(world: Simulation, on: type[Event], request_id: str) -> None:
             raise ZeroDivisionError("a fault")
         return handle(event, now)
 
-    world.shell.core.handle = faulty  # type: ignore[method-assign]
+    world.live.core.handle = faulty  # type: ignore[method-assign]
 
 
 async def test_a_fault_of_the_core_fails_the_request_it_stumbled_over_and_saves_the_others(
     world: Simulation, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shell = await world.begin()
+    live = await world.begin()
     gateway = await world.gateway()
     others = [asyncio.get_running_loop().create_task(gateway.acquire(submission(f"r{n}"))) for n in range(5)]
-    await until(lambda: len(shell.core) == 5)
+    await until(lambda: len(live.core) == 5)
     break_core(world, Arrived, "poison")
     with caplog.at_level(logging.ERROR, "ray.serve"):
         refusal = await refused(gateway, "poison")
@@ -64,15 +64,15 @@ async def test_a_fault_of_the_core_fails_the_request_it_stumbled_over_and_saves_
     assert "Traceback" in caplog.text
     assert world.ends == ["the core failed on Arrived: ZeroDivisionError('a fault')"]
     with pytest.raises(ChannelError, match="the core failed"):
-        shell.endpoint()
-    assert "ewsjf_scheduler_errors_total" in shell.exposition()
+        live.endpoint()
+    assert "ewsjf_scheduler_errors_total" in live.exposition()
     await world.begin()
     await world.replica("s1")
     for task in others:
         answer = await asyncio.wait_for(task, 10)
         assert isinstance(answer, Grant)
         gateway.finish(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
-    await until(lambda: len(world.shell.core) == 0)
+    await until(lambda: len(world.live.core) == 0)
 
 
 async def test_a_fault_over_a_running_request_leaves_it_running(world: Simulation) -> None:
@@ -85,8 +85,8 @@ async def test_a_fault_over_a_running_request_leaves_it_running(world: Simulatio
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
     await until(lambda: bool(world.ends))
     await world.begin()
-    await until(lambda: len(world.shell.core) == 1)
-    entry = world.shell.core.find("r2")
+    await until(lambda: len(world.live.core) == 1)
+    entry = world.live.core.find("r2")
     assert entry is not None
     assert entry.replica_id == "s1"
 
@@ -98,15 +98,15 @@ async def test_time_alone_expires_a_request(world: Simulation) -> None:
     running = [await granted(gateway, f"r{n}") for n in range(3)]
     refusal = await refused(gateway, "late", queue_timeout_s=0.2)
     assert refusal.outcome is Outcome.EXPIRED
-    assert len(world.shell.core) == len(running)
+    assert len(world.live.core) == len(running)
 
 
 async def test_a_class_has_its_own_time_in_the_queue(world: Simulation) -> None:
-    shell = await world.begin()
+    live = await world.begin()
     gateway = await world.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
-    await until(lambda: len(shell.core) == 1)
-    entry = shell.core.find("r1")
+    await until(lambda: len(live.core) == 1)
+    entry = live.core.find("r1")
     assert entry is not None
     wanted = world.settings.queue_timeout_s.default
     assert entry.request.expires_at - entry.request.arrived_at == pytest.approx(wanted)
@@ -119,10 +119,10 @@ async def test_a_newer_incarnation_in_the_store_ends_an_older_one(world: Simulat
     async def look() -> int:
         return newest
 
-    shell = await world.begin(newest_incarnation=look)
+    live = await world.begin(newest_incarnation=look)
     newest = 2
     await until(lambda: world.ends == ["incarnation 1 is superseded by 2"])
-    assert shell.ended
+    assert live.ended
 
 
 async def test_a_store_that_does_not_answer_ends_nothing(world: Simulation) -> None:
@@ -133,9 +133,9 @@ async def test_a_store_that_does_not_answer_ends_nothing(world: Simulation) -> N
         looks += 1
         raise ConnectionError("the store is away")
 
-    shell = await world.begin(newest_incarnation=look)
+    live = await world.begin(newest_incarnation=look)
     await until(lambda: looks > 0)
-    assert not shell.ended
+    assert not live.ended
     assert world.ends == []
 
 
@@ -144,7 +144,7 @@ async def test_the_status_shows_who_waits_and_what_replicas_say(world: Simulatio
     gateway = await world.gateway()
     await world.replica("s1", seats=8)
     await granted(gateway, "r1")
-    status = world.shell.status()
+    status = world.live.status()
     assert (status["model"], status["incarnation"], status["ended"], status["gateways"]) == ("m", 1, "", 1)
     assert status["replicas"]["s1"]["in_flight"] == 1
     assert status["replicas"]["s1"]["max_num_seqs"] == 8
@@ -156,28 +156,28 @@ async def test_the_repr_shows_the_counts(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     await granted(gateway, "r1")
-    assert "<GatewaySessions gateways 1, <RequestBook waiting 0, running 1>>" in repr(world.shell)
-    assert "<ReplicaRegistry replicas 1, draining 0>" in repr(world.shell)
+    assert "<GatewaySessions gateways 1, <RequestBook waiting 0, running 1>>" in repr(world.live)
+    assert "<ReplicaRegistry replicas 1, draining 0>" in repr(world.live)
 
 
 async def test_learned_queues_are_put_in_force_and_recorded(world: Simulation, tmp_path: Path) -> None:
     world.settings = scheduler_settings(policy="ewsjf")
-    shell = await world.begin(decision_log=DecisionLogSettings(path=str(tmp_path / "decisions.jsonl")))
+    live = await world.begin(decision_log=DecisionLogSettings(path=str(tmp_path / "decisions.jsonl")))
     gateway = await world.gateway()
     await world.replica("s1")
     before = await granted(gateway, "r1")
-    first = shell.tuner.observed()
+    first = live.tuner.observed()
     assert (first.incarnation, first.lengths, first.outcomes) == (1, [10], [])
-    assert shell.tuner.observed().lengths == []
+    assert live.tuner.observed().lengths == []
     partition = Partition((LengthInterval(min_tokens=9, max_tokens=90, mean_tokens=30.0, count=5),))
-    shell.tuner.put_in_force(
+    live.tuner.put_in_force(
         PartitionUpdate(partition=partition, reason="first", lengths=5, distance=0.0, age_s=0.0)
     )
     after = await granted(gateway, "r2")
     assert before.dispatch.length_queue != after.dispatch.length_queue == "9-90"
-    shell.stop("the end")
+    live.stop("the end")
     with pytest.raises(ChannelError, match="does not schedule: the end"):
-        shell.tuner.put_in_force(
+        live.tuner.put_in_force(
             PartitionUpdate(partition=partition, reason="drift", lengths=5, distance=0.0, age_s=0.0)
         )
     decisions = logged(tmp_path / "decisions.jsonl").decisions
@@ -190,7 +190,7 @@ def logged(path: Path) -> LoggedRun:
 
 
 async def test_a_recorded_run_replays_to_the_same_commands(world: Simulation, tmp_path: Path) -> None:
-    """Parity: the core under the live shell, and the same core fed from the log on the log's own time."""
+    """Parity: the core under the live scheduler, and the same core fed from the log on the log's own time."""
     log = DecisionLogSettings(path=str(tmp_path / "decisions-{incarnation}.jsonl"))
     await world.begin(decision_log=log)
     gateway = await world.gateway()
@@ -207,12 +207,12 @@ async def test_a_recorded_run_replays_to_the_same_commands(world: Simulation, tm
             gateway.finish(f"r{n}", Outcome.COMPLETED, USAGE)
 
     await asyncio.wait_for(asyncio.gather(*(handle(n) for n in range(60))), 30)
-    await until(lambda: len(world.shell.core) == 0)
-    world.shell.stop()
+    await until(lambda: len(world.live.core) == 0)
+    world.live.stop()
     run = logged(tmp_path / "decisions-1.jsonl")
     assert len(run.decisions) > 100
     assert replay(run) is None
     core = Scheduler(run.header.settings, now=run.header.now)
     for _, decision in run.decisions:
         core.handle(decision.event, decision.now)
-    assert repr(core) == repr(world.shell.core)
+    assert repr(core) == repr(world.live.core)

@@ -21,35 +21,33 @@ async def world() -> AsyncIterator[Simulation]:
 
 
 def target(world: Simulation) -> int:
-    return world.shell.core.settings.backpressure.target_waiting
+    return world.live.core.settings.backpressure.target_waiting
 
 
 async def test_values_are_put_in_force_for_good_logged_and_shown(
     world: Simulation, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "ray.serve"):
-        world.shell.tuner.retune(Retune(values={TARGET: 7, "ewsjf.weights.b_u": 0.3}, reason="better"))
+        world.live.tuner.retune(Retune(values={TARGET: 7, "ewsjf.weights.b_u": 0.3}, reason="better"))
     assert target(world) == 7
-    weights = world.shell.core.settings.ewsjf.weights
+    weights = world.live.core.settings.ewsjf.weights
     assert weights is not None
     # What is not named is the policy's own, not the paper's.
     assert (weights.b_u, weights.a_u) == (0.3, 0.0)
     assert "event=retuned model=m incarnation=1 reason='better' backpressure.target_waiting=7" in caplog.text
-    assert (
-        'ewsjf_tuned_value{model="m",setting="backpressure.target_waiting"} 7.0' in world.shell.exposition()
-    )
-    assert world.shell.status()["tuner"]["values"] == {TARGET: 7, "ewsjf.weights.b_u": 0.3}
+    assert 'ewsjf_tuned_value{model="m",setting="backpressure.target_waiting"} 7.0' in world.live.exposition()
+    assert world.live.status()["tuner"]["values"] == {TARGET: 7, "ewsjf.weights.b_u": 0.3}
 
 
 async def test_values_on_trial_run_out_when_the_tuner_is_silent(world: Simulation) -> None:
     before = target(world)
-    world.shell.tuner.retune(Retune(values={TARGET: 9}, valid_s=0.05))
+    world.live.tuner.retune(Retune(values={TARGET: 9}, valid_s=0.05))
     assert target(world) == 9
     await until(lambda: target(world) == before)
 
 
 async def test_a_renewed_trial_lasts_and_a_verdict_ends_it(world: Simulation) -> None:
-    desk = world.shell.tuner
+    desk = world.live.tuner
     desk.retune(Retune(values={TARGET: 9}, valid_s=0.05))
     desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))
     await asyncio.sleep(0.1)
@@ -59,7 +57,7 @@ async def test_a_renewed_trial_lasts_and_a_verdict_ends_it(world: Simulation) ->
 
 
 async def test_freezing_ends_a_trial_at_once_and_lets_no_other_begin(world: Simulation) -> None:
-    desk, before = world.shell.tuner, target(world)
+    desk, before = world.live.tuner, target(world)
     desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))
     desk.freeze("an incident")
     assert target(world) == before
@@ -84,15 +82,15 @@ async def test_freezing_ends_a_trial_at_once_and_lets_no_other_begin(world: Simu
 async def test_what_cannot_be_changes_nothing_and_harms_nobody(
     world: Simulation, values: dict[str, float], message: str
 ) -> None:
-    before = world.shell.core.settings
+    before = world.live.core.settings
     with pytest.raises(SettingsError, match=message):
-        world.shell.tuner.retune(Retune(values=values))
-    assert world.shell.core.settings == before
-    assert not world.shell.ended
+        world.live.tuner.retune(Retune(values=values))
+    assert world.live.core.settings == before
+    assert not world.live.ended
 
 
 async def test_outcomes_are_collected_from_when_they_are_first_asked_for(world: Simulation) -> None:
-    desk = world.shell.tuner
+    desk = world.live.tuner
     assert desk.observed().settings is None
     seen = desk.observed(outcomes=True)
     assert seen.settings is not None

@@ -30,16 +30,16 @@ class ToWorld:
     async def observed(self, *, outcomes: bool) -> Observed:
         if self.is_cut:
             raise ConnectionError("the scheduler is away")
-        return self._world.shell.tuner.observed(outcomes=outcomes)
+        return self._world.live.tuner.observed(outcomes=outcomes)
 
     async def put_in_force(self, update: PartitionUpdate) -> None:
-        self._world.shell.tuner.put_in_force(update)
+        self._world.live.tuner.put_in_force(update)
 
     async def retune(self, order: Retune) -> None:
-        self._world.shell.tuner.retune(order)
+        self._world.live.tuner.retune(order)
 
     async def show_tuner(self, document: Mapping[str, Any]) -> None:
-        self._world.shell.tuner.show(document)
+        self._world.live.tuner.show(document)
 
 
 @pytest_asyncio.fixture
@@ -67,18 +67,18 @@ async def ask(
     world: Simulation, client: GatewayClient, count: int = 40
 ) -> list[asyncio.Task[Grant | Conclusion]]:
     """So many more requests that wait, as there is no replica: four of five of 10 tokens, others of 500."""
-    there = len(world.shell.core)
+    there = len(world.live.core)
     tasks = []
     for number in range(there, there + count):
         shape = PromptShape(text_bytes=0, prompt_tokens=500 if number % 5 == 0 else 10)
         wanted = submission(f"r{number}", shape=shape)
         tasks.append(asyncio.get_running_loop().create_task(client.acquire(wanted)))
-    await until(lambda: len(world.shell.core) == there + count)
+    await until(lambda: len(world.live.core) == there + count)
     return tasks
 
 
 def queue_names(world: Simulation) -> set[str]:
-    return world.shell.core.queue.queue_names()
+    return world.live.core.queue.queue_names()
 
 
 async def test_queues_are_learned_and_whoever_waits_is_queued_anew(
@@ -91,13 +91,13 @@ async def test_queues_are_learned_and_whoever_waits_is_queued_anew(
         assert queue_names(world) == {"1-31", "256-511"}
         await ask(world, gateway, 1)
         await until(lambda: queue_names(world) == {"10-10", "500-500"})
-    assert len(world.shell.core.queue) == 40
+    assert len(world.live.core.queue) == 40
     assert "event=partition_changed model=m incarnation=1 reason=first queues=2 shortest=10" in caplog.text
-    page = world.shell.exposition()
+    page = world.live.exposition()
     assert 'ewsjf_length_queues{model="m"} 2.0' in page
     assert 'ewsjf_partition_changes_total{model="m",reason="first"} 1.0' in page
     assert 'ewsjf_partition_age_seconds{model="m"} ' in page
-    assert world.shell.status()["queues"]["learned"] == 2
+    assert world.live.status()["queues"]["learned"] == 2
 
 
 async def test_a_new_scheduler_is_given_the_queues_in_force(
@@ -109,8 +109,8 @@ async def test_a_new_scheduler_is_given_the_queues_in_force(
     await until(lambda: queue_names(world) == {"10-10", "500-500"})
     await world.restart()
     await until(lambda: queue_names(world) == {"10-10", "500-500"})
-    assert len(world.shell.core.queue) == 40
-    page = world.shell.exposition()
+    assert len(world.live.core.queue) == 40
+    page = world.live.exposition()
     assert 'ewsjf_partition_changes_total{model="m",reason="restored"} 1.0' in page
     assert 'reason="first"' not in page
 
