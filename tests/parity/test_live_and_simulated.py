@@ -1,8 +1,8 @@
 """The live scheduler and the simulated one are the same object, and decide the same.
 
-One trace goes through two worlds: the simulator, and the live scheduler that the scheduler actor runs, with its desks,
-its messages and its alarm clock, on an event loop whose clock jumps. The engines are the same model in
-both. What is compared is every decision with its time, to the last bit.
+One trace goes through two worlds: the simulator, and the live scheduler that the scheduler actor runs,
+with its desks, its messages and its alarm clock, on an event loop whose clock jumps. The engines are the
+same model in both. What is compared is every decision with its time, to the last bit.
 """
 
 import asyncio

@@ -1,9 +1,10 @@
 """The gateway's end of the control channel: holds its requests and asks the scheduler for grants.
 
-The rules are those at the top of `gateway_sessions`; this is the authority they speak of. A request is pending
-from `acquire` until `finished`, a refusal, or its cancellation. It waits (`answer` is pending) or runs (by
-its last grant). While no scheduler is there, what waits goes on waiting and what runs goes on running;
-requests that would not wait are refused, and those whose time in the queue ends are expired here.
+The rules are those at the top of `gateway_sessions`; this is the authority they speak of. A request is
+pending from `acquire` until `finished`, a refusal, or its cancellation. It waits (`answer` is pending) or
+runs (by its last grant). While no scheduler is there, what waits goes on waiting and what runs goes on
+running; requests that would not wait are refused, and those whose time in the queue ends are expired
+here.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The decision log file of a live scheduler, of bounded length, in the format of `scheduling.decision_log`."""
+"""The decision log file of a live scheduler: bounded, in the format of `scheduling.decision_log`."""
 
 import logging
 from pathlib import Path
