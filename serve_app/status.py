@@ -31,7 +31,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", default=os.environ.get(_KEY_VARIABLE), help=f"a key with `admin` ({_KEY_VARIABLE})"
     )
-    parser.add_argument("--lanes", type=positive_int, default=15, help="lanes of the queue (%(default)s)")
+    parser.add_argument("--sub-queues", type=positive_int, default=15, help="how many to show (%(default)s)")
     tuner = parser.add_mutually_exclusive_group()
     tuner.add_argument(
         "--freeze-tuner",
@@ -88,7 +88,7 @@ def fetched(url: str, path: str, api_key: str | None, method: str = "GET") -> Do
 
 
 def rendered(
-    status: Sequence[Document], queues: Sequence[Document], most_lanes: int
+    status: Sequence[Document], queues: Sequence[Document], most_shown: int
 ) -> Iterator[Table | str]:
     """Tables and lines, model by model."""
     of_model = {queue.get("model"): queue for queue in queues}
@@ -101,7 +101,7 @@ def rendered(
         yield _replicas(model["replicas"])
         queue = of_model.get(model["model"], {})
         if queue.get("sub_queues"):
-            yield _lanes(queue, most_lanes)
+            yield _sub_queues(queue, most_shown)
         served = {name: counters for name, counters in queue.get("served", {}).items() if counters}
         if served:
             yield _tenants(served)
@@ -151,7 +151,7 @@ def _replicas(replicas: Mapping[str, Document]) -> Table:
     return table
 
 
-def _lanes(queue: Document, most: int) -> Table:
+def _sub_queues(queue: Document, most: int) -> Table:
     left_out = max(0, len(queue["sub_queues"]) - most) + queue["sub_queues_left_out"]
     title = f"queue under {queue['policy']}, the longest wait first"
     table = Table(title=title + (f"; {left_out} more" if left_out else ""), title_justify="left")

@@ -101,7 +101,7 @@ def url() -> Iterator[str]:
 
 
 def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--url", url, "--api-key", "k1", "--lanes", "2"]) == 0
+    assert main(["status", "--url", url, "--api-key", "k1", "--sub-queues", "2"]) == 0
     shown = capsys.readouterr().out
     for text in (
         "waiting: 4 default; length queues: 7 learned, 12 s ago",
