@@ -4,10 +4,10 @@ A profile is a YAML file. Those in `profile_data` go by their name (`model-gpu-t
 `calibrate` writes them. Each file states the source of its figures.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -15,11 +15,12 @@ from pydantic import TypeAdapter, ValidationError
 from serve_app.engine_model.settings import EngineModelSettings
 from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.errors import SettingsError
+from serve_app.settings_base import settings
 
 _DATA = resources.files("serve_app.engine_model") / "profile_data"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class EngineProfile:
     """One engine: a model on its GPUs.
 
@@ -31,8 +32,6 @@ class EngineProfile:
         max_num_batched_tokens: tokens computed in one iteration.
         gpus: GPUs that one engine occupies.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     step_time: StepTimeModel
     kv_tokens: int

@@ -1,12 +1,12 @@
 """What an engine can hold and how it fills its batches: settings of the engine model, named as in vLLM."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated
 
 from serve_app.engine_model.waiting import SchedulingPolicy
+from serve_app.settings_base import NOT_NEGATIVE, at_least, settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class EngineModelSettings:
     """Limits of one emulated engine.
 
@@ -15,18 +15,16 @@ class EngineModelSettings:
         kv_tokens: capacity of the KV cache in tokens; rounded down to whole blocks.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-    max_model_len: int
-    kv_tokens: int
+    max_model_len: Annotated[int, at_least(1)]
+    kv_tokens: Annotated[int, at_least(1)]
     # Larger blocks waste more of the cache at the end of each sequence; 16 is vLLM's default on GPUs.
-    block_size: int = 16
+    block_size: Annotated[int, at_least(1)] = 16
     # More sequences per step mean more throughput and a longer step for each of them.
-    max_num_seqs: int = 256
+    max_num_seqs: Annotated[int, at_least(1)] = 256
     # More prompt tokens per step mean faster prefills and longer stalls for those who decode meanwhile.
-    max_num_batched_tokens: int = 2_048
+    max_num_batched_tokens: Annotated[int, at_least(1)] = 2_048
     # 0 lets one long prefill take the whole budget of a step; a limit lets short prompts pass it.
-    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold: Annotated[int, NOT_NEGATIVE.hint("0 is no limit")] = 0
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
     prefix_caching: bool = True
     # Admit a prompt only when all of it fits into free blocks now (`scheduler_reserve_full_isl`, on in vLLM);
@@ -34,14 +32,6 @@ class EngineModelSettings:
     full_prompt_must_fit: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "kv_tokens", "block_size", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.long_prefill_token_threshold < 0:
-            raise ValueError(
-                "long_prefill_token_threshold must be 0 (off) or more, "
-                f"got {self.long_prefill_token_threshold}"
-            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

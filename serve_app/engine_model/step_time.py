@@ -17,14 +17,15 @@ this way, within 2.6 % with the sum of both times. The experts of a mixture are 
 batch is routed to them, each as likely as any other.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Annotated
+
+from serve_app.settings_base import NOT_NEGATIVE, settings
 
 # Chunks are whole 64s, as tiles of matrix products are.
 _CHUNK_STEP = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class StepTimeModel:
     """Coefficients of the time of one iteration, all in seconds.
 
@@ -41,23 +42,17 @@ class StepTimeModel:
         expert_share: share of the experts that one token is routed to (0-1).
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-    decode_base_s: float
-    decode_per_sequence_s: float
-    prefill_base_s: float
-    prefill_per_token_s: float
-    decode_per_context_token_s: float = 0.0
-    prefill_per_pair_s: float = 0.0
-    decode_compute_s: float = 0.0
-    expert_read_s: float = 0.0
-    expert_share: float = 0.0
+    decode_base_s: Annotated[float, NOT_NEGATIVE]
+    decode_per_sequence_s: Annotated[float, NOT_NEGATIVE]
+    prefill_base_s: Annotated[float, NOT_NEGATIVE]
+    prefill_per_token_s: Annotated[float, NOT_NEGATIVE]
+    decode_per_context_token_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    prefill_per_pair_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    decode_compute_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    expert_read_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    expert_share: Annotated[float, NOT_NEGATIVE] = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not value >= 0.0:
-                raise ValueError(f"{field.name} must be 0 or more seconds, got {value}")
         if self.expert_share > 1.0 or bool(self.expert_share) != bool(self.expert_read_s):
             raise ValueError(
                 f"expert_share ({self.expert_share}) must lie between 0 and 1, and be 0 just if "

@@ -1,21 +1,21 @@
 """What does a GPU cost per hour? A small table that its user edits."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.engine_model.profiles import load_profile
 from serve_app.errors import SettingsError
+from serve_app.settings_base import POSITIVE, settings
 
 _DATA = resources.files("serve_app.planning") / "data" / "gpu_costs.yaml"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class GpuCost:
     """What one kind of GPU costs.
 
@@ -25,15 +25,9 @@ class GpuCost:
         date: when the source said so, year and month.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
-
-    usd_per_hour: float
+    usd_per_hour: Annotated[float, POSITIVE]
     source: str
     date: str
-
-    def __post_init__(self) -> None:
-        if not self.usd_per_hour > 0:
-            raise ValueError(f"usd_per_hour must be positive, got {self.usd_per_hour}")
 
 
 _ADAPTER = TypeAdapter(dict[str, GpuCost])

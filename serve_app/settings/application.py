@@ -7,9 +7,9 @@ A key that nobody knows is refused by its full name, with the nearest known one 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
@@ -30,8 +30,7 @@ from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.tuner.actor import TunerSettings
 from serve_app.settings.errors import settings_error
 from serve_app.settings.inheritance import with_inherited_keys
-
-_FORBID_UNKNOWN: Mapping[str, Any] = {"extra": "forbid"}
+from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
 
 
 def _located(value: Any, handler: Callable[[Any], Any]) -> Any:
@@ -45,11 +44,9 @@ def _located(value: Any, handler: Callable[[Any], Any]) -> Any:
 Located = WrapValidator(_located)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class EngineSettings:
     """Which engine a pool runs: exactly one of the three, under its name."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = _FORBID_UNKNOWN
 
     emulated: Annotated[EmulatedEngineSettings, Located] | None = None
     vllm: Annotated[VllmEngineSettings, Located] | None = None
@@ -91,38 +88,28 @@ class EngineSettings:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="resources")
 class ResourceSettings:
     """What one replica of a pool asks Ray for."""
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = _FORBID_UNKNOWN
-
-    num_cpus: float = 1.0
+    num_cpus: Annotated[float, NOT_NEGATIVE] = 1.0
     # Whole GPUs for one engine (tensor parallelism within a node), or a fraction where engines share one and
     # `gpu_memory_utilization` divides its memory.
-    num_gpus: float = 0.0
+    num_gpus: Annotated[float, NOT_NEGATIVE] = 0.0
     # A GPU type in Ray's words, such as H100; any type when not given.
     accelerator_type: str | None = None
     custom: Mapping[str, float] = field(default_factory=dict)
     # Only for an engine that spreads over nodes (`distributed_executor_backend: ray`): one bundle per worker,
     # the first also holds the replica itself.
     placement_bundles: tuple[Mapping[str, float], ...] = ()
-    placement_strategy: str = "PACK"
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
 
     def __post_init__(self) -> None:
-        for name in ("num_cpus", "num_gpus"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
-            raise ValueError(f"num_gpus above 1 must be a whole number, got {self.num_gpus}")
-        strategies = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-        if self.placement_strategy not in strategies:
-            raise ValueError(
-                f"placement_strategy must be one of {', '.join(strategies)}, got {self.placement_strategy}"
-            )
+            raise ValueError(f"resources.num_gpus above 1 must be a whole number, got {self.num_gpus}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class PoolSettings:
     """One pool: replicas with the same engine and the same limits.
 
@@ -131,33 +118,26 @@ class PoolSettings:
         drain_timeout_s: how long a replica that is told to stop lets its open answers go on.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = _FORBID_UNKNOWN
-
     name: str
     engine: Annotated[EngineSettings, Located]
-    replicas: int | None = None
+    replicas: Annotated[int | None, at_least(1)] = None
     autoscaling: AutoscalingSettings | None = None
     resources: ResourceSettings = field(default_factory=ResourceSettings)
     server: ReplicaServerSettings = field(default_factory=ReplicaServerSettings)
     # Longer than nearly every answer: cutting one costs its client all of it, waiting costs only a late
     # scale-down.
-    drain_timeout_s: float = 600.0
+    drain_timeout_s: Annotated[float, POSITIVE] = 600.0
     # An engine whose loop is blocked for so long is taken for dead and replaced.
-    health_check_timeout_s: float = 30.0
+    health_check_timeout_s: Annotated[float, POSITIVE] = 30.0
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("name must not be empty: call a pool short or long")
         if self.replicas is not None and self.autoscaling is not None:
             raise ValueError(f"pool {self.name}: give replicas or autoscaling, not both")
-        if self.replicas is not None and self.replicas < 1:
-            raise ValueError(f"pool {self.name}: replicas must be at least 1, got {self.replicas}")
-        for name in ("drain_timeout_s", "health_check_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class ModelSettings:
     """One model: its names, its pools, its scheduler.
 
@@ -167,8 +147,6 @@ class ModelSettings:
         tuner: what is learned for the scheduler while it runs.
         decision_log: record what the scheduler decides, for replays; costs a tenth of its speed.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = _FORBID_UNKNOWN
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -186,29 +164,17 @@ class ModelSettings:
         return mode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="gateways")
 class GatewayDeploymentSettings:
     """How many gateways run. Each holds only its own clients' requests, so more may be added any time."""
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = _FORBID_UNKNOWN
-
     # One gateway carries some thousand requests/s; two or more keep the endpoint up when one dies.
-    replicas: int = 1
-    num_cpus: float = 0.5
+    replicas: Annotated[int, at_least(1)] = 1
+    num_cpus: Annotated[float, NOT_NEGATIVE] = 0.5
     # Connections held open by one gateway, waiting requests included. Past it Serve itself answers 503.
-    max_ongoing_requests: int = 10_000
+    max_ongoing_requests: Annotated[int, at_least(1)] = 10_000
     # Answers still open when a gateway is replaced get so long to end.
-    drain_timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        for name in ("replicas", "max_ongoing_requests"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.drain_timeout_s > 0 or self.num_cpus < 0:
-            raise ValueError(
-                "drain_timeout_s must be positive and num_cpus not negative, "
-                f"got {self.drain_timeout_s} and {self.num_cpus}"
-            )
+    drain_timeout_s: Annotated[float, POSITIVE] = 600.0
 
 
 class AppSettings(BaseModel):

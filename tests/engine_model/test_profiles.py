@@ -54,7 +54,7 @@ def test_a_saved_profile_is_read_back(tmp_path: Path) -> None:
         ),
         (
             f"step_time: {{{COEFFICIENTS}, decode_base_s: -1}}\n{LIMITS}",
-            "decode_base_s must be 0 or more seconds, got -1.0",
+            "decode_base_s must not be negative, got -1.0",
         ),
     ],
 )

@@ -221,9 +221,7 @@ def test_unknown_names_are_answered_with_the_known_ones() -> None:
 
 
 def test_figures_that_cannot_be_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"compute_efficiency is a share of a peak and cannot exceed 1, got 1\.5"
-    ):
+    with pytest.raises(ValueError, match=r"compute_efficiency must be above 0 and at most 1, got 1\.5"):
         replace(load_gpu("a100"), compute_efficiency=1.5)
     with pytest.raises(ValueError, match="memory_gib must be positive, got 0"):
         replace(load_gpu("a100"), memory_gib=0)

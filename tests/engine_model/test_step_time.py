@@ -72,7 +72,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
-        ({"decode_per_sequence_s": -1.0}, "decode_per_sequence_s must be 0 or more seconds, got -1.0"),
+        ({"decode_per_sequence_s": -1.0}, "decode_per_sequence_s must not be negative, got -1.0"),
         ({"prefill_per_token_s": float("nan")}, "prefill_per_token_s .* got nan"),
         ({"decode_base_s": 0.0, "decode_per_sequence_s": 0.0}, "a decode step must take time"),
         ({"prefill_base_s": 0.0, "prefill_per_token_s": 0.0}, "a prefill must take time"),

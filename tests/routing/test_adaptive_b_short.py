@@ -233,9 +233,9 @@ def test_it_goes_on_from_where_it_stood_within_its_bounds() -> None:
     [
         ({"b_short_min": 0}, "b_short_min must be at least 1, got 0"),
         ({"b_short_min": 5, "b_short_max": 4}, "b_short_min of 5 is above b_short_max of 4"),
-        ({"memory_s": 0.0}, "memory_s must be positive, got 0.0"),
-        ({"interval_s": math.inf}, "interval_s must be positive, got inf"),
-        ({"tolerance_ratio": 1.0}, "tolerance_ratio must be between 0 and 1, got 1.0"),
+        ({"memory_s": 0.0}, "memory_s must be a positive number, got 0.0"),
+        ({"interval_s": math.inf}, "interval_s must be a positive number, got inf"),
+        ({"tolerance_ratio": 1.0}, "tolerance_ratio must be above 0 and below 1, got 1.0"),
         ({"max_step_octaves": 0.1}, "max_step_octaves must be at least 0.125"),
         ({"dwell_s": -1.0}, "dwell_s must not be negative, got -1.0"),
     ],

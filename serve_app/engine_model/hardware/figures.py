@@ -1,20 +1,20 @@
 """What is known of a GPU and of a model before they are measured together: data sheets, and efficiencies."""
 
-from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
-from typing import Any, ClassVar
+from typing import Annotated
 
 import yaml
 from pydantic import TypeAdapter
 
 from serve_app.errors import SettingsError
+from serve_app.settings_base import POSITIVE, POSITIVE_SHARE, settings
 
 _DATA = resources.files("serve_app.engine_model.hardware")
 GIB = 1024**3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class Gpu:
     """One GPU, and what of its peak an engine reaches.
 
@@ -34,34 +34,22 @@ class Gpu:
         evidence: what was measured on it, and how far the roofline is from that.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-    memory_gib: float
-    bandwidth_per_s: float
-    flops: float
-    link_per_s: float
-    bandwidth_efficiency: float
-    compute_efficiency: float
-    attention_efficiency: float
-    link_efficiency: float
-    all_reduce_s: float
-    layer_s: float
-    step_s: float
-    sequence_s: float
+    memory_gib: Annotated[float, POSITIVE]
+    bandwidth_per_s: Annotated[float, POSITIVE]
+    flops: Annotated[float, POSITIVE]
+    link_per_s: Annotated[float, POSITIVE]
+    bandwidth_efficiency: Annotated[float, POSITIVE_SHARE]
+    compute_efficiency: Annotated[float, POSITIVE_SHARE]
+    attention_efficiency: Annotated[float, POSITIVE_SHARE]
+    link_efficiency: Annotated[float, POSITIVE_SHARE]
+    all_reduce_s: Annotated[float, POSITIVE]
+    layer_s: Annotated[float, POSITIVE]
+    step_s: Annotated[float, POSITIVE]
+    sequence_s: Annotated[float, POSITIVE]
     evidence: str
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "evidence":
-                continue
-            if not value > 0:
-                raise ValueError(f"{field.name} must be positive, got {value}")
-            if field.name.endswith("_efficiency") and value > 1:
-                raise ValueError(f"{field.name} is a share of a peak and cannot exceed 1, got {value}")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class ModelArchitecture:
     """A decoder-only transformer with gated feed-forward layers, all of the same kind.
 
@@ -79,8 +67,6 @@ class ModelArchitecture:
         weight_bytes: bytes of one parameter.
         kv_bytes: bytes of one number in the KV cache.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     layers: int
     hidden: int

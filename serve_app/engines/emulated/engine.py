@@ -8,8 +8,7 @@ clock), `emulated_app.py` (HTTP).
 """
 
 import random
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated
 
 from serve_app.engine_model import EngineModel, EngineModelSettings, SchedulingPolicy
 from serve_app.engine_model.profiles import EngineProfile, load_profile
@@ -21,9 +20,10 @@ from serve_app.engines.emulated.metrics import EngineMetrics
 from serve_app.engines.emulated.text import PseudoTokenizer
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.errors import SettingsError
+from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class EmulatedEngineSettings:
     """One emulated engine.
 
@@ -33,8 +33,6 @@ class EmulatedEngineSettings:
         max_model_len, max_num_seqs, max_num_batched_tokens, kv_tokens: replace the profile's figures.
         seed: of the answers' lengths.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     served_model_names: tuple[str, ...] = ("emulated",)
     profile: str = "laptop"
@@ -47,35 +45,24 @@ class EmulatedEngineSettings:
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
     enable_prefix_caching: bool = True
     # None never refuses: the gateway is to hold what the engine cannot run.
-    max_num_queued_reqs: int | None = None
+    max_num_queued_reqs: Annotated[int | None, NOT_NEGATIVE.hint("null is no limit")] = None
     # Seconds of engine time per second of wall time. Above about 20, small steps are shorter than this
     # process can keep up with, and the engine is slower than asked for; every latency, TPOT and metric
     # shrinks by it.
-    speed_up: float = 1.0
+    speed_up: Annotated[float, POSITIVE] = 1.0
     seed: int = 0
     # Answers whose length the client leaves open: a log-normal, about as wide as chat traces show.
-    mean_output_tokens: float = 120.0
-    output_tokens_sigma: float = 0.8
+    mean_output_tokens: Annotated[float, POSITIVE] = 120.0
+    output_tokens_sigma: Annotated[float, NOT_NEGATIVE] = 0.8
     # English with a 128,000-word vocabulary has 4 and more, code 3, Chinese 2 to 3; this is somewhere
     # between.
-    bytes_per_token: float = 3.7
-    embedding_dimensions: int = 64
+    bytes_per_token: Annotated[float, at_least(1)] = 3.7
+    embedding_dimensions: Annotated[int, POSITIVE] = 64
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
             raise SettingsError(
                 f"served_model_names needs at least one name, none empty: {self.served_model_names}"
-            )
-        for name in ("speed_up", "mean_output_tokens", "embedding_dimensions"):
-            if not getattr(self, name) > 0:
-                raise SettingsError(f"{name} must be positive, got {getattr(self, name)}")
-        if not self.output_tokens_sigma >= 0:
-            raise SettingsError(f"output_tokens_sigma must be 0 or more, got {self.output_tokens_sigma}")
-        if not self.bytes_per_token >= 1:
-            raise SettingsError(f"bytes_per_token must be at least 1, got {self.bytes_per_token}")
-        if self.max_num_queued_reqs is not None and self.max_num_queued_reqs < 0:
-            raise SettingsError(
-                f"max_num_queued_reqs must be 0 or more, or None for no limit, got {self.max_num_queued_reqs}"
             )
 
     def model_settings(self, profile: EngineProfile) -> EngineModelSettings:

@@ -9,8 +9,8 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import field
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -20,6 +20,7 @@ from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.engines.remote.proxy import RemoteProxy, Upstream
 from serve_app.engines.vllm_metrics import VllmMetrics, read_metrics
 from serve_app.errors import EngineError
+from serve_app.settings_base import POSITIVE, at_least, settings
 
 # How long a server that does not listen yet is asked again before the start fails.
 _START_POLL_S = 0.5
@@ -27,7 +28,7 @@ _START_POLL_S = 0.5
 _CONTROL_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class RemoteEngineSettings:
     """Where the server is, and what it does not tell by itself.
 
@@ -42,25 +43,23 @@ class RemoteEngineSettings:
         start_timeout_s: how long to wait for it to listen.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
-
     base_url: str
     api_key: str | None = field(default=None, repr=False)
     api_key_env: str | None = None
     served_model_names: tuple[str, ...] = ()
-    max_model_len: int | None = None
-    kv_tokens: int | None = None
-    max_num_seqs: int | None = None
-    start_timeout_s: float = 60.0
+    max_model_len: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
+    kv_tokens: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
+    max_num_seqs: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
+    start_timeout_s: Annotated[float, POSITIVE] = 60.0
     # Backpressure is as fresh as this; each reading costs both sides about a millisecond.
-    scrape_interval_s: float = 0.2
+    scrape_interval_s: Annotated[float, POSITIVE] = 0.2
     # Past this the load counts as unknown: long enough for a server that is busy with one long prompt.
-    stale_after_s: float = 2.0
-    connect_timeout_s: float = 5.0
+    stale_after_s: Annotated[float, POSITIVE] = 2.0
+    connect_timeout_s: Annotated[float, POSITIVE] = 5.0
     # The silence after which an answer is given up; must exceed the longest prefill behind the longest queue.
-    read_timeout_s: float = 600.0
+    read_timeout_s: Annotated[float, POSITIVE] = 600.0
     # Shorter than the server keeps idle connections (vLLM: 5 s), or a request may meet a closing one.
-    keep_alive_s: float = 4.0
+    keep_alive_s: Annotated[float, POSITIVE] = 4.0
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.base_url)
@@ -68,28 +67,11 @@ class RemoteEngineSettings:
             raise ValueError(f"base_url must look like http://host:8000, got {self.base_url!r}")
         if self.api_key is not None and self.api_key_env is not None:
             raise ValueError("give api_key or api_key_env, not both")
-        for name in ("max_model_len", "kv_tokens", "max_num_seqs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}: leave it out to ask the server")
-        for name in _POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.stale_after_s <= self.scrape_interval_s:
             raise ValueError(
                 f"stale_after_s must exceed scrape_interval_s, got {self.stale_after_s} and "
                 f"{self.scrape_interval_s}"
             )
-
-
-_POSITIVE = (
-    "start_timeout_s",
-    "scrape_interval_s",
-    "stale_after_s",
-    "connect_timeout_s",
-    "read_timeout_s",
-    "keep_alive_s",
-)
 
 
 class RemoteEngine:

@@ -18,14 +18,15 @@ import threading
 import time
 import types
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import field
+from typing import Annotated, Any
 
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.engines.orphan_guard import OrphanGuard
 from serve_app.engines.vllm.args import REFUSED_ARGS, parse_arguments
 from serve_app.engines.vllm_metrics import LoadMeter, StepRecorder, kv_capacity_tokens
 from serve_app.errors import EngineError, ServeAppError, SettingsError
+from serve_app.settings_base import POSITIVE, settings
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ _DEFAULT_ENV = {
 _REAP_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class VllmEngineSettings:
     """Which model vLLM serves, and how.
 
@@ -77,15 +78,13 @@ class VllmEngineSettings:
         stop_timeout_s: time that the engine's processes have to end by themselves before they are killed.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
-
     model: str
     served_model_names: tuple[str, ...] = ()
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     # No request runs any more when an engine is stopped, so a kill loses nothing. An orderly end takes some
     # ten seconds, most of them the interpreters' own, and a replica that is told to go has few.
-    stop_timeout_s: float = 3.0
+    stop_timeout_s: Annotated[float, POSITIVE] = 3.0
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -93,8 +92,6 @@ class VllmEngineSettings:
         for name in self.args:
             if remedy := REFUSED_ARGS.get(name):
                 raise ValueError(f"args.{name} is not set here: {remedy}")
-        if self.stop_timeout_s <= 0:
-            raise ValueError(f"stop_timeout_s must be positive, got {self.stop_timeout_s}")
 
 
 def check_vllm_args(settings: VllmEngineSettings) -> None:

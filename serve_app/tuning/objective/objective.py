@@ -13,9 +13,10 @@ Two objectives:
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from serve_app.metrics.record import RequestRecord
+from serve_app.settings_base import POSITIVE_SHARE, at_least, settings
 from serve_app.tuning.objective.paper_reward import PaperObjective, paper_terms
 from serve_app.tuning.objective.service_class import ClassFigures, ClassTargets, by_class, judged
 from serve_app.tuning.objective.slo_reward import SloObjective, slo_terms
@@ -23,7 +24,7 @@ from serve_app.tuning.objective.slo_reward import SloObjective, slo_terms
 Kind = Literal["slo", "paper"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="objective")
 class ObjectiveSettings:
     """What the tuner works for.
 
@@ -32,27 +33,15 @@ class ObjectiveSettings:
         targets: limits by class; both objectives report against them, only `slo` is made of them.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
     kind: Kind = "slo"
     targets: ClassTargets = field(default_factory=ClassTargets)
     slo: SloObjective = field(default_factory=SloObjective)
     paper: PaperObjective = field(default_factory=PaperObjective)
     # Below it a stretch says nothing: the share of 30 requests is known to a tenth or two.
-    min_requests: int = 30
+    min_requests: Annotated[int, at_least(1)] = 30
     # Requests that completed and have no time to first token (answers that were not streamed) tell neither
     # good nor bad. When fewer than this share of them have one, the rest is no sample of the traffic.
-    min_measured_ratio: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("slo", "paper"):
-            raise ValueError(f"objective.kind must be slo or paper, got {self.kind!r}")
-        if self.min_requests < 1:
-            raise ValueError(f"objective.min_requests must be at least 1, got {self.min_requests}")
-        if not 0 < self.min_measured_ratio <= 1:
-            raise ValueError(
-                f"objective.min_measured_ratio must be above 0 and at most 1, got {self.min_measured_ratio}"
-            )
+    min_measured_ratio: Annotated[float, POSITIVE_SHARE] = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,35 +17,25 @@ partition.
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated
 
 from serve_app.metrics.record import RequestRecord
+from serve_app.settings_base import FINITE_NOT_NEGATIVE, FINITE_POSITIVE, settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="objective.paper")
 class PaperObjective:
     """Weights of Eq 5, and what its terms are divided by."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-    compactness_weight: float = 1.0
-    balance_weight: float = 1.0
-    proliferation_weight: float = 0.5
-    latency_weight: float = 1.0
+    compactness_weight: Annotated[float, FINITE_NOT_NEGATIVE] = 1.0
+    balance_weight: Annotated[float, FINITE_NOT_NEGATIVE] = 1.0
+    proliferation_weight: Annotated[float, FINITE_NOT_NEGATIVE] = 0.5
+    latency_weight: Annotated[float, FINITE_NOT_NEGATIVE] = 1.0
     # Tokens squared at which C is one half.
-    variance_scale: float = 1e6
-    max_queues: int = 32
+    variance_scale: Annotated[float, FINITE_POSITIVE] = 1e6
+    max_queues: Annotated[int, FINITE_POSITIVE] = 32
     # Seconds of mean wait at which U is 1.
-    wait_scale_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        for name in ("compactness_weight", "balance_weight", "proliferation_weight", "latency_weight"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"objective.paper.{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("variance_scale", "max_queues", "wait_scale_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"objective.paper.{name} must be positive, got {getattr(self, name)}")
+    wait_scale_s: Annotated[float, FINITE_POSITIVE] = 10.0
 
     def value(self, terms: Mapping[str, float]) -> float:
         """Eq 5."""

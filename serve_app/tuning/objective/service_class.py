@@ -6,7 +6,7 @@ method trades short requests against long ones, a figure of both together would 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
@@ -14,8 +14,7 @@ from serve_app.metrics.slo import Slo
 from serve_app.metrics.statistics import percentile
 from serve_app.metrics.summary import SHORT_AT_TOKENS
 from serve_app.request import PriorityClass
-
-_STRICT: dict[str, Any] = {"extra": "forbid"}
+from serve_app.settings_base import FINITE_POSITIVE, at_least, settings
 
 NOT_OURS = frozenset(
     {
@@ -30,7 +29,7 @@ NOT_OURS = frozenset(
 """What no order of service could have changed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="targets")
 class ClassTarget:
     """Upper limits of one priority class, in seconds.
 
@@ -40,20 +39,12 @@ class ClassTarget:
         tpot_s: time per output token after the first; None sets no limit.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-
-    ttft_s: float = 1.0
-    long_ttft_s: float = 10.0
-    tpot_s: float | None = 0.1
-
-    def __post_init__(self) -> None:
-        for name in ("ttft_s", "long_ttft_s", "tpot_s"):
-            limit = getattr(self, name)
-            if limit is not None and not 0 < limit < float("inf"):
-                raise ValueError(f"targets {name} must be a positive number of seconds, got {limit}")
+    ttft_s: Annotated[float, FINITE_POSITIVE] = 1.0
+    long_ttft_s: Annotated[float, FINITE_POSITIVE] = 10.0
+    tpot_s: Annotated[float | None, FINITE_POSITIVE] = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="targets")
 class ClassTargets:
     """What is due to each class.
 
@@ -61,19 +52,13 @@ class ClassTargets:
         short_at_tokens: longest short prompt.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-
     interactive: ClassTarget = field(default_factory=ClassTarget)
     default: ClassTarget = field(default_factory=ClassTarget)
     # Nobody waits for a batch answer; a minute and five keep the class from being forgotten altogether.
     batch: ClassTarget = field(
         default_factory=lambda: ClassTarget(ttft_s=60.0, long_ttft_s=300.0, tpot_s=None)
     )
-    short_at_tokens: int = SHORT_AT_TOKENS
-
-    def __post_init__(self) -> None:
-        if self.short_at_tokens < 1:
-            raise ValueError(f"targets.short_at_tokens must be at least 1, got {self.short_at_tokens}")
+    short_at_tokens: Annotated[int, at_least(1)] = SHORT_AT_TOKENS
 
     def is_short(self, record: RequestRecord) -> bool:
         """Whether the prompt counts as short."""

@@ -14,37 +14,26 @@ All four terms lie between 0 and 1 and have no unit:
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated
 
 from serve_app.metrics.fairness import jain_of_tenants
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.statistics import percentile
+from serve_app.settings_base import FINITE_NOT_NEGATIVE, at_least, settings
 from serve_app.tuning.objective.service_class import ClassTargets, members_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="objective.slo")
 class SloObjective:
     """Weights of the terms."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
     # A p99 that moves from its target to three times that costs as much as 1 request of 16 out of its SLO.
-    tail_weight: float = 0.25
+    tail_weight: Annotated[float, FINITE_NOT_NEGATIVE] = 0.25
     # Halving everybody's time to first token, from the target on, is worth 4 requests of 100 within the SLO.
-    slowness_weight: float = 0.25
-    unfairness_weight: float = 0.25
+    slowness_weight: Annotated[float, FINITE_NOT_NEGATIVE] = 0.25
+    unfairness_weight: Annotated[float, FINITE_NOT_NEGATIVE] = 0.25
     # Below it a class has no p99 to speak of: that of 20 requests is nearly their longest.
-    min_class_requests: int = 20
-
-    def __post_init__(self) -> None:
-        for name in ("tail_weight", "slowness_weight", "unfairness_weight"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"objective.slo.{name} must be at least 0, got {getattr(self, name)}")
-        if self.min_class_requests < 1:
-            raise ValueError(
-                f"objective.slo.min_class_requests must be at least 1, got {self.min_class_requests}"
-            )
+    min_class_requests: Annotated[int, at_least(1)] = 20
 
     def value(self, terms: Mapping[str, float]) -> float:
         """The reward of these terms."""

@@ -4,11 +4,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 from serve_app.engine_model.profiles import load_profile
 from serve_app.metrics.record import RequestRecord
 from serve_app.routing.replica import ReplicaSpec
+from serve_app.settings_base import FINITE_POSITIVE, POSITIVE_SHARE, at_least, settings
 from serve_app.simulation.replica import ReplicaPlan
 from serve_app.tuning.objective.objective import ObjectiveSettings
 from serve_app.tuning.online.replay import Replayed, ReplayTask, replay
@@ -22,7 +23,7 @@ from serve_app.tuning.twin.engine_pace import engine_pace
 from serve_app.tuning.twin.processes import TwinProcesses
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="parameters")
 class ParameterTuningSettings:
     """How one model's settings are tuned while it runs.
 
@@ -32,16 +33,14 @@ class ParameterTuningSettings:
         rollout: its `mode` says whether what wins is tried (`on`), recorded (`advise`) or nothing is (`off`).
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
     profile: str
     # Between the end of a search and the next one.
-    every_s: float = 300.0
+    every_s: Annotated[float, FINITE_POSITIVE] = 300.0
     # Requests that must have been seen: fewer are no sample of the traffic.
-    min_requests: int = 600
+    min_requests: Annotated[int, at_least(1)] = 600
     # CPU seconds of a search, and the share of a core that it takes meanwhile.
-    search_cpu_s: float = 40.0
-    core_share: float = 0.25
+    search_cpu_s: Annotated[float, FINITE_POSITIVE] = 40.0
+    core_share: Annotated[float, POSITIVE_SHARE] = 0.25
     search: Literal["tpe", "random"] = "tpe"
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     twin: TwinSettings = field(default_factory=TwinSettings)
@@ -49,13 +48,6 @@ class ParameterTuningSettings:
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
 
     def __post_init__(self) -> None:
-        for name in ("every_s", "search_cpu_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"parameters.{name} must be a positive number, got {getattr(self, name)}")
-        if not 0 < self.core_share <= 1:
-            raise ValueError(f"parameters.core_share must be above 0 and at most 1, got {self.core_share}")
-        if self.min_requests < 1:
-            raise ValueError(f"parameters.min_requests must be at least 1, got {self.min_requests}")
         # Raises for a profile that is not there, which is better told at the start than after ten minutes.
         load_profile(self.profile)
 

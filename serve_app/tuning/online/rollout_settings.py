@@ -3,14 +3,22 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
+from serve_app.settings_base import (
+    FINITE_NOT_NEGATIVE,
+    FINITE_POSITIVE,
+    NOT_NEGATIVE,
+    POSITIVE_SHARE,
+    at_least,
+    settings,
+)
 from serve_app.tuning.search.search_space import Values
 
 Mode = Literal["off", "advise", "on"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="rollout")
 class RolloutSettings:
     """How a candidate is tried in production, and when it is dropped.
 
@@ -19,68 +27,45 @@ class RolloutSettings:
             tries it.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
     mode: Mode = "advise"
     # The farthest that a parameter moves at once, as a share of its range; a whole number may always move by
     # 1. A candidate farther away is reached in several steps, each of which has to win.
-    max_step: float = 0.25
+    max_step: Annotated[float, POSITIVE_SHARE] = 0.25
     # Seconds that one side is in force. Shorter ones meet more alike traffic, and lose more to `settle_s`.
-    slice_s: float = 60.0
+    slice_s: Annotated[float, FINITE_POSITIVE] = 60.0
     # Of each, the first seconds that are not judged: what was sent before still fills the engines.
     settle_s: float = 10.0
     # Pairs of slices, one of each side, at most: what is clear is decided sooner. Eight are a quarter of an
     # hour in all.
-    pairs: int = 8
+    pairs: Annotated[int, at_least(2).hint("one pair is chance")] = 8
     # Pairs that may come to nothing for lack of figures before the trial is given up.
-    void_pairs: int = 3
+    void_pairs: Annotated[int, NOT_NEGATIVE] = 3
     # Requests that are not over so long after their slice leave it without figures.
-    judge_limit_s: float = 120.0
+    judge_limit_s: Annotated[float, FINITE_POSITIVE] = 120.0
     # By how much the mean reward may be below the incumbent's while a trial goes on: noise, not harm.
-    margin: float = 0.03
+    margin: Annotated[float, FINITE_POSITIVE] = 0.03
     # The same for the share within its targets of any class, from so many requests of it on either side: of
     # 100 requests, that share is known to 2 or 3 of 100.
-    attainment_margin: float = 0.05
-    min_class_requests: int = 100
+    attainment_margin: Annotated[float, FINITE_POSITIVE] = 0.05
+    min_class_requests: Annotated[int, at_least(1)] = 100
     # Both margins are widened by so many standard errors of what neighbouring slices differ by themselves
     # (`slice_noise`). 0 takes every step back that looks worse, which near saturation is chance.
-    noise_allowance: float = 1.0
+    noise_allowance: Annotated[float, FINITE_NOT_NEGATIVE] = 1.0
     # Whether differences are cleared of what the twin expects of the same requests (`control_variate`). Costs
     # some CPU seconds for each pair, within the tuner's share of a core.
     control_variates: bool = True
     # At most with this chance a step that changes nothing is adopted, however often it is looked at
     # meanwhile; harm of half a noise has a tenth of it. 1 adopts every step that looks better.
-    false_adoption: float = 0.1
+    false_adoption: Annotated[float, POSITIVE_SHARE] = 0.1
     # After a step was adopted or looked better without proof, and after one that looked no better.
-    cool_down_s: float = 600.0
-    failure_cool_down_s: float = 1_800.0
+    cool_down_s: Annotated[float, FINITE_NOT_NEGATIVE] = 600.0
+    failure_cool_down_s: Annotated[float, FINITE_NOT_NEGATIVE] = 1_800.0
 
     def __post_init__(self) -> None:
-        if self.mode not in ("off", "advise", "on"):
-            raise ValueError(f"rollout.mode must be off, advise or on, got {self.mode!r}")
-        if not 0 < self.max_step <= 1:
-            raise ValueError(f"rollout.max_step must be above 0 and at most 1, got {self.max_step}")
-        for name in ("slice_s", "judge_limit_s", "margin", "attainment_margin"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"rollout.{name} must be a positive number, got {getattr(self, name)}")
-        for name in ("cool_down_s", "failure_cool_down_s", "noise_allowance"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"rollout.{name} must be at least 0, got {getattr(self, name)}")
-        if not 0 < self.false_adoption <= 1:
-            raise ValueError(
-                f"rollout.false_adoption must be above 0 and at most 1, got {self.false_adoption}"
-            )
         if not 0 <= self.settle_s < self.slice_s:
             raise ValueError(
                 "rollout.settle_s must be at least 0 and below slice_s, got "
                 f"{self.settle_s} and {self.slice_s}"
-            )
-        if self.pairs < 2:
-            raise ValueError(f"rollout.pairs must be at least 2, got {self.pairs}: one pair is chance")
-        if self.void_pairs < 0 or self.min_class_requests < 1:
-            raise ValueError(
-                "rollout.void_pairs must not be negative and min_class_requests at least 1, got "
-                f"{self.void_pairs} and {self.min_class_requests}"
             )
 
 

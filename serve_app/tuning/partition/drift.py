@@ -16,10 +16,12 @@ queues, and the run that is due after some minutes in any case.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+
+from serve_app.settings_base import INNER_SHARE, at_least, settings
 
 _TERMS = 100
 """Terms of Kolmogorov's series; its terms vanish far earlier wherever it is used."""
@@ -27,27 +29,18 @@ _LEAST_ARGUMENT = 0.3
 """Below it the probability is 1 to six places, and the series converges slowly."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="drift")
 class DriftSettings:
     """When to say that lengths have drifted."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
     # Share of requests across some length. Queues are 20 % wide, and routing bridges another 10 %: a smaller
     # shift changes the queue of few. Lower follows traffic faster, and re-routes more often.
-    min_shift: float = 0.1
+    min_shift: Annotated[float, INNER_SHARE] = 0.1
     # Chance of a false alarm per test. Arrivals come in spells, so that real samples vary more than
     # independent ones do.
-    significance: float = 0.001
+    significance: Annotated[float, INNER_SHARE] = 0.001
     # Of either sample; fewer say nothing.
-    min_sample: int = 200
-
-    def __post_init__(self) -> None:
-        for name in ("min_shift", "significance"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
-        if self.min_sample < 1:
-            raise ValueError(f"min_sample must be at least 1, got {self.min_sample}: 200 is usual")
+    min_sample: Annotated[int, at_least(1).hint("200 is usual")] = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,46 +11,33 @@ ours.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
 from serve_app.scheduling.policies.partition import LengthInterval, Partition
+from serve_app.settings_base import FINITE_POSITIVE, POSITIVE, SHARE, at_least, settings, share_below
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="adjustment")
 class AdjustmentSettings:
     """How far queues follow recent lengths between two full runs."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
     # Seconds between two steps.
-    interval_s: float = 60.0
+    interval_s: Annotated[float, FINITE_POSITIVE.hint("60 is usual")] = 60.0
     # Share of the way that a step goes. At a quarter, steps of the same traffic average out, and a queue has
     # come half-way to new members after three.
-    rate: float = 0.25
+    rate: Annotated[float, SHARE.hint("0 is no adjustment")] = 0.25
     # Recent members below which a queue stays as it is: the mean of 20 lengths in a queue that is 20 % wide
     # is known to about 1 %.
-    min_members: int = 20
+    min_members: Annotated[int, at_least(1)] = 20
     # `partition_distance` from the queues in force at which the moved ones replace them. Steps on unchanged
     # traffic stay below 0.01.
-    min_distance: float = 0.02
+    min_distance: Annotated[float, POSITIVE] = 0.02
     # As in the scheduler's `ewsjf.tolerance_ratio`: how far beyond its bounds a queue takes lengths.
-    tolerance_ratio: float = 0.10
-
-    def __post_init__(self) -> None:
-        if not 0 < self.interval_s < math.inf:
-            raise ValueError(f"interval_s must be a positive number, got {self.interval_s}: 60 is usual")
-        if not 0 <= self.rate <= 1:
-            raise ValueError(f"rate must lie between 0 (no adjustment) and 1, got {self.rate}")
-        if self.min_members < 1:
-            raise ValueError(f"min_members must be at least 1, got {self.min_members}")
-        if not self.min_distance > 0:
-            raise ValueError(f"min_distance must be positive, got {self.min_distance}")
-        if not 0 <= self.tolerance_ratio < 1:
-            raise ValueError(f"tolerance_ratio must be at least 0 and below 1, got {self.tolerance_ratio}")
+    tolerance_ratio: Annotated[float, share_below(1)] = 0.10
 
 
 def adjusted(

@@ -61,8 +61,8 @@ class StrategicSettings:
         for name in ("first_after", "drift_window"):
             if getattr(self, name) > self.sample_size:
                 raise ValueError(
-                    f"strategic.{name} of {getattr(self, name):,} exceeds sample_size {self.sample_size:,}: no "
-                    "more lengths are kept than that"
+                    f"strategic.{name} of {getattr(self, name):,} exceeds sample_size "
+                    f"{self.sample_size:,}: no more lengths are kept than that"
                 )
 
 

@@ -1,7 +1,7 @@
-"""Read and change one value in nested frozen settings, by its dotted path (`isolation.max_long_prefills`).
+"""Access to one value in nested frozen settings by its dotted path, such as `isolation.max_long_prefills`.
 
-Changing makes new settings, and runs the checks of every class on the way, so that what cannot be is refused
-with the settings' own words.
+A change makes new settings and runs the checks of every class on the path, so an impossible value is refused
+with the settings' own message.
 """
 
 from collections.abc import Mapping
@@ -33,11 +33,10 @@ def with_value(settings: Settings, path: str, value: object) -> Settings:
     Raises:
         SettingsError: there is no such setting, or it cannot have this value.
     """
-    name, _, rest = path.partition(".")
-    # Reading it names the path when there is none.
-    inner = value_at(settings, name)
+    # Names the path when there is no such setting.
+    value_at(settings, path)
     try:
-        return replace(settings, **{name: with_value(inner, rest, value) if rest else value})  # type: ignore[type-var]
+        return _changed(settings, path, value)
     except ValueError as error:
         raise SettingsError(f"{path} cannot be {value}: {error}") from error
 
@@ -47,3 +46,9 @@ def with_values(settings: Settings, values: Mapping[str, object]) -> Settings:
     for path, value in values.items():
         settings = with_value(settings, path, value)
     return settings
+
+
+def _changed(settings: Settings, path: str, value: object) -> Settings:
+    name, _, rest = path.partition(".")
+    new = _changed(getattr(settings, name), rest, value) if rest else value
+    return replace(settings, **{name: new})  # type: ignore[type-var]

@@ -13,13 +13,14 @@ engines, which `with_speed` corrects as a whole by what `engine_pace` measures.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.metrics.record import RequestRecord
 from serve_app.request import Usage
 from serve_app.scheduling.policies import learns_queues
 from serve_app.scheduling.policies.partition import Partition
+from serve_app.settings_base import NOT_NEGATIVE, at_least, settings, share_below
 from serve_app.simulation.partitions import FixedPartition
 from serve_app.simulation.replica import ReplicaPlan
 from serve_app.simulation.simulation import Decision, SimulatedRequest, Simulation, SimulationSettings
@@ -33,34 +34,20 @@ from serve_app.tuning.twin.traffic import resampled
 from serve_app.workloads.trace import Trace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="twin")
 class TwinSettings:
     """How windows are drawn and played."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
     # Requests in a window. At 10 requests/s a minute of traffic: queues build up and drain within it. More
     # has less noise per window and takes longer.
-    window_requests: int = 600
+    window_requests: Annotated[int, at_least(1)] = 600
     # Requests that stay together. Shorter blocks make windows more alike than real minutes are.
-    block_requests: int = 100
+    block_requests: Annotated[int, at_least(1)] = 100
     # Share of a window, the first by arrival, that is not measured: the fleet fills during it.
-    warm_up_ratio: float = 0.15
+    warm_up_ratio: Annotated[float, share_below(1)] = 0.15
     # Prompts and answers that the scheduler of the twin has learned from before a window begins.
-    learned_requests: int = 500
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("window_requests", "block_requests"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"twin.{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.warm_up_ratio < 1:
-            raise ValueError(f"twin.warm_up_ratio must be at least 0 and below 1, got {self.warm_up_ratio}")
-        if self.learned_requests < 0 or self.seed < 0:
-            raise ValueError(
-                f"twin.learned_requests and twin.seed must not be negative, got {self.learned_requests} and "
-                f"{self.seed}"
-            )
+    learned_requests: Annotated[int, NOT_NEGATIVE] = 500
+    seed: Annotated[int, NOT_NEGATIVE] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

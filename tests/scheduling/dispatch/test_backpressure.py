@@ -85,7 +85,7 @@ def test_an_answer_that_is_not_streamed_teaches_nothing_of_prefills() -> None:
     ("values", "complaint"),
     [
         ({"batch_target_waiting": -1}, "batch_target_waiting must not be negative, got -1"),
-        ({"tpot_gate_s": 0.0}, "tpot_gate_s must be positive, or null for no gate, got 0.0"),
+        ({"tpot_gate_s": 0.0}, "tpot_gate_s must be positive, got 0.0: null is no gate"),
         ({"tpot_reopen_ratio": 1.5}, "tpot_reopen_ratio must be above 0 and at most 1, got 1.5"),
         ({"kv_gate_ratio": 0.0}, "kv_gate_ratio must be positive, got 0.0"),
         ({"max_prefill_backlog_s": -1.0}, "max_prefill_backlog_s must be positive, got -1.0"),

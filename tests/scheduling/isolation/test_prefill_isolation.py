@@ -202,5 +202,6 @@ def test_equal_lengths_are_all_short() -> None:
     ],
 )
 def test_settings_that_make_no_sense_are_refused(change: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="must be"):
+    (name,) = change
+    with pytest.raises(ValueError, match=rf"isolation\.{name} must "):
         IsolationSettings(**change)  # type: ignore[arg-type]

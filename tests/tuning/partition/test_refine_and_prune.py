@@ -180,7 +180,7 @@ def test_the_trap_the_published_refinement_follows_the_size_of_the_sample() -> N
         ({"max_queues": 0}, "max_queues must be at least 1, got 0"),
         ({"clusters": 0}, "clusters"),
         ({"sample_size": 3}, "sample_size must be at least 16, got 3"),
-        ({"min_share": 0.7}, "min_share must lie between 0 and 0.5, got 0.7"),
+        ({"min_share": 0.7}, "min_share must be from 0 to 0.5, got 0.7"),
         ({"mode": "fast"}, "mode must be one of stable, paper, got 'fast'"),
         ({"prune": "no"}, "prune must be one of widen, merge-highest"),
         ({"mode": "paper"}, "set prune to merge-highest"),
