@@ -1,40 +1,37 @@
-"""Where should the border between the pools lie, so that both are loaded alike?
+"""Adaptive `B_short`: the boundary between the pools follows the traffic, so that both are loaded alike.
 
-Question. A request whose token budget is at most `B_short` is at home in the short pool. Which `B_short`
-gives both pools the same load per unit of capacity, while the mix of requests drifts?
+A request whose token budget is at most `B_short` is at home in the short pool. The question is which
+`B_short` gives both pools the same load per unit of capacity, while the mix of requests drifts.
 
-Inputs. Every request from its arrival to its end, waiting or running, wherever it runs: its token budget and
-the KV tokens that it is expected to hold. By Little's law the mean of what is there is arrival rate times
-time in the system, so a histogram of it by budget, averaged over `memory_s`, is the demand for room by
-length. It contains what long answers, slow engines and backlogs do to demand, and no model of the engine's
-speed is needed.
+Inputs. Every request from its arrival to its end, waiting or running: its token budget, and the KV tokens
+that it is expected to hold. By Little's law the mean number present is arrival rate times time in the system.
+So a histogram of them by budget, averaged over `memory_s`, is the demand for capacity by length. It includes
+the effects of long answers, slow engines and backlogs, and needs no model of the engine's speed.
 
-    load(pool) = max(KV tokens / KV capacity, requests / batch places) / speed    of those at home in it
-    imbalance(B) = (load(short) - load(long)) / (load(short) + load(long))   rises with B, -1 to 1
+    load(pool) = max(KV tokens / KV capacity, requests / batch slots) / speed    of those at home in it
+    imbalance(B) = (load(short) - load(long)) / (load(short) + load(long))       rises with B, -1 to 1
 
-The best border is where the imbalance is zero. Equal load by size is the SITA-E rule (Harchol-Balter,
-Crovella, Murta 1999); it gives each pool work of one size and keeps neither idle. Spill is a different thing:
-it fills room that is free *now* with whoever waits. Load counts requests where they are at home, not where
+The best `B_short` is where the imbalance is zero. Equal load by size is the SITA-E rule (Harchol-Balter,
+Crovella, Murta 1999): each pool gets work of similar size, and neither is idle. Spill is separate, and fills
+capacity that is free now with any waiting request. Load counts requests where they are at home, not where
 they run, so spill does not hide an imbalance.
 
-`speed` is learned, because room is not pace: at the same share of room taken, an engine whose prompts are
-long may generate faster than one with a full batch, or slower. While the loads are even and the pools' mean
-times per output token still differ, the slower pool's speed is taken for less, by a part of the difference
-at a time.
+`speed` is learned, because utilisation is not pace. At the same utilisation, an engine with long prompts may
+generate faster than one with a full batch, or slower. When the loads are even and the pools' mean times per
+output token still differ, the estimated speed of the slower pool is reduced by a part of the difference.
 
-Why it does not flap:
-- The loads must differ by more than `tolerance_ratio` of their sum, and by more than chance explains: by four
-  standard errors of the averages, in which a request counts by what it takes *and* how long it stays
-  (`serve_app/routing/demand.py`).
-- The best border must be better than the present one by half of the tolerance. Where one length makes up much
-  of the demand no border is even, and the zero lies between two neighbours. Then chance makes one better as
-  much as the other worse, so that twice the error is asked for.
+Why it does not oscillate:
+- The loads must differ by more than `tolerance_ratio` of their sum, and by more than four standard errors of
+  the means. A request counts for the error by what it uses *and* how long it stays (`demand`).
+- The best `B_short` must be better than the current one by half of the tolerance. Where one length is a large
+  part of the demand, no `B_short` is even, and the zero lies between two neighbours. Chance then makes one
+  better as much as the other worse, so twice the error is required.
 - A move is followed by `dwell_s` without another, and is at most `max_step_octaves` long.
-- Each time that the other pool turns out to be the slower one, what is learned of the speed from then on
-  counts half; it recovers within half an hour or so.
+- Each time the other pool turns out to be the slower one, further learning of the speed is halved. It
+  recovers within half an hour or so.
 
-At ties (lengths that nobody asks for) the border nearest to the present one. No traffic: no moves. A pool
-without replicas: no moves. Borders lie on a grid of eight to the octave.
+Ties (lengths without requests): the boundary nearest to the current one. Without traffic, or with a pool
+without replicas, nothing moves. Boundaries are on a grid of eight to the octave.
 """
 
 import math
@@ -42,19 +39,19 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Annotated
 
-from serve_app.routing.demand import EDGES, PER_OCTAVE, Demand, Loads, PoolCapacity, place_below
+from serve_app.routing.demand import EDGES, PER_OCTAVE, Demand, Loads, PoolCapacity, last_bucket_within
 from serve_app.settings_base import FINITE_POSITIVE, INNER_SHARE, NOT_NEGATIVE, at_least, settings
 
-# The lower bound when none is given, as a share of the border that the settings begin with.
+# The lower bound when none is given, as a share of the configured `b_short_tokens`.
 _LOWEST_RATIO = 1 / 32
-# How much of a difference in pace goes into the speed at a time; the time in which that recovers; the most
+# How much of a difference in pace is added to the speed at a time; the time in which that recovers; the most
 # that the speeds may differ by.
 _GAIN = 0.5
 _GAIN_RECOVERY_S = 1_800.0
 _MOST_SPEED_RATIO = 4.0
-# Standard errors beyond which a difference is no chance. An average over a minute is a new one sixty times an
-# hour, and wanders beyond three standard errors in one hour out of two, beyond four in one out of sixteen.
-_SURE = 4.0
+# Standard errors beyond which a difference is significant. A mean over a minute has sixty independent values
+# in an hour, so three standard errors would be exceeded by chance far too often.
+_SIGNIFICANT = 4.0
 
 
 @settings(block="adaptive_b_short")
@@ -62,19 +59,20 @@ class AdaptiveBShortSettings:
     """Whether, how far and how fast `B_short` moves."""
 
     enabled: bool = False
-    # Bounds of the border in tokens. None: a 32nd of `b_short_tokens`, and the short pool's context limit,
+    # Bounds of `B_short` in tokens. Null: a 32nd of `b_short_tokens`, and the short pool's context limit,
     # which always holds as well.
     b_short_min: Annotated[int | None, at_least(1)] = None
     b_short_max: Annotated[int | None, at_least(1)] = None
-    # Demand is averaged over so long. Shorter follows sooner; longer is steadier and sees finer differences.
+    # Time constant of the mean demand. Shorter follows sooner; longer is steadier and resolves finer
+    # differences.
     memory_s: Annotated[float, FINITE_POSITIVE] = 60.0
-    # Loads that differ by less than this share of their sum are even: 0.15 is 1.35 times one another.
+    # Loads that differ by less than this share of their sum count as even: 0.15 is a ratio of 1.35.
     tolerance_ratio: Annotated[float, INNER_SHARE] = 0.15
-    # A border moves at most so far at once, and then stays for so long: what has moved shows only when those
-    # who came under the old border are done.
+    # Largest single move, and the time without another one after it. The effect of a move shows only when the
+    # requests that arrived before it have ended.
     max_step_octaves: Annotated[float, at_least(1 / PER_OCTAVE).hint("the distance of two borders")] = 2.0
     dwell_s: Annotated[float, NOT_NEGATIVE] = 30.0
-    # Between two looks at the demand.
+    # Seconds between two samples of the demand.
     interval_s: Annotated[float, FINITE_POSITIVE] = 1.0
 
     def __post_init__(self) -> None:
@@ -83,7 +81,7 @@ class AdaptiveBShortSettings:
             raise ValueError(f"adaptive_b_short.b_short_min of {low} is above b_short_max of {high}")
 
     def lowest(self, b_short_tokens: int) -> int:
-        """The lower bound for a border that begins at `b_short_tokens`."""
+        """The lower bound of `B_short`, given its configured value."""
         if self.b_short_min is not None:
             return self.b_short_min
         return max(1, int(b_short_tokens * _LOWEST_RATIO))
@@ -95,9 +93,9 @@ class BShortChanged:
 
     Attributes:
         b_short_tokens, was_tokens: the new value and the one before.
-        short_load, long_load: the loads of the pools at the old value; 1.0 is all room of the long pool, and
-            of the short one as far as it is as fast.
-        speed_ratio: what is taken for the speed of the short pool over that of the long one.
+        short_load, long_load: the loads of the pools at the old value; 1.0 is all capacity of the long pool,
+            and that of the short one times its speed.
+        speed_ratio: the learned speed of the short pool, as a multiple of the long pool's.
     """
 
     b_short_tokens: int
@@ -108,13 +106,13 @@ class BShortChanged:
 
 
 class AdaptiveBShort:
-    """The border of one model's pools.
+    """`B_short` of one model's pools.
 
     Args:
-        b_short_tokens: where it begins.
+        b_short_tokens: its initial value.
 
     Attributes:
-        b_short_tokens: where it stands.
+        b_short_tokens: its current value.
     """
 
     def __init__(self, settings: AdaptiveBShortSettings, b_short_tokens: int) -> None:
@@ -122,39 +120,39 @@ class AdaptiveBShort:
         self.b_short_tokens = b_short_tokens
         self._lowest = settings.lowest(b_short_tokens)
         self._demand = Demand(settings.memory_s)
-        self._stays_until = -math.inf
-        self._speeds = _Speeds(settings.memory_s)
+        self._dwells_until = -math.inf
+        self._speed = _SpeedRatio(settings.memory_s)
 
     def __repr__(self) -> str:
         return f"<AdaptiveBShort {self.b_short_tokens} requests={len(self._demand)}>"
 
     def on_arrival(self, budget_tokens: int, kv_tokens: int) -> float:
-        """A request is there: it waits or runs. Returns what `left` is to be given.
+        """A request waits or runs from now on; returns a mark to give to `on_departure`.
 
         Args:
-            budget_tokens: the most it may take; decides where it is at home.
-            kv_tokens: what it is expected to hold of a KV cache.
+            budget_tokens: its token budget, which decides where it is at home.
+            kv_tokens: KV tokens that it is expected to hold.
         """
         return self._demand.on_arrival(budget_tokens, kv_tokens)
 
-    def on_departure(self, budget_tokens: int, kv_tokens: int, came_at: float) -> None:
-        """A request that came is over.
+    def on_departure(self, budget_tokens: int, kv_tokens: int, arrival_mark: float) -> None:
+        """A request has ended.
 
         Args:
-            budget_tokens, kv_tokens: those with which it came.
-            came_at: what `came` returned.
+            budget_tokens, kv_tokens: those given at its arrival.
+            arrival_mark: what `on_arrival` returned.
         """
-        self._demand.on_departure(budget_tokens, kv_tokens, came_at)
+        self._demand.on_departure(budget_tokens, kv_tokens, arrival_mark)
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time for another look."""
+        """Whether it is time for another sample of the demand."""
         last = self._demand.sampled_at
         return last is None or now >= last + self._settings.interval_s
 
     def adapt(
         self, short: PoolCapacity | None, long: PoolCapacity | None, now: float
     ) -> BShortChanged | None:
-        """Look at the demand, and move the border if that is due.
+        """Sample the demand, and move `B_short` if that is due.
 
         Args:
             short, long: the capacity of the pools; None while a pool has no replica.
@@ -163,64 +161,63 @@ class AdaptiveBShort:
         self._demand.sample(now)
         if short is None or long is None:
             return None
-        if now < self._stays_until:
+        if now < self._dwells_until:
             return None
-        self._speeds.observe(short.tpot_s, long.tpot_s, now)
-        loads = self._demand.loads(short, long, self._speeds.ratio)
-        present = place_below(self.b_short_tokens)
-        chance = _SURE * loads.standard_error(present)
-        if abs(loads.imbalance(present)) <= max(self._settings.tolerance_ratio, chance):
-            # Only what is left when the loads are even can be speed.
-            self._speeds.learn(self._settings, now)
+        self._speed.observe(short.tpot_s, long.tpot_s, now)
+        loads = self._demand.loads(short, long, self._speed.ratio)
+        current = last_bucket_within(self.b_short_tokens)
+        chance = _SIGNIFICANT * loads.standard_error(current)
+        if abs(loads.imbalance(current)) <= max(self._settings.tolerance_ratio, chance):
+            # Only what remains when the loads are even is a difference in speed.
+            self._speed.learn(self._settings, now)
             return None
-        target = loads.best(self._allowed(short), present)
-        if not self._is_better(loads, target, present, chance):
+        target = loads.best(self._allowed(short), current)
+        if not self._is_better(loads, target, current, chance):
             return None
-        return self._move(target, present, loads, now)
+        return self._move(target, current, loads, now)
 
     def restore(self, b_short_tokens: int, now: float) -> None:
-        """Go on from where the border stood in an earlier process, within the bounds of this one."""
+        """Continue from the value of an earlier process, within the bounds of this one."""
         highest = self._settings.b_short_max or b_short_tokens
         self.b_short_tokens = min(max(b_short_tokens, self._lowest), highest)
-        self._stays_until = now + self._settings.dwell_s
+        self._dwells_until = now + self._settings.dwell_s
 
-    def _is_better(self, loads: Loads, target: int, present: int, chance: float) -> bool:
-        """Whether the loads are surely more even at the target than at present.
+    def _is_better(self, loads: Loads, target: int, current: int, chance: float) -> bool:
+        """Whether the loads are significantly more even at the target than at the current value.
 
-        At both borders chance errs by the same amount and in the same direction: those between them do not
-        matter. When the zero lies between two borders, the error makes one the better as much as the other
-        the worse, and counts for both.
+        At both values the error has the same size and direction, so it cancels. When the zero lies between
+        them, the error makes one better as much as the other worse, and counts for both.
         """
-        before, after = loads.imbalance(present), loads.imbalance(target)
+        before, after = loads.imbalance(current), loads.imbalance(target)
         gain = abs(before) - abs(after)
         beyond = abs(after / before) if before * after < 0 else 0.0
         needed = chance * (1 + beyond) if beyond else 0.0
         return gain >= max(self._settings.tolerance_ratio / 2, needed)
 
     def _allowed(self, short: PoolCapacity) -> range:
-        """The places that a border may have."""
+        """The buckets that `B_short` may have."""
         highest = min(self._settings.b_short_max or short.context_tokens, short.context_tokens)
-        return range(bisect_left(EDGES, self._lowest), place_below(highest) + 1)
+        return range(bisect_left(EDGES, self._lowest), last_bucket_within(highest) + 1)
 
-    def _move(self, target: int, present: int, loads: Loads, now: float) -> BShortChanged | None:
+    def _move(self, target: int, current: int, loads: Loads, now: float) -> BShortChanged | None:
         step = int(self._settings.max_step_octaves * PER_OCTAVE)
-        place = min(max(target, present - step), present + step)
-        if EDGES[place] == self.b_short_tokens:
+        bucket = min(max(target, current - step), current + step)
+        if EDGES[bucket] == self.b_short_tokens:
             return None
-        was, self.b_short_tokens = self.b_short_tokens, EDGES[place]
-        self._stays_until = now + self._settings.dwell_s
-        self._speeds.restart()
+        was, self.b_short_tokens = self.b_short_tokens, EDGES[bucket]
+        self._dwells_until = now + self._settings.dwell_s
+        self._speed.restart()
         return BShortChanged(
             b_short_tokens=self.b_short_tokens,
             was_tokens=was,
-            short_load=loads.short(present),
-            long_load=loads.long(present),
-            speed_ratio=self._speeds.ratio,
+            short_load=loads.short(current),
+            long_load=loads.long(current),
+            speed_ratio=self._speed.ratio,
         )
 
 
-class _Speeds:
-    """How fast the short pool is at the same share of room taken, as a multiple of the long one.
+class _SpeedRatio:
+    """The learned speed of the short pool at the same utilisation, as a multiple of the long pool's.
 
     Attributes:
         ratio: that multiple.
@@ -236,11 +233,11 @@ class _Speeds:
         self.ratio = 1.0
 
     def restart(self) -> None:
-        """Forget the pace, for it is of another border, but not the speeds."""
+        """Forget the pace, which belongs to another `B_short`, but not the ratio."""
         self._tpot_s, self._began_at = [None, None], None
 
     def observe(self, short_tpot_s: float | None, long_tpot_s: float | None, now: float) -> None:
-        """Average what the pools tell of their pace; a pool that tells nothing keeps its average."""
+        """Average the reported pace of the pools; a pool without a report keeps its mean."""
         if self._began_at is None:
             self._began_at = self._observed_at = now
         weight = -math.expm1((self._observed_at - now) / self._memory_s)
@@ -251,7 +248,7 @@ class _Speeds:
                 self._tpot_s[place] = tpot_s if mean is None else mean + weight * (tpot_s - mean)
 
     def learn(self, settings: AdaptiveBShortSettings, now: float) -> None:
-        """Take a difference in pace that has lasted for one in speed."""
+        """Attribute a difference in pace that has lasted to the speed."""
         short_s, long_s = self._tpot_s
         if short_s is None or long_s is None or self._began_at is None:
             return

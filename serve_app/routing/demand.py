@@ -1,16 +1,16 @@
-"""What room do requests of each length take on average, and how much of that is chance?
+"""The demand by request length: mean use of KV tokens and batch slots, and the error of that mean.
 
-A resource (KV tokens, or places in a batch) is averaged with an exponential window of `memory_s`. A request
-that takes `w` of it for a time `r` adds `w (1 - exp(-r / memory_s))` to the average of its length, and that
-fades after it has left. When requests come independently of one another, the variance of such a sum is the
-sum of the squares of what each one adds (Campbell's theorem for a Poisson stream). So the squares are summed,
-too. Long requests weigh twice in them: they take more, and they stay longer.
+A resource (KV tokens, or slots of the batch) is averaged with an exponential window of `memory_s`. A request
+that uses `w` of it for a time `r` adds `w (1 - exp(-r / memory_s))` to the mean of its length, which decays
+after its end. When requests arrive independently, the variance of such a sum is the sum of the squares of
+what each adds (Campbell's theorem for a Poisson stream). So the squares are summed too. Long requests count
+twice in them: they use more, and they stay longer.
 
-With `u = exp(-age / memory_s)` the square of what a request adds is `w² (1 - 2u + u²)` while it is there, and
-`w² (1 - u)²`, as it was at its end, that fades with the square of the window thereafter. Three sums by length
-therefore do, whatever the number of requests.
+With `u = exp(-age / memory_s)` the square of what a request adds is `w² (1 - 2u + u²)` while it is present.
+After its end it is `w² (1 - u)²` with the `u` at its end, which decays with the square of the window. So
+three sums per length suffice, whatever the number of requests.
 
-Lengths lie on a grid of eight places to the octave.
+Lengths are in buckets, eight to the octave.
 """
 
 import math
@@ -21,26 +21,26 @@ from itertools import accumulate
 
 PER_OCTAVE = 8
 _OCTAVES = 21  # up to two million tokens
-EDGES = [round(2 ** (place / PER_OCTAVE)) for place in range(_OCTAVES * PER_OCTAVE + 1)]
+EDGES = [round(2 ** (bucket / PER_OCTAVE)) for bucket in range(_OCTAVES * PER_OCTAVE + 1)]
 
 
-def place_of(budget_tokens: int) -> int:
-    """The first place whose border makes such a request short."""
+def bucket_of(budget_tokens: int) -> int:
+    """The first bucket whose upper edge is at least this budget."""
     return min(bisect_left(EDGES, budget_tokens), len(EDGES) - 1)
 
 
-def place_below(tokens: int) -> int:
-    """The last place whose border is at most `tokens`."""
+def last_bucket_within(tokens: int) -> int:
+    """The last bucket whose upper edge is at most `tokens`."""
     return max(bisect_right(EDGES, tokens) - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolCapacity:
-    """What all replicas of a pool hold together.
+    """The capacity of all replicas of a pool together.
 
     Attributes:
         context_tokens: the context limit of its smallest replica.
-        tpot_s: mean time per output token lately; None when nothing was generated, or nobody told.
+        tpot_s: recent mean time per output token; None when none was reported.
     """
 
     kv_tokens: int
@@ -50,162 +50,162 @@ class PoolCapacity:
 
 
 class Demand:
-    """The requests that are there by length, and what they took on average.
+    """The requests that wait or run, by length, and their mean use of resources.
 
     Args:
-        memory_s: of the averages.
+        memory_s: time constant of the means, in seconds.
     """
 
     def __init__(self, memory_s: float) -> None:
         self._memory_s = memory_s
         self._tokens, self._count = _Resource(), _Resource()
-        # Seconds from the first sample to the last: whoever comes is there from the sample before.
+        # Seconds from the first sample to the last; a request counts from the sample before its arrival.
         self._clock_s = 0.0
         self._sampled_at: float | None = None
 
     @property
     def sampled_at(self) -> float | None:
-        """When it was last averaged; None before the first time."""
+        """When the last sample was taken; None before the first."""
         return self._sampled_at
 
     def __len__(self) -> int:
-        """Requests that are there."""
-        return sum(self._count.there)
+        """Requests that wait or run."""
+        return sum(self._count.present)
 
     def on_arrival(self, budget_tokens: int, kv_tokens: int) -> float:
-        """A request is there; returns what `left` is to be given."""
-        place = place_of(budget_tokens)
-        self._tokens.on_arrival(place, kv_tokens)
-        self._count.on_arrival(place, 1)
+        """A request has arrived; returns a mark to give to `on_departure`."""
+        bucket = bucket_of(budget_tokens)
+        self._tokens.on_arrival(bucket, kv_tokens)
+        self._count.on_arrival(bucket, 1)
         return self._clock_s
 
-    def on_departure(self, budget_tokens: int, kv_tokens: int, came_at: float) -> None:
-        """A request that came is over."""
-        place = place_of(budget_tokens)
-        faded = math.exp((came_at - self._clock_s) / self._memory_s)
-        self._tokens.on_departure(place, kv_tokens, faded)
-        self._count.on_departure(place, 1, faded)
+    def on_departure(self, budget_tokens: int, kv_tokens: int, arrival_mark: float) -> None:
+        """A request has ended."""
+        bucket = bucket_of(budget_tokens)
+        decayed = math.exp((arrival_mark - self._clock_s) / self._memory_s)
+        self._tokens.on_departure(bucket, kv_tokens, decayed)
+        self._count.on_departure(bucket, 1, decayed)
 
     def sample(self, now: float) -> None:
-        """Average what was there since the last sample."""
+        """Average what was used since the last sample."""
         elapsed_s = 0.0 if self._sampled_at is None else now - self._sampled_at
         self._sampled_at = now
         self._clock_s += elapsed_s
-        kept = math.exp(-elapsed_s / self._memory_s)
-        self._tokens.fade(kept)
-        self._count.fade(kept)
+        factor = math.exp(-elapsed_s / self._memory_s)
+        self._tokens.decay(factor)
+        self._count.decay(factor)
 
     def loads(self, short: PoolCapacity, long: PoolCapacity, speed_ratio: float) -> "Loads":
-        """The loads of two pools that share these requests.
+        """The loads of two pools that share these requests, for every boundary.
 
         Args:
-            speed_ratio: how fast the short pool is at the same share of room taken, as a multiple of the long
-                one.
+            speed_ratio: speed of the short pool at the same utilisation, as a multiple of the long pool's.
         """
         return Loads(
-            (
-                _Share(self._tokens, short.kv_tokens * speed_ratio, long.kv_tokens),
-                _Share(self._count, short.sequences * speed_ratio, long.sequences),
-            )
+            _ResourceLoads(self._tokens, short.kv_tokens * speed_ratio, long.kv_tokens),
+            _ResourceLoads(self._count, short.sequences * speed_ratio, long.sequences),
         )
 
 
 class _Resource:
-    """What is taken of one resource, by place.
+    """The use of one resource, by bucket.
 
     Attributes:
-        there: by those that are there now.
-        means: on average.
+        present: use by the requests that are present now.
+        means: mean use.
     """
 
     def __init__(self) -> None:
-        self.there = [0] * len(EDGES)
+        self.present = [0] * len(EDGES)
         self.means = [0.0] * len(EDGES)
-        # The sum of w² over those that are there; of w² u; and of w² u² over them with w² (1 - u)² of those
-        # that have left, which fade alike.
+        # Over the requests that are present: the sum of w²; of w² u; and of w² u², which also has the
+        # w² (1 - u)² of those that have ended, as both decay alike.
         self._squares = [0] * len(EDGES)
-        self._once = [0.0] * len(EDGES)
-        self._twice = [0.0] * len(EDGES)
+        self._squares_u = [0.0] * len(EDGES)
+        self._squares_u2 = [0.0] * len(EDGES)
 
-    def on_arrival(self, place: int, amount: int) -> None:
-        self.there[place] += amount
+    def on_arrival(self, bucket: int, amount: int) -> None:
+        self.present[bucket] += amount
         square = amount * amount
-        self._squares[place] += square
-        self._once[place] += square
-        self._twice[place] += square
+        self._squares[bucket] += square
+        self._squares_u[bucket] += square
+        self._squares_u2[bucket] += square
 
-    def on_departure(self, place: int, amount: int, faded: float) -> None:
-        self.there[place] -= amount
+    def on_departure(self, bucket: int, amount: int, decayed: float) -> None:
+        self.present[bucket] -= amount
         square = amount * amount
-        self._squares[place] -= square
-        self._once[place] -= square * faded
-        self._twice[place] += square * (1 - 2 * faded)
+        self._squares[bucket] -= square
+        self._squares_u[bucket] -= square * decayed
+        self._squares_u2[bucket] += square * (1 - 2 * decayed)
 
-    def fade(self, kept: float) -> None:
-        for place, value in enumerate(self.there):
-            mean = self.means[place]
+    def decay(self, factor: float) -> None:
+        for bucket, value in enumerate(self.present):
+            mean = self.means[bucket]
             if mean or value:
-                self.means[place] = value + kept * (mean - value)
-                self._once[place] *= kept
-                self._twice[place] *= kept * kept
+                self.means[bucket] = value + factor * (mean - value)
+                self._squares_u[bucket] *= factor
+                self._squares_u2[bucket] *= factor * factor
 
     def variances(self) -> list[float]:
-        """Of the averages, by place, as far as chance explains them."""
-        sums = zip(self._squares, self._once, self._twice, strict=True)
-        return [max(0.0, there - 2 * once + twice) for there, once, twice in sums]
+        """Variances of the means, by bucket, from random arrivals alone."""
+        sums = zip(self._squares, self._squares_u, self._squares_u2, strict=True)
+        return [max(0.0, squares - 2 * u + u2) for squares, u, u2 in sums]
 
 
-class _Share:
-    """What two pools have of one resource, for every place of the border: loads and their variances."""
+class _ResourceLoads:
+    """The loads of two pools in one resource, and their variances, for every boundary."""
 
     def __init__(self, of: _Resource, short_capacity: float, long_capacity: float) -> None:
         self._means, self._variances = list(accumulate(of.means)), list(accumulate(of.variances()))
         self._short_capacity, self._long_capacity = short_capacity, long_capacity
 
-    def short(self, place: int) -> tuple[float, float]:
+    def short(self, bucket: int) -> tuple[float, float]:
         return (
-            self._means[place] / self._short_capacity,
-            self._variances[place] / self._short_capacity**2,
+            self._means[bucket] / self._short_capacity,
+            self._variances[bucket] / self._short_capacity**2,
         )
 
-    def long(self, place: int) -> tuple[float, float]:
-        # What floating point leaves of nothing may be less than it.
-        mean = max(self._means[-1] - self._means[place], 0.0)
-        variance = max(self._variances[-1] - self._variances[place], 0.0)
+    def long(self, bucket: int) -> tuple[float, float]:
+        # Rounding may leave a difference just below zero.
+        mean = max(self._means[-1] - self._means[bucket], 0.0)
+        variance = max(self._variances[-1] - self._variances[bucket], 0.0)
         return mean / self._long_capacity, variance / self._long_capacity**2
 
 
 class Loads:
-    """The loads of both pools for every place of the border."""
+    """The loads of both pools for every boundary, which is the last bucket of the short pool."""
 
-    def __init__(self, shares: tuple[_Share, _Share]) -> None:
-        self._tokens, self._count = shares
+    def __init__(self, tokens: _ResourceLoads, count: _ResourceLoads) -> None:
+        self._tokens, self._count = tokens, count
 
-    def short(self, place: int) -> float:
-        """Of the scarcer resource, 1.0 is all of it."""
-        return max(self._tokens.short(place), self._count.short(place))[0]
+    def short(self, bucket: int) -> float:
+        """Load of the short pool in its scarcer resource; 1.0 is all of it."""
+        return max(self._tokens.short(bucket), self._count.short(bucket))[0]
 
-    def long(self, place: int) -> float:
-        """Of the scarcer resource, 1.0 is all of it."""
-        return max(self._tokens.long(place), self._count.long(place))[0]
+    def long(self, bucket: int) -> float:
+        """Load of the long pool in its scarcer resource; 1.0 is all of it."""
+        return max(self._tokens.long(bucket), self._count.long(bucket))[0]
 
-    def imbalance(self, place: int) -> float:
+    def imbalance(self, bucket: int) -> float:
         """The difference of the loads over their sum."""
-        short, long = self.short(place), self.long(place)
+        short, long = self.short(bucket), self.long(bucket)
         return (short - long) / (short + long) if short + long > 0 else 0.0
 
-    def standard_error(self, place: int) -> float:
-        """Of the imbalance, if the loads were even there; infinite when there is no load."""
-        short, short_variance = max(self._tokens.short(place), self._count.short(place))
-        long, long_variance = max(self._tokens.long(place), self._count.long(place))
+    def standard_error(self, bucket: int) -> float:
+        """Standard error of the imbalance, if the loads were even; infinite without load."""
+        short, short_variance = max(self._tokens.short(bucket), self._count.short(bucket))
+        long, long_variance = max(self._tokens.long(bucket), self._count.long(bucket))
         if short + long <= 0:
             return math.inf
         return math.sqrt(short_variance + long_variance) / (short + long)
 
-    def best(self, allowed: Iterable[int], present: int) -> int:
-        """The evenest place, of several the nearest to the present one; that itself if none is allowed."""
+    def best(self, allowed: Iterable[int], current: int) -> int:
+        """The boundary with the least imbalance, of equals the nearest to `current`.
+
+        It is `current` itself when none is allowed.
+        """
         return min(
             allowed,
-            key=lambda place: (round(abs(self.imbalance(place)), 9), abs(place - present)),
-            default=present,
+            key=lambda bucket: (round(abs(self.imbalance(bucket)), 9), abs(bucket - current)),
+            default=current,
         )

@@ -1,29 +1,20 @@
-"""What each replica has been promised: the one record of who has room.
+"""The ledger: what each replica has been promised, which is the only record of free capacity.
 
-Rules of the ledger:
+Rules:
 
-- The call that chooses a replica is followed, in the same breath, by `hold`; whoever looks next sees the
-  promise.
-- `held_tokens == sum of the holds of its running requests`, exactly, at any time, also for a replica that is
-  lost: its requests come back one by one, from the gateways that know how they ended.
-- A replica is *open* when it may take one more request. Open replicas stand in a heap, those with
-  the most free tokens first, so the best is found in O(1) and kept in O(log replicas). A heap entry is valid
-  only while its version is the replica's; everything that changes a replica's room gives it a new version.
-- There is such a heap for each pair of numbers of long and of longest prefills in flight (at most a handful),
-  because a replica may be open to short requests and closed to longer ones, and because short ones do better
-  where no long prefill is under way. Each pair has two heaps, of replicas whose engine's queue is empty and
-  of the others, since some classes may go to the former only.
-- As the first of a heap has the most free tokens, no other replica fits a request that the first does not.
+- A choice of a replica is followed at once by `hold`, so that the next decision sees the reservation.
+- `held_tokens == sum of the holds of its running requests`, exactly, at any time. That includes a lost
+  replica: its requests return one by one, from the gateways that know how they ended.
+- Free tokens count what requests are *expected* to need. So the ledger balances load by work, not by number
+  of requests.
 
-"Free" counts the tokens that requests are *expected* to need, so the ledger balances load by work, not by
-count.
+`open_replicas` finds the best replica that may take one more request.
 """
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Protocol
 
+from serve_app.routing.open_replicas import Backpressure, OpenReplicas
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
@@ -32,30 +23,16 @@ _STARTS_TIME_CONSTANT_S = 2.0
 _REPORT_GAP_WEIGHT = 0.2
 
 
-_Heap = list[tuple[int, int, int, ReplicaState]]
-_QUEUED, _EMPTY = 0, 1
-
-
-class Backpressure(Protocol):
-    """When a replica may be sent more."""
-
-    def admits(self, replica: ReplicaState, now: float) -> bool:
-        """Whether one more request may be sent, as far as the engine's queue and batch go."""
-
-    def has_empty_queue(self, replica: ReplicaState) -> bool:
-        """Whether hardly anything can be waiting in the engine's own queue."""
-
-    def gates(self, replica: ReplicaState) -> bool:
-        """Whether the replica's last report, and whether it was gated before, say that it is too busy."""
-
-
 class ReplicaLedger:
-    """Replicas by pool, their holds, and the best open one of each pool.
+    """The replicas and their holds.
 
     Args:
-        backpressure: when a replica may be sent more.
+        backpressure: decides when a replica may be sent more.
         report_limit_s: age at which a report no longer counts.
-        kv_fill_ratio: share of the KV cache that may be promised.
+        kv_fill_ratio: share of the KV cache that may be reserved.
+
+    Attributes:
+        open: the replicas that may take one more request.
     """
 
     def __init__(self, *, backpressure: Backpressure, report_limit_s: float, kv_fill_ratio: float) -> None:
@@ -63,9 +40,9 @@ class ReplicaLedger:
         self._report_limit_s = report_limit_s
         self._kv_fill_ratio = kv_fill_ratio
         self._replicas: dict[str, ReplicaState] = {}
-        self._open: dict[str, dict[tuple[int, int], tuple[_Heap, _Heap]]] = {}
+        self.open = OpenReplicas(backpressure, self._replicas)
         self._context_limits: dict[str, int] = {}
-        # Replicas with a fresh report, the oldest report first; reports come in the order of time.
+        # Replicas with a fresh report, the oldest report first; reports arrive in the order of time.
         self._fresh: OrderedDict[str, float] = OrderedDict()
         self._joined = 0
         self._next_order = 0
@@ -73,7 +50,7 @@ class ReplicaLedger:
     # Replicas
 
     def join(self, spec: ReplicaSpec, now: float) -> None:
-        """Add a replica, or take it back with whatever it still runs. It opens with its first report."""
+        """Add a replica, or one that returns with what it still runs. It opens with its first report."""
         state = self._replicas.get(spec.replica_id)
         if state is None:
             state = self._add(spec, now)
@@ -82,11 +59,11 @@ class ReplicaLedger:
         state.spec, state.joined, state.report, state.stale = spec, True, None, False
         state.kv_budget = self._kv_budget(spec)
         self._fresh.pop(spec.replica_id, None)
-        self._refresh(state, now)
+        self.open.update(state, now)
         self._measure_context_limits()
 
     def report(self, replica_id: str, report: ReplicaReport, now: float) -> bool:
-        """Take a report in; True when the replica was stale until now. Unknown replicas are ignored."""
+        """Record a report; True when the replica was stale until now. Unknown replicas are ignored."""
         state = self._replicas.get(replica_id)
         if state is None or not state.joined:
             return False
@@ -99,18 +76,18 @@ class ReplicaLedger:
         state.gated = self._backpressure.gates(state)
         self._fresh[replica_id] = now
         self._fresh.move_to_end(replica_id)
-        self._refresh(state, now)
+        self.open.update(state, now)
         return was_stale
 
     def lose(self, replica_id: str, now: float) -> None:
-        """Close a replica that is gone; its requests stay on the books until each is released."""
+        """Close a replica that is gone; the holds of its requests stay until each is released."""
         state = self._replicas.get(replica_id)
         if state is None or not state.joined:
             return
         state.joined = False
         self._joined -= 1
         self._fresh.pop(replica_id, None)
-        self._refresh(state, now)
+        self.open.update(state, now)
         self._forget_if_done(state)
         self._measure_context_limits()
 
@@ -119,10 +96,10 @@ class ReplicaLedger:
         state = self._replicas.get(replica_id)
         if state is not None:
             state.suspended = True
-            self._refresh(state, now)
+            self.open.update(state, now)
 
     def expire_reports(self, now: float) -> list[tuple[str, float]]:
-        """Close replicas whose report is too old; (replica, age of the report in seconds) for each."""
+        """Close replicas whose report is too old; returns each with the age of its report in seconds."""
         expired = []
         while self._fresh:
             replica_id, reported_at = next(iter(self._fresh.items()))
@@ -131,7 +108,7 @@ class ReplicaLedger:
             del self._fresh[replica_id]
             state = self._replicas[replica_id]
             state.stale = True
-            self._refresh(state, now)
+            self.open.update(state, now)
             expired.append((replica_id, now - reported_at))
         return expired
 
@@ -143,65 +120,18 @@ class ReplicaLedger:
 
     # Requests
 
-    def best(
-        self,
-        pool: str,
-        tokens: int,
-        now: float,
-        *,
-        long_limits: tuple[int, ...] = (),
-        needs_empty_engine_queue: bool = False,
-    ) -> ReplicaState | None:
-        """The open replica of `pool` that suits best, few long prefills first, if `tokens` fit into any.
-
-        Args:
-            tokens: what the request will need; at most `context_limit(pool)`, so that an idle replica always
-                fits.
-            long_limits: only replicas with fewer prefills in flight than these: (long), or (long, longest).
-            needs_empty_engine_queue: only replicas whose engine's queue is empty.
-        """
-        for long_prefills in sorted(self._open.get(pool, ())):
-            if any(count >= limit for count, limit in zip(long_prefills, long_limits, strict=False)):
-                continue
-            state = self._freest(pool, long_prefills, now, needs_empty_engine_queue=needs_empty_engine_queue)
-            if state is not None and tokens <= state.free_tokens:
-                return state
-        return None
-
-    def open_replica(
-        self,
-        replica_id: str,
-        tokens: int,
-        now: float,
-        *,
-        long_limits: tuple[int, ...] = (),
-        needs_empty_engine_queue: bool = False,
-    ) -> ReplicaState | None:
-        """The named replica if it is open and fits a request, as `best` has it; None otherwise."""
-        state = self._replicas.get(replica_id)
-        if state is None or tokens > state.free_tokens or not self._is_open(state, now):
-            return None
-        if any(count >= limit for count, limit in zip(state.long_prefills, long_limits, strict=False)):
-            return None
-        return state if not needs_empty_engine_queue or self._backpressure.has_empty_queue(state) else None
-
-    def has_open(self, pool: str, now: float) -> bool:
-        """Whether any replica of `pool` may take one more request, however small."""
-        heaps = self._open.get(pool, ())
-        return any(self._freest(pool, long_prefills, now) is not None for long_prefills in heaps)
-
     def hold(
         self, replica_id: str, hold: Hold, now: float, *, seen: bool = False, started: bool = False
     ) -> None:
-        """Promise a part of a replica to one request.
+        """Reserve a part of a replica for one request.
 
         Args:
-            seen: the replica has counted the request already (it ran before this scheduler came).
+            seen: the replica has counted the request already (it ran before this scheduler started).
             started: its answer has begun.
         """
         state = self._replicas.get(replica_id)
         if state is None:
-            # A gateway came back before the replica did: keep the books, open nothing.
+            # A gateway returned before the replica: record the hold, open nothing.
             state = self._add(_unknown_spec(replica_id), now)
             state.joined = False
             self._joined -= 1
@@ -212,7 +142,7 @@ class ReplicaLedger:
         state.pending_prefill_tokens += hold.prefill_tokens
         state.unstarted += not started
         state.unseen += not seen
-        self._refresh(state, now)
+        self.open.update(state, now)
 
     def start(self, replica_id: str, now: float) -> None:
         """The answer of one request of this replica has begun; its prefill is ended on its own."""
@@ -220,21 +150,21 @@ class ReplicaLedger:
         state.unstarted -= 1
         state.starts.add(1.0, now)
         self._settle(state)
-        self._refresh(state, now)
+        self.open.update(state, now)
 
     def end_prefill(self, replica_id: str, hold: Hold, now: float) -> None:
-        """The prefill of one hold on this replica is over, as far as anybody knows."""
+        """The prefill of one hold on this replica has ended, or is taken to have ended."""
         state = self._replicas[replica_id]
         state.long_prefills = _moved(state.long_prefills, hold.prefill_class, -1)
         state.pending_prefill_tokens -= hold.prefill_tokens
-        self._refresh(state, now)
+        self.open.update(state, now)
 
     def release(self, replica_id: str, hold: Hold, now: float, *, started: bool, ran: bool = True) -> None:
-        """Take one request off a replica's books.
+        """Remove the hold of one request.
 
         Args:
             started: `start` was called for it.
-            ran: it left the engine's queue at some time, so it counts towards the engine's pace.
+            ran: it left the engine's queue at some time, so it counts for the engine's pace.
         """
         state = self._replicas[replica_id]
         state.in_flight -= 1
@@ -246,20 +176,20 @@ class ReplicaLedger:
             if ran:
                 state.starts.add(1.0, now)
         self._settle(state)
-        self._refresh(state, now)
+        self.open.update(state, now)
         self._forget_if_done(state)
 
     def reserve(self, state: ReplicaState, tokens: int, now: float) -> None:
-        """Keep so many tokens of a replica for a request that waits; 0 gives them back."""
+        """Keep so many tokens of a replica free for a waiting request; 0 returns them."""
         state.reserved_tokens = tokens
-        self._refresh(state, now)
+        self.open.update(state, now)
 
     def on_limits_changed(self, now: float) -> None:
-        """The rules of backpressure are others now."""
+        """The limits of backpressure have changed."""
         for state in self._replicas.values():
-            self._refresh(state, now)
+            self.open.update(state, now)
 
-    # Sight
+    # Queries
 
     def context_limit(self, pool: str) -> int | None:
         """Smallest context limit among the replicas of a pool, in tokens; None while it has none."""
@@ -276,27 +206,19 @@ class ReplicaLedger:
     def __getitem__(self, replica_id: str) -> ReplicaState:
         return self._replicas[replica_id]
 
-    def __contains__(self, replica_id: str) -> bool:
-        return replica_id in self._replicas
-
-    def is_open(self, replica_id: str, now: float) -> bool:
-        """Whether the replica may take one more request, its free tokens apart."""
-        return self._is_open(self._replicas[replica_id], now)
-
-    def is_usable(self, state: ReplicaState) -> bool:
-        """Whether the replica will take requests again, even if it has no room for any now."""
-        report = state.report
-        return state.joined and report is not None and not (report.draining or state.stale or state.suspended)
+    def get(self, replica_id: str) -> ReplicaState | None:
+        """The replica of this id; None when it is unknown."""
+        return self._replicas.get(replica_id)
 
     def most_free(self, pool: str) -> ReplicaState | None:
         """The usable replica of `pool` with the most free tokens; None when none is usable."""
-        usable = [each for each in self if each.spec.pool == pool and self.is_usable(each)]
+        usable = [each for each in self if each.spec.pool == pool and each.is_usable]
         return min(usable, key=lambda state: (-state.free_tokens, state.order), default=None)
 
     def __repr__(self) -> str:
         return f"<ReplicaLedger joined={self._joined} {list(self._replicas.values())}>"
 
-    # Inside
+    # Internals
 
     def _add(self, spec: ReplicaSpec, now: float) -> ReplicaState:
         state = ReplicaState(
@@ -314,53 +236,15 @@ class ReplicaLedger:
         # vLLM itself refuses to start unless one request of full length fits, so one always may be sent.
         return max(int(spec.kv_tokens * self._kv_fill_ratio), spec.max_model_len)
 
-    def _freest(
-        self, pool: str, long_prefills: tuple[int, int], now: float, *, needs_empty_engine_queue: bool = False
-    ) -> ReplicaState | None:
-        heaps = self._open[pool][long_prefills]
-        best = self._top(heaps[_EMPTY], now)
-        if needs_empty_engine_queue:
-            return best
-        other = self._top(heaps[_QUEUED], now)
-        if best is None or other is None:
-            return best or other
-        return min(best, other, key=lambda state: (-state.free_tokens, state.order))
-
-    def _top(self, heap: _Heap, now: float) -> ReplicaState | None:
-        while heap:
-            _, _, version, state = heap[0]
-            if version == state.version:
-                if self._is_open(state, now):
-                    return state
-                # Its pace has fallen since it was filed, and what it may be sent with it.
-                state.version += 1
-            heapq.heappop(heap)
-        return None
-
-    def _is_open(self, state: ReplicaState, now: float) -> bool:
-        return self.is_usable(state) and not state.gated and self._backpressure.admits(state, now)
-
-    def _refresh(self, state: ReplicaState, now: float) -> None:
-        """File the replica anew after its room has changed."""
-        state.version += 1
-        if not self._is_open(state, now):
-            return
-        heaps = self._open.setdefault(state.spec.pool, {}).setdefault(state.long_prefills, ([], []))
-        heap = heaps[_EMPTY if self._backpressure.has_empty_queue(state) else _QUEUED]
-        heapq.heappush(heap, (-state.free_tokens, state.order, state.version, state))
-        if len(heap) > 64 and len(heap) > 4 * len(self._replicas):
-            heap[:] = [entry for entry in heap if entry[2] == entry[3].version]
-            heapq.heapify(heap)
-
     def _count_received(self, state: ReplicaState, report: ReplicaReport) -> None:
         # The first report sets the mark: a new scheduler does not know what came before it. A count that
-        # falls back is a replica that started anew under its old name.
+        # falls is a replica that was restarted under its old name.
         if state.received is not None and report.received >= state.received:
             state.unseen = max(0, state.unseen - (report.received - state.received))
         state.received = report.received
 
     def _settle(self, state: ReplicaState) -> None:
-        # What has started has been seen, whatever the counts say; this also mends counts that have drifted
+        # What has started has been seen, whatever the counts say. This also corrects counts that are off
         # because a request was lost on its way.
         state.unseen = min(state.unseen, state.unstarted)
 

@@ -1,9 +1,11 @@
-"""Which pools may serve a request, by its token budget. O(1); no state but `B_short` where that adapts.
+"""Pool routing: the pools that may serve a request, by its token budget.
 
-Source: token-budget pool routing (arXiv 2604.09613), section "dispatch": hard limits first, then `B_short`;
-spill when the home pool has no room. Ours: the request is bound to a pool only when it is dispatched
-(late binding), and the hard limit at the door uses the *least* length that the prompt can have, because
-an estimate that errs high must not refuse what the engine would take.
+Routing is O(1), and its only state is `B_short` where that adapts.
+
+Source: token-budget pool routing (arXiv 2604.09613), section "dispatch": hard limits first, then `B_short`,
+and spill when the home pool has no capacity. Ours: a request is bound to a pool only when it is dispatched
+(late binding). And a request is refused as too long by the lower bound of its length, so that an upper
+estimate never refuses what an engine would accept.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,15 +34,16 @@ class RoutingSettings:
 
     pools: tuple[str, ...] = ("short", "long")
     # Token budget (prompt and output) up to which a request is at home in the first pool. 8,192 is the
-    # papers' value; anywhere from 4K to 16K keeps at least four fifths of the saving.
+    # papers' value; by their analysis 4K to 16K keeps at least four fifths of the saving.
     b_short_tokens: Annotated[int, at_least(1)] = 8_192
-    # How much of a shorter pool's context stays free of estimated requests. vLLM does not refuse a request
-    # whose prompt and max_tokens exceed its context together: it silently shortens the answer. So an estimate
-    # must be wrong by more than this before anybody's answer is cut. Exact lengths need no margin.
+    # Share of a shorter pool's context kept free of requests with estimated lengths. vLLM does not refuse a
+    # request whose prompt and max_tokens together exceed its context: it silently shortens the answer. So an
+    # estimate must be wrong by more than this before an answer is cut. Exact lengths need no margin.
     cut_margin_ratio: Annotated[float, share_below(1)] = 0.1
-    # Whether a request may go to the other pool when its own has no room. Off isolates the pools strictly.
+    # Whether a request may go to the other pool when its own has no capacity. Off isolates the pools
+    # strictly.
     spill: bool = True
-    # Whether `b_short_tokens` is where the border stays, or only where it begins.
+    # Whether `b_short_tokens` follows the traffic; it is the initial value then.
     adaptive_b_short: AdaptiveBShortSettings = field(default_factory=AdaptiveBShortSettings)
 
     def __post_init__(self) -> None:
@@ -52,7 +55,7 @@ class RoutingSettings:
         lowest, highest = adaptive.lowest(self.b_short_tokens), adaptive.b_short_max or self.b_short_tokens
         if adaptive.enabled and not lowest <= self.b_short_tokens <= highest:
             raise ValueError(
-                f"b_short_tokens of {self.b_short_tokens} is where the border begins, so it must lie between "
+                f"b_short_tokens of {self.b_short_tokens} is the initial value, so it must lie between "
                 f"adaptive_b_short.b_short_min and b_short_max, got {lowest} and {adaptive.b_short_max}"
             )
 
@@ -68,55 +71,55 @@ class PoolRouter:
         self._settings = settings
         self._context_limit = context_limit
         adapts = settings.adaptive_b_short.enabled and len(settings.pools) == 2
-        self._threshold = (
+        self._adaptive = (
             AdaptiveBShort(settings.adaptive_b_short, settings.b_short_tokens) if adapts else None
         )
 
     def __repr__(self) -> str:
-        return f"<PoolRouter {self.b_short_tokens} {self._threshold or 'fixed'}>"
+        return f"<PoolRouter {self.b_short_tokens} {self._adaptive or 'fixed'}>"
 
     @property
     def b_short_tokens(self) -> int:
-        """The border of the pools, as it stands."""
-        return self._settings.b_short_tokens if self._threshold is None else self._threshold.b_short_tokens
+        """The current `B_short`, in tokens."""
+        return self._settings.b_short_tokens if self._adaptive is None else self._adaptive.b_short_tokens
 
     def restore(self, b_short_tokens: int, now: float) -> None:
-        """Where the border adapts, go on from where it stood in an earlier process."""
-        if self._threshold is not None:
-            self._threshold.restore(b_short_tokens, now)
+        """Continue from the value of an earlier process, where `B_short` adapts."""
+        if self._adaptive is not None:
+            self._adaptive.restore(b_short_tokens, now)
 
     def on_arrival(self, estimate: TokenEstimate) -> float:
-        """A request waits or runs from now on. Returns what `left` is to be given."""
-        if self._threshold is None:
+        """A request waits or runs from now on; returns a mark to give to `on_departure`."""
+        if self._adaptive is None:
             return 0.0
-        return self._threshold.on_arrival(estimate.budget_tokens, estimate.expected_tokens)
+        return self._adaptive.on_arrival(estimate.budget_tokens, estimate.expected_tokens)
 
-    def on_departure(self, estimate: TokenEstimate, came_at: float) -> None:
-        """A request that came is over.
+    def on_departure(self, estimate: TokenEstimate, arrival_mark: float) -> None:
+        """A request has ended.
 
         Args:
-            came_at: what `came` returned.
+            arrival_mark: what `on_arrival` returned.
         """
-        if self._threshold is not None:
-            self._threshold.on_departure(estimate.budget_tokens, estimate.expected_tokens, came_at)
+        if self._adaptive is not None:
+            self._adaptive.on_departure(estimate.budget_tokens, estimate.expected_tokens, arrival_mark)
 
     def adapt(self, replicas: Iterable[ReplicaState], now: float) -> BShortChanged | None:
-        """Move the border if that is due; then whoever waits has to be routed again.
+        """Move `B_short` if that is due; waiting requests have to be routed again then.
 
         Args:
             replicas: those of all pools.
         """
-        threshold = self._threshold
-        if threshold is None or not threshold.is_due(now):
+        adaptive = self._adaptive
+        if adaptive is None or not adaptive.is_due(now):
             return None
         short, long = (self._capacity(pool, replicas) for pool in self._settings.pools)
-        return threshold.adapt(short, long, now)
+        return adaptive.adapt(short, long, now)
 
     def route(self, request: Request, estimate: TokenEstimate, *, above_tokens: int = 0) -> tuple[str, ...]:
         """Pools for a request in order of preference; empty when no pool can hold it.
 
-        A pool without replicas has no known limit: it may be a request's home, but nobody spills into it.
-            Whoever waits is routed again when limits become known.
+        A pool without replicas has no known limit: it may be a request's home, but no request spills into it.
+        Waiting requests are routed again when limits become known.
 
         Args:
             above_tokens: only pools with a longer context than this, after an engine refused it as too long.
@@ -155,7 +158,7 @@ class PoolRouter:
         return int(limit * (1 - self._settings.cut_margin_ratio))
 
     def _last_resort(self, request: Request, estimate: TokenEstimate, above_tokens: int) -> tuple[str, ...]:
-        """Too long by the careful estimate; by the least it can be, the longest pool may still take it."""
+        """The pool with the longest context, for a request that is too long by the upper estimate only."""
         longest = self._settings.pools[-1]
         limit = self._context_limit(longest)
         if limit is None or limit <= above_tokens or least_budget_tokens(request, estimate) > limit:
@@ -163,16 +166,16 @@ class PoolRouter:
         return (longest,)
 
     def longest_context(self) -> int | None:
-        """The longest context limit that any pool with replicas has, in tokens."""
+        """The longest context limit of any pool with replicas, in tokens."""
         limits = [limit for pool in self._settings.pools if (limit := self._context_limit(pool)) is not None]
         return max(limits, default=None)
 
 
 def least_budget_tokens(request: Request, estimate: TokenEstimate) -> int:
-    """The smallest context limit under which vLLM would take the request.
+    """The smallest context limit under which vLLM would accept the request.
 
-    vLLM cuts `max_tokens` down to what the prompt leaves of the context, so it refuses only a prompt that
-    leaves no room for one token, and a `max_tokens` that is above the limit by itself.
+    vLLM reduces `max_tokens` to what the prompt leaves of the context. So it refuses only a prompt that
+    leaves no token for the answer, and a `max_tokens` that alone is above the limit.
     """
     output_tokens = 1 if request.spec.max_output_tokens is None else request.spec.max_output_tokens
     return max(estimate.least_prompt_tokens + min(1, output_tokens), output_tokens)

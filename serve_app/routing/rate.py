@@ -1,4 +1,4 @@
-"""How many per second lately, in one number that costs nothing to keep."""
+"""A rate of events per second that decays exponentially, kept in O(1)."""
 
 import math
 
@@ -6,8 +6,8 @@ import math
 class DecayingRate:
     """Events per second, each weighing `exp(-age / time_constant_s)`.
 
-    Until the first time constant has passed the divisor is the time seen so far, so that a young rate is not
-    underestimated.
+    Until the first time constant has passed, the divisor is the time since the start, so that a young rate is
+    not underestimated.
     """
 
     __slots__ = ("_amount", "_at", "_born_at", "_time_constant_s")

@@ -1,11 +1,11 @@
-"""What the scheduler knows of a replica: what it can hold, and what it last said of itself."""
+"""What a replica tells the scheduler: its limits when it joins, and reports of its load."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSpec:
-    """What a replica can hold, as its engine states it when it joins.
+    """The limits of a replica, as its engine states them when it joins.
 
     Attributes:
         pool: name of its pool.
@@ -30,7 +30,7 @@ class ReplicaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """What a replica says of itself about five times a second.
+    """The load of a replica, reported about five times a second.
 
     Attributes:
         received: requests it has accepted since it joined; tells which dispatches the report has seen.
@@ -38,7 +38,7 @@ class ReplicaReport:
         running: sequences in the engine's batch.
         kv_usage_ratio: share of KV blocks in use, 0 to 1.
         tpot_s: recent mean time per output token, None when nothing was generated lately.
-        draining: it takes no new requests and stops when its last one ends.
+        draining: it takes no new requests, and stops when its last one ends.
     """
 
     received: int

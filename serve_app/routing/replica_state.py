@@ -1,4 +1,4 @@
-"""The books of one replica: what it is, what it said last, and what it has been promised."""
+"""The state of one replica in the ledger: its limits, its last report, and what it has been promised."""
 
 import enum
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ class PrefillClass(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What one request is promised of a replica.
+    """What is reserved of a replica for one request.
 
     Attributes:
-        tokens: of the KV cache, as expected.
-        prefill_class: of its prefill while that has not ended; `SHORT` afterwards.
-        prefill_tokens: prompt tokens to compute, while its prefill has not ended.
+        tokens: expected use of the KV cache.
+        prefill_class: of its prefill until that ends; `SHORT` afterwards.
+        prefill_tokens: prompt tokens to compute until its prefill ends; 0 afterwards.
     """
 
     tokens: int
@@ -35,16 +35,17 @@ class ReplicaState:
     """One replica in the ledger.
 
     Attributes:
-        order: position in the order of joining; breaks ties.
+        order: order of joining; breaks ties.
         joined: it is connected; a lost replica stays until its last request has been released.
-        suspended: it refused or broke a request; closed until its next report.
+        suspended: it refused or lost a request, and gets none until its next report.
         unstarted: requests whose answer has not begun.
-        long_prefills: prefills above `SHORT` that have not ended, and those of them that are `LONGEST`.
+        long_prefills: prefills above `SHORT` that have not ended, and how many of them are `LONGEST`.
         dispatches: requests sent to it so far.
         unseen: requests sent that its last report cannot have counted.
         pending_prefill_tokens: prompt tokens of the prefills that have not ended.
-        reserved_tokens: kept free for one request that waits, see `scheduling.reservations`.
-        gated: its last reports said that it is too busy, whatever its queue.
+        reserved_tokens: kept free for one waiting request (`dispatch.capacity_reservations`).
+        gated: by its last reports it is too busy for more, whatever its queue.
+        version: changes with its capacity; see `open_replicas`.
     """
 
     spec: ReplicaSpec
@@ -70,8 +71,14 @@ class ReplicaState:
     received: int | None = None
 
     @property
+    def is_usable(self) -> bool:
+        """Whether the replica will take requests again, even if it has no capacity for any now."""
+        report = self.report
+        return self.joined and report is not None and not (report.draining or self.stale or self.suspended)
+
+    @property
     def free_tokens(self) -> int:
-        """KV tokens not promised to anybody; negative while more is kept for somebody than is free."""
+        """Unreserved KV tokens; negative while more is kept free for a request than is unreserved."""
         return self.kv_budget - self.held_tokens - self.reserved_tokens
 
     @property

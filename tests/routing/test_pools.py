@@ -55,7 +55,7 @@ def test_after_a_refusal_only_longer_pools_are_left() -> None:
     assert router().route(estimated_request(), estimate(100), above_tokens=4_000) == ()
 
 
-def test_a_careful_estimate_above_every_limit_still_tries_the_longest_pool() -> None:
+def test_an_upper_estimate_above_every_limit_still_tries_the_longest_pool() -> None:
     wanted = estimated_request()
     assert router().route(wanted, estimate(5_000, least=3_999)) == ("long",)
     assert router().route(wanted, estimate(5_000, least=4_000)) == ()
@@ -67,7 +67,7 @@ def test_max_tokens_above_every_limit_is_refused_as_vllm_does() -> None:
     assert router().route(estimated_request(4_000), estimate(10, 4_000)) == ("long",)
 
 
-def test_a_pool_without_replicas_may_be_a_home_but_nobody_spills_into_it() -> None:
+def test_a_pool_without_replicas_may_be_a_home_but_no_request_spills_into_it() -> None:
     assert router({"long": 4_000}).route(estimated_request(), estimate(100)) == ("short", "long")
     assert router({"short": 1_000}).route(estimated_request(), estimate(700)) == ("long", "short")
     assert router({"short": 1_000}).route(estimated_request(), estimate(100)) == ("short",)
@@ -86,7 +86,7 @@ def replicas(*pools: str) -> list[ReplicaState]:
     ]
 
 
-def test_an_adaptive_border_moves_to_where_the_pools_loads_are_even() -> None:
+def test_an_adaptive_b_short_moves_to_where_the_pools_loads_are_even() -> None:
     adaptive = router(adaptive_b_short=ADAPTIVE)
     for prompt_tokens in (50, 150) * 50:
         adaptive.on_arrival(estimate(prompt_tokens))
@@ -99,7 +99,7 @@ def test_an_adaptive_border_moves_to_where_the_pools_loads_are_even() -> None:
     assert adaptive.route(estimated_request(), estimate(150)) == ("long", "short")
 
 
-def test_lost_replicas_are_no_capacity_and_a_pool_without_any_moves_nothing() -> None:
+def test_lost_replicas_are_no_capacity_and_without_a_pool_b_short_stays() -> None:
     adaptive = router(adaptive_b_short=ADAPTIVE)
     for prompt_tokens in (50, 150) * 50:
         adaptive.on_arrival(estimate(prompt_tokens))
@@ -108,7 +108,7 @@ def test_lost_replicas_are_no_capacity_and_a_pool_without_any_moves_nothing() ->
     assert [adaptive.adapt(fleet, float(now)) for now in range(5)] == [None] * 5
 
 
-def test_a_border_that_is_fixed_or_has_one_side_only_never_moves() -> None:
+def test_a_fixed_b_short_and_that_of_a_single_pool_never_move() -> None:
     for settled in (router(), router(pools=("short",), adaptive_b_short=ADAPTIVE)):
         for _ in range(200):
             settled.on_arrival(estimate(100))
@@ -126,7 +126,7 @@ def test_a_border_that_is_fixed_or_has_one_side_only_never_moves() -> None:
     [
         (
             {"b_short_tokens": 50, "adaptive_b_short": ADAPTIVE},
-            "b_short_tokens of 50 is where the border begins, so it must lie between .* got 64 and None",
+            "b_short_tokens of 50 is the initial value, so it must lie between .* got 64 and None",
         ),
         ({"pools": ()}, "one or two pools"),
         ({"pools": ("a", "a")}, "must differ"),

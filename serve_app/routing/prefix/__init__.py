@@ -1,4 +1,4 @@
-"""Prefix affinity: send a prompt where its beginning is cached, if that pays.
+"""Prefix affinity: sending a prompt to a replica that has its beginning cached, where that saves time.
 
-`blocks` cuts prompts, `index` remembers which replica was sent which blocks, `affinity` weighs the saving.
+`blocks` cuts prompts, `index` records which replica was sent which blocks, `affinity` weighs the saving.
 """

@@ -1,19 +1,20 @@
-"""Is it worth sending a request to the replica that knows its beginning, though another has less to do?
+"""Prefix affinity: whether a cached prefix is worth more than the lower load of another replica.
 
-The rule compares the replica that load alone would choose with those that hold more of the prompt:
+The rule compares the replica that load alone would choose (`there`) with those that have more of the prompt
+cached (`here`):
 
     saved  = (tokens left to compute there - tokens left here) * t
-    waited = (prefill tokens promised here and not begun to be answered - those there) * t
-    slowed = expected output * (requests in flight here - those there) * step_cost_tokens * t
-    go where saved - waited - slowed is largest, if that is above zero; otherwise by load
+    waited = (prefill tokens pending here - pending there) * t
+    slowed = expected output * (requests in flight here - in flight there) * step_cost_tokens * t
+    choose the largest saved - waited - slowed, if that is above zero; otherwise the one chosen by load
 
-`t` is the learned prefill time of a token, so all terms are seconds of this request. A replica with less to
-do than the one chosen by load, which can be when free KV tokens decide, has negative terms and gains by them.
-Only replicas that may take the request right now are compared: affinity never keeps room idle, and a request
-never waits for "its" replica. Sessions stay put as long as their replica has room, and move when it has not.
+`t` is the learned prefill time of a token, so all terms are seconds of this request. A replica may have less
+work than the one chosen by load, because load is judged by free KV tokens. Its terms are then negative, and
+count as gains. Only replicas that may take the request right now are compared. So affinity never leaves
+capacity idle, and a request never waits for one replica.
 
 Source: cache-aware routers (SGLang, llm-d, Ray's prefix router) balance a hit ratio against a queue length by
-thresholds that somebody has to set; here both sides are times.
+thresholds that an operator sets. Here both sides are times.
 """
 
 from collections.abc import Callable
@@ -31,25 +32,26 @@ from serve_app.settings_base import NOT_NEGATIVE, POSITIVE_SHARE, at_least, sett
 
 @settings(block="affinity")
 class AffinitySettings:
-    """How much the prefix caches of engines count when a replica is chosen."""
+    """How the prefix caches of engines count when a replica is chosen."""
 
     # Off for engines without prefix caching; vLLM has it unless told otherwise.
     enabled: bool = True
-    # Share of a KV cache that is taken for prompts of the past: answers and running requests take the rest.
-    # Too much promises hits that are no longer there, too little forgets sessions that still are.
+    # Share of a KV cache assumed to hold past prompts; answers and running requests take the rest. Too much
+    # expects hits on evicted prefixes, too little forgets prefixes that are still cached.
     capacity_ratio: Annotated[float, POSITIVE_SHARE] = 0.7
     # Bounds the index's memory at about 180 MB; 500 blocks for each of a thousand replicas.
     max_blocks: Annotated[int, at_least(1)] = 500_000
-    # Replicas that are compared with the one chosen by load, those with the longest match first.
+    # Replicas compared with the one chosen by load, those with the longest match first.
     max_candidates: Annotated[int, at_least(1)] = 8
-    # What one more request in the batch adds to each decode step, in prefill tokens: 3.2 for a 70B model on
-    # four H100, 0.8 for an 8B model on an RTX 4090. More keeps load more even, less keeps more sessions.
+    # What one more request in the batch adds to each decode step, in prefill tokens: 3.2 by the profile of a
+    # 70B model on four H100, 0.8 for an 8B model on an RTX 4090. Higher balances load more evenly, lower
+    # keeps more sessions on their replica.
     step_cost_tokens: Annotated[float, NOT_NEGATIVE] = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A request that is about to be dispatched.
+class PrefixQuery:
+    """A prompt that a replica is sought for.
 
     Attributes:
         prompt_tokens: expected, cached or not.
@@ -62,23 +64,23 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A replica, and how many tokens of the prompt are left to compute there."""
+class PrefixPlacement:
+    """A replica, and the tokens of the prompt that are left to compute there."""
 
     replica: ReplicaState
     prefill_tokens: int
 
 
-Able = Callable[[str, int], ReplicaState | None]
-"""The named replica if it may be sent a request right now with so many tokens to compute, else None."""
+ReplicaFilter = Callable[[str, int], ReplicaState | None]
+"""The named replica if it may be sent a request now with so many tokens to compute, else None."""
 
 
 class PrefixAffinity:
     """Weighs prefix caches against load, for the replicas of one model.
 
     Args:
-        prefill_cost: the scheduler's own; it goes on learning.
-        bytes_per_token: learned ratio by kind of text.
+        prefill_cost: the scheduler's own, which goes on learning.
+        bytes_per_token: the learned ratio of a text category.
     """
 
     def __init__(
@@ -95,10 +97,10 @@ class PrefixAffinity:
     def __repr__(self) -> str:
         return f"<PrefixAffinity {'on' if self._settings.enabled else 'off'} {self.index}>"
 
-    # What replicas hold
+    # What replicas have cached
 
     def join(self, spec: ReplicaSpec) -> None:
-        """A replica has joined, with an empty cache as far as anybody knows."""
+        """A replica has joined; its cache is taken to be empty."""
         if self._settings.enabled:
             self.index.join(spec.replica_id, int(spec.kv_tokens * self._settings.capacity_ratio))
 
@@ -113,45 +115,49 @@ class PrefixAffinity:
     # Choice
 
     def cached_tokens(self, request: Request, prompt_tokens: int) -> int:
-        """Tokens of a prompt that need no computing where most of it is cached; never all of them.
+        """Tokens of a prompt that the replica with the longest match has cached; never all of them.
 
-        For order and length before a replica is chosen: it errs high, as that replica may have no room.
+        It is used before a replica is chosen. It is an upper estimate, since that replica may have no
+        capacity.
         """
         return prompt_tokens - self._left(
             request, prompt_tokens, self.index.longest(request.submission.prefix)
         )
 
-    def choose(self, by_load: ReplicaState | None, wanted: Wanted, able: Able) -> Placed | None:
-        """Where to send a request: to the replica that load chose, or to one that holds enough more of it.
+    def choose(
+        self, by_load: ReplicaState | None, query: PrefixQuery, admissible: ReplicaFilter
+    ) -> PrefixPlacement | None:
+        """The replica that load chose, or one that has enough more of the prompt cached.
 
         Args:
-            by_load: None when none may take the whole prompt; then whoever may take what is left of it.
+            by_load: None when no replica may take the whole prompt. The first admissible one that has a part
+                of it cached is chosen then.
         """
-        request, prompt_tokens = wanted.request, wanted.prompt_tokens
+        request, prompt_tokens = query.request, query.prompt_tokens
         if not request.submission.prefix:
-            return None if by_load is None else Placed(by_load, prompt_tokens)
+            return None if by_load is None else PrefixPlacement(by_load, prompt_tokens)
         name = "" if by_load is None else by_load.spec.replica_id
         held, more = self.index.better_than(name, request.submission.prefix, self._settings.max_candidates)
-        best = None if by_load is None else Placed(by_load, self._left(request, prompt_tokens, held))
-        by_load_placed, best_gain_s = best, 0.0
+        best = None if by_load is None else PrefixPlacement(by_load, self._left(request, prompt_tokens, held))
+        baseline, best_gain_s = best, 0.0
         for match in more:
             left = self._left(request, prompt_tokens, match.blocks)
-            replica = able(match.replica_id, left)
+            replica = admissible(match.replica_id, left)
             if replica is None:
                 continue
-            if by_load_placed is None:
-                return Placed(replica, left)
-            gain_s = self._gain_s(Placed(replica, left), by_load_placed, wanted)
+            if baseline is None:
+                return PrefixPlacement(replica, left)
+            gain_s = self._gain_s(PrefixPlacement(replica, left), baseline, query)
             if gain_s > best_gain_s:
-                best, best_gain_s = Placed(replica, left), gain_s
+                best, best_gain_s = PrefixPlacement(replica, left), gain_s
         return best
 
-    def _gain_s(self, here: Placed, there: Placed, wanted: Wanted) -> float:
-        """Seconds that the request gains by being here rather than there."""
+    def _gain_s(self, here: PrefixPlacement, there: PrefixPlacement, query: PrefixQuery) -> float:
+        """Seconds that the request saves here rather than there."""
         saved = there.prefill_tokens - here.prefill_tokens
         waited = here.replica.pending_prefill_tokens - there.replica.pending_prefill_tokens
         more_in_flight = here.replica.in_flight - there.replica.in_flight
-        slowed = wanted.output_tokens * more_in_flight * self._settings.step_cost_tokens
+        slowed = query.output_tokens * more_in_flight * self._settings.step_cost_tokens
         return (saved - waited - slowed) * self._prefill_cost.per_token_s
 
     def _left(self, request: Request, prompt_tokens: int, blocks: int) -> int:

@@ -1,12 +1,12 @@
-"""Where do the blocks end by which prompts are compared? At the same places in every prompt, and few of them.
+"""Prompt blocks: the fixed positions at which prompts are cut, so that their beginnings can be compared.
 
-A prompt is cut at fixed places from its start, so that two prompts with the same beginning have the same
-leading blocks however they go on. The first 32 blocks have 128 tokens each; from there on each sixteen are
-twice as long as those before. So 128 blocks reach through 262,144 tokens, which bounds the work for any
-prompt, and what is left of a match beyond its last whole block is at most an eighth of it after 4,096 tokens.
+Two prompts with the same beginning have the same leading blocks, however they continue. The first 32 blocks
+have 128 tokens each, and every further 16 blocks are twice as long as those before. So 128 blocks cover
+262,144 tokens, which bounds the work for any prompt. Beyond 4,096 tokens the part of a match after its last
+whole block is at most an eighth of it.
 
-Token ids are cut at exactly these places. Text is cut at four bytes to the token, which is about right for
-English; how many tokens a block of text really has is the estimator's knowledge (`cached_tokens`).
+Token ids are cut at exactly these positions. Text is cut at four bytes per token, about right for English;
+how many tokens a block of text really has follows from the learned ratio (`cached_tokens`).
 """
 
 from itertools import accumulate
@@ -14,7 +14,7 @@ from itertools import accumulate
 from serve_app.request import PromptShape
 
 BYTES_PER_TOKEN = 4
-"""Bytes of text that stand for one token in the places below."""
+"""Bytes of text that count as one token in the positions below."""
 
 _FIRST_BLOCKS = (128,) * 32
 _LATER_BLOCKS = tuple(128 << octave for octave in range(1, 7) for _ in range(16))
@@ -25,7 +25,7 @@ BLOCK_ENDS = tuple(accumulate(BLOCK_TOKENS))
 
 
 def cached_tokens(shape: PromptShape, blocks: int, bytes_per_token: float) -> int:
-    """How many tokens of a prompt lie in its first `blocks` blocks?
+    """Tokens of a prompt in its first `blocks` blocks.
 
     Args:
         bytes_per_token: of this kind of text; not needed for token ids.

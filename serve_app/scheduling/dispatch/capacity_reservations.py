@@ -66,11 +66,7 @@ class CapacityReservations:
         A reservation that the pool had for another request is dropped.
         """
         reservation = self._by_pool.get(pool)
-        if (
-            reservation is None
-            or reservation.scheduled is not scheduled
-            or not self._ledger.is_usable(reservation.replica)
-        ):
+        if reservation is None or reservation.scheduled is not scheduled or not reservation.replica.is_usable:
             replica = self._ledger.most_free(pool)
             if reservation is not None:
                 self._drop(pool, now)

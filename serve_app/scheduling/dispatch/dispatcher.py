@@ -102,7 +102,7 @@ class Dispatcher:
                 continue
             tokens = min(scheduled.estimate.expected_tokens, limit)
             if (
-                self._ledger.best(
+                self._ledger.open.best(
                     pool, tokens, now, long_limits=limits, needs_empty_engine_queue=needs_empty_engine_queue
                 )
                 is not None
@@ -131,7 +131,7 @@ class Dispatcher:
     def _choose(self, pool: str, now: float, *, at_home: bool) -> Choice | None:
         """The first head in the order of service that fits a replica of `pool`, with what to hold of it."""
         limit = self._ledger.context_limit(pool)
-        if limit is None or not self._ledger.has_open(pool, now):
+        if limit is None or not self._ledger.open.has_any(pool, now):
             return None
         # Most heads that do not fit are like one that did not fit before: at least as many tokens, as
         # limited.
@@ -143,7 +143,7 @@ class Dispatcher:
             limits = self._limits(head, now)
             replica = None
             if tokens < misfits.get((limits, needs_empty_engine_queue), limit + 1):
-                replica = self._ledger.best(
+                replica = self._ledger.open.best(
                     pool, tokens, now, long_limits=limits, needs_empty_engine_queue=needs_empty_engine_queue
                 )
                 if replica is None:
@@ -160,7 +160,7 @@ class Dispatcher:
     def _reserve_capacity(self, head: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
         kept = self.reservations.of(pool)
         # Who has room kept and waits for something else as well, such as isolation, does not lose it.
-        if (kept is not None and kept.scheduled is head) or self._ledger.best(pool, tokens, now) is None:
+        if (kept is not None and kept.scheduled is head) or self._ledger.open.best(pool, tokens, now) is None:
             self.reservations.reserve(head, pool, tokens, now)
 
     def _limits(self, scheduled: ScheduledRequest, now: float) -> tuple[int, ...]:
@@ -207,20 +207,20 @@ class Dispatcher:
         limit = self._ledger.context_limit(pool)
         if limit is None:
             return "no replica is connected"
-        if not self._ledger.has_open(pool, now):
+        if not self._ledger.open.has_any(pool, now):
             return "every replica is saturated, too busy, stale or draining"
         tokens = min(head.estimate.expected_tokens, limit)
-        if self._ledger.best(pool, tokens, now) is None:
+        if self._ledger.open.best(pool, tokens, now) is None:
             kept = self.reservations.of(pool)
             for_it = "" if kept is None or kept.scheduled is not head else "; room is being kept for it"
             return f"no open replica has {tokens:,} free KV tokens{for_it}"
         limits = self._limits(head, now)
-        if self._ledger.best(pool, tokens, now, long_limits=limits) is None:
+        if self._ledger.open.best(pool, tokens, now, long_limits=limits) is None:
             return "long prefills are under way on every open replica"
         needs_empty_engine_queue = head.request.priority is PriorityClass.BATCH
         if (
             needs_empty_engine_queue
-            and self._ledger.best(pool, tokens, now, long_limits=limits, needs_empty_engine_queue=True)
+            and self._ledger.open.best(pool, tokens, now, long_limits=limits, needs_empty_engine_queue=True)
             is None
         ):
             return "batch work waits for an engine with an empty queue"

@@ -50,14 +50,17 @@ class Placement:
 
         def admissible(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
             limits = self.isolation.limits(self._prefill_class(head, prefill_tokens), now, waited_s)
-            replica = self._ledger.open_replica(
-                replica_id,
+            replica = self._ledger.get(replica_id)
+            if replica is None or replica.spec.pool != query.pool:
+                return None
+            fits = self._ledger.open.fits(
+                replica,
                 query.tokens,
                 now,
                 long_limits=limits,
                 needs_empty_engine_queue=query.needs_empty_engine_queue,
             )
-            return replica if replica is not None and replica.spec.pool == query.pool else None
+            return replica if fits else None
 
         prompt = PrefixQuery(head.request, estimate.expected_prompt_tokens, estimate.expected_output_tokens)
         found = self._affinity.choose(by_load, prompt, admissible)

@@ -5,22 +5,22 @@ from hypothesis import strategies as st
 from serve_app.request import PromptShape
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.prefill_cost import PrefillCost, PrefillCostSettings
-from serve_app.routing.prefix.affinity import Able, AffinitySettings, PrefixAffinity, Wanted
+from serve_app.routing.prefix.affinity import AffinitySettings, PrefixAffinity, PrefixQuery, ReplicaFilter
 from serve_app.routing.replica_state import Hold, ReplicaState
 from tests.builders import report, request, spec
 
 SESSION = tuple(range(1, 9))  # eight blocks, 1,024 tokens
 
 
-def wanted(
+def prompt(
     prefix: tuple[int, ...] = SESSION, *, prompt_tokens: int = 1_100, output_tokens: int = 100
-) -> Wanted:
+) -> PrefixQuery:
     made = request(prompt_tokens=prompt_tokens, prefix=prefix)
-    return Wanted(made, prompt_tokens, output_tokens)
+    return PrefixQuery(made, prompt_tokens, output_tokens)
 
 
-class AdmitsAll:
-    """A backpressure that never presses."""
+class NoBackpressure:
+    """Backpressure without any limit."""
 
     def admits(self, replica: ReplicaState, now: float) -> bool:
         return True
@@ -41,7 +41,7 @@ class Fleet:
             PrefillCost(PrefillCostSettings()),
             lambda _category: 4.0,
         )
-        self.ledger = ReplicaLedger(backpressure=AdmitsAll(), report_limit_s=10, kv_fill_ratio=1.0)
+        self.ledger = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10, kv_fill_ratio=1.0)
         for replica_id in replica_ids:
             joined = spec(replica_id)
             self.ledger.join(joined, 0.0)
@@ -49,21 +49,23 @@ class Fleet:
             self.affinity.join(joined)
 
     def on_dispatch(self, replica_id: str, prefix: tuple[int, ...] = SESSION) -> None:
-        self.affinity.on_dispatch(replica_id, wanted(prefix).request)
+        self.affinity.on_dispatch(replica_id, prompt(prefix).request)
 
     def busy(self, replica_id: str, requests: int, *, prefill_tokens: int = 0) -> None:
         for _ in range(requests):
             self.ledger.hold(replica_id, Hold(10, prefill_tokens=prefill_tokens), 0.0)
 
-    def able(self, replica_id: str, _prefill_tokens: int) -> ReplicaState | None:
+    def admissible(self, replica_id: str, _prefill_tokens: int) -> ReplicaState | None:
         return self.ledger[replica_id]
 
-    def choose(self, by_load: str | None, asked: Wanted, able: Able | None = None) -> str | None:
+    def choose(
+        self, by_load: str | None, asked: PrefixQuery, admissible: ReplicaFilter | None = None
+    ) -> str | None:
         state = None if by_load is None else self.ledger[by_load]
-        placed = self.affinity.choose(state, asked, able or self.able)
+        placed = self.affinity.choose(state, asked, admissible or self.admissible)
         return None if placed is None else placed.replica.spec.replica_id
 
-    def left_on(self, replica_id: str, asked: Wanted) -> int:
+    def left_on(self, replica_id: str, asked: PrefixQuery) -> int:
         """Tokens to compute there when no other replica may take it."""
         placed = self.affinity.choose(self.ledger[replica_id], asked, lambda _id, _tokens: None)
         assert placed is not None
@@ -73,14 +75,14 @@ class Fleet:
 def test_a_session_stays_where_its_history_is() -> None:
     fleet = Fleet("s1", "s2")
     fleet.on_dispatch("s2")
-    assert fleet.choose("s1", wanted((*SESSION, 99))) == "s2"
+    assert fleet.choose("s1", prompt((*SESSION, 99))) == "s2"
 
 
 def test_without_a_match_the_load_decides() -> None:
     fleet = Fleet("s1", "s2")
     fleet.on_dispatch("s2")
-    assert fleet.choose("s1", wanted((50, 51))) == "s1"
-    assert fleet.choose("s1", wanted(())) == "s1"
+    assert fleet.choose("s1", prompt((50, 51))) == "s1"
+    assert fleet.choose("s1", prompt(())) == "s1"
 
 
 def test_a_replica_that_may_not_take_the_request_is_left_out() -> None:
@@ -91,28 +93,28 @@ def test_a_replica_that_may_not_take_the_request_is_left_out() -> None:
     def only_s3(replica_id: str, _prefill_tokens: int) -> ReplicaState | None:
         return fleet.ledger["s3"] if replica_id == "s3" else None
 
-    assert fleet.choose("s1", wanted(), only_s3) == "s3"
+    assert fleet.choose("s1", prompt(), only_s3) == "s3"
 
 
 def test_a_session_moves_when_waiting_for_other_prefills_costs_more_than_it_saves() -> None:
     fleet = Fleet("s1", "s2", step_cost_tokens=0.0)
     fleet.on_dispatch("s2")  # saves 1,024 tokens
     fleet.busy("s2", 1, prefill_tokens=1_023)
-    assert fleet.choose("s1", wanted()) == "s2"
+    assert fleet.choose("s1", prompt()) == "s2"
     fleet.busy("s2", 1, prefill_tokens=1)
-    assert fleet.choose("s1", wanted()) == "s1"
+    assert fleet.choose("s1", prompt()) == "s1"
     fleet.busy("s1", 1, prefill_tokens=1)
-    assert fleet.choose("s1", wanted()) == "s2"
+    assert fleet.choose("s1", prompt()) == "s2"
 
 
 def test_a_session_moves_when_a_fuller_batch_costs_more_than_it_saves() -> None:
     fleet = Fleet("s1", "s2", step_cost_tokens=2.0)
     fleet.on_dispatch("s2")
     fleet.busy("s2", 5)  # each delays 100 tokens of output by 2 prefill tokens
-    assert fleet.choose("s1", wanted()) == "s2"
+    assert fleet.choose("s1", prompt()) == "s2"
     fleet.busy("s2", 1)
-    assert fleet.choose("s1", wanted()) == "s1"
-    assert fleet.choose("s1", wanted(output_tokens=10)) == "s2"
+    assert fleet.choose("s1", prompt()) == "s1"
+    assert fleet.choose("s1", prompt(output_tokens=10)) == "s2"
 
 
 def test_what_the_replica_chosen_by_load_holds_itself_is_nothing_saved() -> None:
@@ -120,9 +122,9 @@ def test_what_the_replica_chosen_by_load_holds_itself_is_nothing_saved() -> None
     fleet.on_dispatch("s1", SESSION[:7])
     fleet.on_dispatch("s2")
     fleet.busy("s2", 1, prefill_tokens=127)
-    assert fleet.choose("s1", wanted()) == "s2"
+    assert fleet.choose("s1", prompt()) == "s2"
     fleet.busy("s2", 1, prefill_tokens=1)
-    assert fleet.choose("s1", wanted()) == "s1"
+    assert fleet.choose("s1", prompt()) == "s1"
 
 
 def test_where_none_may_take_the_whole_one_that_holds_enough_of_it_may() -> None:
@@ -130,20 +132,20 @@ def test_where_none_may_take_the_whole_one_that_holds_enough_of_it_may() -> None
     fleet.on_dispatch("s1", SESSION[:2])
     fleet.on_dispatch("s2")
 
-    def able_up_to(limit: int) -> Able:
+    def admissible_up_to(limit: int) -> ReplicaFilter:
         return lambda replica_id, tokens: fleet.ledger[replica_id] if tokens <= limit else None
 
-    assert fleet.choose(None, wanted(), able_up_to(1_100 - 1_024)) == "s2"
-    assert fleet.choose(None, wanted(), able_up_to(1_100 - 1_025)) is None
-    assert fleet.choose(None, wanted(()), able_up_to(1_100)) is None
+    assert fleet.choose(None, prompt(), admissible_up_to(1_100 - 1_024)) == "s2"
+    assert fleet.choose(None, prompt(), admissible_up_to(1_100 - 1_025)) is None
+    assert fleet.choose(None, prompt(()), admissible_up_to(1_100)) is None
 
 
 def test_what_is_cached_is_counted_where_most_of_it_is() -> None:
     fleet = Fleet("s1", "s2")
     fleet.on_dispatch("s1", SESSION[:2])
     fleet.on_dispatch("s2")
-    assert fleet.affinity.cached_tokens(wanted().request, 1_100) == 1_024
-    assert fleet.left_on("s1", wanted()) == 1_100 - 256
+    assert fleet.affinity.cached_tokens(prompt().request, 1_100) == 1_024
+    assert fleet.left_on("s1", prompt()) == 1_100 - 256
 
 
 @pytest.mark.parametrize(("bytes_per_token", "cached"), [(4.0, 1_024), (2.0, 2_048)])
@@ -152,7 +154,7 @@ def test_text_that_is_cached_is_counted_in_tokens_of_its_kind(bytes_per_token: f
     affinity = PrefixAffinity(AffinitySettings(), cost, lambda _category: bytes_per_token)
     affinity.join(spec("s1"))
     text = request(
-        prompt_tokens=4_000, prefix=wanted().request.submission.prefix, shape=PromptShape(text_bytes=4_400)
+        prompt_tokens=4_000, prefix=prompt().request.submission.prefix, shape=PromptShape(text_bytes=4_400)
     )
     affinity.on_dispatch("s1", text)
     assert affinity.cached_tokens(text, 2_200) == cached
@@ -162,16 +164,16 @@ def test_a_lost_replica_is_no_longer_known_to_hold_anything() -> None:
     fleet = Fleet("s1", "s2")
     fleet.on_dispatch("s2")
     fleet.affinity.lose("s2")
-    assert fleet.affinity.cached_tokens(wanted().request, 1_100) == 0
-    assert fleet.choose("s1", wanted()) == "s1"
+    assert fleet.affinity.cached_tokens(prompt().request, 1_100) == 0
+    assert fleet.choose("s1", prompt()) == "s1"
 
 
 def test_switched_off_the_load_decides_and_nothing_is_kept() -> None:
     fleet = Fleet("s1", "s2", enabled=False)
     fleet.on_dispatch("s2")
-    assert fleet.choose("s1", wanted()) == "s1"
+    assert fleet.choose("s1", prompt()) == "s1"
     assert len(fleet.affinity.index) == 0
-    assert fleet.affinity.cached_tokens(wanted().request, 1_100) == 0
+    assert fleet.affinity.cached_tokens(prompt().request, 1_100) == 0
 
 
 @given(st.lists(st.integers(0, 8), min_size=3, max_size=3), st.integers(1, 3_000))
@@ -179,7 +181,7 @@ def test_some_of_a_prompt_is_always_left_to_compute(held: list[int], prompt_toke
     fleet = Fleet("s0", "s1", "s2")
     for number, blocks in enumerate(held):
         fleet.on_dispatch(f"s{number}", SESSION[:blocks])
-    asked = wanted(prompt_tokens=prompt_tokens)
+    asked = prompt(prompt_tokens=prompt_tokens)
     least = min(fleet.left_on(f"s{number}", asked) for number in range(3))
     assert 1 <= least <= prompt_tokens
     assert fleet.affinity.cached_tokens(asked.request, prompt_tokens) == prompt_tokens - least
@@ -191,7 +193,7 @@ def test_among_equally_busy_replicas_one_that_holds_most_is_chosen(held: list[in
     fleet = Fleet(*names)
     for name, blocks in zip(names, held, strict=True):
         fleet.on_dispatch(name, SESSION[:blocks])
-    chosen = fleet.choose(names[0], wanted())
+    chosen = fleet.choose(names[0], prompt())
     assert chosen is not None
     assert held[names.index(chosen)] == max(held)
 

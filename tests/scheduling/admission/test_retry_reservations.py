@@ -5,7 +5,7 @@ import pytest
 
 from serve_app.request import PriorityClass
 from serve_app.scheduling.admission.retry_reservations import (
-    Line,
+    QueueLimit,
     ReservedWork,
     RetryReservations,
     fair_tokens,
@@ -13,7 +13,7 @@ from serve_app.scheduling.admission.retry_reservations import (
 from serve_app.scheduling.admission.settings import AdmissionSettings
 from tests.builders import request
 
-NOTHING_AHEAD = Line(ahead=0.0, per_s=10.0, limit=50.0)
+NOTHING_AHEAD = QueueLimit(level=0.0, drain_per_s=10.0, limit=50.0)
 
 
 @pytest.fixture
@@ -26,13 +26,13 @@ def tokens(reserved: ReservedWork) -> float:
 
 
 def test_a_line_opens_when_it_has_come_down_to_its_limit(reservations: RetryReservations) -> None:
-    assert reservations.admissible_in_s(Line(ahead=50.0, per_s=10.0, limit=50.0), tokens, 0.0) == 0.0
-    assert reservations.admissible_in_s(Line(ahead=90.0, per_s=10.0, limit=50.0), tokens, 0.0) == 4.0
-    assert reservations.admissible_in_s(Line(ahead=90.0, per_s=0.0, limit=50.0), tokens, 0.0) == math.inf
+    assert reservations.admissible_in_s(QueueLimit(level=50.0, drain_per_s=10.0, limit=50.0), tokens, 0.0) == 0.0
+    assert reservations.admissible_in_s(QueueLimit(level=90.0, drain_per_s=10.0, limit=50.0), tokens, 0.0) == 4.0
+    assert reservations.admissible_in_s(QueueLimit(level=90.0, drain_per_s=0.0, limit=50.0), tokens, 0.0) == math.inf
 
 
 def test_who_is_refused_later_is_told_a_later_time(reservations: RetryReservations) -> None:
-    line, told = Line(ahead=90.0, per_s=10.0, limit=50.0), []
+    line, told = QueueLimit(level=90.0, drain_per_s=10.0, limit=50.0), []
     for number in range(5):
         told.append(reservations.admissible_in_s(line, tokens, 0.0))
         reservations.reserve(request(f"r{number}", prompt_tokens=number + 1), 20, told[-1])
@@ -44,8 +44,8 @@ def test_a_newcomer_does_not_take_what_was_promised_but_may_use_what_is_over_bef
     reservations: RetryReservations,
 ) -> None:
     reservations.reserve(request(prompt_tokens=1), 60, 20.0)
-    assert reservations.admissible_in_s(Line(ahead=45.0, per_s=10.0, limit=80.0), tokens, 0.0) == 0.0
-    assert reservations.admissible_in_s(Line(ahead=45.0, per_s=1.0, limit=80.0), tokens, 0.0) > 20.0
+    assert reservations.admissible_in_s(QueueLimit(level=45.0, drain_per_s=10.0, limit=80.0), tokens, 0.0) == 0.0
+    assert reservations.admissible_in_s(QueueLimit(level=45.0, drain_per_s=1.0, limit=80.0), tokens, 0.0) > 20.0
 
 
 def test_one_that_comes_back_claims_its_booking_once(reservations: RetryReservations) -> None:
@@ -77,7 +77,7 @@ def test_who_does_not_come_loses_the_booking_and_makes_others_count_for_less(
     assert len(reservations) == 0
     assert reservations.claim_rate < 0.2
     reservations.reserve(request(), 400, 6.0)
-    assert reservations.admissible_in_s(Line(ahead=0.0, per_s=10.0, limit=200.0), tokens, 5.0) == 0.0
+    assert reservations.admissible_in_s(QueueLimit(level=0.0, drain_per_s=10.0, limit=200.0), tokens, 5.0) == 0.0
 
 
 def test_there_are_never_more_than_may_be(reservations: RetryReservations) -> None:

@@ -52,7 +52,7 @@ class Crowd(Simulation):
         for request_id in list(self.ends_at):
             self.feed(FirstToken(request_id))
         for name in self.names:
-            if name in self.scheduler.ledger:
+            if self.scheduler.ledger.get(name) is not None:
                 self.report(name, received=10_000)
 
     def seconds(self, count: int, arrivals: int = 1) -> None:

@@ -1,0 +1,136 @@
+"""The open replicas of each pool, ordered so that the best one for a request is found in O(1).
+
+A replica is *open* when it may take one more request. Open replicas are in heaps, those with the most free
+tokens first. A heap entry is valid only while its version is the replica's, and every change of a replica's
+capacity gives it a new version. An update costs O(log replicas).
+
+There is a heap for each pair of numbers of long and of longest prefills in flight, of which there are few. A
+replica may be open to short requests and closed to longer ones, and short requests do better where no long
+prefill is under way. Each pair has two heaps: replicas whose engine queue is empty, and the others, since
+some requests need an empty one. No replica of a heap fits a request that the heap's first does not fit.
+"""
+
+import heapq
+from collections.abc import Sized
+from typing import Protocol
+
+from serve_app.routing.replica_state import ReplicaState
+
+_Heap = list[tuple[int, int, int, ReplicaState]]
+_QUEUED, _EMPTY = 0, 1
+
+
+class Backpressure(Protocol):
+    """Decides when a replica may be sent more."""
+
+    def admits(self, replica: ReplicaState, now: float) -> bool:
+        """Whether one more request may be sent, as far as the engine's queue and batch go."""
+
+    def has_empty_queue(self, replica: ReplicaState) -> bool:
+        """Whether the engine's own queue is empty, or nearly so."""
+
+    def gates(self, replica: ReplicaState) -> bool:
+        """Whether the last report, and whether it was gated before, show that it is too busy."""
+
+
+class OpenReplicas:
+    """The heaps of open replicas.
+
+    Args:
+        replicas: all replicas of the ledger; bounds the size of a heap.
+    """
+
+    def __init__(self, backpressure: Backpressure, replicas: Sized) -> None:
+        self._backpressure = backpressure
+        self._replicas = replicas
+        self._heaps: dict[str, dict[tuple[int, int], tuple[_Heap, _Heap]]] = {}
+
+    def is_open(self, state: ReplicaState, now: float) -> bool:
+        """Whether the replica may take one more request, its free tokens apart."""
+        return state.is_usable and not state.gated and self._backpressure.admits(state, now)
+
+    def update(self, state: ReplicaState, now: float) -> None:
+        """Insert a replica again after its capacity has changed; it is left out while it is not open."""
+        state.version += 1
+        if not self.is_open(state, now):
+            return
+        heaps = self._heaps.setdefault(state.spec.pool, {}).setdefault(state.long_prefills, ([], []))
+        heap = heaps[_EMPTY if self._backpressure.has_empty_queue(state) else _QUEUED]
+        heapq.heappush(heap, (-state.free_tokens, state.order, state.version, state))
+        if len(heap) > 64 and len(heap) > 4 * len(self._replicas):
+            heap[:] = [entry for entry in heap if entry[2] == entry[3].version]
+            heapq.heapify(heap)
+
+    def best(
+        self,
+        pool: str,
+        tokens: int,
+        now: float,
+        *,
+        long_limits: tuple[int, ...] = (),
+        needs_empty_engine_queue: bool = False,
+    ) -> ReplicaState | None:
+        """The best replica of `pool`, few long prefills first; None when `tokens` fit into none.
+
+        Args:
+            tokens: what the request will need; at most the pool's context limit, so that an idle replica
+                always fits.
+            long_limits: only replicas with fewer prefills in flight than these: (long), or (long, longest).
+            needs_empty_engine_queue: only replicas whose engine's queue is empty.
+        """
+        for long_prefills in sorted(self._heaps.get(pool, ())):
+            if _exceeds(long_prefills, long_limits):
+                continue
+            state = self._freest(pool, long_prefills, now, needs_empty_engine_queue=needs_empty_engine_queue)
+            if state is not None and tokens <= state.free_tokens:
+                return state
+        return None
+
+    def fits(
+        self,
+        state: ReplicaState,
+        tokens: int,
+        now: float,
+        *,
+        long_limits: tuple[int, ...],
+        needs_empty_engine_queue: bool,
+    ) -> bool:
+        """Whether this replica may take a request, by the conditions of `best`."""
+        if tokens > state.free_tokens or not self.is_open(state, now):
+            return False
+        if _exceeds(state.long_prefills, long_limits):
+            return False
+        return not needs_empty_engine_queue or self._backpressure.has_empty_queue(state)
+
+    def has_any(self, pool: str, now: float) -> bool:
+        """Whether any replica of `pool` is open."""
+        heaps = self._heaps.get(pool, ())
+        return any(self._freest(pool, long_prefills, now) is not None for long_prefills in heaps)
+
+    def _freest(
+        self, pool: str, long_prefills: tuple[int, int], now: float, *, needs_empty_engine_queue: bool = False
+    ) -> ReplicaState | None:
+        heaps = self._heaps[pool][long_prefills]
+        best = self._top(heaps[_EMPTY], now)
+        if needs_empty_engine_queue:
+            return best
+        other = self._top(heaps[_QUEUED], now)
+        if best is None or other is None:
+            return best or other
+        return min(best, other, key=lambda state: (-state.free_tokens, state.order))
+
+    def _top(self, heap: _Heap, now: float) -> ReplicaState | None:
+        while heap:
+            _, _, version, state = heap[0]
+            if version == state.version:
+                if self.is_open(state, now):
+                    return state
+                # Its pace has fallen since it was inserted, and with it what it may be sent.
+                state.version += 1
+            heapq.heappop(heap)
+        return None
+
+
+def _exceeds(long_prefills: tuple[int, int], limits: tuple[int, ...]) -> bool:
+    """Whether one more long prefill would exceed a limit: (), (long), or (long, longest)."""
+    return any(count >= limit for count, limit in zip(long_prefills, limits, strict=False))
