@@ -268,9 +268,9 @@ def test_a_lost_replica_gives_its_requests_back_to_the_front(world: Simulation) 
 def test_a_lost_replica_is_forgotten_when_its_last_request_is_released(world: Simulation) -> None:
     world.arrive("r")
     world.feed(ReplicaLost("s1"))
-    assert "s1" in world.scheduler.ledger
+    assert [state.spec.replica_id for state in world.scheduler.ledger] == ["s1", "l1"]
     world.feed(Finished("r", Outcome.COMPLETED))
-    assert "s1" not in world.scheduler.ledger
+    assert [state.spec.replica_id for state in world.scheduler.ledger] == ["l1"]
 
 
 def test_a_request_lost_on_three_replicas_fails(world: Simulation) -> None:
