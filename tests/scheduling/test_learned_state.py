@@ -19,12 +19,9 @@ shapes = st.builds(
     prompts=st.integers(1, 3),
 )
 requests = st.builds(
-    Request,
+    builders.request,
     request_id=st.just("r"),
-    gateway_id=st.just("g"),
-    model=st.just("m"),
     shape=shapes,
-    arrived_at=st.just(0.0),
     tenant=st.sampled_from(["a", "b", "großer \N{SNOWMAN}", ""]),
     max_output_tokens=st.none() | st.integers(0, 100_000),
     choices=st.integers(1, 4),

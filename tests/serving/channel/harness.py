@@ -31,12 +31,19 @@ def scheduler_settings(**changes: Any) -> SchedulerSettings:
     return SchedulerSettings(**{"model": "m", "routing": RoutingSettings(pools=("short",)), **changes})
 
 
-def submission(request_id: str, *, shape: PromptShape | None = None, **changes: Any) -> Submission:
+def submission(
+    request_id: str,
+    *,
+    model: str = "m",
+    shape: PromptShape | None = None,
+    streamed: bool = True,
+    **changes: Any,
+) -> Submission:
     spec = RequestSpec(
-        model="m",
+        model=model,
         shape=shape or PromptShape(text_bytes=40, prompt_tokens=10),
         max_output_tokens=10,
-        streamed=changes.pop("streamed", True),
+        streamed=streamed,
     )
     return Submission(request_id=request_id, spec=spec, **changes)
 

@@ -160,7 +160,7 @@ async def test_a_request_id_may_be_held_once(world: Simulation) -> None:
     gateway = await world.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
     await asyncio.sleep(0)
-    with pytest.raises(ValueError, match="held already"):
+    with pytest.raises(ValueError, match="pending already"):
         await gateway.acquire(submission("r1"))
     task.cancel()
 

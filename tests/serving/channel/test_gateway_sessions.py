@@ -101,7 +101,7 @@ def running() -> tuple[Host, str]:
     page = host.connect(waits())
     granted = page.of(Granted)
     host.events.clear()
-    return host, granted[0].replica_id
+    return host, granted[0].dispatch.replica_id
 
 
 async def test_a_grant_and_its_repetition_carry_the_engines_priority() -> None:
@@ -111,10 +111,10 @@ async def test_a_grant_and_its_repetition_carry_the_engines_priority() -> None:
     for event in (ReplicaJoined(builders.spec("s1")), ReplicaReported("s1", builders.report())):
         host.feed(event)
     page = host.connect(waits("r1"), waits("r2"))
-    assert [granted.engine_priority % BAND for granted in page.of(Granted)] == [0, 1]
+    assert [granted.dispatch.engine_priority % BAND for granted in page.of(Granted)] == [0, 1]
     # The gateway has seen neither grant, and asks again.
     page = host.connect(waits("r1"), waits("r2"))
-    assert [granted.engine_priority % BAND for granted in page.of(Granted)] == [0, 1]
+    assert [granted.dispatch.engine_priority % BAND for granted in page.of(Granted)] == [0, 1]
 
 
 async def test_unknown_and_waiting_arrives_with_its_true_age() -> None:
@@ -151,14 +151,14 @@ async def test_waiting_on_both_sides_changes_nothing() -> None:
     host.events.clear()
     host.say(waits(stuck))
     assert host.names == []
-    assert not [message for message in page.of(Granted) if message.request_id == stuck]
+    assert not [message for message in page.of(Granted) if message.dispatch.request_id == stuck]
 
 
 async def test_running_here_and_waiting_there_with_a_grant_unseen_is_granted_again() -> None:
     host, replica_id = running()
     page = host.connect(waits())
     assert host.names == []
-    assert [(grant.grant, grant.replica_id) for grant in page.of(Granted)] == [(1, replica_id)]
+    assert [(grant.grant, grant.dispatch.replica_id) for grant in page.of(Granted)] == [(1, replica_id)]
 
 
 async def test_a_grant_unseen_to_a_replica_that_left_is_put_back_and_granted_elsewhere() -> None:
@@ -167,7 +167,7 @@ async def test_a_grant_unseen_to_a_replica_that_left_is_put_back_and_granted_els
     page = host.connect(waits())
     assert host.names == ["DispatchFailed"]
     assert [grant.grant for grant in page.of(Granted)] == [2]
-    assert page.of(Granted)[0].replica_id != replica_id
+    assert page.of(Granted)[0].dispatch.replica_id != replica_id
 
 
 async def test_running_here_and_waiting_there_with_all_grants_seen_is_a_put_back_that_was_lost() -> None:
@@ -218,7 +218,9 @@ async def test_a_put_back_of_an_unknown_request_is_answered_and_does_not_hang() 
     host = Host()
     page = host.connect()
     host.say(PutBack("r1", "s1", DispatchFailure.LOST, "", 1))
-    assert [(refusal.request_id, refusal.outcome) for refusal in page.of(Refused)] == [("r1", Outcome.FAILED)]
+    assert [(refusal.request_id, refusal.conclusion.outcome) for refusal in page.of(Refused)] == [
+        ("r1", Outcome.FAILED)
+    ]
 
 
 async def test_a_second_connection_is_not_ended_by_the_loss_of_the_first() -> None:

@@ -14,7 +14,7 @@ from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.tuner.actor import TunerActor, TunerSettings
 from serve_app.tuning import StrategicSettings
-from serve_app.tuning.online.retune import Retune
+from serve_app.tuning.online.rollout_settings import Retune
 from tests.serving.channel.harness import FAST, Simulation, scheduler_settings, submission, until
 
 QUICK = TunerSettings(pull_interval_s=0.01, strategic=StrategicSettings(first_after=40))

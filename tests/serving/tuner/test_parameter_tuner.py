@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_app.tuning.search.study_settings import StudySettings
 
 from serve_app.errors import Outcome
 from serve_app.routing.pools import RoutingSettings
@@ -16,11 +15,11 @@ from serve_app.serving.scheduler.learned_queues import Observed
 from serve_app.serving.state.store import StateStore
 from serve_app.serving.tuner import parameter_tuner
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner
-from serve_app.tuning.online.control_variate import Control
+from serve_app.tuning.online.control_variate import ControlVariate
 from serve_app.tuning.online.outcome_window import Row
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings, engines_of
-from serve_app.tuning.online.retune import Retune
-from serve_app.tuning.online.rollout_settings import Act, RolloutSettings
+from serve_app.tuning.online.rollout_settings import Act, Retune, RolloutSettings
+from serve_app.tuning.search.study import StudySettings
 from serve_app.tuning.twin.digital_twin import TwinSettings
 from tests.builders import spec
 
@@ -120,7 +119,7 @@ async def test_a_trial_waits_for_a_replay_in_a_thread_and_goes_on_without_one_th
     assert made._loop is not None
     rollout = made._loop.rollout
     better = {**rollout.incumbent, "target_waiting": 6}
-    rollout.propose(better, 0.0, "for the test", control=Control())
+    rollout.propose(better, 0.0, "for the test", control=ControlVariate())
     if broken:
         monkeypatch.setattr(parameter_tuner, "replay_aside", None)
     at, pairs = 0.0, []
