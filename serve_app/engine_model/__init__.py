@@ -1,8 +1,14 @@
-"""A pure model of an LLM engine, shared by the `emulated` engine and the simulator.
+"""A model of an LLM engine: what vLLM's scheduler decides, and how long each step takes.
 
-It knows what vLLM's scheduler decides and what a step costs; it has no clock, no randomness and no I/O. Read
-`model.py` (the door: add, abort, begin_step, end_step), then `batching.py` (the rules), then `decoding.py`
-and `kv_blocks.py` (how they are kept cheap), `waiting.py`, `sequences.py`, `settings.py`.
+The emulated engine and the simulator share it. The model itself has no clock, no randomness and no I/O. Read:
+
+- `model`: the interface of the engine (`add`, `abort`, `begin_step`, `end_step`);
+- `batching`: the scheduling rules, over `waiting` (the engine's queue) and `sequences`;
+- `decoding` and `kv_blocks`: how decode steps and the KV cache are kept cheap to simulate;
+- `step_time`: the duration of one iteration; `settings`: the limits of an engine;
+- `profiles`: named step times and limits, in `profile_data`; `roofline`, `roofline_profiles` and `hardware`:
+  the profiles that are computed from data sheets;
+- `recent_mean`: the mean TPOT over the last seconds, for whoever reports the load of an engine.
 """
 
 from serve_app.engine_model.model import EngineModel, ModelSnapshot, StepOutcome

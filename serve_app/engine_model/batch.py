@@ -1,4 +1,4 @@
-"""What one step of the engine computes."""
+"""One step of the engine: the tokens that it computes."""
 
 from dataclasses import dataclass, field
 
@@ -7,18 +7,18 @@ from serve_app.engine_model.sequences import EngineSequence
 
 @dataclass(slots=True)
 class Batch:
-    """What one step computes.
+    """The content of one step.
 
     Attributes:
-        budget_left: tokens that could still be computed in it.
-        prefilling: sequences with a chunk of their prompt in it.
-        prefill_tokens: tokens of those chunks together.
-        attended_pairs: pairs of such a token and a token that it attends to.
-        sequences: decoding sequences in it.
+        budget_left: tokens that the step could still compute.
+        prefilling: sequences with a chunk of their prompt in the step.
+        prefill_tokens: tokens of those chunks, in all.
+        attended_pairs: pairs of a prompt token and a token that it attends to.
+        sequences: decoding sequences in the step.
         context_tokens: the sum of their contexts.
-        admitted: sequences that came from the waiting queue.
-        preempted: sequences that lost their place while it was put together.
-        sat_out: whether a decoding sequence is left out for want of budget.
+        admitted: sequences admitted from the waiting queue.
+        preempted: sequences that were preempted while the step was scheduled.
+        has_skipped: whether the budget left out a decoding sequence.
     """
 
     budget_left: int
@@ -29,7 +29,7 @@ class Batch:
     context_tokens: int = 0
     admitted: list[EngineSequence] = field(default_factory=list)
     preempted: list[EngineSequence] = field(default_factory=list)
-    sat_out: bool = False
+    has_skipped: bool = False
 
     @property
     def is_empty(self) -> bool:

@@ -1,23 +1,23 @@
-"""What goes into the next step? Continuous batching in the way of vLLM's V1 scheduler.
+"""Continuous batching: the choice of what the next step computes, as vLLM's V1 scheduler makes it.
 
 Rules, in their order:
 
-1. A step computes at most `max_num_batched_tokens` tokens. A decoding sequence takes one, a prefill takes a
-   chunk: what is left of its prompt, at most `long_prefill_token_threshold` when another sequence is about,
-   and at most what is left of the budget.
-2. Running sequences come first, in the order of their admission; when the budget is spent, the rest sit the
-   step out. KV blocks are allocated as tokens are computed, never ahead.
-3. A running sequence that finds no free block preempts: the last admitted (FCFS), or the least urgent
-   (priority), itself included. The victim loses its blocks, goes to the front of the waiting queue, and will
-   compute its prompt and the tokens it had generated anew.
-4. If nobody was preempted, waiting sequences are admitted from the head while there is budget and fewer than
-   `max_num_seqs` run. The head takes its prefix from the cache (never all of it: the last token is computed).
+1. A step computes at most `max_num_batched_tokens` tokens. A decoding sequence takes one. A prefill takes a
+   chunk: the rest of its prompt, limited by the budget that is left. With another sequence in the engine,
+   `long_prefill_token_threshold` limits the chunk as well.
+2. Running sequences are scheduled first, in the order of their admission. When the budget is spent, the rest
+   skip the step. KV blocks are allocated as tokens are computed, never ahead.
+3. A running sequence that finds no free block preempts the last admitted (FCFS) or the least urgent
+   (priority), itself included. The victim loses its blocks and returns to the front of the waiting queue. It
+   recomputes its prompt and the tokens that it had generated.
+4. If nothing was preempted, waiting sequences are admitted from the head while there is budget and fewer than
+   `max_num_seqs` run. The head takes its prefix from the cache, except for its last token, which is computed.
    A head that does not fit blocks those behind it.
 
-Rules 1 to 3 are carried out for all running sequences together when no order among them can matter, which is
-nearly always; the cost of a step then does not grow with the number of decoding sequences.
+Rules 1 to 3 are carried out for all running sequences at once when their order cannot matter, which is
+nearly always. The cost of a step then does not grow with the number of decoding sequences.
 
-Left out: speculative decoding, the one-step lag of asynchronous scheduling, LoRA, encoders, KV transfer.
+Not modelled: speculative decoding, the one-step lag of asynchronous scheduling, LoRA, encoders, KV transfer.
 """
 
 from collections.abc import KeysView
@@ -38,8 +38,8 @@ class Batcher:
         waiting: the engine's own queue.
         decoding: running sequences that generate.
         kv: the paged KV cache.
-        prefix_queries_tokens, prefix_hits_tokens: looked up in the prefix cache, and found there, since the
-            start.
+        prefix_queries_tokens, prefix_hits_tokens: tokens looked up in the prefix cache, and found there,
+            since the start.
         preemptions: since the start.
     """
 
@@ -80,7 +80,7 @@ class Batcher:
         return batch
 
     def complete(self, batch: Batch) -> tuple[list[EngineSequence], list[EngineSequence]]:
-        """Generate the tokens of a step that has ended; returns who got its first token, and who finished."""
+        """Generate the tokens of a step that has ended; returns first-token sequences, and finished ones."""
         finished = self.decoding.pop_ended()
         first_tokens: list[EngineSequence] = []
         for sequence in batch.prefilling:
@@ -120,7 +120,7 @@ class Batcher:
     # -- running sequences ------------------------------------------------------------------------------
 
     def _chunk_limit(self) -> int:
-        """The most that one prefill may take of the step; a sequence that is alone has nobody to hold up."""
+        """Largest chunk of one prefill in the step; a sequence that is alone delays no other."""
         threshold = self._settings.long_prefill_token_threshold
         if threshold and len(self._running) + len(self.waiting) > 1:
             return threshold
@@ -134,7 +134,7 @@ class Batcher:
         for sequence in self._prefilling:
             chunk = min(sequence.known_tokens - sequence.computed_tokens, chunk_limit)
             if chunk > left:
-                # Whoever is cut short takes all that is left, so somebody behind it would go without.
+                # A chunk that is cut short takes the rest of the budget, so a sequence behind it gets none.
                 if sequence is not next(reversed(self._running)):
                     return False
                 chunk = left
@@ -165,21 +165,21 @@ class Batcher:
             else:
                 tokens = min(sequence.known_tokens - sequence.computed_tokens, chunk_limit, batch.budget_left)
                 blocks = self._new_blocks(sequence, tokens)
-            if not self._make_room(batch, sequence, blocks, taken):
+            if not self._free_blocks(batch, sequence, blocks, taken):
                 break
             self.kv.take(blocks)
             batch.budget_left -= tokens
             taken[sequence] = (tokens, blocks)
         self._compute_taken(batch, taken)
 
-    def _make_room(
+    def _free_blocks(
         self,
         batch: Batch,
         sequence: EngineSequence,
         blocks: int,
         taken: dict[EngineSequence, tuple[int, int]],
     ) -> bool:
-        """Preempt until `blocks` are free; False when the sequence itself had to go."""
+        """Preempt until `blocks` are free; False when the sequence itself was preempted."""
         while blocks > self.kv.free:
             victim = self._victim()
             tokens, blocks_taken = taken.pop(victim, (0, 0))
@@ -212,14 +212,14 @@ class Batcher:
         self.waiting.put_back(victim)
 
     def _compute_taken(self, batch: Batch, taken: dict[EngineSequence, tuple[int, int]]) -> None:
-        """Compute what `_continue_in_order` has found room for; the others sit out."""
+        """Compute what `_continue_in_order` has scheduled; the others skip the step."""
         left_out = [sequence for sequence in self.decoding.members() if sequence not in taken]
         self._decode_all(batch)
         for sequence in left_out:
             batch.context_tokens -= self.decoding.computed_tokens(sequence)
-            self.decoding.sit_out(sequence)
+            self.decoding.skip_step(sequence)
         batch.sequences -= len(left_out)
-        batch.sat_out = bool(left_out)
+        batch.has_skipped = bool(left_out)
         for sequence, (tokens, _) in taken.items():
             if sequence.state is SequenceState.PREFILLING:
                 self._prefill(batch, sequence, tokens)
@@ -227,7 +227,7 @@ class Batcher:
     # -- waiting sequences ------------------------------------------------------------------------------
 
     def _admit(self, batch: Batch, chunk_limit: int) -> None:
-        """Admit waiting sequences from the head while budget, places and blocks last."""
+        """Admit waiting sequences from the head while budget, batch slots and blocks last."""
         while batch.budget_left and len(self.waiting) and len(self._running) < self._settings.max_num_seqs:
             sequence = self.waiting.head()
             known = sequence.known_tokens
@@ -248,7 +248,7 @@ class Batcher:
             self._prefill(batch, sequence, chunk)
 
     def _start(self, sequence: EngineSequence, shared: list[BlockName]) -> None:
-        """Make a waiting sequence a running one that holds its cached prefix."""
+        """Turn a waiting sequence into a running one that holds its cached prefix."""
         self.kv.share(shared)
         sequence.named_blocks = shared
         sequence.blocks = len(shared)
@@ -257,7 +257,7 @@ class Batcher:
         self._running[sequence] = None
         self._prefilling[sequence] = None
         if self._settings.prefix_caching and not sequence.preemptions:
-            # Like vLLM's counters, which leave resumed sequences out.
+            # As in vLLM's counters, which leave out resumed sequences.
             sequence.cached_tokens = sequence.computed_tokens
             self.prefix_queries_tokens += sequence.known_tokens
             self.prefix_hits_tokens += sequence.computed_tokens
@@ -265,7 +265,7 @@ class Batcher:
     # -- shared steps -----------------------------------------------------------------------------------
 
     def _new_blocks(self, sequence: EngineSequence, tokens: int) -> int:
-        """Blocks to allocate before a sequence that is not decoding computes so many more tokens."""
+        """Blocks to allocate before a prefilling sequence computes this many more tokens."""
         return -(-(sequence.computed_tokens + tokens) // self._block_size) - sequence.blocks
 
     def _decode_all(self, batch: Batch) -> None:
@@ -275,7 +275,7 @@ class Batcher:
             batch.context_tokens = self.decoding.context_tokens
 
     def _prefill(self, batch: Batch, sequence: EngineSequence, chunk: int) -> None:
-        """Count a chunk, whose blocks are taken, as computed."""
+        """Count a chunk, whose blocks have been allocated, as computed."""
         batch.prefilling.append(sequence)
         batch.prefill_tokens += chunk
         batch.attended_pairs += attended_pairs(sequence.computed_tokens, chunk)
@@ -289,7 +289,7 @@ class Batcher:
                     sequence.named_blocks.append(name)
 
     def _name_all_blocks(self, victim: EngineSequence) -> None:
-        """Leave a victim's full blocks in the cache, so that it finds again those not evicted meanwhile."""
+        """Leave a victim's full blocks in the cache, so that it can reuse those not evicted meanwhile."""
         full_blocks = victim.computed_tokens // self._block_size
         names = victim.block_names
         names.extend((victim.number, index) for index in range(len(names), full_blocks))

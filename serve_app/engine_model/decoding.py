@@ -1,17 +1,16 @@
 """The decoding sequences of a batch, advanced together at a cost that does not grow with their number.
 
-Each decoding sequence gains one token per step, so nothing needs to be counted per sequence and step. A clock
-counts the steps in which they decode; a sequence notes the clock when it joined and the clock when it will
-end:
+Each decoding sequence gains one token per step, so nothing is counted per sequence and step. A clock counts
+the steps in which they decode. A sequence stores the clock at which it joined and the clock at which it ends:
 
-- tokens computed = those at joining + (clock - joined)
-- it needs a new block when the tokens computed before the step fill whole blocks, which is once in
-  `block_size` steps and always at the same phase of the clock; a count per phase tells how many blocks the
-  next step needs;
-- a heap of end clocks tells who finishes; entries of sequences that left are skipped when they come up.
+- tokens computed = those at joining + (clock - joined);
+- a sequence needs a new block when the tokens computed before the step fill whole blocks. That is once in
+  `block_size` steps, always at the same phase of the clock. A count per phase gives the blocks that the next
+  step needs;
+- a heap of end clocks gives the sequences that finish; stale entries are skipped when they come up.
 
-The clock moves when a step begins. A sequence that sits out a step (the token budget ran out before it) is
-shifted by one.
+The clock advances when a step begins. A sequence that skips a step, because the token budget ran out before
+it, is shifted by one.
 """
 
 import heapq
@@ -25,8 +24,8 @@ class DecodingSet:
     """Sequences that generate one token per step.
 
     Attributes:
-        clock: steps begun in which these sequences decode.
-        context_tokens: sum of the members' computed tokens, the one of the step under way included.
+        clock: steps begun in which the members decode.
+        context_tokens: sum of the members' computed tokens, including that of a step under way.
     """
 
     __slots__ = ("_block_size", "_ending", "_entries", "_members", "_phases", "clock", "context_tokens")
@@ -65,7 +64,7 @@ class DecodingSet:
 
         Args:
             sequence: the member.
-            step_under_way: the clock has moved for a step whose tokens are not generated yet.
+            step_under_way: the clock counts a step whose tokens are not generated yet.
         """
         self._phases[self._phase(sequence)] -= 1
         sequence.computed_tokens = self.computed_tokens(sequence)
@@ -75,17 +74,17 @@ class DecodingSet:
         del self._members[sequence]
 
     def begin_step(self) -> None:
-        """Move the clock for a step in which every member decodes."""
+        """Advance the clock for a step in which every member decodes."""
         self.clock += 1
         self.context_tokens += len(self._members)
 
     def begin_steps(self, steps: int) -> None:
-        """Move the clock for several steps at once; no member may end before the last of them."""
+        """Advance the clock by several steps; no member may end before the last of them."""
         self.clock += steps
         self.context_tokens += steps * len(self._members)
 
-    def sit_out(self, sequence: EngineSequence) -> None:
-        """Take back the step that `begin_step` has just begun, for this member."""
+    def skip_step(self, sequence: EngineSequence) -> None:
+        """Undo, for this member, the step that `begin_step` has just begun."""
         self._phases[self._phase(sequence)] -= 1
         sequence.joined_clock += 1
         self._phases[self._phase(sequence)] += 1
@@ -93,23 +92,23 @@ class DecodingSet:
         self._schedule_end(sequence, sequence.finish_clock + 1)
 
     def pop_ended(self) -> list[EngineSequence]:
-        """Remove and return the members whose last token is the one of the step that ends now."""
+        """Remove and return the members that generate their last token in the step that ends now."""
         ended: list[EngineSequence] = []
         heap = self._ending
         while heap and heap[0][0] <= self.clock:
             clock, _, sequence = heapq.heappop(heap)
             if clock == sequence.finish_clock and sequence in self._members:
-                # Removed at once: a sequence that left and came back may have two entries for the same clock.
+                # Removed at once: a sequence that left and rejoined may have two entries for the same clock.
                 self.leave(sequence, step_under_way=False)
                 ended.append(sequence)
         return ended
 
     def blocks_for_next_step(self) -> int:
-        """New KV blocks that the members need to decode once more."""
+        """New KV blocks that the members need for their next step."""
         return self._phases[self.clock % self._block_size]
 
     def needs_block(self, sequence: EngineSequence) -> bool:
-        """Whether this member needs a new block to decode once more."""
+        """Whether this member needs a new block for its next step."""
         return self.computed_tokens(sequence) % self._block_size == 0
 
     def blocks_for(self, steps: int) -> int:
@@ -121,7 +120,7 @@ class DecodingSet:
         return blocks
 
     def steps_within(self, blocks: int) -> int:
-        """How many steps the members can make with so many free blocks; there must be a member."""
+        """Steps that the members can make with `blocks` free blocks; there must be a member."""
         cycles, blocks_left = divmod(blocks, len(self._members))
         steps = cycles * self._block_size
         for ahead in range(self._block_size):
@@ -139,7 +138,7 @@ class DecodingSet:
         return heap[0][0] - self.clock
 
     def computed_tokens(self, sequence: EngineSequence) -> int:
-        """Tokens of this member with KV entries, the one of a step under way included."""
+        """Tokens of this member with KV entries, including that of a step under way."""
         return sequence.computed_tokens + self.clock - sequence.joined_clock
 
     def output_tokens(self, sequence: EngineSequence, *, step_under_way: bool) -> int:

@@ -1,13 +1,12 @@
-"""The paged KV cache as counts: which blocks are held, free, or free but still cached.
+"""The paged KV cache with prefix caching, as counts of blocks.
 
-Blocks need no identity here. Every block is in exactly one of four places, so `total` is always
+Blocks need no identity here. Every block is in exactly one of four states, so `total` is always
 
-    private (held by one sequence) + named and held + cached (named, held by nobody) + blank
+    private (held by one sequence) + named and held + cached (named, not held) + blank
 
-`free` is cached + blank: a cached block is given away, least recently used first, when no blank one is left.
-A name is the content hash of a full block of tokens; sequences with the same name share the block. That is
-what vLLM's block pool does: blocks without a hash go to the front of its free queue, blocks with one to the
-back.
+`free` is cached + blank. When no blank block is left, the least recently used cached block is reused. A name
+is the content hash of a full block of tokens; sequences with the same name share the block. vLLM's block pool
+does the same: blocks without a hash go to the front of its free queue, blocks with one to the back.
 """
 
 from collections import OrderedDict
@@ -35,16 +34,11 @@ class KVBlocks:
 
     @property
     def free(self) -> int:
-        """Blocks that can be handed out now, cached ones included."""
+        """Blocks that can be allocated now, cached ones included."""
         return self._blank + len(self._cached)
 
-    @property
-    def named_and_held(self) -> int:
-        """Blocks with a name that at least one sequence holds."""
-        return len(self._holders)
-
     def count_hits(self, names: Sequence[BlockName], limit: int) -> int:
-        """How many leading blocks, at most `limit`, are in the cache."""
+        """Leading blocks that are in the cache, at most `limit`."""
         hits = 0
         for name in names[:limit]:
             if name not in self._holders and name not in self._cached:
@@ -58,7 +52,7 @@ class KVBlocks:
         return needed <= self.free
 
     def share(self, names: Iterable[BlockName]) -> None:
-        """Hold cached blocks, each of which `count_hits` has found."""
+        """Hold cached blocks that `count_hits` has found."""
         for name in names:
             holders = self._holders.get(name)
             if holders is None:
@@ -80,16 +74,16 @@ class KVBlocks:
             self._cached.popitem(last=False)
 
     def name(self, block_name: BlockName) -> bool:
-        """Put a private block into the cache; False, and it stays private, when the name is there already."""
+        """Name a private block; False when the name is taken, and the block then stays private."""
         if block_name in self._holders or block_name in self._cached:
             return False
         self._holders[block_name] = 1
         return True
 
     def release(self, private: int, names: Sequence[BlockName]) -> None:
-        """Give back private blocks, and named ones, which stay cached when nobody else holds them."""
+        """Free private blocks, and named ones, which stay cached when no other sequence holds them."""
         self._blank += private
-        # The end of a prefix is of no use without its beginning, so it is the first to be evicted.
+        # The end of a prefix is useless without its beginning, so it is evicted first.
         for name in reversed(names):
             holders = self._holders[name] - 1
             if holders:
@@ -99,7 +93,7 @@ class KVBlocks:
                 self._cached[name] = None
 
     def forget(self, names: Iterable[BlockName]) -> None:
-        """Make blocks that nobody holds blank again, when they are still cached."""
+        """Make the cached ones among these blocks blank again."""
         for name in names:
             if name in self._cached:
                 del self._cached[name]

@@ -1,20 +1,19 @@
 """The engine model: an LLM engine as a pure state machine on a clock that the caller owns.
 
-The life of a step, for either driver (the `emulated` engine sleeps until a step ends, the simulator puts an
-event there):
+There are two drivers: the emulated engine sleeps until a step ends, the simulator schedules an event there.
+One step, for either of them:
 
     model.add(sequence, now)              # at any time
     ends_at = model.begin_step(now)       # None: nothing to do
     ...                                   # more add() and abort(); then read `model.ends_at` again
-    outcome = model.end_step()            # at `ends_at`: who got a first token, who finished
+    outcome = model.end_step()            # at `ends_at`: first tokens, finished sequences
 
-A driver that does not need every token may let a step be a *run*: `begin_step(now, max_steps=N)` leaps over
-up to
-N iterations which hold the same decoding sequences and nothing else, to the next event of interest: the first
-sequence that ends, or the first that finds no free block. Its length is computed in closed form. Whatever
-could change the batch meanwhile (`add`, `abort`) cuts the run to the iteration under way, so the results are
-those of single steps, up to rounding. A sequence added at the very instant at which an iteration ends is in
-time for the next.
+A driver that does not need every token may let a step be a *run*. `begin_step(now, max_steps=N)` combines up
+to N iterations that hold the same decoding sequences and nothing else. A run ends with the first sequence
+that ends, or before the first that finds no free block; its duration is computed in closed form. `add` and
+`abort` can change the batch, so they cut the run to the iteration under way. The results are those of single
+steps, up to rounding. A sequence that is added at the instant at which an iteration ends is in time for the
+next.
 """
 
 import bisect
@@ -31,17 +30,17 @@ from serve_app.engine_model.step_time import StepTimeModel
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step, or a run of them, has brought. `finished` sequences carry their times and counts.
+    """The outcome of a step, or of a run of steps. `finished` sequences carry their times and counts.
 
     Attributes:
         ended_at: seconds on the model's clock.
-        duration_s: of the last iteration in it.
+        duration_s: seconds of the last iteration.
         iterations: 1, or the length of the run's last uncommitted part.
         prefill_tokens: prompt tokens computed.
         sequences: decoding sequences in each iteration.
         first_tokens: sequences that generated their first token.
         finished: sequences that generated their last token.
-        preempted: sequences that lost their place when it began.
+        preempted: sequences that were preempted when it began.
     """
 
     ended_at: float
@@ -56,7 +55,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSnapshot:
-    """The engine at one instant, as its metrics would show it; the last four count since the start."""
+    """The engine at one instant, as its metrics show it; the last four fields count since the start."""
 
     waiting: int
     running: int
@@ -68,7 +67,7 @@ class ModelSnapshot:
 
 
 class EngineModel:
-    """One engine: continuous batching over a paged KV cache, with a step-time model for its clock."""
+    """One engine: continuous batching over a paged KV cache, timed by a step-time model."""
 
     def __init__(self, settings: EngineModelSettings, step_time: StepTimeModel) -> None:
         self.settings = settings
@@ -76,7 +75,7 @@ class EngineModel:
         self._batcher = Batcher(settings)
         self._numbers = itertools.count()
         self._batch: Batch | None = None
-        # The part of the run that is not committed: where it began, and how many iterations are planned.
+        # The uncommitted part of the run: when it began, and how many iterations are planned.
         self._began_at = 0.0
         self._planned = 0
         self._ends_at: float | None = None
@@ -100,7 +99,7 @@ class EngineModel:
 
     @property
     def decoding(self) -> KeysView[EngineSequence]:
-        """Sequences that generate a token per step, in the order in which they began to."""
+        """Sequences that generate a token per step, in the order in which they joined."""
         return self._batcher.decoding.members()
 
     def add(self, sequence: EngineSequence, now: float) -> None:
@@ -129,15 +128,15 @@ class EngineModel:
         return self._batcher.abort(sequence, step_under_way=self._batch is not None)
 
     def begin_step(self, now: float, *, max_steps: int = 1) -> float | None:
-        """Begin a step, or a run of at most `max_steps` alike; returns when it ends, None when idle."""
+        """Begin a step, or a run of at most `max_steps` steps; returns its end, None when idle."""
         if self._batch is not None:
             raise RuntimeError(f"a step is under way until {self._ends_at}: end it first")
         if not self.has_work:
             return None
         preempted: list[EngineSequence] = []
         batch = self._batcher.next_batch()
-        # Every place may have been lost to somebody who then lost it as well; the next attempt admits from
-        # the queue.
+        # Each running sequence may have been preempted for another that was then preempted as well; the next
+        # attempt admits from the queue.
         while batch.is_empty and batch.preempted:
             preempted += batch.preempted
             batch = self._batcher.next_batch()
@@ -199,14 +198,14 @@ class EngineModel:
             iterations=self._iterations,
         )
 
-    # -- runs of iterations that are alike ----------------------------------------------------------------
+    # -- runs of equal iterations -------------------------------------------------------------------------
 
     def _run_length(self, batch: Batch, max_steps: int) -> int:
-        """Iterations until something happens.
+        """Iterations until the batch may change.
 
-        Nobody is admitted before: whoever waits now did not fit, and free blocks only shrink until one ends.
+        Nothing is admitted before: what waits now did not fit, and free blocks only shrink until one ends.
         """
-        if max_steps <= 1 or batch.prefilling or batch.preempted or batch.sat_out:
+        if max_steps <= 1 or batch.prefilling or batch.preempted or batch.has_skipped:
             return 1
         decoding = self._batcher.decoding
         more = min(max_steps - 1, decoding.steps_to_first_end())
@@ -215,7 +214,7 @@ class EngineModel:
         return 1 + more
 
     def _elapsed_s(self, steps: int) -> float:
-        """Seconds of the first `steps` iterations of what is not committed."""
+        """Seconds of the first `steps` iterations that are not committed."""
         batch = self._batch
         assert batch is not None
         if steps == 1:
@@ -230,20 +229,20 @@ class EngineModel:
         )
 
     def _settle(self, now: float) -> None:
-        """Commit the iterations of the run that have ended before `now`."""
+        """Commit the iterations of the run that ended before `now`."""
         if self._planned > 1 and self._batch is not None:
             ended = bisect.bisect_left(range(1, self._planned), now - self._began_at, key=self._elapsed_s)
             self._commit(ended)
 
     def _cut(self, now: float) -> None:
-        """End the run with the iteration that is under way at `now`."""
+        """End the run with the iteration under way at `now`."""
         if self._planned > 1 and self._batch is not None:
             self._settle(now)
             self._planned = 1
             self._ends_at = self._began_at + self._elapsed_s(1)
 
     def _commit(self, steps: int) -> None:
-        """Account for the first `steps` iterations of the run, of which at least one more remains."""
+        """Commit the first `steps` iterations of the run; at least one more must remain."""
         batch = self._batch
         if not steps or batch is None:
             return

@@ -1,11 +1,14 @@
-"""Named engine profiles: how fast a model runs on some GPUs, and what it can hold.
+"""Named engine profiles: the step times and the limits of a model on its GPUs.
 
-A profile is a YAML file. Those in `profile_data` go by their name (`model-gpu-tpN`), any other by its path;
-`calibrate` writes them. Each file states the source of its figures.
+A profile is a YAML file that states the source of its figures; `calibrate` writes them. Those of the package
+lie in `profile_data`, a folder per model, and go by their name (`model-gpu-tpN`). Any other goes by its path.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +29,10 @@ class EngineProfile:
 
     Attributes:
         step_time: duration of its iterations.
-        kv_tokens: capacity of its KV cache.
-        max_model_len: longest sequence it is started with.
-        max_num_seqs: sequences in one batch.
-        max_num_batched_tokens: tokens computed in one iteration.
+        kv_tokens: capacity of its KV cache, in tokens.
+        max_model_len: its context limit, in tokens.
+        max_num_seqs: most sequences in a batch.
+        max_num_batched_tokens: most tokens computed in one iteration.
         gpus: GPUs that one engine occupies.
     """
 
@@ -41,7 +44,7 @@ class EngineProfile:
     gpus: int = 1
 
     def model_settings(self, **overrides: Any) -> EngineModelSettings:
-        """Settings of the engine model for this profile; an override that is None counts as not given."""
+        """Settings of the engine model for this profile; overrides that are None are ignored."""
         values: dict[str, Any] = {
             "kv_tokens": self.kv_tokens,
             "max_model_len": self.max_model_len,
@@ -57,17 +60,17 @@ _ADAPTER = TypeAdapter(EngineProfile)
 
 def profile_names() -> list[str]:
     """Names of the profiles that come with the package."""
-    return sorted(file.name.removesuffix(".yaml") for file in _DATA.iterdir() if file.name.endswith(".yaml"))
+    return sorted(_shipped())
 
 
 def load_profile(name_or_path: str) -> EngineProfile:
     """The profile of that name, or in that YAML file.
 
     Raises:
-        SettingsError: there is no such profile, or its file is not one.
+        SettingsError: there is no such profile, or the file does not hold one.
     """
-    if name_or_path in profile_names():
-        text = (_DATA / f"{name_or_path}.yaml").read_text(encoding="utf-8")
+    if name_or_path in _shipped():
+        text = _shipped()[name_or_path].read_text(encoding="utf-8")
     elif name_or_path.endswith((".yaml", ".yml")) and Path(name_or_path).is_file():
         text = Path(name_or_path).read_text(encoding="utf-8")
     else:
@@ -82,6 +85,13 @@ def load_profile(name_or_path: str) -> EngineProfile:
 
 
 def save_profile(profile: EngineProfile, path: Path, *, source: str) -> None:
-    """Write a profile that `load_profile` reads back; `source` says where its figures come from."""
+    """Write a profile that `load_profile` reads back, with the source of its figures as a comment."""
     comment = "".join(f"# {line}\n" for line in source.splitlines())
     path.write_text(comment + yaml.safe_dump(asdict(profile), sort_keys=False), encoding="utf-8")
+
+
+@cache
+def _shipped() -> Mapping[str, Traversable]:
+    """The files of the package's profiles, by name."""
+    files = [file for model in _DATA.iterdir() if model.is_dir() for file in model.iterdir()]
+    return {file.name.removesuffix(".yaml"): file for file in files}

@@ -1,4 +1,4 @@
-"""The mean over the last seconds of something of which only the running sum and count are known."""
+"""A mean over the last seconds, from a running sum and a running count, as counters of engines give them."""
 
 from collections import deque
 
@@ -15,14 +15,14 @@ class RecentMean:
         self._marks: deque[tuple[float, float, int]] = deque()
 
     def note(self, total: float, count: int, now: float) -> None:
-        """Take down the sum and the count as they stand at `now`."""
+        """Store the sum and the count as they are at `now`."""
         if self._marks and count < self._marks[-1][2]:
-            self._marks.clear()  # the counters began anew: the server was restarted
+            self._marks.clear()  # the counters were reset: the server restarted
         self._marks.append((now, total, count))
         self._forget(now)
 
     def mean(self, now: float) -> float | None:
-        """The mean over the window that ends `now`; None when nothing was counted in it."""
+        """Mean over the window that ends at `now`; None when nothing was counted in it."""
         self._forget(now)
         if not self._marks:
             return None

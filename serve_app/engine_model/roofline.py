@@ -1,28 +1,28 @@
-"""How fast should a model be on these GPUs, and what can it hold? From data sheets, before measuring.
+"""The roofline: step times and capacity of a model on some GPUs, computed from data sheets.
 
-A step does three things that take time on each of T tensor-parallel GPUs, which share weights and heads:
+A step spends time in three ways on each of T tensor-parallel GPUs, which share weights and heads:
 
     read weights      bytes of the layers and of the output layer / T / (bandwidth * efficiency)
     compute tokens    2 * parameters that a token is multiplied with / T / (flops * efficiency)
     attend            4 * layers * heads * head_dim operations per pair of tokens (prefill, bound by compute),
                       or reading the KV cache of the context (decode, bound by memory)
 
-and what does not shrink with T: two all-reduces per layer (their start in a decode step, their bytes in a
-prefill: 2 (T - 1) / T of the hidden state, a ring's share), a fixed time per layer, per step and per
-sequence. Weights are read while tokens are computed, so the larger of both counts (`step_time.py`).
+Some times do not shrink with T: a fixed time per layer, per step and per sequence, and two all-reduces per
+layer. An all-reduce costs its start in a decode step, and its bytes in a prefill: 2 (T - 1) / T of the hidden
+state, as in a ring. Weights are read while tokens are computed, so the larger time counts (`step_time`).
 
-Mixtures of experts: a token is multiplied with its own k of E experts, but all that any token of the batch
-is routed to are read: with N tokens 1 - (1 - k / E) ** N of them, if each choice is as likely. At 64
-sequences and 8 of 128 that is 98 %, the reading of a dense model of the same size.
+Mixtures of experts: a token is multiplied with its own k of E experts, but an engine reads every expert to
+which any token of the batch is routed. With N tokens and uniform routing that is the share
+1 - (1 - k / E) ** N: 98 % for 64 sequences and 8 of 128 experts, close to a dense model of the same size.
 
-Memory: weights, KV cache and what the engine needs beside them must fit into `gpu_memory_utilization` of the
-GPUs. Token-budget pool routing (arXiv 2604.09613) computes with a 70B model on two A100 of 80 GB and 65,536
-blocks of 16 tokens of KV cache. In 16 bits that is 141 GB + 65,536 * 16 * 320 KiB = 344 GB, together 485 GB
-on GPUs of 160 GB; about 28,000 tokens fit. Nor can its step take 8 ms: two A100 need 34 ms to read the
-weights at the peak of their bandwidth.
+Memory: weights, KV cache and the engine's own needs must fit into `gpu_memory_utilization` of the GPUs.
+Token-budget pool routing (arXiv 2604.09613) assumes a 70B model on two A100 of 80 GB with 65,536 blocks of 16
+tokens. In 16 bits that needs 141 GB + 65,536 * 16 * 320 KiB = 344 GB, together 485 GB on GPUs of 160 GB;
+about 28,000 tokens fit. Its step of 8 ms is out of reach as well: two A100 need 34 ms to read the weights at
+the peak of their bandwidth.
 
-What it cannot show: queues, the engine's own scheduling, quantised weights, and kernels that are slow at some
-shape. `gpus.yaml` says which of its figures were measured and how far off they are.
+Not modelled: queues, the engine's own scheduling, quantised weights, and kernels that are slow at some shape.
+`gpus.yaml` says which of its figures were measured, and their errors.
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ from serve_app.engine_model.profiles import EngineProfile
 from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.errors import SettingsError
 
-# Context of the driver and libraries, CUDA graphs, communication buffers. With it, an 8B model on an RTX 4090
-# gets as much KV cache as vLLM 0.19 reported.
+# Driver and library context, CUDA graphs, communication buffers. With this figure an 8B model on an RTX 4090
+# gets the KV cache that vLLM 0.19 reported.
 _RESERVED_PER_GPU = 0.65 * GIB
 # Logits and their softmax, in 32 bits.
 _LOGIT_BYTES = 8
@@ -43,11 +43,11 @@ _ROUND_LEN = 1_024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """A model on its GPUs, and the settings of the engine that the memory depends on, named as in vLLM.
+    """A model on its GPUs, with the engine settings that memory depends on, named as in vLLM.
 
     Attributes:
         tensor_parallel: GPUs that share every layer.
-        gpu_memory_utilization: share of the memory that the engine takes (0-1).
+        gpu_memory_utilization: share of the memory that the engine may use (0-1).
     """
 
     model: ModelArchitecture
@@ -75,7 +75,7 @@ def step_time(setup: EngineSetup) -> StepTimeModel:
     read_per_s = gpus * gpu.bandwidth_per_s * gpu.bandwidth_efficiency
     computed_per_s = gpus * gpu.flops * gpu.compute_efficiency
     is_mixture = model.experts > 1
-    # Every token of a prompt passes the layers, only the last of them the output layer.
+    # Every prompt token passes the layers, only the last one the output layer.
     read_always = (model.dense_parameters + model.embedding_parameters) * model.weight_bytes
     base_s = read_always / read_per_s + gpu.step_s + model.layers * gpu.layer_s
     if gpus > 1:
@@ -97,7 +97,7 @@ def step_time(setup: EngineSetup) -> StepTimeModel:
 
 
 def _exchange_s(setup: EngineSetup) -> float:
-    """Seconds per token of moving the hidden states of two all-reduces per layer."""
+    """Seconds per token to transfer the hidden states of two all-reduces per layer."""
     gpus = setup.tensor_parallel
     sent = 2 * (gpus - 1) / gpus * setup.model.hidden * setup.model.weight_bytes
     return 2 * setup.model.layers * sent / (setup.gpu.link_per_s * setup.gpu.link_efficiency)
@@ -107,28 +107,28 @@ def kv_tokens(setup: EngineSetup) -> int:
     """Tokens of KV cache that fit beside the weights, rounded down to whole thousands.
 
     Raises:
-        SettingsError: not one sequence of 1,024 tokens fits; the message has the sum.
+        SettingsError: not one sequence of 1,024 tokens fits; the message states the calculation.
     """
     model, gpus = setup.model, setup.tensor_parallel
     memory = setup.gpu.memory_gib * GIB
-    weights, beside = model.weights_size / gpus, _size_beside(setup)
-    left = memory * setup.gpu_memory_utilization - weights - beside
+    weights, other = model.weights_size / gpus, _other_size(setup)
+    left = memory * setup.gpu_memory_utilization - weights - other
     tokens = int(left / model.kv_size_per_gpu(gpus))
     if tokens < _ROUND_LEN:
-        needed = weights + beside + _ROUND_LEN * model.kv_size_per_gpu(gpus)
+        needed = weights + other + _ROUND_LEN * model.kv_size_per_gpu(gpus)
         raise SettingsError(
             f"weights and KV cache do not fit: each of {gpus} GPUs would hold {weights / 1e9:.1f} GB of "
-            f"weights, {beside / 1e9:.1f} GB of activations and reserve, and {_ROUND_LEN:,} tokens of KV "
+            f"weights, {other / 1e9:.1f} GB of activations and reserve, and {_ROUND_LEN:,} tokens of KV "
             f"cache, together {needed / 1e9:.1f} GB, and offers {setup.gpu_memory_utilization:.0%} of "
             f"{memory / 1e9:.1f} GB: take more GPUs, larger ones, or fewer bytes per weight"
         )
     return tokens // _ROUND_KV_TOKENS * _ROUND_KV_TOKENS
 
 
-def _size_beside(setup: EngineSetup) -> float:
-    """Bytes that each GPU needs beside weights and KV cache."""
+def _other_size(setup: EngineSetup) -> float:
+    """Bytes that each GPU needs besides weights and KV cache."""
     model = setup.model
-    # The residual stream and its copies whole, the feed-forward layer divided; a token passes k experts.
+    # Each GPU holds the whole residual stream and its share of the feed-forward layer, or of k experts.
     inner = 3 * model.intermediate * model.experts_per_token / setup.tensor_parallel
     activations = setup.max_num_batched_tokens * (4 * model.hidden + inner) * model.weight_bytes
     logits = setup.max_num_seqs * model.vocabulary * _LOGIT_BYTES
@@ -136,7 +136,7 @@ def _size_beside(setup: EngineSetup) -> float:
 
 
 def roofline_profile(setup: EngineSetup) -> EngineProfile:
-    """The profile of an engine that has not been measured.
+    """The profile of an engine without measurements.
 
     Raises:
         SettingsError: weights and KV cache do not fit into the GPUs' memory.

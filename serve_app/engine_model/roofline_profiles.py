@@ -1,9 +1,9 @@
-"""The profiles that the roofline gives for what people run: writes and checks the files in `profile_data`.
+"""The profiles that are computed by the roofline, for usual models and GPUs, and the writer of their files.
 
-    python -m serve_app.engine_model.roofline_profiles            a table of them
-    python -m serve_app.engine_model.roofline_profiles --write    writes their files anew
+    python -m serve_app.engine_model.roofline_profiles            prints a table of them
+    python -m serve_app.engine_model.roofline_profiles --write    writes their files in `profile_data`
 
-A profile fitted to measurements of its own engine is better: `python -m serve_app calibrate` makes one.
+A profile that is fitted to measurements of its own engine is better: see `python -m serve_app calibrate`.
 """
 
 import argparse
@@ -58,7 +58,7 @@ SETUPS: tuple[tuple[str, str, int], ...] = (
 
 
 def engine_setup(model: str, gpu: str, tensor_parallel: int) -> EngineSetup:
-    """A setup by the names of its model and GPU.
+    """A setup, from the names of its model and GPU.
 
     Raises:
         SettingsError: there are no figures for the model or the GPU.
@@ -67,15 +67,20 @@ def engine_setup(model: str, gpu: str, tensor_parallel: int) -> EngineSetup:
 
 
 def profile_name(model: str, gpu: str, tensor_parallel: int) -> str:
-    """How a profile of these is called."""
+    """The name of a profile."""
     return f"{model}-{gpu}-tp{tensor_parallel}"
 
 
+def profile_path(model: str, gpu: str, tensor_parallel: int) -> Path:
+    """The file of a profile in the package."""
+    return _FOLDER / model / f"{profile_name(model, gpu, tensor_parallel)}.yaml"
+
+
 def profile_text(model: str, gpu: str, tensor_parallel: int) -> str:
-    """The YAML file of a profile: its source and error as comments, then its figures.
+    """The content of a profile's YAML file: source and error as comments, then the figures.
 
     Raises:
-        SettingsError: it does not fit into the memory of the GPUs, or a name is unknown.
+        SettingsError: the model does not fit into the memory of the GPUs, or a name is unknown.
     """
     setup = engine_setup(model, gpu, tensor_parallel)
     profile = roofline_profile(setup)
@@ -101,7 +106,7 @@ def _comment(setup: EngineSetup, profile: EngineProfile) -> str:
 
 
 def _rounded(value: float) -> float:
-    """To four significant digits: more would feign accuracy."""
+    """To four significant digits; the roofline is no more accurate."""
     return round(value, _DIGITS - 1 - math.floor(math.log10(value)))
 
 
@@ -115,14 +120,16 @@ def _row(model: str, gpu: str, tensor_parallel: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the files, or print what they hold."""
+    """Write the files, or print a table of the profiles."""
     parser: Any = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help="write the files")
     if parser.parse_args(arguments).write:
         for setup in SETUPS:
-            (_FOLDER / f"{profile_name(*setup)}.yaml").write_text(profile_text(*setup), encoding="utf-8")
+            path = profile_path(*setup)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(profile_text(*setup), encoding="utf-8")
         return 0
     rows = [
         "milliseconds of a decode step at 1,000 tokens of context each, and of a prefill of 2,048 tokens",

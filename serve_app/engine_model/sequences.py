@@ -1,4 +1,4 @@
-"""One sequence inside the engine model: what it asks for, and how far it has come."""
+"""A sequence in the engine model: its request and its progress."""
 
 import enum
 from collections.abc import Sequence as SequenceOf
@@ -10,7 +10,7 @@ BlockName = int | tuple[int, int]
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is in the engine."""
+    """The state of a sequence in the engine."""
 
     NEW = "new"
     WAITING = "waiting"
@@ -22,20 +22,19 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class EngineSequence:
-    """A sequence of tokens to compute. The first group of fields is the caller's, the rest is the model's.
+    """A sequence of tokens to compute. The caller sets the first group of fields, the model the rest.
 
     Attributes:
         sequence_id: unique among the sequences in the engine.
         prompt_tokens: length of the prompt, at least 1.
-        target_tokens: output tokens after which it ends; 0 computes the prompt only (embeddings).
+        target_tokens: output tokens after which it ends; 0 computes only the prompt (embeddings).
         arrived_at: when it reached the engine, in seconds on the model's clock.
-        priority: lower goes first; used under the priority policy only.
+        priority: lower values are scheduled first; used only under the priority policy.
         block_hashes: content hashes of the prompt's full blocks, for the prefix cache; may be empty.
-        output_tokens: tokens generated so far; read it through `EngineModel.output_tokens` while it is
-            decoding.
+        output_tokens: tokens generated so far; while it decodes, read `EngineModel.output_tokens`.
         computed_tokens: tokens whose KV entries exist; maintained while it is not decoding.
         cached_tokens: prompt tokens that the prefix cache supplied when it was first scheduled.
-        scheduled_at, first_token_at, finished_at: seconds on the model's clock, None before it happened.
+        scheduled_at, first_token_at, finished_at: seconds on the model's clock, None before the event.
     """
 
     sequence_id: str
@@ -70,5 +69,5 @@ class EngineSequence:
 
     @property
     def urgency(self) -> tuple[int, float, int]:
-        """ForwardJob under the priority policy: lower value first, then arrival."""
+        """Sort key under the priority policy: lower value first, then arrival."""
         return (self.priority, self.arrived_at, self.number)

@@ -1,4 +1,4 @@
-"""What an engine can hold and how it fills its batches: settings of the engine model, named as in vLLM."""
+"""Settings of the engine model, named as in vLLM: capacity, and how batches are filled."""
 
 from typing import Annotated
 
@@ -21,14 +21,14 @@ class EngineModelSettings:
     block_size: Annotated[int, at_least(1)] = 16
     # More sequences per step mean more throughput and a longer step for each of them.
     max_num_seqs: Annotated[int, at_least(1)] = 256
-    # More prompt tokens per step mean faster prefills and longer stalls for those who decode meanwhile.
+    # More prompt tokens per step mean faster prefills and longer stalls for decoding sequences.
     max_num_batched_tokens: Annotated[int, at_least(1)] = 2_048
-    # 0 lets one long prefill take the whole budget of a step; a limit lets short prompts pass it.
+    # 0 lets one long prefill take the whole budget of a step; with a limit, short prompts overtake it.
     long_prefill_token_threshold: Annotated[int, NOT_NEGATIVE.hint("0 is no limit")] = 0
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
     prefix_caching: bool = True
-    # Admit a prompt only when all of it fits into free blocks now (`scheduler_reserve_full_isl`, on in vLLM);
-    # off, its first chunk is enough, and prompts that are admitted together preempt each other.
+    # Admit a prompt only when all of it fits into free blocks now (`scheduler_reserve_full_isl`, on in vLLM).
+    # When off, its first chunk is enough, and prompts that are admitted together preempt each other.
     full_prompt_must_fit: bool = True
 
     def __post_init__(self) -> None:

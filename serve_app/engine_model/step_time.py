@@ -1,27 +1,29 @@
-"""How long does one engine iteration take? A roofline of what is in it.
+"""The duration of one engine iteration: a roofline over the tokens that it computes.
 
-An iteration reads the weights once, computes the prompt tokens that it prefills, and computes one token for
-each decoding sequence, which reads that sequence's KV cache. With P prefilled tokens that attend to A token
-pairs, and S decoding sequences whose contexts add up to C tokens:
+An iteration reads the weights once and computes the prompt tokens that it prefills. For each decoding
+sequence it computes one token, which reads the KV cache of that sequence. With P prefilled tokens, A pairs of
+a prompt token and a token that it attends to, and S decoding sequences whose contexts add up to C tokens:
 
     read = base of the phases in it + expert_read * (1 - (1 - expert_share) ** (P + S))
     step = max(read, P * prefill_per_token + S * decode_compute) + A * prefill_per_pair
                                          + S * decode_per_sequence + C * decode_per_context_token
 
 Why the maximum: the bases are the time to read the weights from memory, and tokens are computed while they
-are read. Up to the number of tokens where the two times meet, prompt tokens cost nothing beside decoding
-(Sarathi, arXiv 2308.16369, calls that piggybacking). Measured: the prefill of a 70B model on four H100
-(Splitwise) takes the same 50 to 60 ms from 128 to 512 tokens and grows in proportion after that; and of the
-timestamps of an 8B model on an RTX 4090, half a run predicts the p90 of TPOT of the other half within 0.2 %
-this way, within 2.6 % with the sum of both times. The experts of a mixture are read only where a token of the
-batch is routed to them, each as likely as any other.
+are read. Up to the number of tokens where the two times meet, prompt tokens add nothing to a decode step
+(Sarathi, arXiv 2308.16369, calls that piggybacking). Two measurements support it. The prefill of a 70B model
+on four H100 (Splitwise) takes the same 50 to 60 ms from 128 to 512 tokens, and grows in proportion after
+that. In timestamps of an 8B model on an RTX 4090, half a run predicts the p90 of TPOT of the other half
+within 0.2 %; with the sum of both times, within 2.6 %.
+
+In a mixture of experts only those experts are read to which a token of the batch is routed; routing is taken
+as uniform.
 """
 
 from typing import Annotated
 
 from serve_app.settings_base import NOT_NEGATIVE, settings
 
-# Chunks are whole 64s, as tiles of matrix products are.
+# Chunks are multiples of 64, as tiles of matrix products are.
 _CHUNK_STEP = 64
 
 
@@ -72,7 +74,7 @@ class StepTimeModel:
 
         Args:
             prefill_tokens: prompt tokens computed in it.
-            attended_pairs: pairs of such a token and a token that it attends to; see `attended_pairs`.
+            attended_pairs: pairs of a prompt token and a token that it attends to, see the function below.
             sequences: sequences that decode one token in it.
             context_tokens: the sum of their contexts, in tokens.
         """
@@ -90,26 +92,26 @@ class StepTimeModel:
         )
 
     def decode_run_s(self, steps: int, *, sequences: int, context_tokens: int) -> float:
-        """Seconds of `steps` iterations in a row that hold the same decoding sequences and nothing else.
+        """Seconds of `steps` successive iterations that hold the same decoding sequences and nothing else.
 
         Args:
             steps: iterations in the run.
             sequences: sequences that decode in every one of them.
             context_tokens: the sum of their contexts in the first iteration; each iteration adds one per
-                sequence.
+                sequence to it.
         """
         first_s = self.step_s(sequences=sequences, context_tokens=context_tokens)
         growth_s = sequences * self.decode_per_context_token_s
         return steps * first_s + growth_s * (steps * (steps - 1) // 2)
 
     def chunk_tokens(self) -> int:
-        """The chunk of a long prefill that other sequences hardly feel: `long_prefill_token_threshold`.
+        """The largest chunk of a long prefill that does not delay decoding: `long_prefill_token_threshold`.
 
-        As many prompt tokens as are computed while a decode step reads the weights, rounded down to whole
-        64s. Smaller chunks slow the prefill down and help nobody; larger ones lengthen everybody's step.
+        It is the number of prompt tokens that are computed while a decode step reads the weights, rounded
+        down to a multiple of 64. Smaller chunks only slow the prefill down; larger ones lengthen every step.
 
         Returns:
-            Tokens, at least 64. 0, no limit, when a prefill costs nothing per token.
+            Tokens, at least 64; 0 (no limit) when a prefill costs nothing per token.
         """
         if not self.prefill_per_token_s:
             return 0
@@ -126,5 +128,5 @@ class StepTimeModel:
 
 
 def attended_pairs(computed_tokens: int, chunk_tokens: int) -> int:
-    """Pairs of a token of the chunk and a token that it attends to: all that precede it, and itself."""
+    """Pairs of a token of the chunk and a token that it attends to: all before it, and itself."""
     return chunk_tokens * computed_tokens + chunk_tokens * (chunk_tokens + 1) // 2

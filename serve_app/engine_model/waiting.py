@@ -1,4 +1,4 @@
-"""The engine's own waiting queue: first come first served, or lowest priority value first."""
+"""The engine's own waiting queue, in order of arrival or of priority."""
 
 import enum
 import heapq
@@ -10,14 +10,14 @@ from serve_app.engine_model.sequences import EngineSequence
 
 
 class SchedulingPolicy(enum.StrEnum):
-    """ForwardJob of the engine's waiting queue, named as in vLLM's `--scheduling-policy`."""
+    """Order of the engine's waiting queue, named as in vLLM's `--scheduling-policy`."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"
 
 
 class WaitingQueue(Protocol):
-    """Sequences that wait in the engine; a preempted one returns with `put_back`."""
+    """Sequences that wait in the engine; `put_back` returns a preempted one."""
 
     def __len__(self) -> int: ...
 
@@ -36,7 +36,7 @@ class WaitingQueue(Protocol):
         """Remove and return the head."""
 
     def remove(self, sequence: EngineSequence) -> None:
-        """Take out any sequence."""
+        """Remove any sequence."""
 
 
 class ArrivalOrder:
@@ -69,12 +69,12 @@ class ArrivalOrder:
         return self._queue.popitem(last=False)[0]
 
     def remove(self, sequence: EngineSequence) -> None:
-        """Take out any sequence."""
+        """Remove any sequence."""
         del self._queue[sequence]
 
 
 class UrgencyOrder:
-    """Lowest priority value first, then arrival; a preempted sequence has no privilege, as in vLLM."""
+    """Lowest priority value first, then arrival; as in vLLM, a preempted sequence gains no precedence."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, float, int], EngineSequence]] = []
@@ -88,7 +88,7 @@ class UrgencyOrder:
         return iter(sorted(self._present, key=lambda sequence: sequence.urgency))
 
     def add(self, sequence: EngineSequence) -> None:
-        """Put a sequence where its priority and arrival belong."""
+        """Insert a sequence by its priority and arrival."""
         self._present.add(sequence)
         heapq.heappush(self._heap, (sequence.urgency, sequence))
 
@@ -108,7 +108,7 @@ class UrgencyOrder:
         return sequence
 
     def remove(self, sequence: EngineSequence) -> None:
-        """Take out any sequence."""
+        """Remove any sequence."""
         self._present.remove(sequence)
 
 

@@ -5,7 +5,7 @@ from serve_app.engine_model.sequences import BlockName
 
 
 def cached(pool: KVBlocks, *names: BlockName) -> None:
-    """Let a sequence compute these blocks and end."""
+    """Compute these blocks for a sequence that then ends."""
     pool.take(len(names))
     assert all(pool.name(name) for name in names)
     pool.release(0, names)
@@ -35,7 +35,7 @@ def test_a_shared_block_is_freed_by_its_last_holder() -> None:
     cached(pool, 7)
     pool.share([7])
     pool.share([7])
-    assert (pool.free, pool.named_and_held) == (1, 1)
+    assert repr(pool) == "<KVBlocks total=2 free=1 cached=0 named=1>"
     pool.release(0, [7])
     assert pool.free == 1
     pool.release(0, [7])

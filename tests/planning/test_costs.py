@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.engine_model.profiles import load_profile, profile_names
+from serve_app.engine_model.profiles import load_profile, profile_names, save_profile
 from serve_app.errors import SettingsError
 from serve_app.planning.costs import CostTable
 
@@ -19,10 +19,7 @@ def test_a_table_of_ones_own_and_a_profile_of_ones_own(tmp_path: Path) -> None:
     costs.write_text("h100: {usd_per_hour: 1.5, source: contract, date: '2026-01'}\n")
     table = CostTable.load(costs)
     profile = tmp_path / "mine-7b-h100-tp4.yaml"
-    data = load_profile("llama2-70b-h100-tp4")
-    assert data.gpus == 4
-    source = Path("serve_app/engine_model/profile_data/llama2-70b-h100-tp4.yaml")
-    profile.write_text((Path(__file__).parents[2] / source).read_text())
+    save_profile(load_profile("llama2-70b-h100-tp4"), profile, source="a test")
     assert table.usd_per_hour(str(profile)) == 6.0
 
 

@@ -1,5 +1,5 @@
-"""Figures of GPUs and models that the roofline computes with.
+"""Figures of GPUs and models, the input of the roofline.
 
-`gpus.yaml` and `models.yaml` hold the figures and say where each comes from; `figures.py` reads them. To add
-a GPU or a model, add its figures there and its profiles in `roofline_profiles.py`.
+`gpus.yaml` and `models.yaml` hold the figures with the source of each; `figures` reads them. To add a GPU or
+a model, add its figures there, and its profiles in `roofline_profiles`.
 """

@@ -1,4 +1,4 @@
-"""What is known of a GPU and of a model before they are measured together: data sheets, and efficiencies."""
+"""Figures of one GPU and of one model architecture: data sheets, and measured efficiencies."""
 
 from functools import cache
 from importlib import resources
@@ -16,10 +16,10 @@ GIB = 1024**3
 
 @settings
 class Gpu:
-    """One GPU, and what of its peak an engine reaches.
+    """One GPU, and the shares of its peaks that an engine reaches.
 
     Attributes:
-        memory_gib: what a process sees of it, which is less than the name says.
+        memory_gib: memory that a process sees, which is less than the name says.
         bandwidth_per_s: bytes per second between memory and chip, at the peak.
         flops: 16-bit floating-point operations per second of its matrix units, dense, at the peak.
         link_per_s: bytes per second to the other GPUs of the node, one direction, at the peak.
@@ -27,11 +27,11 @@ class Gpu:
         compute_efficiency: share of `flops` that the matrix products of a prefill reach (0-1).
         attention_efficiency: the same for attention (0-1).
         link_efficiency: share of `link_per_s` that an all-reduce of a prefill reaches (0-1).
-        all_reduce_s: seconds of a small all-reduce, as decoding makes two of per layer.
-        layer_s: seconds of a layer of a decode step beyond reading it: short kernels, gaps between them.
+        all_reduce_s: seconds of a small all-reduce; a decode step makes two per layer.
+        layer_s: seconds of a decode step per layer besides reading it: short kernels, gaps between them.
         step_s: seconds of a step outside the layers: scheduling, sampling, copies to the host.
-        sequence_s: seconds that the host spends on each sequence of a step.
-        evidence: what was measured on it, and how far the roofline is from that.
+        sequence_s: seconds of the host for each sequence of a step.
+        evidence: what was measured on this GPU, and the error of the roofline.
     """
 
     memory_gib: Annotated[float, POSITIVE]
@@ -61,9 +61,9 @@ class ModelArchitecture:
         experts_per_token: of those, how many a token is routed to.
         vocabulary: rows of the embedding.
         tied_embeddings: whether the output layer is the embedding.
-        published_parameters: what the model card says, for comparison with `parameters`.
-        published_active_parameters: the same for those that one token uses; None in a dense model.
-        longest_len: tokens of context that a profile offers at most.
+        published_parameters: of the model card, to compare with `parameters`.
+        published_active_parameters: those that one token uses; None in a dense model.
+        longest_len: longest context of a profile, in tokens.
         weight_bytes: bytes of one parameter.
         kv_bytes: bytes of one number in the KV cache.
     """
@@ -95,17 +95,17 @@ class ModelArchitecture:
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding; the output layer has as many."""
+        """Parameters of the embedding; the output layer has as many."""
         return self.vocabulary * self.hidden
 
     @property
     def expert_parameters(self) -> int:
-        """Of all experts in all layers; 0 in a dense model."""
+        """Parameters of all experts in all layers; 0 in a dense model."""
         return self.experts * self._feed_forward if self.experts > 1 else 0
 
     @property
     def dense_parameters(self) -> int:
-        """Of everything in the layers that every token uses."""
+        """Parameters of the layers that every token uses."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         router = self.hidden * self.experts if self.experts > 1 else 0
         feed_forward = 0 if self.experts > 1 else self._feed_forward
@@ -113,21 +113,14 @@ class ModelArchitecture:
 
     @property
     def layer_parameters_per_token(self) -> int:
-        """Of the layers, those that one token is multiplied with."""
+        """Parameters of the layers that one token is multiplied with."""
         return self.dense_parameters + self.expert_parameters * self.experts_per_token // self.experts
 
     @property
     def parameters(self) -> int:
-        """All of the model; norms and biases, below 0.1 %, are left out."""
+        """All parameters of the model; norms and biases, below 0.1 %, are left out."""
         embeddings = self.embedding_parameters * (1 if self.tied_embeddings else 2)
         return self.dense_parameters + self.expert_parameters + embeddings
-
-    @property
-    def active_parameters(self) -> int:
-        """Those that one token uses, both embeddings among them, as model cards count."""
-        return (
-            self.parameters - self.expert_parameters + self.layer_parameters_per_token - self.dense_parameters
-        )
 
     @property
     def weights_size(self) -> float:
@@ -135,13 +128,13 @@ class ModelArchitecture:
         return self.parameters * self.weight_bytes
 
     def kv_size_per_gpu(self, tensor_parallel: int) -> float:
-        """Bytes of KV cache that one token takes on each GPU; a head cannot be split, so it is copied."""
+        """Bytes of KV cache of one token on each GPU; heads that cannot be divided are copied."""
         heads_per_gpu = -(-self.kv_heads // tensor_parallel)
         return 2 * self.layers * heads_per_gpu * self.head_dim * self.kv_bytes
 
     @property
     def _feed_forward(self) -> int:
-        """Of gate, up and down projections of all layers, of one expert."""
+        """Parameters of the gate, up and down projections of one expert, in all layers."""
         return self.layers * 3 * self.hidden * self.intermediate
 
 
