@@ -26,10 +26,15 @@ def check_metrics(text: str) -> None:
     Raises:
         BlockError: one is not.
     """
-    known = metric_names()
+    known = _known_metrics()
     for name in _METRIC.findall(text):
         if name not in known and _SAMPLE.sub("", name) not in known:
             raise BlockError(f"there is no metric {name}")
+
+
+@cache
+def _known_metrics() -> frozenset[str]:
+    return metric_names()
 
 
 def check_setting(text: str) -> None:

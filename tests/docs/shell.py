@@ -6,7 +6,6 @@ import io
 import itertools
 import re
 import shlex
-import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -66,7 +65,7 @@ def check_command(command: str, *, anything_goes: bool) -> None:
     """
     for words in _programs(command):
         _check_files(words)
-        rule = _rule(words[0])
+        rule = _rule(words)
         if rule is not None:
             rule(words)
         elif not anything_goes:
@@ -76,9 +75,16 @@ def check_command(command: str, *, anything_goes: bool) -> None:
             )
 
 
-def asks_the_application(text: str) -> bool:
-    """Whether it talks to the application of the quick start."""
-    return LOCAL_URL in text
+def is_request(text: str) -> bool:
+    """Whether a console block only sends requests, so that it can be carried out.
+
+    Raises:
+        BlockError: it sends requests and does something else, so that it cannot.
+    """
+    programs = {words[0] for command in commands(text) for words in _programs(command)}
+    if "curl" in programs and not programs <= _COMMON | {"curl"}:
+        raise BlockError("requests need a block of their own, or a mark: the tests carry them out")
+    return "curl" in programs
 
 
 def _programs(command: str) -> Iterator[list[str]]:
@@ -119,26 +125,31 @@ def _check_files(words: list[str]) -> None:
 Rule = Callable[[list[str]], object]
 
 
-def _rule(program: str) -> Rule | None:
-    if program in _COMMON | _TOOLS:
+def _rule(words: list[str]) -> Rule | None:
+    if words[0] in _COMMON | _TOOLS:
         return lambda _: None
-    name = program.removeprefix("./").removeprefix(".venv/bin/")
+    name = words[0].removeprefix("./").removeprefix(".venv/bin/")
     if name.startswith(("scripts/", "experiments/")):
         return _check_script
+    if name == "python" and words[1:2] == ["-m"]:
+        return _MODULES.get("".join(words[2:3]).partition(".")[0])
     return _RULES.get(name)
 
 
 def _check_python(words: list[str]) -> None:
-    arguments = words[1:]
-    if arguments[:2] == ["-m", "serve_app"]:
-        return _check_own(arguments[1:])
-    if arguments[:1] == ["-m"] and len(arguments) > 1:
-        if arguments[1] in {"pip", "venv"}:
-            return None
-        return _check_module(arguments[1:])
-    if arguments and arguments[0].endswith(".py"):
-        return _check_options(ROOT / arguments[0], arguments[1:])
+    if len(words) > 1 and (ROOT / words[1]).is_file():
+        return _check_options(ROOT / words[1], words[2:])
     raise BlockError(f"{' '.join(words)}: no rule for this use of python")
+
+
+def _check_module(words: list[str]) -> None:
+    name = words[2]
+    if name == "serve_app":
+        return _check_own(words[2:])
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        raise BlockError(f"there is no module {name}")
+    return _check_options(Path(spec.origin), words[3:])
 
 
 def _check_own(words: list[str]) -> None:
@@ -150,13 +161,6 @@ def _check_own(words: list[str]) -> None:
     except SystemExit as exc:
         if exc.code:
             raise BlockError(message.getvalue().strip().splitlines()[-1]) from exc
-
-
-def _check_module(words: list[str]) -> None:
-    spec = find_spec(words[0])
-    if spec is None or spec.origin is None:
-        raise BlockError(f"there is no module {words[0]}")
-    _check_options(Path(spec.origin), words[1:])
 
 
 def _check_script(words: list[str]) -> None:
@@ -232,5 +236,12 @@ _RULES: Mapping[str, Rule] = {
     "ray": _check_click,
     "curl": _check_curl,
     "pytest": _check_pytest,
-    Path(sys.executable).name: _check_python,
+}
+
+# Packages whose modules are run by `python -m`.
+_MODULES: Mapping[str, Rule] = {
+    "serve_app": _check_module,
+    "experiments": _check_module,
+    "pip": lambda _: None,
+    "venv": lambda _: None,
 }

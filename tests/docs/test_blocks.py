@@ -31,6 +31,7 @@ def check(block: CodeBlock) -> None:
         raise BlockError(f"`test: {block.mark}` is no mark of a block of {block.language or 'no language'}")
     match block.language:
         case "console":
+            is_run(block)
             for command in shell.commands(block.text):
                 shell.check_command(command, anything_goes=mark.is_not_run)
         case "python":
@@ -50,11 +51,25 @@ def check(block: CodeBlock) -> None:
 
 
 def is_run(block: CodeBlock) -> bool:
-    """Whether its commands are carried out: those marked so, and every request to the application."""
+    """Whether it is carried out: where a mark says so, and where it only asks the application something.
+
+    Raises:
+        BlockError: its mark is none, or it asks and does something else.
+    """
     mark = parse_mark(block.mark)
-    return mark.word == "run" or (
-        block.language == "console" and not mark.is_not_run and "curl" in block.text
-    )
+    if mark.word:
+        return mark.word == "run"
+    if block.language == "console":
+        return shell.is_request(block.text)
+    return block.language == "python" and shell.LOCAL_URL in block.text
+
+
+def _may_be_run(block: CodeBlock) -> bool:
+    """As `is_run`; what is wrong with a block is the first test's business."""
+    try:
+        return is_run(block)
+    except BlockError:
+        return False
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.place}-{block.language}")
@@ -65,19 +80,12 @@ def test_a_block_keeps_to_the_rule_of_its_language(block: CodeBlock) -> None:
         pytest.fail(f"{block.place}: {exc}", pytrace=False)
 
 
-@pytest.mark.parametrize(
-    "block", [block for block in BLOCKS if block.mark or "curl" in block.text], ids=lambda block: block.place
-)
+@pytest.mark.parametrize("block", filter(_may_be_run, BLOCKS), ids=lambda block: block.place)
 def test_a_block_that_can_be_run_works(
     block: CodeBlock, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    try:
-        if not is_run(block):
-            return
-    except BlockError:
-        return  # the test above says so
     text = block.text
-    if shell.asks_the_application(text):
+    if shell.LOCAL_URL in text:
         served = shared(request.config)
         served.wait_until_ready()
         text = text.replace(shell.LOCAL_URL, served.url)
@@ -132,6 +140,7 @@ WRONG = {
     "an unknown program": _fenced("console", "$ launch --all"),
     "an option that Ray does not have": _fenced("console", "$ serve run --fast configs/local.yaml"),
     "a request to nowhere": _fenced("console", "$ curl http://gateway.example/v1/models"),
+    "a request and something else": _fenced("console", "$ scripts/serve\n$ curl http://127.0.0.1:8000/ready"),
     "no prompt": _fenced("console", "scripts/serve"),
     "no language": _fenced("", "$ ls"),
     "an indented block": "text\n\n    $ ls\n",
@@ -176,6 +185,22 @@ RIGHT = {
 @pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT.keys())
 def test_a_right_block_passes(text: str) -> None:
     check(_block(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_carried_out"),
+    [
+        (_fenced("console", "$ curl -s http://127.0.0.1:8000/ready | jq ."), True),
+        (_fenced("console", "$ curl http://gateway.example/ready", "cloud"), False),
+        (_fenced("console", "$ python -m serve_app --version"), False),
+        (_fenced("console", "$ python -m serve_app --version", "run"), True),
+        (_fenced("python", 'url = "http://127.0.0.1:8000/v1"'), True),
+        (_fenced("python", "import serve_app"), False),
+        (_fenced("yaml", "args: {}"), False),
+    ],
+)
+def test_requests_and_marked_blocks_are_carried_out(text: str, is_carried_out: bool) -> None:
+    assert is_run(_block(text)) == is_carried_out
 
 
 def test_extra_arguments_belong_to_each_command_that_is_run(tmp_path: Path) -> None:
