@@ -21,7 +21,7 @@ from serve_app.scheduling.decision_log import (
     read_runs,
     replay,
 )
-from serve_app.scheduling.events import Arrived, Finished, ReplicaJoined, ReplicaReported, Woke
+from serve_app.scheduling.events import Arrived, Event, Finished, ReplicaJoined, ReplicaReported, Woke
 from tests import builders
 
 DISPATCH = Dispatch(
@@ -57,7 +57,7 @@ def played() -> list[str]:
     """The lines of a scheduler that was fed three requests."""
     world = builders.Simulation()
     lines = [encode_header(RunHeader(settings=world.scheduler.settings))]
-    events = [ReplicaJoined(builders.spec()), ReplicaReported("s1", builders.report())]
+    events: list[Event] = [ReplicaJoined(builders.spec()), ReplicaReported("s1", builders.report())]
     for event in [*events, *(Arrived(builders.request(f"r{number}")) for number in range(3))]:
         lines.append(encode_decision(Decision(world.now, event, tuple(world.feed(event)))))
     return lines
