@@ -1,16 +1,16 @@
-"""How long does the prefill of a prompt take here? C_prefill of EWSJF, learned from answers.
+"""The learned cost of a prefill, C_prefill of EWSJF.
 
-`C(b) = base_s + per_token_s * b`, fitted by least squares over what was observed, older observations weighing
-less. An observation is the time from dispatch to the first token of a request that had its replica's prefill
-to itself; others waited for each other and would count the same time twice.
+`C(b) = base_s + per_token_s * b` for a prompt of `b` tokens is fitted by least squares, with less weight on
+older observations. An observation is the time from dispatch to first token of a request whose prefill had its
+replica to itself. Requests that share a replica wait for each other, and would count the same time twice.
 
-Source: EWSJF, section 4.3, which calls it empirical and leaves the form open. The prior keeps the first
-decisions sane: it counts as a few observations and fades as real ones come.
+Source: EWSJF, section 4.3, which calls it empirical and leaves the form open. A prior counts as a few
+observations and fades as real ones arrive.
 """
 
 from typing import Annotated
 
-from serve_app.routing.snapshot import Snapshot, number, numbers
+from serve_app.routing.snapshot import Snapshot, check_version, number, numbers
 from serve_app.settings_base import INNER_SHARE, POSITIVE, settings
 
 _STATE_VERSION = 1
@@ -20,10 +20,10 @@ _STATE_VERSION = 1
 class PrefillCostSettings:
     """Prior and memory of the fit."""
 
-    # Between an 8B model on a large GPU and a 70B model on four; only the ratio of the two matters for order.
+    # Between an 8B model on a large GPU and a 70B model on four; only the ratio of the two affects the order.
     prior_base_s: Annotated[float, POSITIVE] = 0.03
     prior_per_token_s: Annotated[float, POSITIVE] = 1e-4
-    # Each observation multiplies the weight of those before it by this: about the last 200 count.
+    # Factor on the weight of earlier observations at each new one: about the last 200 count.
     keep: Annotated[float, INNER_SHARE] = 0.995
     prior_weight: Annotated[float, POSITIVE] = 4.0
 
@@ -45,7 +45,7 @@ class PrefillCost:
         return self.base_s + self.per_token_s * tokens
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from one prefill that had its replica to itself."""
+        """Learn from one prefill that had its replica to itself; impossible values are ignored."""
         if tokens < 1 or seconds <= 0:
             return
         self.observations += 1
@@ -65,17 +65,13 @@ class PrefillCost:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Take over what `state` returned. On other engines it fades like anything that was observed.
+        """Restore what `state` returned. On other engines it fades like any observation.
 
         Raises:
             ValueError: the state is of another version, or a value is missing or out of range; nothing is
-                taken over then.
+                restored then.
         """
-        version = number(state, "version")
-        if version != _STATE_VERSION:
-            raise ValueError(
-                f"learned cost has version {version:g}, this release reads {_STATE_VERSION}; delete it"
-            )
+        check_version(state, _STATE_VERSION)
         sums = numbers(state, "sums", len(self._sums), at_least=0)
         base_s, per_token_s = number(state, "base_s", at_least=0), number(state, "per_token_s", at_least=0)
         if not (base_s > 0 and sums[0] > 0):
@@ -94,7 +90,7 @@ class PrefillCost:
         if spread <= 0:
             return
         slope = (weight * xy - x * y) / spread
-        # A prompt never gets cheaper by a token, nor is any free: noise may say otherwise for a while.
+        # More tokens never cost less, and no prompt is free; noise may suggest otherwise for a while.
         self.per_token_s = max(slope, 1e-9)
         self.base_s = max((y - self.per_token_s * x) / weight, 1e-4)
 

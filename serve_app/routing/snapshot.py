@@ -1,4 +1,4 @@
-"""Reading learned state back from plain dictionaries, which may come from a damaged or an older file.
+"""Readers of learned state from plain dictionaries, which may come from a damaged or older file.
 
 All functions raise `ValueError` when the value under `name` is missing or of another kind.
 """
@@ -54,6 +54,13 @@ def text(state: Snapshot, name: str) -> str:
     if isinstance(value, str):
         return value
     raise _malformed(name, "a text", value)
+
+
+def check_version(state: Snapshot, expected: int) -> None:
+    """Refuse a state whose `version` is another one than this release writes."""
+    version = number(state, "version")
+    if version != expected:
+        raise ValueError(f"learned state has version {version:g}, this release reads {expected}; delete it")
 
 
 def _malformed(name: str, wanted: str, value: object) -> ValueError:

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.routing.estimation.output_length import OutputSettings
+from serve_app.routing.estimation.length_curve import OutputSettings
 from serve_app.workloads.trace import Trace
 
 Counts = NDArray[np.int64]

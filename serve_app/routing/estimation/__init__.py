@@ -1,5 +1,6 @@
-"""How many tokens a request will take, learned from engines' answers, without a tokenizer.
+"""Estimates of a request's tokens, learned from the token counts of engines, without a tokenizer.
 
-`text_category` names the kind of text, `bytes_per_token` learns one ratio for each, `overhead` learns
-templates and media, `output_length` learns answers; `estimate` joins them into the token budget.
+`text_category` classifies the text, `bytes_per_token` learns a ratio for each category, and `overhead` learns
+templates and media. `output_length` learns answers, by the curves of `length_curve`. `estimate` combines them
+into the token budget.
 """

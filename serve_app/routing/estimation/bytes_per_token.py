@@ -1,26 +1,23 @@
-"""How many bytes does this model's tokenizer put into a token, for each kind of text?
+"""Bytes per token of a model's tokenizer, learned for each category of text.
 
-The exponential averages of the pool-routing paper (arXiv 2604.09613), learned from the token counts that
-engines report:
+These are the exponential averages of the pool-routing paper (arXiv 2604.09613), learned from the token counts
+that engines report:
 
     c     <- b * c + (1 - b) * c_obs              c_obs = bytes / tokens of one prompt
     sigma <- b * sigma + (1 - b) * |c_obs - c|
-    c*     = c - gamma * sigma                    tokens are over-estimated on purpose
+    c*     = c - gamma * sigma                    an upper estimate of the tokens
 
-and four additions, each with its reason:
+with four additions:
 
-- **Warm-up.** b is not beta from the start, but n / (n + 1) until that reaches beta, with n the weight
-  seen so far. It is the plain average of the first observations, the cold-start value among them, so a
-  wrong start is forgotten in a few requests instead of in 1 / (1 - beta) times three.
-- **Deviation before mean.** |c_obs - c| is taken against the mean before the update: it is then the error
-  of the forecast that was made, which is what the margin has to cover. (TCP's round-trip estimate does the
-  same, RFC 6298.)
-- **Weight.** A text of five tokens says little, and the chat template's tokens blur even that. An observation
-  of fewer than `full_weight_tokens` moves the averages in proportion to its length.
-- **Limits.** An observation further than `outlier_factor` from the mean counts as one at that distance: a
-  prompt of 10,000 blanks, or one that the engine truncated, cannot take the average along. And c* never
-  falls below `floor_bytes_per_token`: tokenizers that work on bytes spend at most one token on a byte, so
-  the floor is where the estimate becomes a certainty.
+- **Warm-up.** b is n / (n + 1) until that reaches beta, with n the weight so far. This is the plain average
+  of the first observations and the cold-start value, so a wrong start is forgotten in a few requests.
+- **Deviation before mean.** |c_obs - c| is taken against the mean before the update. It is then the error of
+  the forecast that was made, which the margin has to cover (as in TCP's round-trip estimate, RFC 6298).
+- **Weight.** A short text says little, and the tokens of the chat template distort it. An observation of
+  fewer than `full_weight_tokens` moves the averages in proportion to its length.
+- **Limits.** An observation further than `outlier_factor` from the mean counts as one at that distance, such
+  as a prompt of 10,000 blanks, or one that the engine truncated. And c* never falls below
+  `floor_bytes_per_token`: tokenizers that work on bytes use at most one token per byte.
 """
 
 from collections.abc import Mapping
@@ -35,8 +32,8 @@ from serve_app.settings_base import INNER_SHARE, NOT_NEGATIVE, POSITIVE, above, 
 _STANDARD_PER_MEAN_ABSOLUTE = 1.2533
 _LEAST_MEAN = 0.01  # bytes per token; no tokenizer comes near
 
-# Means over three tokenizer families (49 k, 32 k and 131 k words), on the low side: until something is
-# observed, too many tokens is the safer error. See scripts/bench_estimator.py.
+# Means over three tokenizer families (49 k, 32 k and 131 k entries), rounded down: until something is
+# observed, too many tokens is the safer error. See experiments/estimator.
 _COLD_START = {
     TextCategory.PROSE: 3.9,
     TextCategory.CODE: 3.2,
@@ -50,33 +47,30 @@ _COLD_START = {
 class RatioSettings:
     """How bytes per token are learned; one set for all categories of a model."""
 
-    # Memory of the averages: 0.95 follows a change of traffic within about 60 requests. Higher is
-    # steadier and slower: 25 requests after such a change 0.99 sends six times as many to a pool that is too
-    # short for them, and nothing is gained while traffic stays the same.
+    # Memory of the averages: 0.95 follows a change of traffic within about 60 requests. Higher is steadier
+    # and slower; it gains nothing while traffic stays the same (experiments/estimator).
     beta: Annotated[float, INNER_SHARE.hint("0.95 is usual")] = 0.95
-    # Margin in mean absolute deviations. More sends fewer requests to a pool that is too short for them,
-    # and more that would have fitted to the long one. Measured (scripts/bench_estimator.py, B_short 4,096):
-    # with the router's own margin of a tenth beside it, 1 sends 3 % to the long pool needlessly and 0.01 % to
-    # one that is too short; 2 sends 5 to 7 % and none; 0.5 sends 2 % and 0.06 %.
+    # Margin in mean absolute deviations. Higher sends fewer requests to a pool that is too short for them,
+    # and more to the long pool that would have fitted the short one (experiments/estimator has the figures).
     gamma: Annotated[float, NOT_NEGATIVE] = 1.0
-    # The deviation is taken for at least this share of the mean: after many requests that are all alike the
-    # next one may still be different.
+    # Least deviation, as a share of the mean: after many similar requests the next one may still be
+    # different.
     least_deviation_ratio: Annotated[float, NOT_NEGATIVE] = 0.03
-    # The lower bound takes a token for this many times the usual bytes. It decides who is refused for good,
-    # so it is wide: what it lets through wrongly, an engine refuses with its exact count.
+    # The lower bound of the tokens assumes this many times the mean bytes per token. It decides which
+    # requests are refused as too long, so it is wide: an engine refuses what it admits wrongly, by an exact
+    # count.
     optimistic_factor: Annotated[float, above(1)] = 2.5
     cold_bytes_per_token: Mapping[TextCategory, float] = field(default_factory=lambda: dict(_COLD_START))
-    # JSON schemas of tools: 3.4 to 4.7 measured.
+    # For JSON schemas of tools.
     cold_tool_bytes_per_token: Annotated[float, POSITIVE] = 3.5
-    # Deviation before anything is observed, as a share of the cold-start mean: about the spread between
-    # tokenizers.
+    # Deviation before anything is observed, as a share of the cold-start mean: about that between tokenizers.
     cold_deviation_ratio: Annotated[float, NOT_NEGATIVE] = 0.15
-    # How many observations the cold-start mean is worth.
+    # Weight of the cold-start mean, in observations.
     cold_weight: Annotated[float, POSITIVE] = 2.0
-    # Counting only longer texts in full (256, 1,024 tokens) is no more accurate, and slower after a change.
+    # Texts of at least so many tokens count in full. Higher is no more accurate, and slower after a change.
     full_weight_tokens: Annotated[int, POSITIVE] = 64
     outlier_factor: Annotated[float, above(1)] = 3.0
-    # 1.5 would be above what numbers take: 13 % more requests estimated too short. 0.5 changes nothing.
+    # Least bytes per token of the upper estimate. Numbers use little more than one byte per token.
     floor_bytes_per_token: Annotated[float, POSITIVE] = 1.0
 
     def __post_init__(self) -> None:
@@ -92,12 +86,12 @@ class RatioSettings:
 
 
 class BytesPerToken:
-    """The learned ratio of one kind of text.
+    """The learned ratio of one category of text.
 
     Attributes:
         mean: c, bytes per token.
         deviation: sigma, mean absolute error of the forecast, in bytes per token.
-        weight: observations seen, the cold start among them; no longer counted once beta rules.
+        weight: observations so far, the cold start included; capped at the end of the warm-up.
     """
 
     __slots__ = ("_settings", "deviation", "mean", "weight")
@@ -115,15 +109,15 @@ class BytesPerToken:
     def unbiased(self) -> float:
         """The divisor whose token counts are right on average.
 
-        Dividing by the mean ratio gives too few: the mean of 1 / c is larger than 1 / mean(c), by the squared
-        coefficient of variation to second order. For code that is 4 %.
+        Dividing by the mean ratio gives too few. The mean of 1 / c is larger than 1 / mean(c), to second
+        order by the squared coefficient of variation.
         """
         variation = _STANDARD_PER_MEAN_ABSOLUTE * self.deviation / self.mean
         return self.mean / (1 + variation * variation)
 
     @property
     def conservative(self) -> float:
-        """c*, the divisor that rather gives too many tokens; never above `unbiased`."""
+        """c*, the divisor for the upper estimate of the tokens; never above `unbiased`."""
         settings = self._settings
         deviation = max(self.deviation, settings.least_deviation_ratio * self.mean)
         careful = max(settings.floor_bytes_per_token, self.mean - settings.gamma * deviation)
@@ -131,7 +125,7 @@ class BytesPerToken:
 
     @property
     def optimistic(self) -> float:
-        """The divisor that gives the fewest tokens this text may plausibly have."""
+        """The divisor for the lower bound of the tokens."""
         return self.mean * self._settings.optimistic_factor
 
     def standard_error(self, size_bytes: float) -> float:
@@ -139,7 +133,7 @@ class BytesPerToken:
         return _STANDARD_PER_MEAN_ABSOLUTE * self.deviation * size_bytes / (self.mean * self.mean)
 
     def observe(self, size_bytes: float, tokens: float) -> None:
-        """Learn from a text of `size_bytes` that the tokenizer cut into `tokens`; ignores what cannot be."""
+        """Learn from a text of `size_bytes` that had `tokens`; impossible values are ignored."""
         if size_bytes <= 0 or tokens <= 0:
             return
         settings = self._settings
@@ -149,7 +143,7 @@ class BytesPerToken:
         step = max(weight * (1 - settings.beta), weight / (self.weight + weight))
         self.deviation += step * (abs(observed - self.mean) - self.deviation)
         self.mean += step * (observed - self.mean)
-        # Beyond this weight the warm-up is over; the cap keeps the number small and exact.
+        # Beyond this weight the warm-up is over.
         self.weight = min(self.weight + weight, 1 / (1 - settings.beta))
 
     def state(self) -> dict[str, object]:
@@ -157,10 +151,10 @@ class BytesPerToken:
         return {"mean": self.mean, "deviation": self.deviation, "weight": self.weight}
 
     def restore(self, state: Snapshot) -> None:
-        """Take over what `state` returned.
+        """Restore what `state` returned.
 
         Raises:
-            ValueError: a value is missing or out of range; nothing is taken over then.
+            ValueError: a value is missing or out of range; nothing is restored then.
         """
         mean = number(state, "mean", at_least=_LEAST_MEAN)
         deviation, weight = number(state, "deviation", at_least=0), number(state, "weight", at_least=0)

@@ -1,16 +1,16 @@
-"""How many tokens will this request take? Answered in O(1), without a tokenizer, before it is routed.
+"""The token estimate of a request: prompt, output and token budget, in O(1) and without a tokenizer.
 
     prompt = text_bytes / ratio(category) + tool_bytes / ratio(tools) + template overhead + media
-    budget = prompt (rather too many) + the most output that it may have
+    budget = prompt (upper estimate) + the most output that it may have
 
-`ratio.py`, `overhead.py` and `output_length.py` learn the parts from the token counts that engines report.
-One report cannot tell the parts of a prompt apart, so each is credited with the difference only where it
-is the bulk of the prompt: text, tools and media where they are at least half of it, the template in
-proportion to how little else there is.
+`bytes_per_token`, `overhead` and `output_length` learn the parts from the token counts that engines report.
+One count cannot separate the parts of a prompt. So a part learns from the difference only where it dominates:
+text, tools and media where they are at least half of the prompt, the template in proportion to how little
+else there is.
 
 Source: token-budget pool routing (arXiv 2604.09613). Ours: overhead, tools, lengths learned for requests
-without `max_tokens`, and three numbers for the prompt, because routing, charging and refusing err on
-different sides.
+without `max_tokens`, and three numbers for the prompt. Routing uses the upper estimate, KV accounting the
+mean, and admission the lower bound.
 """
 
 import math
@@ -18,22 +18,23 @@ from dataclasses import dataclass, field
 
 from serve_app.request import PromptShape, Request, TextCategory, Usage
 from serve_app.routing.estimation.bytes_per_token import BytesPerToken, RatioSettings
-from serve_app.routing.estimation.output_length import OutputLengthEstimator, OutputSettings
+from serve_app.routing.estimation.length_curve import OutputSettings
+from serve_app.routing.estimation.output_length import OutputLengthEstimator
 from serve_app.routing.estimation.overhead import MediaTokens, OverheadSettings, TemplateOverhead
-from serve_app.routing.snapshot import Snapshot, number, section
+from serve_app.routing.snapshot import Snapshot, check_version, section
 from serve_app.settings_base import settings
 
 _STATE_VERSION = 1
 _OVERHEAD_MARGIN = 2.0  # standard deviations
 _BULK = 0.5
-# The longest of several prompts in one request, as a multiple of their mean: their sum is all that is
-# known. An engine that refuses a longer one as too long sends the request on to the other pool.
+# The longest of several prompts in one request, as a multiple of their mean; only their sum is known. A
+# request with a longer one is refused by the engine as too long, and then sent to the other pool.
 _LONGEST_OF_SEVERAL = 2.0
 
 
 @settings
 class EstimatorSettings:
-    """Everything that can be set about token estimates."""
+    """Settings of the token estimates."""
 
     ratio: RatioSettings = field(default_factory=RatioSettings)
     overhead: OverheadSettings = field(default_factory=OverheadSettings)
@@ -42,16 +43,14 @@ class EstimatorSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEstimate:
-    """What a request will take, in tokens.
+    """What a request will need, in tokens.
 
     Attributes:
-        prompt_tokens: length of the longest prompt in it, rather too high: what a context limit is held
-            against.
-        least_prompt_tokens: length that the longest prompt has at the very least: for refusing what cannot
-            fit.
-        expected_prompt_tokens: all prompts together, unbiased: what they take of the KV cache.
+        prompt_tokens: upper estimate of the longest prompt in it, compared with a context limit.
+        least_prompt_tokens: lower bound of the longest prompt, for refusing what cannot fit.
+        expected_prompt_tokens: mean of all prompts together, which is their use of the KV cache.
         max_output_tokens: the most that *one* choice generates: the client's limit, or a learned quantile.
-        expected_output_tokens: what *all* choices together generate on average.
+        expected_output_tokens: mean of what *all* choices together generate.
     """
 
     prompt_tokens: int
@@ -62,12 +61,12 @@ class TokenEstimate:
 
     @property
     def budget_tokens(self) -> int:
-        """L_total: the longest that one sequence may become; choices run side by side and do not add up."""
+        """L_total: the most tokens of one sequence; choices run in parallel and do not add up."""
         return self.prompt_tokens + self.max_output_tokens
 
     @property
     def expected_tokens(self) -> int:
-        """What the KV cache holds of the request when it ends; choices share their prompt."""
+        """Mean use of the KV cache at the end of the request; choices share their prompt."""
         return self.expected_prompt_tokens + self.expected_output_tokens
 
 
@@ -86,7 +85,7 @@ class _Parts:
 
 
 class TokenEstimator:
-    """Estimates the requests of one model, and learns from how long they turned out."""
+    """Estimates the requests of one model, and learns from their actual lengths."""
 
     def __init__(self, settings: EstimatorSettings) -> None:
         self.settings = settings
@@ -104,12 +103,12 @@ class TokenEstimator:
         return f"<TokenEstimator {ratios} tools={self._tools.mean:.2f} {self._overhead!r} {self._media!r}>"
 
     def bytes_per_token(self, category: TextCategory) -> tuple[float, float]:
-        """Mean and mean absolute deviation of a category's ratio, as learned so far."""
+        """Learned mean and mean absolute deviation of a category's ratio."""
         ratio = self._text[category]
         return ratio.mean, ratio.deviation
 
     def estimate(self, request: Request) -> TokenEstimate:
-        """How many tokens will it take?"""
+        """The tokens that the request will need."""
         expected, high, low = self._prompt(request.shape)
         limit = self._output.limit(request)
         output = self._output.expected(request, limit) * max(1, request.spec.choices)
@@ -122,14 +121,14 @@ class TokenEstimator:
         )
 
     def observe(self, request: Request, usage: Usage) -> None:
-        """Learn from the engine's own count of a request that ran to its end."""
+        """Learn from the engine's token counts of a completed request."""
         self._output.observe(request, usage)
         shape = request.shape
         if shape.prompt_tokens is None and usage.prompt_tokens > 0:
             self._observe_prompt(shape, usage.prompt_tokens)
 
     def _prompt(self, shape: PromptShape) -> tuple[int, int, int]:
-        """Expected tokens of all prompts, then a high and a low estimate of the longest one."""
+        """Mean tokens of all prompts, then upper estimate and lower bound of the longest one."""
         prompts = max(1, shape.prompts)
         longest = min(prompts, _LONGEST_OF_SEVERAL) / prompts
         if shape.prompt_tokens is not None:
@@ -173,7 +172,7 @@ class TokenEstimator:
             tools.observe(shape.tool_bytes, tokens - parts.total + parts.tools)
 
     def state(self) -> dict[str, object]:
-        """Everything learned, as plain dictionaries, lists, texts and numbers that JSON can hold."""
+        """Everything learned, as values that JSON can hold."""
         return {
             "version": _STATE_VERSION,
             "text": {category.value: ratio.state() for category, ratio in self._text.items()},
@@ -184,16 +183,12 @@ class TokenEstimator:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Take over what `state` returned, in this process or an earlier one.
+        """Restore what `state` returned, in this process or an earlier one.
 
         Raises:
-            ValueError: the state is of another version or malformed; nothing is taken over then.
+            ValueError: the state is of another version or malformed; nothing is restored then.
         """
-        version = number(state, "version")
-        if version != _STATE_VERSION:
-            raise ValueError(
-                f"learned state has version {version:g}, this release reads {_STATE_VERSION}; delete it"
-            )
+        check_version(state, _STATE_VERSION)
         fresh = TokenEstimator(self.settings)
         by_category = section(state, "text")
         for category in TextCategory:

@@ -1,22 +1,21 @@
-"""How many tokens does a prompt cost beyond its text: template and media?
+"""The tokens of a prompt beyond its text: chat template and media.
 
-The chat template wraps every message (role, separators) and adds to every request (the opening of the answer,
-perhaps a default system prompt). Both are constants of the model, so they are learned:
+The chat template adds tokens to every message (role, separators) and to every request (the opening of the
+answer, perhaps a default system prompt). Both are constants of the model, and are learned:
 
     tokens beyond the text = per_request + per_message * messages
 
-A Kalman filter of two unknowns does it. An observation is the prompt's real length less the estimated
-text; its noise is the uncertainty of that estimate, so short prompts teach almost everything and long ones
-almost nothing. Where all chats have one message the two unknowns cannot be told apart; the filter then
-learns their sum, which is what such chats need, and remains unsure of the rest.
+The estimator is a Kalman filter of these two unknowns. An observation is the prompt's real length less the
+estimated text, and its noise is the error of that estimate. So short prompts teach almost everything and long
+ones almost nothing. Where all chats have one message, the filter learns only the sum of the two, which is
+what such chats need.
 
-Images, sounds and files show in a body only as items: their bytes say nothing about their tokens, which are
-576 for any image with one model and grow with its size up to 16,000 with another. Their mean is learned from
+Images, sounds and files are seen only as items, since their bytes say nothing about their tokens. These are
+576 for any image with one model, and grow with its size up to 16,000 with another. Their mean is learned from
 prompts that are mostly media.
 
-Behaviour at surprises: a difference beyond four standard deviations is believed only up to there, and
-makes the filter less sure of itself. One odd report moves little; a template that really differs is
-followed within a few reports.
+Outliers: a difference beyond four standard deviations counts only up to there, and increases the variances.
+So one odd report moves little, and a template that really differs is followed within a few reports.
 """
 
 import math
@@ -25,13 +24,13 @@ from typing import Annotated
 from serve_app.routing.snapshot import Snapshot, number
 from serve_app.settings_base import FINITE_NOT_NEGATIVE, FINITE_POSITIVE, settings
 
-_SURPRISE = 4.0  # standard deviations
-_DOUBT = 4.0  # by how much a surprise multiplies the variances
-_ROUNDING_VARIANCE = 1.0  # tokens^2: merges where the text meets the template
-# Variance added per observation, so that the filter never stops listening (a new template after an update).
+_OUTLIER = 4.0  # standard deviations
+_INFLATION = 4.0  # factor on the variances after an outlier
+_ROUNDING_VARIANCE = 1.0  # tokens^2: text and template may share a token
+# Variance added per observation, so that the filter never stops learning (a new template after an update).
 _REQUEST_DRIFT = 0.01
 _MESSAGE_DRIFT = 0.0005
-# Memory of the mean of media items: as that of bytes per token.
+# Memory of the mean of media items, as that of bytes per token.
 _MEDIA_STEP = 0.05
 _MEDIA_COLD_WEIGHT = 1.0
 _MEDIA_OUTLIER = 20.0  # a page of documents after many thumbnails
@@ -39,7 +38,7 @@ _MEDIA_OUTLIER = 20.0  # a page of documents after many thumbnails
 
 @settings(block="estimator.overhead")
 class OverheadSettings:
-    """What is assumed of a chat template before it has been seen at work, in tokens."""
+    """Prior values of chat template and media, in tokens."""
 
     # Templates that bring a default system prompt add 20 to 40 tokens, others about 4.
     request_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 16.0
@@ -49,7 +48,7 @@ class OverheadSettings:
     message_deviation_tokens: Annotated[float, FINITE_POSITIVE.hint("0 would forbid learning")] = 2.0
     # A prompt without messages: the begin-of-text token, whether or not the tokenizer adds one.
     plain_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 1.0
-    # Images and audio clips, until some have been seen: LLaVA 576, Qwen-VL up to 16 k.
+    # An image or audio clip, until some have been observed: LLaVA 576, Qwen-VL up to 16 k.
     media_item_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 1024.0
 
 
@@ -82,13 +81,13 @@ class TemplateOverhead:
         return f"<TemplateOverhead {self.per_request:.1f} + {self.per_message:.1f} per message>"
 
     def tokens(self, messages: int) -> float:
-        """Expected overhead of a prompt of so many messages; 0 messages mean a plain completion."""
+        """Mean overhead of a prompt with so many messages; 0 messages mean a plain completion."""
         if messages <= 0:
             return self._settings.plain_tokens
         return max(0.0, self.per_request + self.per_message * messages)
 
     def deviation(self, messages: int) -> float:
-        """Standard deviation of `tokens(messages)` as far as it has been learned."""
+        """Standard deviation of `tokens(messages)`."""
         return math.sqrt(self._variance(messages)) if messages > 0 else 0.0
 
     def observe(self, messages: int, tokens: float, deviation: float) -> None:
@@ -96,17 +95,17 @@ class TemplateOverhead:
         if messages <= 0 or not math.isfinite(tokens):
             return
         variance = self._variance(messages) + deviation * deviation + _ROUNDING_VARIANCE
-        surprise = tokens - self.per_request - self.per_message * messages
-        limit = _SURPRISE * math.sqrt(variance)
+        innovation = tokens - self.per_request - self.per_message * messages
+        limit = _OUTLIER * math.sqrt(variance)
         request_gain = (self._request_variance + messages * self._covariance) / variance
         message_gain = (self._covariance + messages * self._message_variance) / variance
-        believed = min(max(surprise, -limit), limit)
-        self.per_request += request_gain * believed
-        self.per_message += message_gain * believed
-        if believed == surprise:
-            self._gain_certainty(request_gain, message_gain, variance)
+        clipped = min(max(innovation, -limit), limit)
+        self.per_request += request_gain * clipped
+        self.per_message += message_gain * clipped
+        if clipped == innovation:
+            self._reduce_variances(request_gain, message_gain, variance)
         else:
-            self._scale_doubt(_DOUBT)
+            self._scale_variances(_INFLATION)
 
     def _variance(self, messages: int) -> float:
         spread = self._request_variance + messages * (
@@ -114,20 +113,19 @@ class TemplateOverhead:
         )
         return max(0.0, spread)  # rounding may take the difference of large numbers just below zero
 
-    def _gain_certainty(self, request_gain: float, message_gain: float, variance: float) -> None:
+    def _reduce_variances(self, request_gain: float, message_gain: float, variance: float) -> None:
         self._request_variance += _REQUEST_DRIFT - request_gain * request_gain * variance
         self._message_variance += _MESSAGE_DRIFT - message_gain * message_gain * variance
         self._covariance -= request_gain * message_gain * variance
-        self._scale_doubt(1.0)
+        self._scale_variances(1.0)
 
-    def _scale_doubt(self, factor: float) -> None:
-        """Multiply the variances, and keep them between nothing and what they were at the start."""
+    def _scale_variances(self, factor: float) -> None:
+        """Multiply the variances, and keep them between the drift and their initial values."""
         settings = self._settings
         first, second = settings.request_deviation_tokens**2, settings.message_deviation_tokens**2
         self._request_variance = min(max(self._request_variance * factor, _REQUEST_DRIFT), first)
         self._message_variance = min(max(self._message_variance * factor, _MESSAGE_DRIFT), second)
-        # |covariance| may not exceed the geometric mean, or some number of messages would have a negative
-        # variance.
+        # |covariance| may not exceed the geometric mean, or some number of messages has a negative variance.
         bound = math.sqrt(self._request_variance * self._message_variance)
         self._covariance = min(max(self._covariance * factor, -bound), bound)
 
@@ -142,10 +140,10 @@ class TemplateOverhead:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Take over what `state` returned.
+        """Restore what `state` returned.
 
         Raises:
-            ValueError: a value is missing or out of range; nothing is taken over then.
+            ValueError: a value is missing or out of range; nothing is restored then.
         """
         per_request, per_message = number(state, "per_request"), number(state, "per_message")
         request_variance = number(state, "request_variance", at_least=0)
@@ -162,7 +160,7 @@ class MediaTokens:
 
     Attributes:
         mean: tokens per item.
-        deviation: mean absolute error of the forecast, in tokens per item; 0 before anything was seen.
+        deviation: mean absolute error of the forecast, in tokens per item; 0 before any was observed.
     """
 
     __slots__ = ("_weight", "deviation", "mean")
@@ -176,7 +174,7 @@ class MediaTokens:
         return f"<MediaTokens {self.mean:.0f} +- {self.deviation:.0f}>"
 
     def observe(self, items: int, tokens: float) -> None:
-        """Learn that so many items took `tokens`, the rest of their prompt left out."""
+        """Learn that so many items had `tokens`, without the rest of their prompt."""
         if items <= 0 or not math.isfinite(tokens):
             return
         observed = min(max(0.0, tokens / items), max(1.0, self.mean) * _MEDIA_OUTLIER)
@@ -190,10 +188,10 @@ class MediaTokens:
         return {"mean": self.mean, "deviation": self.deviation, "weight": self._weight}
 
     def restore(self, state: Snapshot) -> None:
-        """Take over what `state` returned.
+        """Restore what `state` returned.
 
         Raises:
-            ValueError: a value is missing or out of range; nothing is taken over then.
+            ValueError: a value is missing or out of range; nothing is restored then.
         """
         mean, deviation = number(state, "mean", at_least=0), number(state, "deviation", at_least=0)
         weight = number(state, "weight", at_least=0)

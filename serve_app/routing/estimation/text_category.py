@@ -1,25 +1,20 @@
-"""What kind of text is this prompt made of? Answered from byte counts alone, without a tokenizer.
+"""The text category of a prompt, from counts of bytes alone, without a tokenizer.
 
-Tokenizers cut different text at different lengths: English at about 4 bytes to a token, digits and base64 at
-hardly more than 1. The classes below are those between which the ratio differs most; inside a class it
-varies by 10 to 25 % with one tokenizer. The thresholds were chosen on the texts that
-`scripts/bench_estimator.py` reads, with three tokenizer families, to keep that variation small.
+Tokenizers need about one token per 4 bytes of English, and one for little more than 1 byte of digits or
+base64. The categories are those between which this ratio differs most. The thresholds keep its variation
+inside a category small, with three tokenizer families (experiments/estimator).
 
-Theory of operation: C-speed passes (`bytes.translate` with deletions) count letters, blanks, digits,
-capitals and code signs. Each pass works on what the one before it has left, so all together cost little
-more than the first. Texts longer than `_SAMPLE_BYTES` are judged by evenly spread slices, which bounds the
-cost for any length; the counts are shares, and shares of a mixture are the mixture of the shares, so a
-slice here and there is enough.
+Theory of operation. Passes at C speed (`bytes.translate` with deletions) count letters, blanks, digits,
+capitals and code signs. Each pass works on what the one before has left, so all together cost little more
+than the first. Texts longer than `_SAMPLE_BYTES` are classified by evenly spread slices, which bounds the
+cost for any length.
 
-What the classes mean in practice:
-
-- CJK is all text whose bytes are mostly not ASCII: Chinese, Japanese, Korean, but Cyrillic, Arabic, Greek
-  or Thai as well. Their ratios lie closer to CJK's than to those of any other class, and apart they would
-  make MIXED useless.
+- CJK is text whose bytes are mostly not ASCII: Chinese, Japanese and Korean, but also Cyrillic, Arabic, Greek
+  or Thai, whose ratios are closer to CJK's than to those of any other category.
 - NUMERIC is digits (arrays, tables, logs) and encoded bytes (base64, hex, lists of uuids).
-- MIXED is what lies between: prose with many figures or with a CJK part, accented European languages (1.5
-  times the tokens of English), minified code, capitals.
-- CODE is ASCII with many brackets and operators, JSON and markup included; PROSE is the rest.
+- MIXED is between the others: prose with many figures or a CJK part, accented European languages (1.5 times
+  the tokens of English), minified code, capitals.
+- CODE is ASCII with many brackets and operators, JSON and markup included. PROSE is the rest.
 """
 
 from dataclasses import dataclass
@@ -36,7 +31,7 @@ _LOWER = b"abcdefghijklmnopqrstuvwxyz"
 _UPPER = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _DIGITS = b"0123456789"
 _BLANKS = b" \n\t\r"
-# Brackets, operators and markup: rare in prose. Hyphens, dots, commas and apostrophes are common in both.
+# Brackets, operators and markup, which are rare in prose.
 _CODE_SIGNS = b'{}[]()<>;=_"#/\\|*+&$@`~^%'
 
 # Shares of the text's bytes.
@@ -52,13 +47,13 @@ _CODE_SHARE = 0.05
 
 
 def classify(text: bytes) -> TextCategory:
-    """Name the category of a UTF-8 text; PROSE when it is empty. Costs at most what 8 KiB cost."""
+    """The category of a UTF-8 text; PROSE when it is empty. Costs at most as much as for 8 KiB."""
     sample = text if len(text) <= _SAMPLE_BYTES else _evenly_spread(text)
     return _category(sample) if sample else TextCategory.PROSE
 
 
 def _evenly_spread(text: bytes) -> bytes:
-    """Slices of a long text, the first at its start, the last at its end; they may cut characters in two."""
+    """Slices of a long text, the first at its start, the last at its end; they may split characters."""
     span = len(text) - _SLICE_BYTES
     starts = (span * index // (_SLICES - 1) for index in range(_SLICES))
     return b"".join([text[start : start + _SLICE_BYTES] for start in starts])
@@ -92,7 +87,7 @@ def _count_non_ascii(sample: bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Signs:
-    """Counts of ASCII bytes by class."""
+    """Counts of ASCII bytes by kind."""
 
     blanks: int
     digits: int

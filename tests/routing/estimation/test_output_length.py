@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.request import TextCategory, Usage
-from serve_app.routing.estimation.output_length import LengthCurve, OutputLengthEstimator, OutputSettings
+from serve_app.routing.estimation.length_curve import LengthCurve, OutputSettings
+from serve_app.routing.estimation.output_length import OutputLengthEstimator
 from tests.routing.prompts import request
 
 SETTINGS = OutputSettings(min_observations=20)
