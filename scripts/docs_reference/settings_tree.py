@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, is_dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
 from docs_reference.source_text import attribute_texts, field_comments, summary
 from serve_app.settings.application import AppSettings
 from serve_app.settings_base import Setting, describe
@@ -92,9 +94,9 @@ def _walk(cls: type, path: str, instance: object) -> Iterator[Block]:
         yield from _walk(kind, place, given)
 
 
-def _settings(cls: Any) -> tuple[Setting, ...]:
+def _settings(cls: type) -> tuple[Setting, ...]:
     """The settings of a class: the one at the top is a pydantic model, all others are dataclasses."""
-    if is_dataclass(cls):
+    if not issubclass(cls, BaseModel):
         return describe(cls)
     hints = typing.get_type_hints(cls)
     return tuple(

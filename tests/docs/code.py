@@ -67,7 +67,7 @@ def check_yaml(text: str, mark: Mark) -> None:
             _check_document(content)
 
 
-def _check_document(content: object) -> None:
+def _check_document(content: Any) -> None:
     match content:
         case {"applications": _}:
             check_application(content)
