@@ -46,7 +46,8 @@ def _example(epilog: str) -> Iterable[str]:
     """The example as a block that can be copied, and what the epilog says after it."""
     example, _, rest = epilog.removeprefix("example:\n").partition("\n\n")
     lines = [line.removeprefix("  ") for line in example.splitlines()]
-    yield "```console\n$ " + "\n".join(lines) + "\n```"
+    shown = (line if line.startswith(" ") else f"$ {line}" for line in lines)
+    yield "\n".join(("```console", *shown, "```"))
     yield from map(sentence, rest.split("\n\n"))
 
 

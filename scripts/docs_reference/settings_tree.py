@@ -1,5 +1,6 @@
 """The tree of settings, from the arguments of the application down: blocks, and the settings in each."""
 
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -81,9 +82,7 @@ def _walk(cls: type, path: str, instance: object) -> Iterator[Block]:
                 path=here,
                 kind=setting.kind,
                 default=default,
-                limits=setting.allowed.words.removeprefix("must be ").removeprefix("must ")
-                if setting.allowed
-                else "",
+                limits=_limits(setting),
                 texts=tuple(text for text in texts if text),
                 blocks=tuple(nested),
                 is_advanced=setting.is_advanced,
@@ -92,6 +91,11 @@ def _walk(cls: type, path: str, instance: object) -> Iterator[Block]:
     yield Block(path=path, text=summary(cls), settings=tuple(entries))
     for place, (kind, given) in inner.items():
         yield from _walk(kind, place, given)
+
+
+def _limits(setting: Setting) -> str:
+    """The range in the words of its message, without the verb."""
+    return re.sub(r"^must (not )?be ", r"\1", setting.allowed.words) if setting.allowed else ""
 
 
 def _settings(cls: type) -> tuple[Setting, ...]:
