@@ -94,8 +94,9 @@ def _walk(cls: type, path: str, instance: object) -> Iterator[Block]:
 
 
 def _limits(setting: Setting) -> str:
-    """The range in the words of its message, without the verb."""
-    return re.sub(r"^must (not )?be ", r"\1", setting.allowed.words) if setting.allowed else ""
+    """The range in the words of its message, without its verb and without the type."""
+    words = setting.allowed.words if setting.allowed else ""
+    return re.sub(r"^must (not )?be (?:a (positive )?number(?:, )?)?", r"\1\2", words).strip()
 
 
 def _settings(cls: type) -> tuple[Setting, ...]:

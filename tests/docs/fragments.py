@@ -12,13 +12,15 @@ from serve_app.errors import SettingsError
 from serve_app.settings.application import load_settings
 from tests.docs.marks import BlockError
 
-# What an engine needs besides a fragment for it.
-_ENGINES: Mapping[str, Mapping[str, Any]] = {
-    "emulated": {},
+# What a block needs besides a fragment for it.
+_STARTS: Mapping[str, Mapping[str, Any]] = {
     "vllm": {"model": "any"},
     "remote": {"base_url": "http://engine.example:8000"},
+    "keys": {"tenant": "demo", "key": "secret"},
+    "decision_log": {"path": "decisions.jsonl"},
+    "parameters": {"profile": "laptop"},
 }
-_STEP = re.compile(r"(\w+)(?:\[(\d+)\])?\Z")
+_STEP = re_STEP = re.compile(r"(\w+)(?:\[(\d+)\])?\Z")
 
 
 def _pool(name: str, max_model_len: int) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def _pool(name: str, max_model_len: int) -> dict[str, Any]:
 
 
 def _application(pools: int) -> dict[str, Any]:
-    shapes = (_pool("short", 4_096), _pool("long", 16_384))
+    shapes = (_pool("short", 8_192), _pool("long", 16_384))
     return {"models": [{"name": "demo", "pools": list(shapes[:pools])}], "gateway": {}}
 
 
@@ -72,11 +74,11 @@ def _inside(place: Any, step: str, path: str) -> Any:
     found = _STEP.match(step)
     if found is None or not isinstance(place, dict):
         raise BlockError(f"{path} is no place for settings: write one such as models[0].scheduler")
-    if step in _ENGINES and step not in place:
+    if step in {"vllm", "remote"} and step not in place:
         # Another engine takes the place of the emulated one.
         place.clear()
-        place[step] = dict(_ENGINES[step])
-    inner = place.setdefault(found[1], {})
+    start = dict(_STARTS.get(found[1], {}))
+    inner = place.setdefault(found[1], start if found[2] is None else [start])
     if found[2] is None:
         return inner
     if not isinstance(inner, list) or int(found[2]) >= len(inner):

@@ -2,8 +2,11 @@
 
 import ast
 import inspect
+from dataclasses import MISSING
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -11,10 +14,11 @@ import serve_app
 from docs_reference import metrics
 from docs_reference.command_line import command_line_page
 from docs_reference.pages import PAGES, REFERENCE, outdated_pages, write_pages
-from docs_reference.settings_tree import NOT_IN_FILES, blocks
+from docs_reference.settings_tree import NOT_IN_FILES, Block, blocks
 from serve_app.cli import COMMANDS
 from serve_app.errors import Outcome, SettingsError
 from serve_app.settings.application import load_settings
+from tests.docs.fragments import check_fragment
 
 
 def test_generated_pages_are_up_to_date() -> None:
@@ -89,6 +93,18 @@ def test_settings_that_follow_from_others_are_refused_in_files(path: str, tmp_pa
     )
     with pytest.raises(SettingsError, match="is not given here"):
         load_settings(_application(args, tmp_path))
+
+
+@pytest.mark.parametrize("block", tuple(blocks()), ids=lambda block: block.path or "args")
+def test_the_parser_takes_every_setting_at_its_path(block: Block) -> None:
+    own: dict[str, Any] = {}
+    for setting in block.settings:
+        if setting.default is MISSING or setting.blocks or setting.default is None:
+            continue
+        *advanced, name = setting.path.removeprefix(block.path).lstrip(".").split(".")
+        place = own.setdefault(advanced[0], {}) if advanced else own
+        place[name] = msgspec.to_builtins(setting.default)
+    check_fragment(own, block.path.replace("[]", "[0]") or "args")
 
 
 def test_every_setting_is_listed_once() -> None:
