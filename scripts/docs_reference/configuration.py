@@ -82,14 +82,16 @@ def _entry(setting: SettingEntry) -> str:
     if setting.blocks:
         links = ", ".join(f"[{code(path)}]({anchor(path)})" for path in setting.blocks)
         body = f"{body} See {links}.".strip()
-    facts = [_type(setting.kind)]
-    if setting.limits:
-        facts.append(setting.limits)
+    facts = [_type(setting.kind), setting.limits, _default(setting)]
+    return item(f"**{code(setting.path)}** ({', '.join(filter(None, facts))})", body)
+
+
+def _default(setting: SettingEntry) -> str:
+    if setting.default_in_files is not None:
+        return setting.default_in_files and f"default: {setting.default_in_files}"
     if setting.default is MISSING:
-        facts.append("required")
-    elif not is_dataclass(setting.default):
-        facts.append(f"default {code(_value(setting.default))}")
-    return item(f"**{code(setting.path)}** ({', '.join(facts)})", body)
+        return "required"
+    return "" if is_dataclass(setting.default) else f"default {code(_value(setting.default))}"
 
 
 def _type(kind: Any) -> str:

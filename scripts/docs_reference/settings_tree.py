@@ -23,6 +23,19 @@ NOT_IN_FILES = frozenset(
 )
 """Settings that follow from others and are refused in a file."""
 
+_NAMES_OF_THE_MODEL = "the name and aliases of the model"
+DEFAULTS_IN_FILES = {
+    "gateway": "",
+    "models[].scheduler": "",
+    "models[].scheduler.routing.b_short_tokens": "8192, or what the first of two pools holds if that is less",
+    **{
+        f"models[].pools[].engine.{kind}.served_model_names": _NAMES_OF_THE_MODEL
+        for kind in ("emulated", "vllm", "remote")
+    },
+}
+"""What holds where a file is silent, in words, for settings that are completed from others; a class by itself
+has no default for them, or another one. Empty for a block that may be left out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingEntry:
@@ -33,6 +46,7 @@ class SettingEntry:
         kind: its type, without annotations.
         default: as the class has it, or as the block that holds it has it; `dataclasses.MISSING` when there
             is none.
+        default_in_files: what holds instead of it where a file is silent; None when it is `default`.
         limits: which values are allowed, in words; empty when the type allows all.
         texts: what the docstring and the comment say.
         blocks: paths of the blocks that it holds.
@@ -42,6 +56,7 @@ class SettingEntry:
     path: str
     kind: Any
     default: object
+    default_in_files: str | None
     limits: str
     texts: tuple[str, ...]
     blocks: tuple[str, ...]
@@ -82,6 +97,7 @@ def _walk(cls: type, path: str, instance: object) -> Iterator[Block]:
                 path=here,
                 kind=setting.kind,
                 default=default,
+                default_in_files=DEFAULTS_IN_FILES.get(here),
                 limits=_limits(setting),
                 texts=tuple(text for text in texts if text),
                 blocks=tuple(nested),

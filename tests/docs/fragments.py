@@ -20,7 +20,7 @@ _STARTS: Mapping[str, Mapping[str, Any]] = {
     "decision_log": {"path": "decisions.jsonl"},
     "parameters": {"profile": "laptop"},
 }
-_STEP = re_STEP = re.compile(r"(\w+)(?:\[(\d+)\])?\Z")
+_STEP = re.compile(r"(\w+)(?:\[(\d+)\])?\Z")
 
 
 def _pool(name: str, max_model_len: int) -> dict[str, Any]:

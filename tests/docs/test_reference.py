@@ -14,7 +14,7 @@ import serve_app
 from docs_reference import metrics
 from docs_reference.command_line import command_line_page
 from docs_reference.pages import PAGES, REFERENCE, outdated_pages, write_pages
-from docs_reference.settings_tree import NOT_IN_FILES, Block, blocks
+from docs_reference.settings_tree import DEFAULTS_IN_FILES, NOT_IN_FILES, Block, blocks
 from serve_app.cli import COMMANDS
 from serve_app.errors import Outcome, SettingsError
 from serve_app.settings.application import load_settings
@@ -74,12 +74,41 @@ def _application(args: object, folder: Path) -> Path:
     return path
 
 
-MINIMAL = {"name": "demo", "pools": [{"name": "only", "engine": {"emulated": {}}}]}
+POOL = {"name": "only", "engine": {"emulated": {}}}
+MINIMAL = {"name": "demo", "pools": [POOL]}
 
 
 def test_a_file_needs_no_more_than_what_the_reference_calls_required(tmp_path: Path) -> None:
     settings = load_settings(_application({"models": [MINIMAL]}, tmp_path))
     assert settings.models[0].scheduler.model == "demo"
+
+
+@pytest.mark.parametrize("missing", ["models", "name", "pools", "pools.name", "pools.engine"])
+def test_what_the_reference_calls_required_is_required(missing: str, tmp_path: Path) -> None:
+    pool = {key: value for key, value in POOL.items() if f"pools.{key}" != missing}
+    model = {key: value for key, value in {"name": "demo", "pools": [pool]}.items() if key != missing}
+    with pytest.raises(SettingsError):
+        load_settings(_application({} if missing == "models" else {"models": [model]}, tmp_path))
+
+
+def test_what_a_file_leaves_out_is_completed_as_the_reference_says(tmp_path: Path) -> None:
+    small = [
+        {"name": name, "engine": {"emulated": {"max_model_len": length}}}
+        for name, length in (("short", 2_048), ("long", 8_192))
+    ]
+    remote = [{"name": "only", "engine": {"remote": {"base_url": "http://engine.example:8000"}}}]
+    vllm = [{"name": "only", "engine": {"vllm": {"model": "m"}}}]
+    models = [
+        {"name": f"m{number}", "aliases": [f"a{number}"], "pools": pools}
+        for number, pools in enumerate((small, remote, vllm))
+    ]
+    found = load_settings(_application({"models": models}, tmp_path)).models
+    for number, model in enumerate(found):
+        for pool in model.pools:
+            assert pool.engine.chosen.served_model_names == (f"m{number}", f"a{number}")
+    assert [model.scheduler.routing.b_short_tokens for model in found] == [2_048, 8_192, 8_192]
+    paths = {setting.path for block in blocks() for setting in block.settings}
+    assert set(DEFAULTS_IN_FILES) <= paths
 
 
 @pytest.mark.parametrize("path", sorted(NOT_IN_FILES))
