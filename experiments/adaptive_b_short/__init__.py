@@ -1,0 +1,1 @@
+"""An adaptive `B_short` against fixed ones, simulated."""
