@@ -1,0 +1,1 @@
+"""Tenants, classes and engine queues in overload."""

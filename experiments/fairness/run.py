@@ -1,0 +1,48 @@
+"""Who gets what when there is not enough for all?
+
+Tenants of different weight, a heavy tenant beside light ones, interactive requests beside batch work, and
+queues in the engines, each a scene that is simulated with the paper's mix of lengths. Load 1.0 is the rate
+that saturates the same replicas under FCFS. Times are TTFT from arrival.
+"""
+
+from collections.abc import Iterator
+
+from experiments.common.config import as_json
+from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.provenance import generated
+from experiments.common.rows import Key
+from experiments.fairness.scenes import SCENES, Figures, Play
+from experiments.fairness.settings import FairnessSettings
+from serve_app.command import progress_bar
+from serve_app.errors import SettingsError
+from serve_app.simulation.batch import parallel
+
+
+def play(settings: FairnessSettings, context: Context) -> Iterator[Measurement]:
+    """Every variant of every scene."""
+    if unknown := [name for name in settings.scenes if name not in SCENES]:
+        raise SettingsError(f"no scene {', '.join(unknown)}: there are {', '.join(SCENES)}")
+    cells = [(scene, name) for scene, variants in settings.scenes.items() for name in variants]
+    with progress_bar("fairness", len(cells)) as advance:
+        for scene, name in cells:
+            key: Key = {"scene": scene, "variant": name}
+            if not context.has(key):
+                variant = settings.scenes[scene][name]
+                runs = [(scene, Play(settings, variant, seed)) for seed in range(settings.seeds)]
+                figures = list(parallel(_figures, runs, context.jobs))
+                yield Measurement(
+                    key=key,
+                    figures={figure: [run[figure] for run in figures] for figure in figures[0]},
+                    seeds=range(settings.seeds),
+                    traces=generated("paper-mix"),
+                    settings=as_json(settings.with_variants(scene, {name: variant})),
+                )
+            advance()
+
+
+def _figures(run: tuple[str, Play]) -> Figures:
+    scene, one = run
+    return SCENES[scene](one)
+
+
+EXPERIMENT = Experiment(settings=FairnessSettings, play=play)

@@ -1,0 +1,199 @@
+"""The scenes: each plays one variant with one seed, and returns its figures."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from experiments.fairness.settings import FairnessSettings, Variant
+from serve_app.metrics.fairness import jain_index, jain_of_tenants
+from serve_app.metrics.record import RequestRecord
+from serve_app.metrics.statistics import Distribution
+from serve_app.request import PriorityClass
+from serve_app.simulation.direct import DirectSimulation
+from serve_app.simulation.load import saturated_rate_per_s
+from serve_app.simulation.scheduler_settings import scheduler_settings
+from serve_app.simulation.simulation import Simulation
+from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
+from serve_app.workloads.trace import Trace, TraceRequest
+from serve_app.workloads.transform import merge, scale_to_rate
+
+Figures = Mapping[str, float]
+
+# As `fairness.decode_weight` counts tokens.
+_DECODE_WEIGHT = 2.0
+# Another seed for the second kind of requests of a scene.
+_OTHER_SEED = 1_000
+_BATCH_LOAD, _INTERACTIVE_LOAD = 1.5, 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """One run.
+
+    Attributes:
+        replicas: None for those of the settings.
+    """
+
+    settings: FairnessSettings
+    variant: Variant
+    seed: int
+    replicas: int | None = None
+
+    def serve(self, trace: Trace) -> list[RequestRecord]:
+        """All requests to their end."""
+        variant, fleet = self.variant, self.settings.fleet(self.variant.engine, self.replicas)
+        plans = fleet.plans(isolated=variant.policy == "ewsjf")
+        requests = list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
+        if variant.policy is None:
+            return DirectSimulation(plans).run(requests)
+        scheduler = scheduler_settings(variant.policy, fleet.routing, variant.scheduler)
+        return Simulation(scheduler, plans, variant.simulation).run(requests)
+
+    def mix(self, load: float, duration_s: float, tenants: str | None = None, seed: int = 0) -> Trace:
+        """The paper's mix for so long at so much of what the fleet can do."""
+        fleet = self.settings.fleet(type(self.variant.engine)(), self.replicas)
+        seed += self.seed
+        rate = load * saturated_rate_per_s(fleet, TraceChoice(name="paper-mix", requests=4_000), seed)
+        requests = max(2, round(rate * duration_s))
+        choice = TraceChoice(name="paper-mix", requests=requests, tenants=tenants)
+        return scale_to_rate(choose_trace(choice, seed), rate)
+
+
+def weights(play: Play) -> Figures:
+    """What tenants of different weight got of what was due to them."""
+    settings = play.settings
+    first_s, last_s = settings.weights_window_s
+    trace = play.mix(3.0, last_s + 5, "one=2,two=1,four=1")
+    in_requests = play.variant.scheduler.get("fairness.mode") == "requests"
+    served = dict.fromkeys(settings.weights, 0.0)
+    for record in play.serve(trace):
+        if record.dispatched_at is not None and first_s <= record.dispatched_at < last_s:
+            served[record.tenant] += 1.0 if in_requests else _cost_tokens(record)
+    total, weight = sum(served.values()), sum(settings.weights.values())
+    due = {name: served[name] / (total * own / weight) for name, own in settings.weights.items()}
+    farthest = max(abs(share - 1) for share in due.values())
+    return {**due, "farthest": farthest, "jain": jain_index(due.values()) or 0.0}
+
+
+def light(play: Play) -> Figures:
+    """Light tenants beside a heavy one."""
+    count = play.settings.light_tenants
+    others = ",".join(f"t{number}=1" for number in range(1, count + 1))
+    records = play.serve(play.mix(1.3, play.settings.light_s, f"heavy={count},{others}"))
+    lights = _ttft_s(record for record in records if record.tenant != "heavy")
+    heavy = _ttft_s(record for record in records if record.tenant == "heavy")
+    tokens = sum(record.prompt_tokens + record.output_tokens for record in records)
+    return {
+        "light_mean_s": lights.mean or 0.0,
+        "light_p99_s": lights.p99 or 0.0,
+        "heavy_mean_s": heavy.mean or 0.0,
+        "heavy_p99_s": heavy.p99 or 0.0,
+        "jain": jain_of_tenants(records) or 0.0,
+        "tokens_per_s": tokens / max(record.finished_at for record in records),
+    }
+
+
+def batch(play: Play) -> Figures:
+    """Interactive work alone and beside batch work, and batch work alone."""
+    span_s = play.settings.span_s
+    interactive, backlog = _interactive(play), _backlog(play)
+    alone = play.serve(interactive)
+    both = play.serve(merge([backlog, interactive], "both"))
+    jobs = play.serve(backlog)
+    before = _ttft_s(_measured(alone, span_s))
+    beside = _ttft_s(_measured([one for one in both if one.tenant == "people"], span_s))
+    return {
+        "alone_p50_s": before.p50 or 0.0,
+        "alone_p95_s": before.p95 or 0.0,
+        "beside_p50_s": beside.p50 or 0.0,
+        "beside_p95_s": beside.p95 or 0.0,
+        "tokens_per_s": _throughput(both, span_s),
+        "batch_only_tokens_per_s": _throughput(jobs, span_s),
+    }
+
+
+def targets(play: Play) -> Figures:
+    """New users beside a flood: one short question every two seconds, each of another tenant."""
+    span_s = play.settings.span_s
+    flood = _each(play.mix(1.3, span_s), tenant="flood")
+    users = tuple(
+        TraceRequest(arrival_s=5.0 + 2.0 * number, prompt_tokens=64, output_tokens=64, tenant=f"u{number}")
+        for number in range(int((span_s - 6) / 2))
+    )
+    records = play.serve(merge([flood, Trace(name="users", source="new users", requests=users)], "both"))
+    new = _ttft_s(record for record in records if record.tenant != "flood")
+    return {
+        "new_mean_s": new.mean or 0.0,
+        "new_p95_s": new.p95 or 0.0,
+        "new_max_s": new.max or 0.0,
+        "tokens_per_s": _throughput(records, span_s),
+    }
+
+
+def engine_priority(play: Play) -> Figures:
+    """Interactive requests beside a backlog of batch work, on one engine."""
+    one = replace(play, replicas=1)
+    records = one.serve(merge([_backlog(one), _interactive(one)], "both"))
+    span_s = play.settings.span_s
+    people = _ttft_s(_measured([record for record in records if record.tenant == "people"], span_s))
+    return {
+        "interactive_mean_s": people.mean or 0.0,
+        "interactive_p95_s": people.p95 or 0.0,
+        "tokens_per_s": _throughput(records, span_s),
+    }
+
+
+SCENES: Mapping[str, Callable[[Play], Figures]] = {
+    "weights": weights,
+    "light": light,
+    "batch": batch,
+    "targets": targets,
+    "engine-priority": engine_priority,
+}
+
+
+def _interactive(play: Play) -> Trace:
+    trace = play.mix(_INTERACTIVE_LOAD, play.settings.span_s)
+    return _each(trace, tenant="people", priority=PriorityClass.INTERACTIVE)
+
+
+def _backlog(play: Play) -> Trace:
+    """More batch work than can be done while the scene lasts, all of it there from the start."""
+    trace = play.mix(_BATCH_LOAD, play.settings.span_s, seed=_OTHER_SEED)
+    return _each(trace, arrival_s=0.0, tenant="jobs", priority=PriorityClass.BATCH)
+
+
+def _each(trace: Trace, **changes: object) -> Trace:
+    """The trace with every request changed."""
+    requests = tuple(replace(one, **changes) for one in trace.requests)  # type: ignore[arg-type]
+    return replace(trace, requests=requests)
+
+
+def _cost_tokens(record: RequestRecord) -> float:
+    """What a request has cost, as fairness in tokens counts it."""
+    return record.prompt_tokens + _DECODE_WEIGHT * record.output_tokens
+
+
+def _ttft_s(records: Iterable[RequestRecord]) -> Distribution:
+    """Of those with a first token."""
+    return Distribution.of(one.ttft_s for one in records if one.ttft_s is not None)
+
+
+def _measured(records: Iterable[RequestRecord], span_s: float) -> list[RequestRecord]:
+    """Those that arrived after the first tenth of the scene, in which queues fill."""
+    return [record for record in records if record.arrived_at >= span_s / 10]
+
+
+def _throughput(records: Sequence[RequestRecord], span_s: float) -> float:
+    """Tokens per second that engines computed after the first tenth, until the end of the scene."""
+    began = span_s / 10
+    return sum(_tokens(one, span_s) - _tokens(one, began) for one in records) / (span_s - began)
+
+
+def _tokens(record: RequestRecord, until: float) -> float:
+    """Prompt and output tokens by then; the prompt as soon as the first token is there."""
+    if record.first_token_at is None or until < record.first_token_at:
+        return 0.0
+    if until >= record.finished_at:
+        return record.prompt_tokens + record.output_tokens
+    share = (until - record.first_token_at) / (record.finished_at - record.first_token_at)
+    return record.prompt_tokens + share * record.output_tokens

@@ -1,0 +1,69 @@
+"""What the scenes are played with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from experiments.common.experiment import STRICT
+from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
+from serve_app.simulation.simulation import SimulationSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to serve a scene.
+
+    Attributes:
+        policy: of the gateway's queue; None is no gateway.
+        scheduler: settings by dotted path.
+        engine: what it changes in every engine.
+        simulation: how late reports are.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
+
+    policy: str | None = None
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    engine: EngineChanges = field(default_factory=EngineChanges)
+    simulation: SimulationSettings = field(default_factory=SimulationSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FairnessSettings:
+    """What is played.
+
+    Attributes:
+        scenes: each with its variants, by the names that they have in the tables.
+        weights: of the tenants of the scene `weights`.
+        weights_window_s: the span of that scene in which service is counted.
+        light_s: how long requests arrive in the scene `light`.
+        span_s: the same for the other scenes.
+        light_tenants: beside the heavy one, which sends as much as all of them.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
+
+    profile: str
+    replicas: int
+    seeds: int
+    scenes: Mapping[str, Mapping[str, Variant]]
+    weights: Mapping[str, float]
+    weights_window_s: tuple[float, float] = (40.0, 100.0)
+    light_s: float = 100.0
+    span_s: float = 50.0
+    light_tenants: int = 26
+
+    def __post_init__(self) -> None:
+        if self.span_s < 10:
+            raise ValueError(
+                f"span_s must be at least 10, got {self.span_s}: users arrive after five seconds"
+            )
+
+    def fleet(self, engine: EngineChanges, replicas: int | None = None) -> FleetSettings:
+        """All replicas, or so many, in one pool."""
+        count = self.replicas if replicas is None else replicas
+        return FleetSettings(profile=self.profile, replicas={ONE_POOL: count}, engine=engine)
+
+    def with_variants(self, scene: str, variants: Mapping[str, Variant]) -> "FairnessSettings":
+        """The same with this scene alone: what a row records."""
+        return replace(self, scenes={scene: variants})

@@ -1,0 +1,89 @@
+"""The tables of this experiment: one for each scene."""
+
+from collections.abc import Callable, Sequence
+
+from experiments.common.rows import Row
+from experiments.common.tables import Table, markdown, plus_minus
+
+# Heading, figure, decimals.
+Columns = Sequence[tuple[str, str, int]]
+
+
+def _text(first: str, columns: Columns) -> Callable[[Sequence[Row]], str]:
+    def text(rows: Sequence[Row]) -> str:
+        lines = [
+            [str(row.key["variant"]), *(plus_minus(row.figures[name], digits) for _, name, digits in columns)]
+            for row in rows
+        ]
+        return markdown([first, *(heading for heading, _, _ in columns)], lines)
+
+    return text
+
+
+def _weights(rows: Sequence[Row]) -> str:
+    tenants = rows[0].settings["weights"]
+    columns = [(f"weight {weight:g}", name, 3) for name, weight in tenants.items()]
+    return _text("service", [*columns, ("farthest from 1", "farthest", 3), ("Jain's index", "jain", 3)])(rows)
+
+
+_RATE = ("tokens/s", "tokens_per_s", 0)
+_LIGHT: Columns = [
+    ("light: TTFT mean, s", "light_mean_s", 2),
+    ("p99, s", "light_p99_s", 2),
+    ("heavy: mean, s", "heavy_mean_s", 2),
+    ("p99, s", "heavy_p99_s", 2),
+    ("Jain's index", "jain", 3),
+    _RATE,
+]
+_BATCH: Columns = [
+    ("alone: TTFT p50, s", "alone_p50_s", 3),
+    ("p95, s", "alone_p95_s", 3),
+    ("beside batch: p50, s", "beside_p50_s", 3),
+    ("p95, s", "beside_p95_s", 3),
+    _RATE,
+    ("batch only, tokens/s", "batch_only_tokens_per_s", 0),
+]
+_TARGETS: Columns = [
+    ("new user: TTFT mean, s", "new_mean_s", 2),
+    ("p95, s", "new_p95_s", 2),
+    ("longest, s", "new_max_s", 2),
+    _RATE,
+]
+_PRIORITY: Columns = [
+    ("interactive: TTFT mean, s", "interactive_mean_s", 2),
+    ("p95, s", "interactive_p95_s", 2),
+    _RATE,
+]
+
+_ENGINES = "Simulated, Llama-2-70B on four H100"
+_MEANS = "means over seeds with their 95 % intervals"
+
+TABLES = {
+    "weights": Table(
+        text=_weights,
+        where={"scene": "weights"},
+        note=f"What each tenant got over what was due to it by weight; 1 is exactly its share. {_ENGINES}, "
+        f"four replicas, load 3; {_MEANS}",
+    ),
+    "light": Table(
+        text=_text("service", _LIGHT),
+        where={"scene": "light"},
+        note=f"{_ENGINES}, four replicas, load 1.3; {_MEANS}",
+    ),
+    "batch": Table(
+        text=_text("policy", _BATCH),
+        where={"scene": "batch"},
+        note=f"{_ENGINES}, four replicas; {_MEANS}",
+    ),
+    "targets": Table(
+        text=_text("policy, `target_waiting`", _TARGETS),
+        where={"scene": "targets"},
+        note=f"{_ENGINES}, four replicas, load 1.3, a report each quarter of a second; {_MEANS}",
+    ),
+    "engine-priority": Table(
+        text=_text("feedback, `engine_priority`", _PRIORITY),
+        where={"scene": "engine-priority"},
+        note=f"{_ENGINES}, one replica. Fresh is 1 ms and a report 5 times a second, late is 0.3 s and a "
+        f"report each second; {_MEANS}",
+    ),
+}
