@@ -70,7 +70,7 @@ IMPURE_STANDARD_LIBRARY = {
 # Where the heavy libraries may be imported.
 HOMES = {
     "ray": ("serving", "app.py"),
-    "vllm": ("engines/vllm/engine.py",),
+    "vllm": ("engines/vllm/library.py",),
     "sklearn": ("tuning",),
     "scipy": ("calibration",),
     "hyperopt": ("tuning",),

@@ -1,7 +1,11 @@
-"""Engines: whatever answers the OpenAI API behind one pool replica.
+"""Engines: what answers the OpenAI API behind one pool replica.
 
-Read `engine.py` first (the seam: an ASGI app with a life cycle and a load), then the engine you care about:
-`vllm.py` (vLLM's own server in this process), `remote.py` (a server that runs elsewhere), `emulated.py` (no
-GPU at all). The emulated one rests on `step_time.py`, `profiles.py` and the pure model in `emulation`, which
-the simulator shares.
+Read `engine` first: an engine is an ASGI app with a life cycle, limits and a load. Then the engine you need:
+
+- `emulated`: continuous batching without a GPU, over the pure `serve_app.engine_model`;
+- `vllm`: vLLM's own server in this process;
+- `remote`: an OpenAI-compatible server that runs elsewhere.
+
+They share `asgi` (reading and answering HTTP), `vllm_metrics` (the load of a vLLM engine) and `orphan_guard`
+(no engine process outlives its parent).
 """

@@ -1,4 +1,4 @@
-"""The engine seam: an engine is an OpenAI-compatible ASGI app with a life cycle and a load."""
+"""The interface of an engine: an OpenAI-compatible ASGI app with a life cycle, limits and a load."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What an engine can hold.
+    """The capacity of an engine.
 
     Attributes:
         max_model_len: context limit, prompt and output together, in tokens.
         kv_tokens: capacity of the KV cache, in tokens.
-        max_num_seqs: sequences it runs at once.
+        max_num_seqs: most sequences in its batch.
     """
 
     max_model_len: int
@@ -28,29 +28,27 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """What an engine is doing right now.
+    """The present load of an engine.
 
     Attributes:
         waiting: requests in the engine's own queue.
         running: sequences in its batch.
         kv_usage_ratio: share of KV blocks in use, 0 to 1.
         tpot_s: mean time per output token over about the last two seconds; None when nothing was generated.
-        preemptions: sequences preempted since the start.
     """
 
     waiting: int
     running: int
     kv_usage_ratio: float
     tpot_s: float | None = None
-    preemptions: int = 0
 
 
 class Engine(Protocol):
     """One engine, hosted by one pool replica.
 
-    `start` is awaited once before anything else and returns the limits; `app` serves requests after that.
-    `load` is cheap: it is called about five times a second. `check_health` raises `EngineError` when
-    the engine cannot serve. `stop` frees everything; it is called after the last request has ended.
+    `start` is awaited once before anything else and returns the limits; `app` serves requests after that, and
+    is given HTTP scopes only. `load` is cheap: it is called about five times a second. `check_health` raises
+    `EngineError` when the engine cannot serve. `stop` frees everything, after the last request has ended.
     """
 
     async def start(self) -> EngineLimits:
@@ -63,7 +61,7 @@ class Engine(Protocol):
         ...
 
     async def load(self) -> EngineLoad:
-        """What the engine is doing right now."""
+        """The present load."""
         ...
 
     async def check_health(self) -> None:

@@ -1,9 +1,9 @@
-"""Who ends an engine's processes when their parent was killed?
+"""A guard process that kills an engine's processes when their parent has died.
 
 An engine of several processes relies on its parent to end it. A parent that gets SIGKILL (out of memory, a
-lost node daemon, an impatient operator) ends nobody, and gigabytes, or a GPU, stay taken by an engine that
-no one can reach. A tiny process beside it holds one end of a pipe; the kernel closes the other end whenever
-the parent dies, however it dies, and then the guard kills what it was told to.
+lost node daemon, an operator) cannot do that, and an unreachable engine keeps gigabytes, or a GPU. The guard
+is a small process that reads from a pipe. The kernel closes the pipe when the parent dies, however it dies,
+and the guard then kills the processes that it was told of.
 """
 
 import asyncio
@@ -12,20 +12,20 @@ import multiprocessing
 import subprocess
 from collections.abc import AsyncIterator
 
-# How often new children are looked for.
+# Interval between looks for new children.
 _POLL_S = 0.2
 # Reads process ids, one a line, until the pipe is closed.
 _SCRIPT = 'pids=; while read -r pid; do pids="$pids $pid"; done; [ -z "$pids" ] || kill -KILL $pids'
 
 
 class OrphanGuard:
-    """Kills the processes named to it as soon as this process has died.
+    """Kills the protected processes as soon as this process has died.
 
-    It works as long as no child of this process inherits the pipe, which holds for all that are started with
-    `subprocess` or by multiprocessing's `spawn`, not for plain forks.
+    No child of this process may inherit the pipe. That holds for children that are started with `subprocess`
+    or by multiprocessing's `spawn`, not for plain forks.
 
     Attributes:
-        protected: the ids named to it.
+        protected: ids of the processes.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class OrphanGuard:
         self._shell: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the guard, before the processes that it will guard."""
-        # A session of its own: a Ctrl-C on the terminal must not take the guard away before its parent.
+        """Start the guard, before the processes that it protects."""
+        # A session of its own: a Ctrl-C on the terminal must not end the guard before its parent.
         self._shell = subprocess.Popen(  # noqa: S603 - a fixed script that reads numbers
             ["/bin/sh", "-c", _SCRIPT],
             stdin=subprocess.PIPE,
@@ -53,10 +53,10 @@ class OrphanGuard:
 
     @contextlib.asynccontextmanager
     async def guarding_new_children(self) -> AsyncIterator[None]:
-        """Start the guard, and protect every multiprocessing child that this process gets meanwhile.
+        """Start the guard, and protect every multiprocessing child that starts within the block.
 
-        A child is named to the guard within a fraction of a second, not when the block ends: what starts in
-        it may take minutes.
+        A child is protected within a fraction of a second, not only when the block ends, which may take
+        minutes.
         """
         known = {child.pid for child in multiprocessing.active_children()}
 
@@ -80,7 +80,7 @@ class OrphanGuard:
             polling.cancel()
 
     def release(self) -> None:
-        """End the guard: the processes have ended by themselves, and others may get their ids."""
+        """End the guard: the processes have ended, and others may get their ids."""
         shell, self._shell = self._shell, None
         if shell is None:
             return

@@ -1,7 +1,8 @@
-"""What is a vLLM engine doing, by its own account?
+"""The load of a vLLM engine, from its own statistics.
 
-`read_metrics` reads the Prometheus text of a vLLM server; `LoadMeter` takes the same figures from an engine
-in this process, step by step. Both take the TPOT from `RecentMean`.
+`read_metrics` reads the Prometheus text of a vLLM server. `LoadMeter` gets the same figures from an engine in
+this process, step by step. Only the few samples that are needed are parsed, because a server is read five
+times a second, and most of its page is buckets of histograms.
 """
 
 import re
@@ -16,7 +17,6 @@ from serve_app.errors import EngineError
 
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
-_PREEMPTIONS = "vllm:num_preemptions_total"
 _CACHE_CONFIG = "vllm:cache_config_info"
 # Newest name first: a server may publish an old name beside the new one.
 _KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
@@ -24,7 +24,7 @@ _TOKEN_GAPS = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_s
 
 _WANTED = frozenset(
     (
-        *(_RUNNING, _WAITING, _PREEMPTIONS, _CACHE_CONFIG),
+        *(_RUNNING, _WAITING, _CACHE_CONFIG),
         *_KV_USAGE,
         *(f"{name}_sum" for name in _TOKEN_GAPS),
         *(f"{name}_count" for name in _TOKEN_GAPS),
@@ -39,16 +39,14 @@ class VllmMetrics:
 
     Attributes:
         kv_usage_ratio: mean over the cores.
-        preemptions: since the server started.
         token_gaps: gaps between output tokens seen since the server started.
         token_gaps_s: their sum, in seconds.
-        kv_tokens: capacity of the KV cache; None when the server does not tell.
+        kv_tokens: capacity of the KV cache; None when the server does not state it.
     """
 
     waiting: int
     running: int
     kv_usage_ratio: float
-    preemptions: int
     token_gaps: int
     token_gaps_s: float
     kv_tokens: int | None
@@ -58,7 +56,7 @@ def read_metrics(text: str) -> VllmMetrics:
     """Read the text of vLLM's `/metrics`.
 
     Raises:
-        EngineError: when the text has no `vllm:` gauges, so it is no vLLM that speaks.
+        EngineError: the text has no `vllm:` gauges, so it is not the page of a vLLM server.
     """
     samples = _wanted_samples(text)
     kv_usage = _first_present(samples, _KV_USAGE)
@@ -71,7 +69,6 @@ def read_metrics(text: str) -> VllmMetrics:
         waiting=round(_total(samples, _WAITING)),
         running=round(_total(samples, _RUNNING)),
         kv_usage_ratio=sum(value for _, value in kv_usage) / len(kv_usage),
-        preemptions=round(_total(samples, _PREEMPTIONS)),
         token_gaps=round(sum(v for _, v in _first_present(samples, _suffixed(_TOKEN_GAPS, "_count")))),
         token_gaps_s=sum(v for _, v in _first_present(samples, _suffixed(_TOKEN_GAPS, "_sum"))),
         kv_tokens=_kv_tokens(samples.get(_CACHE_CONFIG, [])),
@@ -79,26 +76,25 @@ def read_metrics(text: str) -> VllmMetrics:
 
 
 def kv_capacity_tokens(size_tokens: int | None, num_blocks: int, block_size: int, cores: int = 1) -> int:
-    """Tokens that the KV caches of all engine cores hold together; 0 for a model without one.
+    """Tokens in the KV caches of all engine cores together; 0 for a model without one.
 
     Args:
         size_tokens: one core's cache as vLLM states it; None from releases that do not.
-        num_blocks: blocks of all cores together. Where layers differ in kind, these are not all of one size,
-            so what vLLM states comes first.
+        num_blocks: blocks of all cores together. Where layers differ in kind, blocks differ in size, so
+            `size_tokens` takes precedence.
         block_size: tokens in a block.
-        cores: engine cores (data parallel ranks). Each sets one block aside as padding and never fills it.
+        cores: engine cores (data parallel ranks). Each reserves one block as padding.
     """
     total = num_blocks * block_size if size_tokens is None else size_tokens * cores
     return max(total - cores * block_size, 0)
 
 
 class LoadMeter:
-    """What is the engine in this process doing? Fed at each of its steps, read a few times a second."""
+    """The load of an engine in this process: updated at each of its steps, read a few times a second."""
 
     def __init__(self) -> None:
         self._running: dict[int, int] = {}
         self._kv_usage_ratio: dict[int, float] = {}
-        self._preemptions = 0
         self._token_gaps = 0
         self._token_gaps_s = 0.0
         self._tpot = RecentMean()
@@ -108,24 +104,23 @@ class LoadMeter:
         return f"<LoadMeter running={sum(self._running.values())} token_gaps={self._token_gaps}>"
 
     def on_step(self, core: int, running: int, kv_usage_ratio: float) -> None:
-        """One engine core reports the state of its batch after a step."""
+        """Note the batch of one engine core after a step."""
         self._running[core] = running
         self._kv_usage_ratio[core] = kv_usage_ratio
 
-    def on_tokens(self, gaps_s: Sequence[float], preempted: int, now: float) -> None:
-        """Output tokens came `gaps_s` after the ones before them, and so many sequences were preempted."""
-        self._preemptions += preempted
+    def on_tokens(self, gaps_s: Sequence[float], now: float) -> None:
+        """Note output tokens that came `gaps_s` seconds after the tokens before them."""
         if gaps_s:
             self._token_gaps += len(gaps_s)
             self._token_gaps_s += sum(gaps_s)
             self._tpot.note(self._token_gaps_s, self._token_gaps, now)
 
     def load(self, unfinished: int, now: float) -> EngineLoad:
-        """The load, given how many requests the front end holds.
+        """The load, given the number of requests that the front end holds.
 
-        The front end counts a request from its submission to its last token or abort, the core only at
-        its steps: so a request that the core has not yet seen counts as waiting, one that was aborted
-        no longer as running, and an engine without requests is empty whatever its last step said.
+        The front end counts a request from its submission to its last token or abort, the core only at its
+        steps. So a request that the core has not seen yet counts as waiting, and an aborted one no longer as
+        running. An engine without requests is empty, whatever its last step reported.
         """
         running = min(sum(self._running.values()), unfinished)
         usage = list(self._kv_usage_ratio.values())
@@ -134,14 +129,13 @@ class LoadMeter:
             running=running,
             kv_usage_ratio=sum(usage) / len(usage) if usage and unfinished else 0.0,
             tpot_s=self._tpot.mean(now),
-            preemptions=self._preemptions,
         )
 
 
 class StepRecorder:
-    """Hands the statistics of each engine step to a `LoadMeter`; has the shape of vLLM's `StatLoggerBase`.
+    """Passes the statistics of each engine step to a `LoadMeter`; satisfies vLLM's `StatLoggerBase`.
 
-    vLLM makes one for each engine core, and keeps its own loggers beside it, that for `/metrics` included.
+    vLLM makes one per engine core, and keeps its own loggers, including that of `/metrics`.
     """
 
     def __init__(self, meter: LoadMeter, _vllm_config: object, engine_index: int = 0) -> None:
@@ -154,24 +148,23 @@ class StepRecorder:
             running, usage = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
             self._meter.on_step(self._core, running, usage)
         if iteration_stats is not None:
-            gaps_s, preempted = iteration_stats.inter_token_latencies_iter, iteration_stats.num_preempted_reqs
-            self._meter.on_tokens(gaps_s, preempted, time.monotonic())
+            self._meter.on_tokens(iteration_stats.inter_token_latencies_iter, time.monotonic())
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say: the engine's limits are read from its configuration."""
+        """Do nothing: the engine's limits are read from its configuration."""
 
     def log(self) -> None:
-        """Nothing to say: vLLM's own logger writes the periodic line."""
+        """Do nothing: vLLM's own logger writes the periodic line."""
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """Nothing to keep: no one puts a replica's engine to sleep."""
+        """Do nothing: the engine of a replica never sleeps."""
 
 
 _Samples = dict[str, list[tuple[str, float]]]
 
 
 def _wanted_samples(text: str) -> _Samples:
-    """The few samples that we use, as (labels, value) by name; most lines are buckets of histograms."""
+    """The samples that are needed, as (labels, value) by name; most lines are buckets of histograms."""
     samples: _Samples = {}
     for line in text.splitlines():
         if not line.startswith("vllm:"):
@@ -200,7 +193,7 @@ def _suffixed(names: Sequence[str], suffix: str) -> list[str]:
 
 
 def _kv_tokens(cache_configs: list[tuple[str, float]]) -> int | None:
-    """Capacity over all cores, each with a sample of the same labels; None when it is not told."""
+    """Capacity over all cores, each with a sample of the same labels; None when it is not stated."""
     if not cache_configs:
         return None
     labels = dict(_LABEL.findall(cache_configs[0][0]))

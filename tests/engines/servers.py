@@ -1,18 +1,24 @@
-"""Real HTTP servers for tests: an ASGI app on a free port, and a TCP server that breaks its word."""
+"""Real HTTP servers for tests: ASGI apps and emulated engines as in a replica, and raw TCP servers."""
 
 import asyncio
 import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import ASGIApp
 from serve_app.errors import EngineError
 from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings
 
 
 def free_port() -> int:
-    """A port on which nobody listens now."""
+    """A port on which nothing listens now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
@@ -21,7 +27,7 @@ def free_port() -> int:
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
-    """Serve the app as a replica does; gives its base URL."""
+    """Serve the app as a replica does; yields its base URL."""
     server = ReplicaServer(app, "127.0.0.1", ReplicaServerSettings(port=port))
     await server.start()
     try:
@@ -30,8 +36,21 @@ async def serving(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
         await server.stop(grace_s=1.0)
 
 
+@contextlib.asynccontextmanager
+async def tcp_server(
+    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[str]:
+    """A server that reads and writes bytes as the test likes; yields its base URL."""
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        await server.wait_closed()
+
+
 async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
-    """Until the condition holds; an engine that fails counts as not yet."""
+    """Wait until the condition holds; an engine that fails counts as not yet."""
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(EngineError):
@@ -41,14 +60,39 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.
         await asyncio.sleep(0.02)
 
 
+@dataclass(frozen=True)
+class Served:
+    """A served engine, and clients for it."""
+
+    engine: EmulatedEngine
+    sdk: openai.AsyncOpenAI
+    http: httpx.AsyncClient
+
+    async def is_running(self, sequences: int) -> bool:
+        return (await self.engine.load()).running == sequences
+
+    async def is_waiting(self, sequences: int) -> bool:
+        return (await self.engine.load()).waiting == sequences
+
+    async def metrics(self) -> dict[str, float]:
+        """Samples by name, with the finish reason or the bucket after a bar."""
+        samples = {}
+        for family in text_string_to_metric_families((await self.http.get("/metrics")).text):
+            for sample in family.samples:
+                marks = [sample.labels[key] for key in ("finished_reason", "le") if key in sample.labels]
+                samples["|".join((sample.name, *marks))] = sample.value
+        return samples
+
+
 @contextlib.asynccontextmanager
-async def tcp_server(
-    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
-) -> AsyncIterator[str]:
-    """A server that reads and writes bytes as the test likes; gives its base URL."""
-    server = await asyncio.start_server(talk, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-        await server.wait_closed()
+async def served(settings: EmulatedEngineSettings) -> AsyncIterator[Served]:
+    """An emulated engine behind a real server."""
+    engine = EmulatedEngine(settings)
+    await engine.start()
+    async with serving(engine.app) as url:
+        sdk = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
+        try:
+            async with httpx.AsyncClient(base_url=url, timeout=60) as http, sdk:
+                yield Served(engine, sdk, http)
+        finally:
+            await engine.stop()

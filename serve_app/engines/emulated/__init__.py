@@ -1,5 +1,10 @@
-"""An engine without a model: real timing and metrics, placeholder text.
+"""The emulated engine: real timing, limits and metrics of vLLM, with placeholder text.
 
-`app` is its HTTP side, `driver` runs the engine model in real time, `admission` refuses as vLLM does,
-`answers` and `responses` write OpenAI's shapes.
+Read `engine` (settings and composition), then `app` (HTTP routes, over `http`), and follow a request:
+
+- `bodies` and `requests`: what is read of an OpenAI request, over `text` (token counts and block hashes);
+- `admission`: vLLM's limits and refusals (`errors`), and the length of each answer (`lengths`);
+- `driver`: the engine model of `serve_app.engine_model` in real time;
+- `answers`, `responses`, `embeddings`: OpenAI's response formats;
+- `metrics`: vLLM's `/metrics`.
 """

@@ -1,4 +1,4 @@
-"""May this request enter the emulated engine, and as which sequences? Limits and refusals are vLLM's."""
+"""Admission to the emulated engine: vLLM's limits and refusals, and the sequences of an admitted request."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ from serve_app.engines.emulated.text import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRules:
-    """What the engine takes.
+    """The limits of admission.
 
     Attributes:
         model_names: names it answers to; the first is its own.
-        max_num_queued_reqs: sequences that may wait and run together; None for no limit.
+        max_num_queued_reqs: most sequences that wait or run; None for no limit.
     """
 
     limits: EngineModelSettings
@@ -41,14 +41,14 @@ class EmulatedAdmission:
         self._metrics = metrics
 
     def check_model(self, model: str | None) -> str:
-        """The name that the answer carries; a request without one is for whatever is served here."""
+        """The model name of the answer; a request without one is for the engine's own model."""
         names = self._rules.model_names
         if model and model not in names:
             raise errors.unknown_model(model, names)
         return model or names[0]
 
     def admit(self, generation: Generation, request_id: str) -> Ticket:
-        """Sequences for every choice of every prompt."""
+        """A ticket with a sequence for every choice of every prompt."""
         limits = self._rules.limits
         self._check_priority(generation.priority)
         if generation.max_tokens is not None and generation.max_tokens > limits.max_model_len:
@@ -68,7 +68,7 @@ class EmulatedAdmission:
         return Ticket(sequences, reasons, streaming=generation.stream)
 
     def admit_embeddings(self, prompts: list[Prompt], priority: int, request_id: str) -> Ticket:
-        """Sequences that compute their prompts and generate nothing."""
+        """A ticket with sequences that compute their prompts and generate nothing."""
         self._check_priority(priority)
         max_model_len = self._rules.limits.max_model_len
         for prompt in prompts:

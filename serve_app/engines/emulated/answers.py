@@ -1,14 +1,13 @@
-"""Answers in OpenAI's shapes: chat completions and text completions, whole or as a stream of events.
+"""Answers in OpenAI's formats: chat completions and text completions, whole or as a stream of events.
 
-What does not change within an answer is encoded once; a token then costs a concatenation of bytes. Shapes and
-order of
-the events are those of vLLM: a chunk with the role, a chunk per token, the reason in the last of them, the
-usage when it was asked for, `[DONE]`.
+The constant part of an answer is encoded once, so that a token costs one concatenation of bytes. The events
+and their order are those of vLLM: a chunk with the role, a chunk per token with the finish reason in the last
+one, the usage when it was asked for, `[DONE]`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -21,14 +20,14 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What every part of an answer is made from.
+    """The content of an answer, as its parts need it.
 
     Attributes:
-        request_id: what the client sees as the answer's id.
+        request_id: id of the answer.
         created: Unix time in whole seconds.
-        sequences: one per choice, those of the first prompt first.
-        finish_reasons: why each of them ends.
-        prompts: how many prompts the choices belong to.
+        sequences: one per choice, in the order of the prompts.
+        finish_reasons: one per choice.
+        prompts: number of prompts that the choices answer.
         include_usage: whether a stream ends with the token counts.
     """
 
@@ -50,7 +49,7 @@ class AnswerHead:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompts; the choices of one prompt share it."""
+        """Tokens of the prompts; the choices of one prompt share them."""
         return sum(sequence.prompt_tokens for sequence in self._one_per_prompt())
 
     @property
@@ -77,123 +76,103 @@ class AnswerHead:
 
 
 class EmulatedAnswer(Protocol):
-    """One answer, written whole or piece by piece."""
+    """One answer, as a whole or as a stream."""
 
     def opening(self) -> bytes:
-        """What a stream begins with, before its first token."""
+        """The beginning of a stream, before its first token."""
 
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:
-        """Tokens `start` to `start + count - 1` of a choice; `ends` says that they are its last."""
+        """Tokens `start` to `start + count - 1` of a choice; `ends` marks its last ones."""
 
     def ending(self) -> bytes:
-        """What a stream ends with, after the last token of every choice."""
+        """The end of a stream, after the last token of every choice."""
 
     def whole(self) -> bytes:
         """The answer as one JSON object."""
 
 
-class ChatAnswer:
-    """An answer of `/v1/chat/completions`."""
+class _ChoicesAnswer:
+    """What the two completion APIs share: choices, as one object or in chunks.
+
+    A subclass states the objects' names in OpenAI's API, the format of a chunk, and the text of a whole
+    choice.
+    """
+
+    _kind: ClassVar[str]
+    _chunk_kind: ClassVar[str]
+    # The chunk's head, the choice's number, its text, and its finish reason.
+    _chunk_format: ClassVar[bytes]
 
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
-        self._chunk = _chunk_head(head, "chat.completion.chunk")
+        common = encode(_common(head, self._chunk_kind)).removesuffix(b"}")
+        self._chunk_head = b"data: " + common + b',"choices":[{"index":'
+
+    def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:
+        """One chunk."""
+        head = self._head
+        reason = b'"%s"' % head.finish_reasons[choice].encode() if ends else b"null"
+        return self._chunk_format % (self._chunk_head, choice, head.text(choice, start, count), reason)
+
+    def ending(self) -> bytes:
+        """The usage, when it was asked for, and the end mark."""
+        head = self._head
+        if not head.include_usage:
+            return DONE
+        usage = encode({**_common(head, self._chunk_kind), "choices": [], "usage": head.usage()})
+        return b"data: " + usage + b"\n\n" + DONE
+
+    def whole(self) -> bytes:
+        """The object that holds all choices."""
+        head = self._head
+        choices = [
+            {
+                "index": choice,
+                **self._content(head.whole_text(choice)),
+                "logprobs": None,
+                "finish_reason": reason,
+                "stop_reason": None,
+            }
+            for choice, reason in enumerate(head.finish_reasons)
+        ]
+        return encode({**_common(head, self._kind), "choices": choices, "usage": head.usage()})
+
+    def _content(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatAnswer(_ChoicesAnswer):
+    """An answer of `/v1/chat/completions`."""
+
+    _kind = "chat.completion"
+    _chunk_kind = "chat.completion.chunk"
+    _chunk_format = b'%s%d,"delta":{"content":"%s"},"logprobs":null,"finish_reason":%s}]}\n\n'
 
     def opening(self) -> bytes:
         """The role, once per choice."""
         return b"".join(
             b'%s%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
-            % (self._chunk, choice)
+            % (self._chunk_head, choice)
             for choice in range(len(self._head.sequences))
         )
 
-    def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:
-        """One chunk."""
-        text = self._head.text(choice, start, count)
-        reason = _reason(self._head, choice) if ends else b"null"
-        return b'%s%d,"delta":{"content":"%s"},"logprobs":null,"finish_reason":%s}]}\n\n' % (
-            self._chunk,
-            choice,
-            text,
-            reason,
-        )
-
-    def ending(self) -> bytes:
-        """The usage, when it was asked for, and the end mark."""
-        return _usage_chunk(self._head, "chat.completion.chunk") + DONE
-
-    def whole(self) -> bytes:
-        """A chat completion object."""
-        head = self._head
-        choices = [
-            {
-                "index": choice,
-                "message": {"role": "assistant", "content": head.whole_text(choice), "tool_calls": []},
-                "logprobs": None,
-                "finish_reason": reason,
-                "stop_reason": None,
-            }
-            for choice, reason in enumerate(head.finish_reasons)
-        ]
-        return encode({**_common(head, "chat.completion"), "choices": choices, "usage": head.usage()})
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "tool_calls": []}}
 
 
-class CompletionAnswer:
+class CompletionAnswer(_ChoicesAnswer):
     """An answer of `/v1/completions`."""
 
-    def __init__(self, head: AnswerHead) -> None:
-        self._head = head
-        self._chunk = _chunk_head(head, "text_completion")
+    _kind = _chunk_kind = "text_completion"
+    _chunk_format = b'%s%d,"text":"%s","logprobs":null,"finish_reason":%s,"stop_reason":null}]}\n\n'
 
     def opening(self) -> bytes:
-        """Nothing: text begins with its first token."""
+        """Nothing: the stream begins with the first token."""
         return b""
 
-    def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:
-        """One chunk."""
-        text = self._head.text(choice, start, count)
-        reason = _reason(self._head, choice) if ends else b"null"
-        return b'%s%d,"text":"%s","logprobs":null,"finish_reason":%s,"stop_reason":null}]}\n\n' % (
-            self._chunk,
-            choice,
-            text,
-            reason,
-        )
-
-    def ending(self) -> bytes:
-        """The usage, when it was asked for, and the end mark."""
-        return _usage_chunk(self._head, "text_completion") + DONE
-
-    def whole(self) -> bytes:
-        """A text completion object."""
-        head = self._head
-        choices = [
-            {
-                "index": choice,
-                "text": head.whole_text(choice),
-                "logprobs": None,
-                "finish_reason": reason,
-                "stop_reason": None,
-            }
-            for choice, reason in enumerate(head.finish_reasons)
-        ]
-        return encode({**_common(head, "text_completion"), "choices": choices, "usage": head.usage()})
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
 
 def _common(head: AnswerHead, kind: str) -> dict[str, Any]:
     return {"id": head.request_id, "object": kind, "created": head.created, "model": head.model}
-
-
-def _chunk_head(head: AnswerHead, kind: str) -> bytes:
-    """A chunk up to the number of its choice."""
-    return b"data: " + encode(_common(head, kind)).removesuffix(b"}") + b',"choices":[{"index":'
-
-
-def _usage_chunk(head: AnswerHead, kind: str) -> bytes:
-    if not head.include_usage:
-        return b""
-    return b"data: " + encode({**_common(head, kind), "choices": [], "usage": head.usage()}) + b"\n\n"
-
-
-def _reason(head: AnswerHead, choice: int) -> bytes:
-    return b'"%s"' % head.finish_reasons[choice].encode()

@@ -1,4 +1,4 @@
-"""The emulated engine's HTTP side: a raw ASGI app, since every layer between costs CPU per token."""
+"""The HTTP API of the emulated engine: a plain ASGI app, because each layer between costs CPU per token."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.engines.asgi import read_body
+from serve_app.engines.asgi import read_body, require_http, send_response, wait_for_disconnect
 from serve_app.engines.emulated import errors
 from serve_app.engines.emulated.admission import EmulatedAdmission
 from serve_app.engines.emulated.answers import (
@@ -20,7 +20,7 @@ from serve_app.engines.emulated.answers import (
 )
 from serve_app.engines.emulated.driver import EngineDriver, Ticket
 from serve_app.engines.emulated.embeddings import embedding, embeddings_answer
-from serve_app.engines.emulated.http import Call, serve_lifespan
+from serve_app.engines.emulated.http import Call
 from serve_app.engines.emulated.metrics import CONTENT_TYPE, EngineMetrics
 from serve_app.engines.emulated.requests import (
     Generation,
@@ -38,7 +38,7 @@ from serve_app.errors import EngineError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What the app serves with."""
+    """The parts of the engine that the app needs."""
 
     driver: EngineDriver
     admission: EmulatedAdmission
@@ -51,7 +51,7 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedRoute:
-    """How one generating endpoint reads and writes."""
+    """How one generating endpoint reads requests and writes answers."""
 
     read: Callable[[bytes, PseudoTokenizer], Generation]
     write: Callable[[AnswerHead], EmulatedAnswer]
@@ -64,7 +64,7 @@ _RESPONSES = EmulatedRoute(read_responses, ResponsesAnswer, "resp")
 
 
 class EmulatedApp:
-    """Routes requests; everything that lasts goes through a ticket of the driver."""
+    """Routes requests; each generating request holds a ticket of the driver."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
@@ -82,31 +82,26 @@ class EmulatedApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] == "lifespan":
-            await serve_lifespan(receive, send)
-            return
-        if scope["type"] != "http":
-            raise ValueError(f"only HTTP is served here, not {scope['type']}")
+        require_http(scope)
         body = await read_body(receive)
         if body is None:
             return
         call = Call(scope, body, receive, send)
-        # Some servers tell by an OSError from `send` that the client has gone; then nobody is left to be
-        # told.
+        # Some servers report a client that has disconnected by an OSError from `send`.
         with contextlib.suppress(OSError):
             await self._route(call)
 
     async def _route(self, call: Call) -> None:
         method, handler = self._routes.get(call.scope["path"], ("", None))
         if handler is None:
-            await call.answer(404, b'{"detail":"Not Found"}')
+            await send_response(call.send, 404, b'{"detail":"Not Found"}')
         elif call.scope["method"] != method:
-            await call.answer(405, b'{"detail":"Method Not Allowed"}')
+            await send_response(call.send, 405, b'{"detail":"Method Not Allowed"}')
         else:
             try:
                 await handler(call)
             except errors.ApiError as error:
-                await call.answer(error.status, error.body)
+                await send_response(call.send, error.status, error.body)
 
     # -- generation -----------------------------------------------------------------------------------------
 
@@ -133,7 +128,7 @@ class EmulatedApp:
 
     @contextlib.asynccontextmanager
     async def _in_engine(self, call: Call, ticket: Ticket) -> AsyncIterator[None]:
-        """Keep a ticket's sequences in the engine, but not longer than the client stays."""
+        """Keep a ticket's sequences in the engine until the block ends or the client disconnects."""
         try:
             self._parts.driver.submit(ticket)
         except EngineError as error:
@@ -146,7 +141,7 @@ class EmulatedApp:
             self._parts.driver.close(ticket)
 
     async def _stream(self, call: Call, ticket: Ticket, answer: EmulatedAnswer) -> None:
-        """Send tokens as they come."""
+        """Send tokens as they are generated."""
         await call.begin_events()
         sent = [0] * len(ticket.sequences)
         events = answer.opening()
@@ -155,12 +150,12 @@ class EmulatedApp:
             try:
                 await ticket.progress()
             except EngineError:
-                # The status line has gone out, so the error travels as an event.
+                # The status line has been sent, so the error is an event.
                 await call.send_events(b"data: " + errors.engine_failed().body + b"\n\n" + DONE, more=False)
                 return
             if ticket.abandoned:
                 return
-            # Looked at before the tokens are collected: more may come while they are being sent.
+            # Read before the tokens are collected: more may be generated while they are sent.
             done = ticket.is_done
             events += self._new_tokens(ticket, answer, sent)
             if done:
@@ -170,7 +165,7 @@ class EmulatedApp:
             events = b""
 
     def _new_tokens(self, ticket: Ticket, answer: EmulatedAnswer, sent: list[int]) -> bytes:
-        """Events for the tokens that have come since the last time; notes them in `sent`."""
+        """Events of the tokens that are not sent yet; `sent` is updated."""
         parts: list[bytes] = []
         for choice, sequence in enumerate(ticket.sequences):
             start, end = sent[choice], self._parts.driver.output_tokens(sequence)
@@ -198,7 +193,7 @@ class EmulatedApp:
         async with self._in_engine(call, ticket):
             await _answer_whole(call, ticket, whole)
 
-    # -- the rest -------------------------------------------------------------------------------------------
+    # -- other endpoints ------------------------------------------------------------------------------------
 
     async def _models(self, call: Call) -> None:
         cards: list[dict[str, Any]] = [
@@ -214,38 +209,38 @@ class EmulatedApp:
             }
             for name in self._parts.model_names
         ]
-        await call.answer(200, encode({"object": "list", "data": cards}))
+        await send_response(call.send, 200, encode({"object": "list", "data": cards}))
 
     async def _tokenize(self, call: Call) -> None:
         model, text = read_tokenize(call.body)
         self._parts.admission.check_model(model)
         tokens = self._parts.tokenizer.token_ids(text)
         counts = {"count": len(tokens), "max_model_len": self._parts.max_model_len}
-        await call.answer(200, encode({**counts, "tokens": tokens, "token_strs": None}))
+        await send_response(call.send, 200, encode({**counts, "tokens": tokens, "token_strs": None}))
 
     async def _health(self, call: Call) -> None:
         try:
             self._parts.driver.check()
         except EngineError:
-            await call.answer(503, b"")
+            await send_response(call.send, 503, b"")
         else:
-            await call.answer(200, b"")
+            await send_response(call.send, 200, b"")
 
     async def _metrics(self, call: Call) -> None:
-        await call.answer(200, self._parts.metrics.text(), CONTENT_TYPE)
+        await send_response(call.send, 200, self._parts.metrics.text(), CONTENT_TYPE)
 
 
 async def _answer_whole(call: Call, ticket: Ticket, whole: Callable[[], bytes]) -> None:
-    """EmulatedAnswer when everything is generated."""
+    """Send the answer when all of it is generated."""
     try:
         while not ticket.is_done and not ticket.abandoned:
             await ticket.progress()
     except EngineError as error:
         raise errors.engine_failed() from error
     if not ticket.abandoned:
-        await call.answer(200, whole())
+        await send_response(call.send, 200, whole())
 
 
 async def _abandon_on_disconnect(call: Call, ticket: Ticket) -> None:
-    await call.wait_for_disconnect()
+    await wait_for_disconnect(call.receive)
     ticket.abandon()

@@ -1,11 +1,11 @@
-"""Runs the engine model in real time: one task begins a step, sleeps until it ends, and hands out its tokens.
+"""The engine model in real time: a task that begins a step, sleeps until it ends, and delivers its tokens.
 
-The model has a clock of its own, which runs `speed_up` times as fast as the wall's. A step begins when the
-one before it ended on that clock, not when this process woke up, so that late wake-ups do not add up; when
-the process is too far behind, the clock is allowed to slip instead of catching up in a burst.
+The model has a clock of its own, which runs `speed_up` times as fast as wall time. A step begins when the
+step before it ended on that clock, not when this process woke up, so that late wake-ups do not add up. When
+the process is too far behind, the clock slips instead of catching up in a burst.
 
-Request handlers hold a `Ticket`. The task only marks tickets that have something new and wakes their
-handlers; a slow reader finds several tokens at once.
+Request handlers hold a `Ticket`. The task marks tickets with progress and wakes their handlers; a slow
+reader finds several tokens at once.
 """
 
 import asyncio
@@ -20,24 +20,24 @@ from serve_app.errors import EngineError
 
 _log = logging.getLogger(__name__)
 
-# Behind by more wall time than this, the process catches up no more: the emulated engine is then slower than
-# stated.
+# A process that is further behind in wall time than this does not catch up; the engine is then slower than
+# its profile.
 _MAX_LAG_S = 0.1
 
 
 class Ticket:
-    """One HTTP request's hold on its sequences.
+    """The sequences of one HTTP request, and how its handler waits for them.
 
     Attributes:
         sequences: one per answer, in the order of the choices.
         finish_reasons: why each answer will end.
         streaming: wake the handler at every token, not only at the end.
-        abandoned: the client has gone.
+        abandoned: the client has disconnected.
     """
 
     __slots__ = (
         "_failure",
-        "_news",
+        "_progressed",
         "_unfinished",
         "_waiter",
         "abandoned",
@@ -55,7 +55,7 @@ class Ticket:
         self.abandoned = False
         self._unfinished = len(sequences)
         self._failure: Exception | None = None
-        self._news = False
+        self._progressed = False
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -64,40 +64,40 @@ class Ticket:
         return self._unfinished == 0
 
     async def progress(self) -> None:
-        """Wait until there is something new: tokens of a stream, the end, or that the client has gone.
+        """Wait for progress: new tokens of a stream, the end, or a disconnected client.
 
         Raises:
             EngineError: the engine has stopped.
         """
-        if not self._news:
+        if not self._progressed:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        self._news = False
+        self._progressed = False
         if self._failure is not None:
             raise EngineError("the emulated engine has stopped") from self._failure
 
     def wake(self) -> None:
-        """Tell the handler that there is something new."""
-        self._news = True
+        """Tell the handler of progress."""
+        self._progressed = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def count_finished(self) -> None:
-        """Note that one of the sequences has finished."""
+        """Count one more finished sequence."""
         self._unfinished -= 1
         if self.streaming or not self._unfinished:
             self.wake()
 
     def abandon(self) -> None:
-        """The client has gone: the handler should stop."""
+        """Stop the handler, because its client has disconnected."""
         self.abandoned = True
         self.wake()
 
     def fail(self, failure: Exception) -> None:
-        """The engine has stopped: the handler gets an error."""
+        """Raise an error in the handler, because the engine has stopped."""
         self._failure = failure
         self.wake()
 
@@ -107,8 +107,8 @@ class EngineDriver:
 
     Args:
         model: the engine.
-        metrics: where steps and finished sequences are counted.
-        speed_up: seconds of the model's clock in a second of wall time.
+        metrics: counts steps and finished sequences.
+        speed_up: seconds of the model's clock per second of wall time.
     """
 
     def __init__(self, model: EngineModel, metrics: EngineMetrics, speed_up: float) -> None:
@@ -136,7 +136,7 @@ class EngineDriver:
         self._task = loop.create_task(self._run(), name="emulated-engine")
 
     async def stop(self) -> None:
-        """End the task; open requests get an error."""
+        """End the task; unfinished requests get an error."""
         if self._task is None:
             return
         self._task.cancel()
@@ -174,7 +174,7 @@ class EngineDriver:
         self._work.set()
 
     def close(self, ticket: Ticket) -> None:
-        """Abort what is unfinished of a ticket; safe to call at any time and more than once."""
+        """Abort the unfinished sequences of a ticket; safe to call at any time and repeatedly."""
         for sequence in ticket.sequences:
             if self._tickets.pop(sequence, None) is not None:
                 self._model.abort(sequence, self.now())
@@ -189,7 +189,7 @@ class EngineDriver:
         return self._model.snapshot(self.now())
 
     def load(self) -> EngineLoad:
-        """What the engine is doing; `tpot_s` is measured in wall time, so a speed-up divides it."""
+        """The engine's load; `tpot_s` is measured in wall time, so a speed-up divides it."""
         assert self._clock is not None, "the driver has not been started"
         snapshot = self.snapshot()
         return EngineLoad(
@@ -197,7 +197,6 @@ class EngineDriver:
             running=snapshot.running,
             kv_usage_ratio=snapshot.kv_usage_ratio,
             tpot_s=self._tpot.mean(self._clock()),
-            preemptions=snapshot.preemptions,
         )
 
     async def _run(self) -> None:
@@ -218,7 +217,7 @@ class EngineDriver:
                 await self._work.wait()
                 begin_at = began_at = self.now()
                 continue
-            # Sleeping also when there is no time to sleep lets the handlers run between steps.
+            # A sleep of zero seconds still lets the handlers run between steps.
             await asyncio.sleep(max(0.0, (ends_at - self.now()) / self._speed_up))
             outcome = self._model.end_step()
             woke_at = self.now()
@@ -227,7 +226,7 @@ class EngineDriver:
             begin_at = max(ends_at, woke_at - _MAX_LAG_S * self._speed_up)
 
     def _deliver(self, outcome: StepOutcome, gap_s: float) -> None:
-        """Wake the handlers of everybody who got a token, `gap_s` of wall time after the one before."""
+        """Wake the handlers of sequences with a new token, `gap_s` of wall time after their last one."""
         assert self._clock is not None, "the driver has not been started"
         self._token_gaps += outcome.sequences
         self._token_gaps_s += outcome.sequences * gap_s

@@ -26,7 +26,7 @@ def embeddings_answer(
     prompt_tokens: int,
     as_base64: bool,
 ) -> bytes:
-    """The body of an embeddings response; base64, the SDK's default, holds little-endian 32-bit floats."""
+    """The body of an embeddings response; base64 (the SDK's default) encodes little-endian 32-bit floats."""
     data: list[dict[str, Any]] = []
     for index, vector in enumerate(vectors):
         value: Any = vector

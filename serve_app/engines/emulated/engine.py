@@ -1,10 +1,8 @@
 """The emulated engine: continuous batching without a GPU, for laptops, load tests and twins of real fleets.
 
-It answers the OpenAI API with placeholder text, at the pace of a named profile, and shows the metrics of
-vLLM. What
-is real: queueing, batching, chunked prefill, the KV cache with its prefix cache and preemptions, limits and
-their error messages, streaming, cancellation. Read on in `emulation` (the model), `emulated_driver.py` (its
-clock), `emulated_app.py` (HTTP).
+It answers the OpenAI API with placeholder text, at the speed of a named profile, and exports vLLM's metrics.
+Queueing, batching, chunked prefill, the KV cache with prefix caching and preemption, limits and their error
+messages, streaming and cancellation behave as in vLLM.
 """
 
 import random
@@ -28,10 +26,10 @@ class EmulatedEngineSettings:
     """One emulated engine.
 
     Attributes:
-        served_model_names: names that clients may use in `model`; the first is the one that answers carry.
+        served_model_names: names that clients may use in `model`; answers carry the first.
         profile: name of an engine profile, or the path of one.
         max_model_len, max_num_seqs, max_num_batched_tokens, kv_tokens: replace the profile's figures.
-        seed: of the answers' lengths.
+        seed: of the random lengths of answers.
     """
 
     served_model_names: tuple[str, ...] = ("emulated",)
@@ -44,18 +42,16 @@ class EmulatedEngineSettings:
     long_prefill_token_threshold: int = 0
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
     enable_prefix_caching: bool = True
-    # None never refuses: the gateway is to hold what the engine cannot run.
+    # None never refuses: requests that the engine cannot run yet wait in the scheduler.
     max_num_queued_reqs: Annotated[int | None, NOT_NEGATIVE.hint("null is no limit")] = None
-    # Seconds of engine time per second of wall time. Above about 20, small steps are shorter than this
-    # process can keep up with, and the engine is slower than asked for; every latency, TPOT and metric
-    # shrinks by it.
+    # Seconds of engine time per second of wall time; it divides every latency, TPOT and metric. Above about
+    # 20 the process cannot keep up with small steps, and the engine is slower than asked for.
     speed_up: Annotated[float, POSITIVE] = 1.0
     seed: int = 0
-    # Answers whose length the client leaves open: a log-normal, about as wide as chat traces show.
+    # Answers whose length the client does not state: a log-normal, about as wide as in chat traces.
     mean_output_tokens: Annotated[float, POSITIVE] = 120.0
     output_tokens_sigma: Annotated[float, NOT_NEGATIVE] = 0.8
-    # English with a 128,000-word vocabulary has 4 and more, code 3, Chinese 2 to 3; this is somewhere
-    # between.
+    # With a vocabulary of 128,000 tokens English has 4 or more, code 3, Chinese 2 to 3; this is between.
     bytes_per_token: Annotated[float, at_least(1)] = 3.7
     embedding_dimensions: Annotated[int, POSITIVE] = 64
 
@@ -66,10 +62,10 @@ class EmulatedEngineSettings:
             )
 
     def model_settings(self, profile: EngineProfile) -> EngineModelSettings:
-        """Limits of the engine: the profile's, where these settings do not replace them.
+        """Limits of the engine: the profile's, unless these settings replace them.
 
         Raises:
-            SettingsError: they do not go together.
+            SettingsError: they contradict each other.
         """
         try:
             return profile.model_settings(
@@ -86,7 +82,7 @@ class EmulatedEngineSettings:
 
 
 class EmulatedEngine:
-    """An engine that computes nothing but its own timing. Satisfies `engine.Engine`."""
+    """An engine that computes only its timing. Satisfies `engine.Engine`."""
 
     def __init__(self, settings: EmulatedEngineSettings) -> None:
         self._settings = settings
@@ -133,7 +129,7 @@ class EmulatedEngine:
         return self._app
 
     async def load(self) -> EngineLoad:
-        """What the engine is doing; `tpot_s` is wall time as a client sees it, so a speed-up divides it."""
+        """The engine's load; `tpot_s` is wall time as a client sees it, so a speed-up divides it."""
         self._driver.check()
         return self._driver.load()
 
@@ -142,5 +138,5 @@ class EmulatedEngine:
         self._driver.check()
 
     async def stop(self) -> None:
-        """Stop the clock; requests that are still open get an error."""
+        """Stop the clock; unfinished requests get an error."""
         await self._driver.stop()

@@ -1,4 +1,4 @@
-"""Refusals of the emulated engine, in vLLM's words and OpenAI's shape."""
+"""Error responses of the emulated engine, in vLLM's words and OpenAI's format."""
 
 from typing import Any, NoReturn
 
@@ -8,13 +8,13 @@ from serve_app.errors import ServeAppError
 
 
 class ApiError(ServeAppError):
-    """A request that the engine answers with an error.
+    """A request that is answered with an error.
 
     Args:
         status: HTTP status, also the `code` of the error object, as in vLLM.
-        message: what the client reads.
+        message: text for the client.
         kind: the error object's `type`.
-        param: the field at fault.
+        param: the invalid field.
     """
 
     def __init__(self, status: int, message: str, *, kind: str, param: str | None = None) -> None:
@@ -26,7 +26,7 @@ class ApiError(ServeAppError):
 
 
 def invalid(message: str, *, param: str | None = None, value: Any = None) -> ApiError:
-    """A request that cannot be served as it is: 400."""
+    """An invalid request: 400."""
     extras = [f"{name}={item}" for name, item in (("parameter", param), ("value", value)) if item is not None]
     if extras:
         message = f"{message} ({', '.join(extras)})"
@@ -34,12 +34,12 @@ def invalid(message: str, *, param: str | None = None, value: Any = None) -> Api
 
 
 def unreadable(message: str) -> ApiError:
-    """A body that does not have the shape of a request: 400."""
+    """A body that is not a request: 400."""
     return ApiError(400, f"1 validation error:\n  {message}", kind="Bad Request")
 
 
 def unknown_model(model: str, served: tuple[str, ...]) -> ApiError:
-    """A model that is not served here: 404."""
+    """A model that the engine does not serve: 404."""
     message = f"The model `{model}` does not exist. Valid aliases: {', '.join(served)}."
     return ApiError(404, message, kind="NotFoundError", param="model")
 
@@ -59,7 +59,7 @@ def engine_failed() -> ApiError:
 
 
 def refuse_long_prompt(tokens: int, max_model_len: int) -> NoReturn:
-    """Refuse a prompt that exceeds the context."""
+    """Refuse a prompt that exceeds the context limit."""
     raise invalid(
         f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
         f"{tokens} input tokens, which exceeds this limit even without any output tokens. "
@@ -70,7 +70,7 @@ def refuse_long_prompt(tokens: int, max_model_len: int) -> NoReturn:
 
 
 def refuse_full_prompt(tokens: int) -> NoReturn:
-    """Refuse a prompt that fills the context and leaves no room for an answer."""
+    """Refuse a prompt that fills the context and leaves no token for an answer."""
     raise invalid(
         f"The decoder prompt (length {tokens}) plus the number of requested output tokens (at least 1) is "
         f"longer than the maximum model length of {tokens}. Make sure that `max_model_len` is no smaller "
@@ -79,7 +79,7 @@ def refuse_full_prompt(tokens: int) -> NoReturn:
 
 
 def refuse_long_output(param: str, max_tokens: int, max_model_len: int) -> NoReturn:
-    """Refuse an output limit that alone exceeds the context."""
+    """Refuse an output limit that exceeds the context limit by itself."""
     raise invalid(
         f"{param}={max_tokens} cannot be greater than max_model_len={max_model_len}. Please request fewer "
         "output tokens.",

@@ -1,4 +1,4 @@
-"""How long is an answer when the client leaves it to the model? Drawn from a seeded log-normal."""
+"""Lengths of the answers: given by the client, or drawn from a seeded log-normal distribution."""
 
 import math
 import random
@@ -15,13 +15,13 @@ class OutputLength:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthWish:
-    """What the client says about the length of its answer.
+    """What the client states about the length of its answer.
 
     Attributes:
-        limit: the most it can be: `max_tokens`, and what the context leaves.
-        min_tokens: the least.
-        ignore_eos: always generate up to the limit.
-        exact: `ewsjf_output_tokens`, the length known from a trace.
+        limit: the maximum, from `max_tokens` and the rest of the context.
+        min_tokens: the minimum.
+        ignore_eos: generate up to the limit.
+        exact: `ewsjf_output_tokens`, the length in a trace.
     """
 
     limit: int
@@ -36,7 +36,7 @@ class OutputLengthSampler:
     Args:
         mean_tokens: mean of the distribution before limits.
         sigma: standard deviation of its logarithm; 0 makes every answer `mean_tokens` long.
-        rng: source of chance.
+        rng: source of randomness.
     """
 
     def __init__(self, mean_tokens: float, sigma: float, rng: random.Random) -> None:

@@ -1,12 +1,4 @@
-"""Bodies that the emulated engine reads, and what of them matters to an engine without a model.
-
-Two fields of our own make traces replayable: `ewsjf_prompt_tokens` states the prompt's length, so that no
-megabytes need to be sent (such a prompt takes no part in the prefix cache); `ewsjf_output_tokens` states the
-answer's length, which `max_tokens` still caps (then `finish_reason` is "length").
-
-Ignored: sampling parameters, `stop`, `logprobs`, response formats; the answer is placeholder text whatever
-they say.
-"""
+"""Reading OpenAI requests: each body becomes a `Generation` with its prompts as token counts and blocks."""
 
 import hashlib
 import zlib
@@ -15,114 +7,38 @@ from typing import TypeVar
 
 import msgspec
 
+from serve_app.engines.emulated.bodies import (
+    Body,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    EmbeddingsBody,
+    GeneratingBody,
+    Inputs,
+    ResponsesBody,
+    TokenizeBody,
+)
 from serve_app.engines.emulated.errors import invalid, unreadable
 from serve_app.engines.emulated.text import Prompt, PseudoTokenizer
 
-# What an image or another attachment adds to a prompt. Vision models take some 85 to 1,600 tokens for one.
+# Prompt tokens of an image or another medium. Vision models take some 85 to 1,600 tokens for an image.
 _MEDIA_TOKENS = 256
-# Sequences that one request may ask for, as in vLLM.
+# Limit of `n`, as in vLLM.
 _MAX_CHOICES = 16_384
-# More than any embedding model has.
+# Above that of any embedding model.
 _MAX_DIMENSIONS = 16_384
 # The chat template's opening of the answer.
 _GENERATION_PROMPT = "<|assistant|>\n"
 
 
-# Text or token ids, alone or in a list; a list that mixes them is refused by `_inputs`.
-Inputs = str | list[str | int | list[int]]
-
-
-class Body(msgspec.Struct, kw_only=True):
-    """Fields that all endpoints share."""
-
-    model: str | None = None
-    priority: int = 0
-    ewsjf_prompt_tokens: int | None = None
-
-
-class StreamOptions(msgspec.Struct):
-    """What a stream carries besides text."""
-
-    include_usage: bool = False
-
-
-class GeneratingBody(Body, kw_only=True):
-    """Fields of the endpoints that generate."""
-
-    n: int | None = 1
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    ewsjf_output_tokens: int | None = None
-
-
-class Part(msgspec.Struct):
-    """A piece of a message: text, or something else that is known by its bytes."""
-
-    type: str = "text"
-    text: str | None = None
-    image_url: msgspec.Raw = msgspec.Raw()
-    input_audio: msgspec.Raw = msgspec.Raw()
-
-
-class ChatMessage(msgspec.Struct):
-    """One message of a conversation."""
-
-    role: str = "user"
-    content: str | list[Part] | None = None
-    tool_calls: msgspec.Raw = msgspec.Raw()
-
-
-class ChatBody(GeneratingBody, kw_only=True):
-    """`/v1/chat/completions`."""
-
-    messages: list[ChatMessage]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    tools: msgspec.Raw = msgspec.Raw()
-
-
-class CompletionBody(GeneratingBody, kw_only=True):
-    """`/v1/completions`; a prompt is text or token ids, alone or in a list."""
-
-    prompt: Inputs
-    max_tokens: int | None = 16
-
-
-class ResponsesBody(GeneratingBody, kw_only=True):
-    """`/v1/responses`; items that are no messages are ignored."""
-
-    input: str | list[ChatMessage]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    tools: msgspec.Raw = msgspec.Raw()
-
-
-class EmbeddingsBody(Body, kw_only=True):
-    """`/v1/embeddings`; each input has its own embedding."""
-
-    input: Inputs
-    encoding_format: str = "float"
-    dimensions: int | None = None
-
-
-class TokenizeBody(Body, kw_only=True):
-    """`/tokenize`: text, or a conversation."""
-
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    tools: msgspec.Raw = msgspec.Raw()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A request to generate, whichever endpoint it came through.
+    """A request to generate, from any endpoint.
 
     Attributes:
         prompts: one or more; each has `choices` answers.
-        max_tokens: the client's limit per answer, None when it gave none; `max_tokens_param` is that field's
-            name.
+        max_tokens: the client's limit per answer; None when it stated none.
+        max_tokens_param: name of that field in the request.
         include_usage: whether a stream ends with the token counts.
         exact_output_tokens: from `ewsjf_output_tokens`.
     """
@@ -188,7 +104,7 @@ def read_embeddings(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[EmbeddingsB
 
 
 def read_tokenize(raw: bytes) -> tuple[str | None, bytes]:
-    """A tokenize request: its model, and the text to cut."""
+    """A tokenize request: its model, and the text to tokenize."""
     body = _decode(_TOKENIZE, raw)
     if body.prompt is not None:
         return body.model, body.prompt.encode()
@@ -262,7 +178,7 @@ def _stated(body: Body, prompts: list[Prompt]) -> list[Prompt]:
 
 
 def _is_batch(value: Inputs) -> bool:
-    """Whether it is a list of inputs, and not one input."""
+    """Whether the value is a list of inputs, not one input."""
     return isinstance(value, list) and not isinstance(value[0] if value else None, int)
 
 
@@ -290,7 +206,7 @@ def _conversation(messages: list[ChatMessage], tools: msgspec.Raw, tokenizer: Ps
 
 
 def _render(messages: list[ChatMessage], tools: msgspec.Raw) -> tuple[bytes, int]:
-    """The text that a chat template would make of a conversation, and the number of media in it."""
+    """The text of a conversation after a chat template, and the number of its media."""
     parts: list[str] = []
     media = 0
     if len(tools):
@@ -303,7 +219,7 @@ def _render(messages: list[ChatMessage], tools: msgspec.Raw) -> tuple[bytes, int
             if part.text is not None:
                 parts.append(part.text)
             else:
-                # The bytes go into the text by their checksum: equal pictures share their cache, others do
+                # The checksum of the bytes stands in the text: equal images share cached blocks, others do
                 # not.
                 checksum = zlib.crc32(bytes(part.image_url) + bytes(part.input_audio))
                 parts.append(f"<|{part.type} {checksum:08x}|>")

@@ -1,4 +1,4 @@
-"""Answers of the Responses API: one message, whole or as its sequence of typed events."""
+"""Answers of the Responses API: one message, whole or as a sequence of typed events."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ class ResponsesAnswer:
         self._delta = b"event: response.output_text.delta\ndata: " + encode(delta).removesuffix(b"}")
 
     def opening(self) -> bytes:
-        """Up to the empty content part."""
+        """The events up to the empty content part."""
         running = self._response("in_progress", [], usage=False)
         return b"".join(
             (
@@ -28,7 +28,7 @@ class ResponsesAnswer:
             )
         )
 
-    # ARG002: `EmulatedAnswer` says with the last token that it is the last; here the end is an event of its own.
+    # `EmulatedAnswer` marks the last token; here the end is an event of its own.
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
         """One text delta."""
         number = self._number()
@@ -39,7 +39,7 @@ class ResponsesAnswer:
         )
 
     def ending(self) -> bytes:
-        """The whole text, part, item and response once more, each in the event that completes it."""
+        """The whole text, part, item and response, each in the event that completes it."""
         text = self._head.whole_text(0)
         last = "response.completed" if self._status == "completed" else "response.incomplete"
         item = self._item(self._status, [_part(text)])

@@ -1,7 +1,7 @@
-"""Text without a model: how many tokens is a prompt, what are its blocks called, and what is the answer?
+"""Text without a model: token counts and block hashes of prompts, and the words of answers.
 
-The pseudo-tokenizer cuts UTF-8 bytes at a fixed ratio. It is deterministic and costs microseconds; its ratio
-is not the one that our estimator starts from, so that the estimator has something to learn.
+The pseudo-tokenizer cuts UTF-8 bytes at a fixed ratio. It is deterministic and costs microseconds. Its ratio
+differs from the one that the scheduler's estimator starts from, so that the estimator has something to learn.
 """
 
 import itertools
@@ -10,27 +10,13 @@ import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-# Pieces of answers: plain ASCII words, so that they need no escaping inside JSON.
-_WORDS = (
-    *("the", "request", "waits", "its", "turn", "while", "a", "batch", "of", "tokens", "moves", "through"),
-    *("every", "layer", "and", "each", "step", "reads", "the", "weights", "once", "more", "then", "one"),
-    *(
-        "word",
-        "leaves",
-        "for",
-        "every",
-        "sequence",
-        "that",
-        "decodes",
-        "until",
-        "the",
-        "answer",
-        "is",
-        "long",
-    ),
-    *("enough", "to", "stop"),
+# The tokens of answers: plain ASCII words, so that they need no escaping inside JSON.
+_ANSWER = (
+    b"the request waits its turn while a batch of tokens moves through every layer and each step reads the "
+    b"weights once more then one word leaves for every sequence that decodes until the answer is long enough "
+    b"to stop"
 )
-PIECES: tuple[bytes, ...] = tuple(f" {word}".encode() for word in _WORDS)
+PIECES = tuple(b" " + word for word in _ANSWER.split())
 
 _VOCABULARY = 32_000
 
@@ -41,9 +27,8 @@ class Prompt:
 
     Attributes:
         tokens: its length.
-        block_hashes: one hash per full KV block of it; each stands for everything up to the end of its block.
-        fingerprint: equal for equal prompts, in any process; made where a prompt's content decides the
-            answer.
+        block_hashes: one hash per full KV block; each covers the prompt up to the end of its block.
+        fingerprint: equal for equal prompts, in any process; set where the content decides the answer.
     """
 
     tokens: int
@@ -70,23 +55,23 @@ class PseudoTokenizer:
         return math.ceil(len(text) / self._bytes_per_token)
 
     def prompt_of_text(self, text: bytes, extra_tokens: int = 0) -> Prompt:
-        """A prompt of UTF-8 text; `extra_tokens` (media) follow the text and are not hashed."""
+        """A prompt of UTF-8 text; `extra_tokens` (media) are added after the text and not hashed."""
         tokens = self.count(text)
         full_blocks = tokens // self._block_size
-        # Block boundaries fall on fractions of a byte; rounding down is the same for equal prefixes.
+        # Block boundaries fall on fractions of a byte; equal prefixes are rounded alike.
         ends = [int(index * self._block_size * self._bytes_per_token) for index in range(full_blocks + 1)]
         parts = (text[start:end] for start, end in itertools.pairwise(ends))
         return Prompt(max(1, tokens + extra_tokens), _chained_hashes(parts))
 
     def prompt_of_ids(self, token_ids: Sequence[int]) -> Prompt:
-        """A prompt that came as token ids: its length is exact."""
+        """A prompt that was sent as token ids: its length is exact."""
         size = self._block_size
         full_blocks = len(token_ids) // size
         parts = (tuple(token_ids[index * size : (index + 1) * size]) for index in range(full_blocks))
         return Prompt(max(1, len(token_ids)), _chained_hashes(parts))
 
     def token_ids(self, text: bytes) -> list[int]:
-        """Ids that stand for the tokens of a text."""
+        """Ids in place of the tokens of a text."""
         ends = [int(index * self._bytes_per_token) for index in range(self.count(text))] + [len(text)]
         return [zlib.crc32(text[start:end]) % _VOCABULARY for start, end in itertools.pairwise(ends)]
 

@@ -1,1 +1,1 @@
-"""OpenAI-compatible servers that run elsewhere. `engine` watches their load, `proxy` forwards requests."""
+"""OpenAI-compatible servers that run elsewhere: `engine` reads their load, `proxy` forwards requests."""

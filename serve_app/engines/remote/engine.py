@@ -1,7 +1,7 @@
-"""An OpenAI-compatible vLLM server that runs elsewhere, as an engine: put us in front of what you have.
+"""An OpenAI-compatible vLLM server that runs elsewhere, as an engine.
 
-`remote_proxy` passes the requests on. Here is what surrounds them: finding out what the server can hold,
-reading its load from its metrics, and noticing when it is gone.
+`proxy` forwards the requests. This module finds the limits of the server, reads its load from its metrics,
+and checks its health.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from serve_app.engines.vllm_metrics import VllmMetrics, read_metrics
 from serve_app.errors import EngineError
 from serve_app.settings_base import POSITIVE, at_least, settings
 
-# How long a server that does not listen yet is asked again before the start fails.
+# Interval between attempts to reach a server that does not listen yet.
 _START_POLL_S = 0.5
 # A control request (models, metrics, health) that takes longer is a failure.
 _CONTROL_TIMEOUT_S = 5.0
@@ -30,16 +30,16 @@ _CONTROL_TIMEOUT_S = 5.0
 
 @settings
 class RemoteEngineSettings:
-    """Where the server is, and what it does not tell by itself.
+    """The server's address, and the limits that it does not state by itself.
 
     Attributes:
         base_url: its address, with or without `/v1` at the end.
         api_key: sent to it as a bearer token.
         api_key_env: environment variable of the replicas that holds the key, so that no file has to.
-        served_model_names: names that it must serve; empty asks for none in particular.
-        max_model_len: its context limit in tokens; vLLM tells it.
-        kv_tokens: its KV cache in tokens; vLLM tells it.
-        max_num_seqs: sequences it runs at once (`--max-num-seqs`); vLLM does not tell it.
+        served_model_names: names that it must serve; empty checks none.
+        max_model_len: its context limit in tokens; vLLM states it.
+        kv_tokens: its KV cache in tokens; vLLM states it.
+        max_num_seqs: most sequences in its batch (`--max-num-seqs`); vLLM does not state it.
         start_timeout_s: how long to wait for it to listen.
     """
 
@@ -51,14 +51,14 @@ class RemoteEngineSettings:
     kv_tokens: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
     max_num_seqs: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
     start_timeout_s: Annotated[float, POSITIVE] = 60.0
-    # Backpressure is as fresh as this; each reading costs both sides about a millisecond.
+    # The age of the load that backpressure sees; each reading costs both sides about a millisecond.
     scrape_interval_s: Annotated[float, POSITIVE] = 0.2
-    # Past this the load counts as unknown: long enough for a server that is busy with one long prompt.
+    # An older load counts as unknown. Long enough for a server that is busy with one long prompt.
     stale_after_s: Annotated[float, POSITIVE] = 2.0
     connect_timeout_s: Annotated[float, POSITIVE] = 5.0
-    # The silence after which an answer is given up; must exceed the longest prefill behind the longest queue.
+    # An answer without bytes for this long fails; must exceed the longest prefill behind the longest queue.
     read_timeout_s: Annotated[float, POSITIVE] = 600.0
-    # Shorter than the server keeps idle connections (vLLM: 5 s), or a request may meet a closing one.
+    # Shorter than the server keeps idle connections (vLLM: 5 s), or a request may use a closing one.
     keep_alive_s: Annotated[float, POSITIVE] = 4.0
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class RemoteEngineSettings:
 
 
 class RemoteEngine:
-    """A server by URL: its API as an ASGI app, its load from its metrics."""
+    """A server by its URL: its API as an ASGI app, its load from its metrics."""
 
     def __init__(self, settings: RemoteEngineSettings) -> None:
         self._settings = settings
@@ -92,11 +92,11 @@ class RemoteEngine:
         return f"<RemoteEngine {self._base_url} {self._metrics}>"
 
     async def start(self) -> EngineLimits:
-        """Find the server and what it can hold.
+        """Wait for the server, and find its limits.
 
         Raises:
-            EngineError: it does not listen, refuses the key, lacks a model, or does not tell a limit that
-                the settings do not give either.
+            EngineError: it does not listen, refuses the key, lacks a model, or does not state a limit that
+                the settings lack as well.
         """
         self._upstream = self._connect()
         try:
@@ -121,7 +121,7 @@ class RemoteEngine:
         """The load as last read.
 
         Raises:
-            EngineError: that was too long ago, or never.
+            EngineError: the last reading is too old, or there is none.
         """
         now = time.monotonic()
         age_s = now - self._read_at
@@ -136,15 +136,14 @@ class RemoteEngine:
             running=self._metrics.running,
             kv_usage_ratio=self._metrics.kv_usage_ratio,
             tpot_s=self._tpot.mean(now),
-            preemptions=self._metrics.preemptions,
         )
 
     async def check_health(self) -> None:
-        """Raise `EngineError` unless the server answers and says that it is well."""
+        """Raise `EngineError` unless the server answers that it is healthy."""
         await self._get_text("/health", missing_is_fine=True)
 
     async def stop(self) -> None:
-        """Close all connections; the server itself goes on."""
+        """Close all connections; the server itself keeps running."""
         scraping, self._scraping = self._scraping, None
         if scraping is not None:
             scraping.cancel()
@@ -163,7 +162,7 @@ class RemoteEngine:
                     f"the environment variable {settings.api_key_env} is not set: set it for the replicas, "
                     "or change api_key_env"
                 )
-        # No limit of its own: how many requests run is for the scheduler to decide.
+        # No limit of connections: the scheduler decides how many requests run.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=settings.keep_alive_s)
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.read_timeout_s
@@ -177,7 +176,7 @@ class RemoteEngine:
         return Upstream(session=session, base_url=self._base_url, api_key=api_key)
 
     async def _models_once_it_listens(self) -> Sequence[Mapping[str, Any]]:
-        """The server's list of models, asked for until it listens or the time for that is over."""
+        """The server's list of models; asks until it listens or `start_timeout_s` is over."""
         deadline = time.monotonic() + self._settings.start_timeout_s
         while True:
             try:
@@ -187,18 +186,18 @@ class RemoteEngine:
                     raise
                 await asyncio.sleep(_START_POLL_S)
 
-    def _limits(self, told_max_model_len: int | None) -> EngineLimits:
+    def _limits(self, stated_max_model_len: int | None) -> EngineLimits:
         assert self._metrics is not None
         settings = self._settings
         found = {
-            "max_model_len": settings.max_model_len or told_max_model_len,
+            "max_model_len": settings.max_model_len or stated_max_model_len,
             "kv_tokens": settings.kv_tokens or self._metrics.kv_tokens,
             "max_num_seqs": settings.max_num_seqs,
         }
         if unknown := [name for name, value in found.items() if value is None]:
             names = " and ".join(unknown)
             raise EngineError(
-                f"{self._base_url} does not tell its {names}: give {names} in the settings of this engine, "
+                f"{self._base_url} does not state its {names}: give {names} in the settings of this engine, "
                 "as the server was started with"
             )
         return EngineLimits(**{name: value for name, value in found.items() if value is not None})
@@ -209,7 +208,7 @@ class RemoteEngine:
             try:
                 self._note(read_metrics(await self._get_text("/metrics")))
             except EngineError as exc:
-                # Told by load() once the last reading is too old: one missed reading is no event.
+                # load() reports it once the last reading is too old; one missed reading is no event.
                 self._last_failure = str(exc)
 
     def _note(self, metrics: VllmMetrics) -> None:
@@ -221,7 +220,7 @@ class RemoteEngine:
         """The body of a control request.
 
         Raises:
-            EngineError: no answer, or not a good one.
+            EngineError: no answer, or an answer with an error status.
         """
         if self._upstream is None:
             raise EngineError(f"{self!r} has no connections: call start() first")
@@ -257,7 +256,7 @@ def _models(text: str, base_url: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _max_model_len(models: Sequence[Mapping[str, Any]], wanted: Sequence[str]) -> int | None:
-    """What the server says of the context limit of the models in question; all share one engine."""
+    """The context limit that the server states for the wanted models, which share one engine."""
     served = {model["id"]: model for model in models}
     if missing := [name for name in wanted if name not in served]:
         raise EngineError(
@@ -265,5 +264,5 @@ def _max_model_len(models: Sequence[Mapping[str, Any]], wanted: Sequence[str]) -
             f"with --served-model-name {' '.join(wanted)}"
         )
     chosen = [served[name] for name in wanted] or models
-    told = [model["max_model_len"] for model in chosen if isinstance(model.get("max_model_len"), int)]
-    return min(told, default=None)
+    stated = [model["max_model_len"] for model in chosen if isinstance(model.get("max_model_len"), int)]
+    return min(stated, default=None)

@@ -1,12 +1,12 @@
-"""How does a request get to a server that runs elsewhere, and its answer back?
+"""An ASGI app that forwards requests to a server elsewhere, and its answers back.
 
 Rules:
-- bytes pass as they are, both ways, as soon as they come; nothing is parsed or decompressed;
-- the client's credentials and headers that belong to one connection stay here;
-- a client that leaves closes the connection to the server, which is how the server learns to abort;
-- before the first byte of an answer a failure is a 502 whose header `x-engine-error` says whether the server
+- bytes are forwarded unchanged in both directions, as soon as they arrive; nothing is parsed or decompressed;
+- the client's credentials and hop-by-hop headers are not forwarded;
+- when the client disconnects, the connection to the server is closed, so that the server aborts the request;
+- before the first byte of an answer a failure is a 502. Its header `x-engine-error` says whether the server
   can have seen the request: `unreachable` (no) or `lost` (perhaps);
-- after the first byte a failure cuts the answer off: it never looks complete.
+- after the first byte a failure truncates the answer, so that it never looks complete.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import aiohttp
 from yarl import URL
 
-from serve_app.engines.asgi import read_body
+from serve_app.engines.asgi import read_body, require_http, send_response, wait_for_disconnect
 from serve_app.engines.engine import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ _HOP_BY_HOP = frozenset(
         *(b"te", b"trailer", b"transfer-encoding", b"upgrade"),
     )
 )
-# The server is given its own key, never that of a client or of this replica; host and length are set anew,
-# and an `expect` was answered when the body was read.
+# The server gets its own key, never that of a client or of this replica. Host and length are set anew; an
+# `expect` was answered when the body was read.
 _NOT_FOR_THE_SERVER = _HOP_BY_HOP | {
     b"authorization",
     b"x-replica-token",
@@ -42,7 +42,7 @@ _NOT_FOR_THE_SERVER = _HOP_BY_HOP | {
     b"content-length",
     b"expect",
 }
-# What aiohttp would add by itself.
+# Headers that aiohttp would add by itself.
 _ADD_NOTHING = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
 
@@ -62,23 +62,19 @@ class Upstream:
 
 
 class RemoteProxy:
-    """An ASGI app that is whatever the server behind it is."""
+    """The server's API as an ASGI app."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on, until it is answered or its client leaves."""
-        if scope["type"] == "lifespan":
-            await _answer_lifespan(receive, send)
-            return
-        if scope["type"] != "http":
-            raise RuntimeError(f"only HTTP is passed on, got {scope['type']}")
+        """Forward one request until it is answered or its client disconnects."""
+        require_http(scope)
         body = await read_body(receive)
         if body is None:
             return
         forwarding = asyncio.ensure_future(self._forward(scope, body, send))
-        leaving = asyncio.ensure_future(_wait_until_client_leaves(receive))
+        leaving = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
             await asyncio.wait((forwarding, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -105,10 +101,10 @@ class RemoteProxy:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except (aiohttp.ClientError, TimeoutError) as exc:
-            # Returning now makes the server that runs this app close the connection in mid-answer.
+            # The replica's server then closes the connection in mid-answer.
             logger.warning("event=engine_answer_cut url=%s error=%r", base_url, exc)
         finally:
-            # Back in the pool already if the answer is complete; otherwise this closes the connection.
+            # A complete answer has returned its connection to the pool; otherwise this closes it.
             response.close()
 
     async def _request(self, scope: Scope, body: bytes) -> aiohttp.ClientResponse:
@@ -130,12 +126,12 @@ class RemoteProxy:
     def _url(self, scope: Scope) -> URL:
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
         query = scope["query_string"].decode("latin-1")
-        # Encoded already: to encode it again would change what the client asked for.
+        # It is encoded already; encoding it again would change the request.
         return URL(f"{self._upstream.base_url}{path}{'?' + query if query else ''}", encoded=True)
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
-    """The headers that go on: without `dropped`, and without those that `connection` names."""
+    """The headers to forward: without `dropped`, and without those that `connection` names."""
     pairs = [(name.lower(), value) for name, value in headers]
     named = {
         token.strip().lower() for name, value in pairs if name == b"connection" for token in value.split(b",")
@@ -143,28 +139,8 @@ def _kept(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> 
     return [(name, value) for name, value in pairs if name not in dropped and name not in named]
 
 
-async def _wait_until_client_leaves(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _refuse(send: Send, kind: str, message: str) -> None:
     logger.warning("event=engine_%s %s", kind, message)
     error = {"message": message, "type": "engine_error", "param": None, "code": f"engine_{kind}"}
     body = json.dumps({"error": error}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (ERROR_HEADER, kind.encode()),
-    ]
-    await send({"type": "http.response.start", "status": 502, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _answer_lifespan(receive: Receive, send: Send) -> None:
-    """Nothing starts or ends with the server that runs this app: the engine sees to that."""
-    while True:
-        kind = (await receive())["type"]
-        await send({"type": f"{kind}.complete"})
-        if kind == "lifespan.shutdown":
-            return
+    await send_response(send, 502, body, more_headers=[(ERROR_HEADER, kind.encode())])

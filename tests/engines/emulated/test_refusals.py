@@ -1,25 +1,16 @@
 """What the emulated engine refuses, in vLLM's words."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 
 from serve_app.engine_model import SchedulingPolicy
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
-from tests.engines.serving import Served, is_running, is_waiting, metrics_of, served, until
+from tests.engines.servers import Served, served, until
 
-SETTINGS = EmulatedEngineSettings(served_model_names=("tiny", "alias"), profile="laptop", speed_up=4.0)
 MESSAGES: list[Any] = [{"role": "user", "content": "How long is this queue?"}]
-
-
-@pytest_asyncio.fixture
-async def engine() -> AsyncIterator[Served]:
-    async with served(SETTINGS) as it:
-        yield it
 
 
 async def test_a_prompt_beyond_the_context_is_refused_in_vllms_words(engine: Served) -> None:
@@ -113,9 +104,9 @@ async def test_priorities_are_taken_by_an_engine_that_schedules_by_them() -> Non
 
         order: list[int] = []
         first = asyncio.create_task(ask(0, 60))
-        await until(lambda: is_running(it, 1))
+        await until(lambda: it.is_running(1))
         second = asyncio.create_task(ask(5, 2))
-        await until(lambda: is_waiting(it, 1))
+        await until(lambda: it.is_waiting(1))
         third = asyncio.create_task(ask(-5, 2))
         await asyncio.gather(first, second, third)
     assert order == [0, -5, 5]
@@ -125,9 +116,9 @@ async def test_a_full_engine_refuses_with_503() -> None:
     async with served(EmulatedEngineSettings(max_num_queued_reqs=2)) as it:
         body = {"prompt": "x", "n": 2, "max_tokens": 500, "ignore_eos": True}
         running = asyncio.create_task(it.http.post("/v1/completions", json=body))
-        await until(lambda: is_running(it, 2))
+        await until(lambda: it.is_running(2))
         refused = await it.http.post("/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503
         assert "currently busy" in refused.json()["error"]["message"]
-        assert (await metrics_of(it))["vllm:admission_rejections_total"] == 1
+        assert (await it.metrics())["vllm:admission_rejections_total"] == 1
         running.cancel()

@@ -1,4 +1,4 @@
-"""Against real servers: small ones that tell what the test wants, and the emulated engine."""
+"""The remote engine against real servers: scripted ones, and the emulated engine."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ RECORDED = Path(__file__).parents[1] / "recorded"
 
 
 class VllmLike:
-    """Answers the control requests as a vLLM server does, with what the test puts in."""
+    """Answers the control requests of a vLLM server with what the test sets."""
 
     def __init__(self) -> None:
         self.models: Any = {"data": [{"id": "m", "max_model_len": 512}]}
@@ -64,22 +64,24 @@ async def runs(engine: RemoteEngine, requests: int) -> bool:
     return (await engine.load()).running == requests
 
 
-async def test_limits_are_what_the_server_tells_and_the_settings_add(server: tuple[VllmLike, str]) -> None:
+async def test_limits_are_what_the_server_states_and_the_settings_add(server: tuple[VllmLike, str]) -> None:
     engine, limits = await started(server[1])
     await engine.stop()
     assert limits == EngineLimits(max_model_len=512, kv_tokens=4_095 * 128, max_num_seqs=16)
 
 
-async def test_settings_win_over_what_the_server_tells(server: tuple[VllmLike, str]) -> None:
+async def test_settings_override_what_the_server_states(server: tuple[VllmLike, str]) -> None:
     engine, limits = await started(server[1], max_model_len=256, kv_tokens=1_000, max_num_seqs=4)
     await engine.stop()
     assert limits == EngineLimits(max_model_len=256, kv_tokens=1_000, max_num_seqs=4)
 
 
-async def test_limits_that_nobody_tells_are_named(server: tuple[VllmLike, str]) -> None:
+async def test_limits_that_are_not_stated_are_named(server: tuple[VllmLike, str]) -> None:
     app, base_url = server
     app.models = {"data": [{"id": "m"}]}
-    with pytest.raises(EngineError, match="does not tell its max_model_len and max_num_seqs: give max_model"):
+    with pytest.raises(
+        EngineError, match="does not state its max_model_len and max_num_seqs: give max_model"
+    ):
         await started(base_url, max_num_seqs=None)
 
 
@@ -208,7 +210,7 @@ async def test_metrics_come_back_with_the_server() -> None:
         await engine.stop()
 
 
-async def test_a_server_that_says_it_is_ill_is_ill(server: tuple[VllmLike, str]) -> None:
+async def test_a_server_that_reports_itself_unhealthy_is_unhealthy(server: tuple[VllmLike, str]) -> None:
     app, base_url = server
     engine, _ = await started(base_url)
     await engine.check_health()

@@ -1,4 +1,4 @@
-"""Against real servers on real sockets: the proxy itself is served by uvicorn, as in a replica."""
+"""The proxy against real servers on real sockets, served as in a replica."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,9 @@ import aiohttp
 import httpx
 import pytest
 
+from serve_app.engines.asgi import read_body
 from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.engines.remote.engine import RemoteEngine, RemoteEngineSettings
 from serve_app.engines.remote.proxy import RemoteProxy, Upstream
 from tests.engines.servers import free_port, serving, tcp_server
 
@@ -24,12 +26,8 @@ class EchoServer:
         self.client_left = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
+        body = await read_body(receive)
+        assert body is not None
         self.requests.append((scope, body))
         if scope["path"].endswith("stream"):
             await self._stream(receive, send)
@@ -119,8 +117,6 @@ async def test_headers_of_one_connection_stay_on_it(server: tuple[EchoServer, st
 
 async def test_no_cookie_of_the_server_is_kept_for_the_next_client() -> None:
     # The session of the engine has a jar that keeps nothing; see RemoteEngine.
-    from serve_app.engines.remote.engine import RemoteEngine, RemoteEngineSettings
-
     engine = RemoteEngine(RemoteEngineSettings(base_url="http://127.0.0.1:1"))
     upstream = engine._connect()
     try:

@@ -1,4 +1,4 @@
-"""On a plain argparse parser built like vLLM's; `test_vllm.py` asks vLLM's own."""
+"""Arguments on a plain argparse parser that is built like vLLM's; `test_real.py` uses vLLM's own."""
 
 import argparse
 from typing import Any

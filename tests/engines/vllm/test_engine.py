@@ -1,8 +1,8 @@
-"""What a vLLM engine does before vLLM is needed."""
+"""A vLLM engine up to the point at which it needs vLLM."""
 
 import pytest
 
-from serve_app.engines.vllm import engine as vllm
+from serve_app.engines.vllm import library
 from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings, check_vllm_args
 from serve_app.errors import EngineError
 
@@ -24,8 +24,8 @@ def test_a_time_to_stop_must_be_positive() -> None:
 
 @pytest.fixture
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm._version.cache_clear()
-    monkeypatch.setattr(vllm, "_is_installed", lambda: False)
+    library.version.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
 
 
 @pytest.mark.usefixtures("no_vllm")
