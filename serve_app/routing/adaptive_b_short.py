@@ -58,10 +58,12 @@ _SIGNIFICANT = 4.0
 class AdaptiveBShortSettings:
     """Whether, how far and how fast `B_short` moves."""
 
+    # Off, `b_short_tokens` stays as it is set.
     enabled: bool = False
     # Bounds of `B_short` in tokens. Null: a 32nd of `b_short_tokens`, and the short pool's context limit,
     # which always holds as well.
     b_short_min: Annotated[int | None, at_least(1)] = None
+    # See `b_short_min`.
     b_short_max: Annotated[int | None, at_least(1)] = None
     # Time constant of the mean demand. Shorter follows sooner; longer is steadier and resolves finer
     # differences.
@@ -71,6 +73,7 @@ class AdaptiveBShortSettings:
     # Largest single move, and the time without another one after it. The effect of a move shows only when the
     # requests that arrived before it have ended.
     max_step_octaves: Annotated[float, at_least(1 / PER_OCTAVE).hint("the distance of two borders")] = 2.0
+    # See `max_step_octaves`.
     dwell_s: Annotated[float, NOT_NEGATIVE] = 30.0
     # Seconds between two samples of the demand.
     interval_s: Annotated[float, FINITE_POSITIVE] = 1.0

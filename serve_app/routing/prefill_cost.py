@@ -22,9 +22,11 @@ class PrefillCostSettings:
 
     # Between an 8B model on a large GPU and a 70B model on four; only the ratio of the two affects the order.
     prior_base_s: Annotated[float, POSITIVE] = 0.03
+    # See `prior_base_s`.
     prior_per_token_s: Annotated[float, POSITIVE] = 1e-4
     # Factor on the weight of earlier observations at each new one: about the last 200 count.
     keep: Annotated[float, INNER_SHARE] = 0.995
+    # Weight of the prior, in observations.
     prior_weight: Annotated[float, POSITIVE] = 4.0
 
 

@@ -92,16 +92,19 @@ class EngineSettings:
 class ResourceSettings:
     """What one replica of a pool asks Ray for."""
 
+    # CPU cores that Ray sets aside for a replica: a reservation, no limit.
     num_cpus: Annotated[float, NOT_NEGATIVE] = 1.0
     # Whole GPUs for one engine (tensor parallelism within a node), or a fraction where engines share one and
     # `gpu_memory_utilization` divides its memory.
     num_gpus: Annotated[float, NOT_NEGATIVE] = 0.0
     # A GPU type in Ray's words, such as H100; any type when not given.
     accelerator_type: str | None = None
+    # Custom resources of Ray, by name.
     custom: Mapping[str, float] = field(default_factory=dict)
     # Only for an engine that spreads over nodes (`distributed_executor_backend: ray`): one bundle per worker,
     # the first also holds the replica itself.
     placement_bundles: tuple[Mapping[str, float], ...] = ()
+    # How Ray places the bundles, in its own words: together where possible, or spread over nodes.
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
 
     def __post_init__(self) -> None:
@@ -118,6 +121,7 @@ class PoolSettings:
         drain_timeout_s: how long a replica that is told to stop lets its open answers go on.
     """
 
+    # Unique in its model; it labels metrics and stands in the header `x-pool`.
     name: str
     engine: Annotated[EngineSettings, Located]
     replicas: Annotated[int | None, at_least(1)] = None
@@ -148,7 +152,9 @@ class ModelSettings:
         decision_log: record what the scheduler decides, for replays; costs a tenth of its speed.
     """
 
+    # The name that clients ask for.
     name: str
+    # Other names for the same model, such as LoRA adapters and old names.
     aliases: tuple[str, ...] = ()
     pools: tuple[PoolSettings, ...]
     scheduler: Annotated[SchedulerSettings, Located]
@@ -170,6 +176,7 @@ class GatewayDeploymentSettings:
 
     # One gateway carries some thousand requests/s; two or more keep the endpoint up when one dies.
     replicas: Annotated[int, at_least(1)] = 1
+    # CPU cores that Ray sets aside for each gateway: a reservation, no limit.
     num_cpus: Annotated[float, NOT_NEGATIVE] = 0.5
     # Connections held open by one gateway, waiting requests included. Past it Serve itself answers 503.
     max_ongoing_requests: Annotated[int, at_least(1)] = 10_000

@@ -55,6 +55,7 @@ class RemoteEngineSettings:
     scrape_interval_s: Annotated[float, POSITIVE] = 0.2
     # An older load counts as unknown. Long enough for a server that is busy with one long prompt.
     stale_after_s: Annotated[float, POSITIVE] = 2.0
+    # Seconds until an attempt to connect counts as failed.
     connect_timeout_s: Annotated[float, POSITIVE] = 5.0
     # An answer without bytes for this long fails; must exceed the longest prefill behind the longest queue.
     read_timeout_s: Annotated[float, POSITIVE] = 600.0

@@ -60,6 +60,7 @@ class RatioSettings:
     # requests are refused as too long, so it is wide: an engine refuses what it admits wrongly, by an exact
     # count.
     optimistic_factor: Annotated[float, above(1)] = 2.5
+    # Bytes per token before anything is observed, by category of text.
     cold_bytes_per_token: Mapping[TextCategory, float] = field(default_factory=lambda: dict(_COLD_START))
     # For JSON schemas of tools.
     cold_tool_bytes_per_token: Annotated[float, POSITIVE] = 3.5
@@ -69,6 +70,7 @@ class RatioSettings:
     cold_weight: Annotated[float, POSITIVE] = 2.0
     # Texts of at least so many tokens count in full. Higher is no more accurate, and slower after a change.
     full_weight_tokens: Annotated[int, POSITIVE] = 64
+    # An observation more than this factor from the mean counts as one at that distance.
     outlier_factor: Annotated[float, above(1)] = 3.0
     # Least bytes per token of the upper estimate. Numbers use little more than one byte per token.
     floor_bytes_per_token: Annotated[float, POSITIVE] = 1.0

@@ -42,9 +42,11 @@ class OverheadSettings:
 
     # Templates that bring a default system prompt add 20 to 40 tokens, others about 4.
     request_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 16.0
+    # Standard deviation of `request_tokens`. Higher learns sooner from the first observations.
     request_deviation_tokens: Annotated[float, FINITE_POSITIVE.hint("0 would forbid learning")] = 16.0
     # <|im_start|>, role, line end, <|im_end|>, line end.
     message_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 5.0
+    # Standard deviation of `message_tokens`. Higher learns sooner from the first observations.
     message_deviation_tokens: Annotated[float, FINITE_POSITIVE.hint("0 would forbid learning")] = 2.0
     # A prompt without messages: the begin-of-text token, whether or not the tokenizer adds one.
     plain_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 1.0

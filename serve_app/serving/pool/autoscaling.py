@@ -37,6 +37,7 @@ class AutoscalingSettings:
 
     # At least one: nothing would tell a pool without replicas that requests wait for it.
     min_replicas: int = 1
+    # Set it above `min_replicas` to let the pool grow.
     max_replicas: int = 1
     # Replicas at deployment; the minimum when not given.
     initial_replicas: int | None = None
@@ -53,6 +54,7 @@ class AutoscalingSettings:
     upscale_delay_s: Annotated[float, NOT_NEGATIVE] = 15.0
     # Starting again is dearer than idling for some minutes.
     downscale_delay_s: Annotated[float, NOT_NEGATIVE] = 300.0
+    # Seconds over which the figures of the pool are averaged.
     look_back_period_s: Annotated[float, POSITIVE] = 15.0
     # Serve pushes figures every ten seconds unless told otherwise (`scripts/serve` sets two).
     stale_after_s: Annotated[float, POSITIVE] = 35.0
