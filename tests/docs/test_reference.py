@@ -141,3 +141,13 @@ def test_every_setting_is_listed_once() -> None:
     paths = [setting.path for block in blocks() for setting in block.settings]
     assert len(paths) == len(set(paths)) > 200
     assert all(page.count(f"- **`{path}`** (") == 1 for path in paths)
+
+
+def test_every_setting_says_what_it_means() -> None:
+    silent = [
+        setting.path
+        for block in blocks()
+        for setting in block.settings
+        if not setting.texts and not setting.blocks
+    ]
+    assert not silent, f"write a comment above {', '.join(silent)}, or an entry under Attributes of the class"

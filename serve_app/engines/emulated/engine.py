@@ -38,9 +38,12 @@ class EmulatedEngineSettings:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     kv_tokens: int | None = None
-    # The next four are vLLM's options of the same names; see `EngineModelSettings` for what they trade.
+    # This and the next three are vLLM's options. 0 lets one long prefill take the whole budget of a step; a
+    # limit lets short prompts pass it.
     long_prefill_token_threshold: int = 0
+    # Order of the engine's own queue: by arrival, or by the `priority` in the request's body.
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    # Prompt blocks computed before are taken from the cache.
     enable_prefix_caching: bool = True
     # None never refuses: requests that the engine cannot run yet wait in the scheduler.
     max_num_queued_reqs: Annotated[int | None, NOT_NEGATIVE.hint("null is no limit")] = None
@@ -50,9 +53,11 @@ class EmulatedEngineSettings:
     seed: int = 0
     # Answers whose length the client does not state: a log-normal, about as wide as in chat traces.
     mean_output_tokens: Annotated[float, POSITIVE] = 120.0
+    # Standard deviation of the logarithm of those lengths.
     output_tokens_sigma: Annotated[float, NOT_NEGATIVE] = 0.8
     # With a vocabulary of 128,000 tokens English has 4 or more, code 3, Chinese 2 to 3; this is between.
     bytes_per_token: Annotated[float, at_least(1)] = 3.7
+    # Length of the vectors that `/v1/embeddings` answers with.
     embedding_dimensions: Annotated[int, POSITIVE] = 64
 
     def __post_init__(self) -> None:
