@@ -1,4 +1,5 @@
-"""A pool replica process.
+"""The pool replica process: one engine, served on a port of its own.
 
-`replica` owns an engine, `server` serves it, `guard` protects it, `autoscaling` sizes the pool.
+Read `replica` (life cycle, reports and draining), then `guard` (the token and counts in front of the engine),
+`server` (HTTP), `deployment` (the replica in Ray Serve) and `autoscaling` (the number of replicas).
 """

@@ -1,20 +1,23 @@
-"""How many replicas does a pool need?
+"""Autoscaling of one pool: the settings, and the policy that Ray Serve's controller calls.
 
-Requests reach a replica past Serve's own counting, so Serve's default policy would see an idle pool for ever.
-Instead each replica records its load (`PoolReplica.record_autoscaling_stats`), Serve carries the figures to
-its controller, and `PoolPolicy` decides there.
+Requests bypass Serve's own counting, so Serve's default policy would always see an idle pool. Instead each
+replica records its load (`PoolReplica.record_autoscaling_stats`), Serve sends the figures to its controller,
+and `PoolPolicy` decides there.
 
-Inputs: per replica the requests that it holds, how many of them wait in the engine's own queue, its share of
-those that wait in the scheduler for its pool, and the use of its KV cache, each as a mean over the look-back
-window; and how old these figures are.
-Behaviour: scale up to the number that meets the targets for requests, held or waiting, and for KV cache; and
-by one more than run while the engines do not keep up, whatever the targets say. Most of a queue stands in the
-scheduler, where prefill isolation and the limit on time per output token hold requests back from engines that
-look idle. Batch work that waits there calls for nobody: it is meant for what others leave.
-Scale down only when the load would fit into fewer replicas with room to spare, so that a load on the border
-does not move replicas to and fro. A replica that has not recorded for a while (it may be saturated, cut off,
-or just started) adds nothing to the load and forbids scaling down; with no figures at all the number stays as
-it is. How fast: Serve applies `upscale_delay_s` and `downscale_delay_s`, and the bounds, to what this policy
+Inputs, per replica, as means over the look-back window, with their age:
+- the requests that it holds, and how many of them wait in the engine's own queue;
+- its share of the requests that wait in the scheduler for its pool;
+- the use of its KV cache.
+
+Scale up to the number of replicas that meets the targets for requests, running or waiting, and for KV cache.
+While the engines do not keep up, scale up by one, whatever the targets say. Most requests wait in the
+scheduler, because prefill isolation and the TPOT limit hold them back from engines that look idle. Waiting
+batch requests add nothing: they use the capacity that other classes leave.
+
+Scale down only when the load fits into fewer replicas with a margin, so that a load near a target does not
+add and remove replicas in turn. A replica without recent figures may be saturated, disconnected or just
+started; it adds nothing to the load and prevents scaling down. Without any figures the number does not
+change. Serve applies `upscale_delay_s`, `downscale_delay_s` and the bounds to the number that this policy
 returns.
 """
 
@@ -33,30 +36,30 @@ QUEUED = "queued_requests"
 
 @settings(block="autoscaling")
 class AutoscalingSettings:
-    """Bounds and pace of one pool's autoscaling."""
+    """Bounds, targets and delays of one pool's autoscaling."""
 
-    # At least one: nothing would tell a pool without replicas that requests wait for it.
+    # At least one: a pool without replicas has no figures of waiting requests.
     min_replicas: int = 1
     # Set it above `min_replicas` to let the pool grow.
     max_replicas: int = 1
     # Replicas at deployment; the minimum when not given.
     initial_replicas: int | None = None
-    # Requests per replica, running or waiting for its pool, that the pool is sized for. Near the engine's
-    # max_num_seqs a replica is full; half of it leaves room for a burst while a new one starts.
+    # Requests per replica, running or waiting for its pool, that the pool is sized for. A replica is full
+    # near the engine's max_num_seqs; half of it leaves capacity for a burst while a new replica starts.
     target_ongoing_requests: Annotated[float, POSITIVE] = 32.0
-    # KV use that the pool is sized for. Long prompts fill the cache before they fill the batch.
+    # Use of the KV cache that the pool is sized for. Long prompts fill the cache before the batch.
     target_kv_ratio: Annotated[float, POSITIVE_SHARE] = 0.85
-    # Requests in an engine's own queue, as a mean over the window, from which it does not keep up.
+    # Mean number of requests in an engine's own queue from which the engine does not keep up.
     saturated_waiting: Annotated[float, POSITIVE] = 1.0
-    # A pool is shrunk only when what it holds fits into fewer replicas at this share of the targets.
+    # Scale down only when the load fits into fewer replicas at this share of the targets.
     downscale_margin_ratio: Annotated[float, POSITIVE_SHARE] = 0.8
-    # An engine takes a minute to start, so a short burst is over before help comes; a long one is not.
+    # An engine takes a minute to start, so a shorter burst is over before a new replica serves.
     upscale_delay_s: Annotated[float, NOT_NEGATIVE] = 15.0
-    # Starting again is dearer than idling for some minutes.
+    # Another start costs more than some idle minutes.
     downscale_delay_s: Annotated[float, NOT_NEGATIVE] = 300.0
     # Seconds over which the figures of the pool are averaged.
     look_back_period_s: Annotated[float, POSITIVE] = 15.0
-    # Serve pushes figures every ten seconds unless told otherwise (`scripts/serve` sets two).
+    # Serve sends figures every ten seconds by default (`scripts/serve` sets two).
     stale_after_s: Annotated[float, POSITIVE] = 35.0
 
     def __post_init__(self) -> None:
@@ -68,7 +71,7 @@ class AutoscalingSettings:
             )
 
     def serve_config(self) -> dict[str, Any]:
-        """The same as Ray Serve's `autoscaling_config`, with our policy in it."""
+        """Ray Serve's `autoscaling_config` for these settings, with `PoolPolicy`."""
         return {
             "min_replicas": self.min_replicas,
             "initial_replicas": self.initial_replicas,
@@ -77,7 +80,7 @@ class AutoscalingSettings:
             "upscale_delay_s": self.upscale_delay_s,
             "downscale_delay_s": self.downscale_delay_s,
             "look_back_period_s": self.look_back_period_s,
-            # How often a replica is asked for its figures; five points to a window keep the mean steady.
+            # Interval between figures of a replica; five points per window keep the mean steady.
             "metrics_interval_s": min(self.look_back_period_s / 5, 2.0),
             "policy": {
                 "policy_function": "serve_app.serving.pool.autoscaling:PoolPolicy",
@@ -93,7 +96,7 @@ class AutoscalingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """What one running replica last recorded, None when that is too old or never came."""
+    """The last figures of a running replica; None when they are too old or missing."""
 
     ongoing: float | None = None
     waiting: float | None = None
@@ -103,7 +106,7 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingTargets:
-    """What one replica is meant to hold."""
+    """The load that one replica is sized for."""
 
     ongoing: float
     saturated_waiting: float
@@ -115,9 +118,9 @@ def desired_replicas(loads: Sequence[ReplicaLoad], current_target: int, targets:
     """The number of replicas that the pool should have, before bounds and delays.
 
     Args:
-        loads: one entry per running replica.
-        current_target: the number that Serve is working towards; the answer when nothing is known.
-        targets: what one replica is meant to hold.
+        loads: one per running replica.
+        current_target: number that Serve works towards; returned when there are no figures.
+        targets: load that one replica is sized for.
     """
     known = [load for load in loads if load.ongoing is not None]
     if not known:
@@ -133,12 +136,12 @@ def desired_replicas(loads: Sequence[ReplicaLoad], current_target: int, targets:
 
 
 def _replicas_for(loads: Sequence[ReplicaLoad], targets: ScalingTargets, filled_ratio: float) -> int:
-    """Replicas that hold these loads when each is filled to `filled_ratio` of its targets."""
+    """Replicas for these loads when each is filled to `filled_ratio` of its targets."""
     ongoing = sum((load.ongoing or 0.0) + (load.queued or 0.0) for load in loads)
     kv_usage = sum(load.kv_usage_ratio or 0.0 for load in loads)
     by_requests = ongoing / (targets.ongoing * filled_ratio)
     by_kv = kv_usage / (targets.kv_usage_ratio * filled_ratio)
-    # Means of floats: a load of exactly two replicas must not ask for three.
+    # The loads are means of floats: a load of exactly two replicas must not need three.
     return math.ceil(max(by_requests, by_kv) - 1e-9)
 
 
@@ -160,15 +163,15 @@ class PoolContext(Protocol):
 
     @property
     def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None:
-        """Name of a figure, replica, mean over the look-back window."""
+        """Mean over the look-back window, by figure and replica."""
 
     @property
     def raw_metrics(self) -> Mapping[str, Mapping[Any, Sequence[_Point]]] | None:
-        """Name of a figure, replica, its latest points in order of time."""
+        """Latest points in order of time, by figure and replica."""
 
 
 class PoolPolicy:
-    """The autoscaling policy that Serve's controller calls about ten times a second for each pool."""
+    """The autoscaling policy; Serve's controller calls it about ten times a second per pool."""
 
     def __init__(
         self,
@@ -183,7 +186,7 @@ class PoolPolicy:
         self._stale_after_s = stale_after_s
 
     def __call__(self, context: PoolContext) -> tuple[int, dict[str, Any]]:
-        """The number of replicas wanted, and no state of our own."""
+        """The number of replicas, and no state of our own."""
         if context.config is None:
             return context.target_num_replicas, {}
         targets = ScalingTargets(

@@ -1,7 +1,7 @@
-"""A pool replica as a Ray Serve deployment: Ray gives it a place, checks its health, tells it to stop.
+"""A pool replica as a Ray Serve deployment: Ray places it, checks its health and stops it.
 
-Serve counts no request here, because requests come over the replica's own port. Whatever Serve would do by
-counting is done by ourselves: the load for autoscaling, and draining, which belongs into `__del__`.
+Serve does not count the requests, because they use the replica's own port. So the replica records its load
+for autoscaling itself, and drains in `__del__`.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ AnyEngineSettings = EmulatedEngineSettings | VllmEngineSettings | RemoteEngineSe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolDeploymentSettings:
-    """What all replicas of one pool have in common."""
+    """Settings of all replicas of one pool."""
 
     pool: str
     engine: AnyEngineSettings
@@ -49,8 +49,8 @@ def make_engine(settings: AnyEngineSettings) -> Engine:
 class PoolDeployment:
     """Runs one `PoolReplica` in a Serve replica.
 
-    The constructor returns when the engine serves, which takes minutes for a large model; Serve waits for it
-    without limit and only warns that the start is slow.
+    The constructor returns when the engine serves, which takes minutes for a large model. Serve waits without
+    limit, and logs that the start is slow.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
@@ -79,10 +79,10 @@ class PoolDeployment:
         await self._replica.check_health()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """The load that `PoolPolicy` decides on."""
+        """The load, for `PoolPolicy`."""
         return self._replica.record_autoscaling_stats()
 
     async def __del__(self) -> None:
-        # Serve calls and awaits this once, before it ends the process; Python itself would only drop it.
+        # Serve awaits this once before it ends the process; Python itself would not await it.
         if hasattr(self, "_replica"):
             await self._replica.stop()

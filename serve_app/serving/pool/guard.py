@@ -1,29 +1,29 @@
-"""Who may talk to a replica's engine, and when.
+"""The access check and the request counts in front of a replica's engine.
 
-The guard stands before the engine's ASGI app on the replica's own port. It asks every caller for the
-replica's token, counts what it lets through, and turns new work away once the replica drains. It reads no
-body and touches no byte of an
-answer: on the data path it costs one dictionary look-up and one comparison per request.
+The guard is an ASGI app before the engine's own, on the replica's port. It checks the replica's token, counts
+accepted requests, and refuses new ones while the replica drains. It neither reads bodies nor changes answers,
+so it costs one comparison per request on the data path.
 
-- `received` counts accepted generation requests (POST under `/v1/`), the requests that the scheduler
-  dispatches; a report that carries it tells the scheduler which of its dispatches the report has seen.
-- `open_requests` counts every request between its first line and its last byte; a draining replica may stop
+- `received` counts accepted generation requests (POST under `/v1/`), which are those that the scheduler
+  dispatches. Each report carries it, so that the scheduler knows which dispatches the report includes.
+- `open_requests` counts requests between their first line and their last byte. A draining replica may stop
   when it is zero.
 """
 
 import asyncio
 import hmac
 
-from serve_app.engines.engine import ASGIApp, Message, Receive, Scope, Send
+from serve_app.engines.asgi import require_http, send_response
+from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 
 TOKEN_HEADER = b"x-replica-token"
-# A gateway that sees this header on a 503 puts the request back to the front of its queue at once: the engine
-# has not seen it.
+# A gateway returns a request to the front of its queue when a 503 has this header: the engine has not seen
+# it.
 DRAINING_HEADER = b"x-replica-draining"
 
 
 class ReplicaGuard:
-    """An ASGI app that admits, counts and passes on to the engine's own app.
+    """An ASGI app that checks and counts requests, and forwards them to the engine's app.
 
     Args:
         app: the engine's ASGI app.
@@ -33,7 +33,7 @@ class ReplicaGuard:
     def __init__(self, app: ASGIApp, token: str) -> None:
         if not token:
             raise ValueError(
-                "token must not be empty: an open replica port would let callers pass the scheduler by"
+                "token must not be empty: callers of an open replica port would bypass the scheduler"
             )
         self._app = app
         self._token = token.encode()
@@ -49,29 +49,28 @@ class ReplicaGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one HTTP request, or refuse it."""
-        if scope["type"] != "http":
-            # The server is started without lifespan and websockets; whatever else comes is none of ours.
-            raise RuntimeError(f"a replica serves HTTP only, got {scope['type']}")
-        if not self._admits(scope):
-            await _refuse(
-                send, 401, b"the x-replica-token header is missing or wrong: ask through the gateway", []
-            )
+        require_http(scope)
+        # A refusal does not read the body; the server closes a connection whose body is still being sent.
+        if not self._has_token(scope):
+            text = b"the x-replica-token header is missing or wrong: send requests to the gateway"
+            await send_response(send, 401, text, b"text/plain")
         elif self.draining:
-            await _refuse(send, 503, b"this replica is draining", [(DRAINING_HEADER, b"1")])
+            header = (DRAINING_HEADER, b"1")
+            await send_response(send, 503, b"this replica is draining", b"text/plain", [header])
         else:
-            await self._pass_on(scope, receive, send)
+            await self._forward(scope, receive, send)
 
     async def wait_until_idle(self) -> None:
         """Return when no request is open."""
         await self._idle.wait()
 
-    def _admits(self, scope: Scope) -> bool:
+    def _has_token(self, scope: Scope) -> bool:
         for name, value in scope["headers"]:
             if name == TOKEN_HEADER:
                 return hmac.compare_digest(value, self._token)
         return False
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
             self.received += 1
         self.open_requests += 1
@@ -82,14 +81,3 @@ class ReplicaGuard:
             self.open_requests -= 1
             if self.open_requests == 0:
                 self._idle.set()
-
-
-async def _refuse(send: Send, status: int, text: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    """Answer without reading the body; the server then closes a connection whose body is still on its way."""
-    start: Message = {
-        "type": "http.response.start",
-        "status": status,
-        "headers": [(b"content-type", b"text/plain"), (b"content-length", str(len(text)).encode()), *headers],
-    }
-    await send(start)
-    await send({"type": "http.response.body", "body": text})

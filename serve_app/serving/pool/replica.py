@@ -1,11 +1,12 @@
-"""One replica of a pool: owns an engine, serves it on a port of its own, and answers to the scheduler for it.
+"""One replica of a pool: an engine, served on a port of its own and registered with the scheduler.
 
-The life of a replica: start the engine (a minute and more for a real one), listen, register with the
-scheduler; then serve, report its load some five times a second, record it for autoscaling, and let Ray ask
-after its health; at the end drain: tell the scheduler, refuse new requests, let open answers end for as long
-as allowed, stop the engine.
+Life cycle:
 
-The class knows nothing of Ray; `serving.deployments` makes a Serve deployment of it.
+- start: start the engine (a minute or more for a real one), listen, register with the scheduler;
+- serve: report the load about five times a second, record it for autoscaling, answer Ray's health checks;
+- drain: tell the scheduler, refuse new requests, wait for open answers up to a limit, stop the engine.
+
+The class does not depend on Ray; `deployment` makes a Serve deployment of it.
 """
 
 import asyncio
@@ -26,21 +27,21 @@ from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings
 
 logger = logging.getLogger("ray.serve")
 
-# Looks at the load that a connected replica may miss before it counts as stuck: the scheduler has long since
-# taken it for saturated, and only a new replica helps.
-_MISSED_LOOKS = 100
-# Time for the last bytes of answers that have ended, once nobody may start new ones.
+# Readings of the load that a connected replica may miss before it counts as stuck. The scheduler has long
+# treated it as saturated by then, and only a new replica helps.
+_MISSED_READINGS = 100
+# Time for the last bytes of finished answers, after new requests are refused.
 _LAST_BYTES_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolReplicaSettings:
-    """Who a replica is, and how long it may take over things.
+    """Identity and time limits of a replica.
 
     Attributes:
-        host: address of its node, at which gateways of all nodes reach it.
-        drain_timeout_s: how long open answers may go on after it was told to stop.
-        health_timeout_s: an engine that takes longer to say how it is counts as dead.
+        host: address of its node, which gateways of all nodes can reach.
+        drain_timeout_s: time for open answers after a stop was requested.
+        health_timeout_s: an engine whose health check takes longer counts as dead.
     """
 
     replica_id: str
@@ -53,10 +54,10 @@ class PoolReplicaSettings:
 
 
 class PoolReplica:
-    """An engine with a port, a place in the scheduler's table, and an orderly end.
+    """An engine with a port, a registration at the scheduler, and an orderly end.
 
     Args:
-        settings: who it is.
+        settings: its identity and time limits.
         engine: started by `start`, stopped by `stop`.
         locate: finds the scheduler of its model.
     """
@@ -69,7 +70,7 @@ class PoolReplica:
         self._server: ReplicaServer | None = None
         self._client: ReplicaClient | None = None
         self._last_load = EngineLoad(waiting=0, running=0, kv_usage_ratio=0.0)
-        self._looked_at = 0.0
+        self._read_at = 0.0
 
     def __repr__(self) -> str:
         return f"PoolReplica({self._settings.replica_id}, {self._guard}, {self._server}, {self._client})"
@@ -78,32 +79,32 @@ class PoolReplica:
         """Start the engine, listen, and join the pool.
 
         Raises:
-            EngineError: the engine or the port cannot be had; Ray then tries another replica.
+            EngineError: the engine or the port is not available; Ray then tries another replica.
         """
         limits = await self._engine.start()
         try:
             await self._join(limits)
         except BaseException:
-            # An engine that nobody reaches would keep its GPU from the next try.
+            # An unreachable engine would keep its GPU from the next attempt.
             await self._free()
             raise
 
     async def check_health(self) -> None:
-        """Raise `EngineError` when this replica cannot serve any more and must be replaced."""
+        """Raise `EngineError` when this replica can no longer serve and must be replaced."""
         if self._server is None or self._client is None:
             raise EngineError(f"{self!r} has not been started")
         self._server.check_health()
-        silent_s = asyncio.get_running_loop().time() - self._looked_at
-        if self._client.is_connected and silent_s > _MISSED_LOOKS * self._settings.channel.report_s:
+        silent_s = asyncio.get_running_loop().time() - self._read_at
+        if self._client.is_connected and silent_s > _MISSED_READINGS * self._settings.channel.report_s:
             raise EngineError(f"the engine's load has been unknown for {silent_s:.0f} s: {self!r}")
         try:
             await asyncio.wait_for(self._engine.check_health(), self._settings.health_timeout_s)
         except TimeoutError as exc:
             limit_s = self._settings.health_timeout_s
-            raise EngineError(f"the engine did not say how it is within {limit_s:g} s: {self!r}") from exc
+            raise EngineError(f"the engine's health check took over {limit_s:g} s: {self!r}") from exc
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What this replica holds, for `PoolPolicy`; Serve carries it to its controller."""
+        """The load of this replica, which Serve sends to its controller for `PoolPolicy`."""
         open_requests = 0 if self._guard is None else self._guard.open_requests
         load = self._last_load
         return {
@@ -114,14 +115,14 @@ class PoolReplica:
         }
 
     async def stop(self) -> None:
-        """Drain, then free everything; takes at most `drain_timeout_s` and a few seconds."""
+        """Drain, then free everything, within `drain_timeout_s` and a few seconds."""
         if self._guard is not None:
             await self._drain(self._guard)
         await self._free()
         logger.info("event=replica_stopped replica=%s", self._settings.replica_id)
 
     async def _free(self) -> None:
-        # The scheduler hears of the end before the port closes, so it sends nobody to a closed door.
+        # The scheduler is told before the port closes, so it dispatches no request to a closed port.
         if self._client is not None:
             await self._client.close()
         if self._server is not None:
@@ -130,7 +131,7 @@ class PoolReplica:
 
     async def _join(self, limits: EngineLimits) -> None:
         settings = self._settings
-        # New with every start: a token that leaked ends with its replica.
+        # New at every start: a leaked token is invalid after its replica has ended.
         token = secrets.token_urlsafe(32)
         self._guard = ReplicaGuard(self._engine.app, token)
         self._server = ReplicaServer(self._guard, settings.host, settings.server)
@@ -149,8 +150,8 @@ class PoolReplica:
             port=self._server.port,
             token=token,
         )
-        self._client = ReplicaClient(spec, address, self._locate, self._look, settings.channel)
-        self._looked_at = asyncio.get_running_loop().time()
+        self._client = ReplicaClient(spec, address, self._locate, self._report, settings.channel)
+        self._read_at = asyncio.get_running_loop().time()
         self._client.start()
         logger.info("event=replica_started %r port=%d", spec, self._server.port)
 
@@ -168,11 +169,11 @@ class PoolReplica:
                 self._settings.drain_timeout_s,
             )
 
-    async def _look(self) -> ReplicaReport:
-        """The present state, for the scheduler; an engine that fails here is reported by `check_health`."""
+    async def _report(self) -> ReplicaReport:
+        """The present state, for the scheduler; `check_health` reports an engine that fails here."""
         assert self._guard is not None, "the client starts after the guard is made"
         load = await self._engine.load()
-        self._looked_at = asyncio.get_running_loop().time()
+        self._read_at = asyncio.get_running_loop().time()
         self._last_load = load
         return ReplicaReport(
             received=self._guard.received,

@@ -1,7 +1,7 @@
-"""Serves an ASGI app on a port of its own, inside an event loop that belongs to somebody else.
+"""An HTTP server for an ASGI app, on a port of its own and on an event loop of Ray.
 
-Ray owns the process: its signals, its loop, its life. So this is uvicorn without signal handlers, started as
-a task on the running loop and stopped within a bound.
+Ray owns the process with its signals and its event loop. So this is uvicorn without signal handlers, started
+as a task on the running loop and stopped within a time limit.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from serve_app.settings_base import at_least, between, settings
 
 @settings(block="server")
 class ReplicaServerSettings:
-    """How a replica's own HTTP port behaves."""
+    """The HTTP port of a replica."""
 
-    # Fixed ports suit a firewall and allow one replica per node; 0 takes any free one.
+    # A fixed port suits a firewall but allows only one replica per node; 0 takes any free port.
     port: Annotated[int, between(0, 65_535).hint("0 takes any free port")] = 0
-    # Longer than gateways keep an idle connection: the side that sends requests must be the one that closes,
-    # or a request meets a closing connection.
+    # Longer than gateways keep an idle connection. The side that sends requests must close it first, or a
+    # request may use a closing connection.
     keep_alive_s: Annotated[int, at_least(1)] = 300
-    # Connections not yet accepted by the kernel; a burst after a scheduler restart opens many at once.
+    # Connections that wait to be accepted; a burst after a scheduler restart opens many at once.
     backlog: Annotated[int, at_least(1)] = 2048
 
 
@@ -35,8 +35,8 @@ class ReplicaServer:
     """One HTTP server on one socket.
 
     Args:
-        app: what it serves.
-        host: address to listen on and to be reached at: the node's own, so that other nodes reach it too.
+        app: the app to serve.
+        host: address to listen on, the node's own, so that other nodes can reach it.
         settings: port and connection limits.
     """
 
@@ -65,10 +65,10 @@ class ReplicaServer:
         return f"ReplicaServer({self.host}:{self.port}, connections={connections})"
 
     async def start(self) -> None:
-        """Listen; afterwards `port` is the real one.
+        """Listen; afterwards `port` is the actual port.
 
         Raises:
-            EngineError: the address or port cannot be had.
+            EngineError: the address or port is not available.
         """
         sock = _listening_socket(self.host, self._settings.port)
         self.port = sock.getsockname()[1]
@@ -86,14 +86,14 @@ class ReplicaServer:
             raise EngineError(f"the replica's HTTP server on {self.host}:{self.port} has ended") from cause
 
     async def stop(self, grace_s: float) -> None:
-        """Close idle connections, let open answers end for at most `grace_s` seconds, then cut them."""
+        """Close idle connections, wait up to `grace_s` seconds for open answers, then cut them."""
         if self._task is None or self._task.done():
             return
-        # uvicorn takes whole seconds and reads this when it begins to shut down.
+        # uvicorn reads this, in whole seconds, when it begins to shut down.
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
         self._server.should_exit = True
         with contextlib.suppress(asyncio.CancelledError):
-            # On a timeout the task is cancelled, which closes what is left.
+            # After the timeout the task is cancelled, which closes the remaining connections.
             await asyncio.wait([self._task], timeout=grace_s + 2.0)
         if not self._task.done():
             self._task.cancel()
@@ -102,7 +102,7 @@ class ReplicaServer:
 class _QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to Ray, which turns them into a drain of the whole replica."""
+        """Leave signals to Ray, which drains the whole replica on them."""
         yield
 
 
@@ -111,7 +111,7 @@ def _listening_socket(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted connections inherit it: a first token must not wait for the kernel to fill a packet.
+        # Accepted connections inherit it: the kernel must not delay a first token to fill a packet.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.bind((host, port))
         sock.setblocking(False)

@@ -48,15 +48,15 @@ def test_a_full_kv_cache_scales_a_pool_up_though_it_holds_few_requests() -> None
 
 
 def test_engines_that_do_not_keep_up_get_one_more_than_run() -> None:
-    """Their own limits keep these from ever holding what the pool is sized for."""
+    """The engines' own limits keep them from reaching the targets."""
     saturated = [ReplicaLoad(ongoing=6.0, waiting=1.5, kv_usage_ratio=0.1)] * 2
     assert desired_replicas(saturated, 2, TARGETS) == 3
-    # While the third starts, no fourth is asked for.
+    # While the third starts, a fourth is not needed.
     assert desired_replicas(saturated, 3, TARGETS) == 3
 
 
 def test_what_waits_in_the_scheduler_counts_as_if_it_ran() -> None:
-    """Isolation and gates keep it from engines that look idle."""
+    """Prefill isolation and the TPOT limit hold requests back from engines that look idle."""
     held_back = [ReplicaLoad(ongoing=3.0, waiting=0.0, queued=14.0, kv_usage_ratio=0.1)] * 2
     assert desired_replicas(held_back, 2, TARGETS) == 4
     assert desired_replicas(held_back, 4, TARGETS) == 4
@@ -70,7 +70,7 @@ def test_a_queue_in_one_engine_of_many_is_no_reason_to_grow() -> None:
     assert desired_replicas([busy, calm, calm], 3, TARGETS) == 3
 
 
-def test_a_load_on_the_border_does_not_scale_down() -> None:
+def test_a_load_near_a_target_does_not_scale_down() -> None:
     assert desired_replicas(loads(5.0, 5.0), 2, TARGETS) == 2
     assert desired_replicas(loads(4.0, 4.0), 2, TARGETS) == 1
 
@@ -94,7 +94,7 @@ def test_a_pool_without_any_figures_stays_as_it_is() -> None:
 
 @given(st.lists(st.floats(0, 500), min_size=1, max_size=8), st.floats(0, 1), st.integers(0, 20))
 def test_scaling_settles_when_the_load_stays(values: list[float], kv: float, target: int) -> None:
-    """Once the first answer is carried out and the load is spread, nothing more is asked for."""
+    """Once the first decision is carried out and the load is spread, nothing more changes."""
     first = max(1, desired_replicas(loads(*values, kv=kv), target, TARGETS))
     spread = ReplicaLoad(ongoing=sum(values) / first, kv_usage_ratio=kv * len(values) / first)
     assert max(1, desired_replicas([spread] * first, first, TARGETS)) == first
@@ -156,11 +156,11 @@ def test_stale_figures_never_collapse_a_pool() -> None:
     assert policy()(Context(recorded(31.0, a=0.0, b=0.0)))[0] == 2
 
 
-def test_figures_that_never_came_never_collapse_a_pool() -> None:
+def test_missing_figures_never_collapse_a_pool() -> None:
     assert policy()(Context({}))[0] == 2
 
 
-def test_a_replica_that_is_gone_counts_no_more() -> None:
+def test_a_replica_that_has_left_no_longer_counts() -> None:
     context = Context(recorded(1.0, a=9.0, gone=500.0), target_num_replicas=1, running_replicas=("a",))
     assert policy()(context)[0] == 1
 
@@ -168,7 +168,7 @@ def test_a_replica_that_is_gone_counts_no_more() -> None:
 def test_serve_takes_the_settings_and_finds_the_policy() -> None:
     settings = AutoscalingSettings(min_replicas=1, max_replicas=3, target_ongoing_requests=7.0)
     config = AutoscalingConfig(**settings.serve_config())
-    # As the controller gets it: pickled by value, made with the keyword arguments.
+    # As the controller gets it: pickled by value, and constructed with the keyword arguments.
     made = config.policy.get_policy()(**config.policy.policy_kwargs)
     context = Context(recorded(1.0, a=8.0), target_num_replicas=1, running_replicas=("a",), config=config)
     assert made(context)[0] == math.ceil(8.0 / 7.0)

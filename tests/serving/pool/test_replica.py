@@ -1,4 +1,4 @@
-"""A pool replica with its real server and channel, and with a real scheduler at the other end."""
+"""A pool replica with its real server and channel, connected to a real scheduler."""
 
 import asyncio
 import math
@@ -149,7 +149,7 @@ async def test_a_replica_joins_a_scheduler_that_comes_later(
 
 
 class BrokenEngine:
-    """An engine of which one part fails; counts how often it was stopped."""
+    """An engine of which one part fails; it counts its stops."""
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
@@ -164,7 +164,7 @@ class BrokenEngine:
     @property
     def app(self) -> ASGIApp:
         async def nothing(scope: object, receive: object, send: object) -> None:
-            raise RuntimeError("nobody calls this engine")
+            raise RuntimeError("this engine is never called")
 
         return nothing
 
@@ -208,7 +208,7 @@ async def test_a_dead_engine_makes_its_replica_unhealthy(live: LiveScheduler) ->
 async def test_an_engine_that_does_not_answer_makes_its_replica_unhealthy(live: LiveScheduler) -> None:
     replica = PoolReplica(settings(health_timeout_s=0.1), BrokenEngine("silence"), locator(live))
     await replica.start()
-    with pytest.raises(EngineError, match=r"within 0\.1 s"):
+    with pytest.raises(EngineError, match=r"took over 0\.1 s"):
         await replica.check_health()
     await replica.stop()
 
@@ -216,7 +216,7 @@ async def test_an_engine_that_does_not_answer_makes_its_replica_unhealthy(live: 
 async def test_a_replica_whose_load_stays_unknown_is_unhealthy(
     live: LiveScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.serving.pool.replica._MISSED_LOOKS", 2)
+    monkeypatch.setattr("serve_app.serving.pool.replica._MISSED_READINGS", 2)
     replica = PoolReplica(settings(), BrokenEngine("load"), locator(live))
     await replica.start()
     await asyncio.sleep(1.0)

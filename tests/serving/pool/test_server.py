@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
+from serve_app.engines.asgi import read_body
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import EngineError
 from serve_app.serving.pool.guard import ReplicaGuard
@@ -15,7 +16,7 @@ HEADERS = {"x-replica-token": TOKEN}
 
 
 class SlowStream:
-    """An engine's app that sends one chunk and then goes on until it is told to end, or its client leaves."""
+    """An engine's app that sends one chunk, then waits until it is told to end or its client leaves."""
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()
@@ -24,12 +25,8 @@ class SlowStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.paths.append(scope["path"])
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body", False):
-                break
+        body = await read_body(receive)
+        assert body is not None
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": f"{len(body)}\n".encode(), "more_body": True})
         leave = asyncio.ensure_future(receive())
