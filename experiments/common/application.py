@@ -1,4 +1,4 @@
-"""An application for an experiment: `serve run` with its own Ray cluster, started and ended here."""
+"""A served application: `serve run` with its own Ray cluster and ports, started and ended here."""
 
 import contextlib
 import os
@@ -9,51 +9,106 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from experiments.common.processes import is_alive, process_tree
 from serve_app.bench.connection import BenchError
 
+BUILD_APP = "serve_app.app:build_app"
 _ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 180.0
 _END_TIMEOUT_S = 30.0
+_TAIL_CHARACTERS = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """An application that takes requests.
+
+    Attributes:
+        name: of the application, as Ray Serve knows it.
+        pid: of `serve run`; the processes of Ray descend from it.
+        folder: where Ray keeps what belongs to it; removed at the end.
+    """
+
+    name: str
+    pid: int
+    url: str
+    folder: Path
+
+    def fetched(self, path: str, *, post: bool = False) -> str:
+        """The body under a path."""
+        request = urllib.request.Request(f"{self.url}{path}", method="POST" if post else "GET")  # noqa: S310 - our own
+        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - see above
+            text: str = answer.read().decode("utf-8", "replace")
+        return text
+
+    def log_lines(self, deployment: str) -> list[str]:
+        """What the replicas of a deployment have logged so far."""
+        logs = self.folder.glob(f"ray/session_latest/logs/serve/replica_{self.name}_{deployment}*.log")
+        return [line for log in logs for line in log.read_text(errors="replace").splitlines()]
 
 
 @contextlib.contextmanager
-def started_application(config: Path, log: Path) -> Iterator[tuple[int, str]]:
-    """Serve a configuration; yields the process id of `serve run` and the URL, once requests are taken.
+def started_application(
+    name: str, models: Sequence[Mapping[str, Any]], import_path: str = BUILD_APP
+) -> Iterator[Application]:
+    """Serve models behind one gateway; yields once requests are taken.
 
     Args:
-        config: its `http_options.port` must be free.
-        log: where the output of `serve run` goes.
+        name: of the application.
+        models: their settings.
+        import_path: of the function that builds the application.
 
     Raises:
-        BenchError: it does not start.
+        BenchError: it does not start; the message ends with what `serve run` said last.
     """
-    url = f"http://127.0.0.1:{yaml.safe_load(config.read_text(encoding='utf-8'))['http_options']['port']}"
-    command = [str(Path(sys.executable).with_name("serve")), "run", str(config)]
     # A short path: Ray's sockets lie under it, and their names are limited to 107 bytes.
-    with (
-        tempfile.TemporaryDirectory(prefix="ov", dir="/tmp", ignore_cleanup_errors=True) as folder,
-        log.open("w") as output,
-    ):
-        # The arguments are our own.
-        process = subprocess.Popen(
-            command,
-            cwd=_ROOT,
-            env=_environment(folder),
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+    with tempfile.TemporaryDirectory(prefix="ov", dir="/tmp", ignore_cleanup_errors=True) as place:
+        folder = Path(place)
+        ports = _free_ports(6)
+        config, log = folder / "serve.yaml", folder / "serve.log"
+        config.write_text(yaml.safe_dump(serve_config(name, models, import_path, ports[0])), encoding="utf-8")
+        with log.open("w") as output:
+            # The arguments are our own.
+            process = subprocess.Popen(
+                [str(Path(sys.executable).with_name("serve")), "run", str(config)],
+                cwd=_ROOT,
+                env=_environment(place, ports),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        served = Application(name, process.pid, f"http://127.0.0.1:{ports[0]}", folder)
         try:
-            _wait_until_served(url, process)
-            yield process.pid, url
+            _wait_until_ready(served, process, log)
+            yield served
         finally:
             _end(process)
+
+
+def serve_config(
+    name: str, models: Sequence[Mapping[str, Any]], import_path: str, port: int
+) -> dict[str, Any]:
+    """The configuration of `serve run`: one gateway, and few of the machine's cores reserved."""
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "logging_config": {"enable_access_log": False},
+        "applications": [
+            {
+                "name": name,
+                "route_prefix": "/",
+                "import_path": import_path,
+                "args": {"models": list(models), "gateways": {"replicas": 1, "num_cpus": 0.2}},
+            }
+        ],
+    }
 
 
 def free_port() -> int:
@@ -63,33 +118,57 @@ def free_port() -> int:
     return port
 
 
-def _environment(folder: str) -> dict[str, str]:
-    """What `scripts/serve` sets, and places of its own for all that Ray and HAProxy keep in /tmp."""
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now, below those that the kernel gives out by itself."""
+    found: list[int] = []
+    for port in range(18_000 + os.getpid() % 4_000, 30_000, 7):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise BenchError("no free ports between 18,000 and 30,000")
+
+
+def _environment(folder: str, ports: Sequence[int]) -> dict[str, str]:
+    """What `scripts/serve` sets, and places and ports of its own for all that two clusters would share."""
     lines = (_ROOT / "scripts" / "serve.env").read_text(encoding="utf-8").splitlines()
     defaults = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
-    own = {
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return {
+        **defaults,
+        **inherited,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
         "RAY_TMPDIR": folder,
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/haproxy/admin.sock",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": f"{folder}/haproxy",
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/haproxy/server-state",
-        "RAY_SERVE_HAPROXY_METRICS_PORT": "9191",
-        "RAY_SERVE_HAPROXY_STATS_PORT": "8494",
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/haproxy/metrics.sock",
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[1]),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[2]),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[3]),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports[4]),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ports[5]),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports[5] + 200),
+        # Nobody is connected that would have to be waited for when an experiment is over.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     }
-    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    return {**defaults, **inherited, **own}
 
 
-def _wait_until_served(url: str, process: "subprocess.Popen[bytes]") -> None:
+def _wait_until_ready(served: Application, process: "subprocess.Popen[bytes]", log: Path) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise BenchError(f"serve run ended with status {process.returncode}: read its log")
-        # The URL is our own.
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/ready", timeout=5):  # noqa: S310
+            raise BenchError(f"serve run ended with status {process.returncode}:\n{_tail(log)}")
+        with contextlib.suppress(OSError):
+            served.fetched("/ready")
             return
         time.sleep(0.5)
-    raise BenchError(f"{url} was not ready after {_START_TIMEOUT_S:.0f} s: read the log of serve run")
+    raise BenchError(f"{served.url} was not ready after {_START_TIMEOUT_S:.0f} s:\n{_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -1,4 +1,4 @@
-"""How much CPU time have a process and its descendants used? Read from Linux's /proc."""
+"""CPU time of a process and its descendants, by the part that each plays. Read from Linux's /proc."""
 
 import os
 import time
@@ -46,6 +46,22 @@ def is_alive(process: ProcessUse) -> bool:
         return _read(Path("/proc") / str(process.pid)).started == process.started
     except OSError:
         return False
+
+
+def role_of(process: ProcessUse) -> str:
+    """The part that a process of an application plays: `gateway`, `haproxy`, `scheduler`, `tuner`, `engine`.
+
+    `serve` is Serve's controller and proxy managers, and `ray` all the rest.
+    """
+    if process.name == "haproxy":
+        return "haproxy"
+    # Ray's workers carry their deployment in their title.
+    if process.title.startswith("ray::ServeReplica"):
+        deployment = process.title.rpartition(":")[2]
+        known = (role for role in ("gateway", "scheduler", "tuner") if deployment.startswith(role))
+        return next(known, "engine")
+    of_serve = process.title.startswith(("ray::Serve", "ray::HAProxy", "ray::ProxyActor"))
+    return "serve" if of_serve else "ray"
 
 
 @dataclass(slots=True)

@@ -54,6 +54,16 @@ def plus_minus(values: Sequence[float | None], decimals: int = 2, *, scale: floa
     return mean if interval.high is None else f"{mean} ± {interval.high - interval.mean:,.{decimals}f}"
 
 
+def load_note(rows: Sequence[Row]) -> str:
+    """How busy the machine was, our own work included: it matters where time is real."""
+    loads = [row.machine.load_average[0] for row in rows if row.machine.load_average]
+    if not loads:
+        return ""
+    low, high = f"{min(loads):.1f}", f"{max(loads):.1f}"
+    span = low if low == high else f"{low} to {high}"
+    return f"The machine's load average was {span} with this experiment at work."
+
+
 def caption(rows: Sequence[Row], note: str = "") -> str:
     """Where the figures come from: seeds, traces, commit, date, machine, and the experiment."""
     measured = f"Measured {_dates(rows)} at commit {_commits(rows)} on {_machines(rows)}"

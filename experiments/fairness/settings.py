@@ -56,7 +56,7 @@ class FairnessSettings:
     def __post_init__(self) -> None:
         if self.span_s < 10:
             raise ValueError(
-                f"span_s must be at least 10, got {self.span_s}: users arrive after five seconds"
+                f"span_s must be at least 10, got {self.span_s}: users come after 5 s"
             )
 
     def fleet(self, engine: EngineChanges, replicas: int | None = None) -> FleetSettings:

@@ -1,0 +1,1 @@
+"""Two late users behind a flood, live."""

@@ -1,0 +1,143 @@
+"""One user sends many requests at once, two others one each a moment later: when are they served?
+
+One application has a model for each way to count service (`fairness.mode`), each with an emulated engine of
+its own. The scenario is played against all of them in turn, over HTTP, with streamed answers.
+
+Scenario: TNG, "Efficient Request Queueing".
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, ClassVar
+
+from experiments.common.application import started_application
+from experiments.common.experiment import STRICT, Context, Experiment, Measurement
+from experiments.common.open_loop import all_completed, play_trace
+from experiments.common.provenance import generated
+from serve_app.bench.bodies import BenchEndpoint, BodyKind, BodySettings
+from serve_app.bench.connection import BenchError
+from serve_app.command import progress_bar
+from serve_app.metrics.record import RequestRecord
+from serve_app.workloads.trace import Trace, TraceRequest
+
+_FIRST, _LATE = "A", ("B", "C")
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 100, 60
+_BETWEEN_LATE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateUsersSettings:
+    """What is played.
+
+    Attributes:
+        modes: values of `fairness.mode`.
+        flood: requests of A, all at once.
+        after_s: until B comes; C follows 0.05 s later.
+        repeats: of all modes in turn.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
+
+    policy: str
+    modes: tuple[str, ...]
+    flood: int
+    after_s: float
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One play of the scenario.
+
+    Attributes:
+        b_ttft_s, c_ttft_s: from when their client meant to send.
+        a_ttft_s: mean over the requests of A.
+        before_b: requests of A that were dispatched before B.
+        in_engine: those of them that had been dispatched when B came, and could not be passed any more.
+    """
+
+    b_ttft_s: float
+    c_ttft_s: float
+    a_ttft_s: float
+    before_b: int
+    in_engine: int
+
+
+def play(settings: LateUsersSettings, context: Context) -> Iterator[Measurement]:
+    """All modes in turn, so that each meets the same machine."""
+    if all(context.has({"mode": mode}) for mode in settings.modes):
+        return
+    played: dict[str, list[Figures]] = {mode: [] for mode in settings.modes}
+    trace = scenario(settings)
+    with (
+        started_application(
+            "late-users", [model(mode, settings.policy) for mode in settings.modes]
+        ) as served,
+        progress_bar("late_users", settings.repeats * len(settings.modes)) as advance,
+    ):
+        for _repeat in range(settings.repeats):
+            for mode, plays in played.items():
+                plays.append(figures_of(all_completed(play_trace(served.url, bodies(mode), trace)).records))
+                advance()
+    for mode, plays in played.items():
+        columns = [asdict(one) for one in plays]
+        yield Measurement(
+            key={"mode": mode},
+            figures={name: [one[name] for one in columns] for name in columns[0]},
+            traces=generated("late users"),
+        )
+
+
+def model(mode: str, policy: str) -> dict[str, Any]:
+    """One way to count service, in front of an engine of its own."""
+    engine = {"emulated": {"profile": "laptop", "long_prefill_token_threshold": 192}}
+    return {
+        "name": mode,
+        "pools": [{"name": "all", "engine": engine, "resources": {"num_cpus": 0.1}}],
+        "scheduler": {"policy": policy, "fairness": {"mode": mode}},
+    }
+
+
+def bodies(mode: str) -> BodySettings:
+    """Completions of one model."""
+    return BodySettings(model=mode, kind=BodyKind.TEXT, endpoint=BenchEndpoint.COMPLETIONS, ignore_eos=True)
+
+
+def scenario(settings: LateUsersSettings) -> Trace:
+    """A's requests at once, then B's and C's."""
+    late = (
+        _request(tenant, settings.after_s + _BETWEEN_LATE_S * number) for number, tenant in enumerate(_LATE)
+    )
+    requests = (*(_request(_FIRST, 0.0) for _ in range(settings.flood)), *late)
+    return Trace(name="late users", source="the article's scenario", requests=requests)
+
+
+def figures_of(records: Sequence[RequestRecord]) -> Figures:
+    """Who was served when."""
+    of = {name: [one for one in records if one.tenant == name] for name in (_FIRST, *_LATE)}
+    (b,), (c,) = (of[name] for name in _LATE)
+    dispatched = [_dispatched_at(one) for one in of[_FIRST]]
+    return Figures(
+        b_ttft_s=b.ttft_s or 0.0,
+        c_ttft_s=c.ttft_s or 0.0,
+        a_ttft_s=fmean(one.ttft_s or 0.0 for one in of[_FIRST]),
+        before_b=sum(at < _dispatched_at(b) for at in dispatched),
+        in_engine=sum(at < (b.sent_at or b.arrived_at) for at in dispatched),
+    )
+
+
+def _request(tenant: str, arrival_s: float) -> TraceRequest:
+    return TraceRequest(
+        arrival_s=arrival_s, prompt_tokens=_PROMPT_TOKENS, output_tokens=_OUTPUT_TOKENS, tenant=tenant
+    )
+
+
+def _dispatched_at(record: RequestRecord) -> float:
+    """When it left the queue: the client's own time, and the wait that the answer's header tells."""
+    if record.dispatched_at is None:
+        raise BenchError(f"request {record.request_id} tells no queue wait: is this our gateway?")
+    return record.dispatched_at
+
+
+EXPERIMENT = Experiment(settings=LateUsersSettings, play=play)
