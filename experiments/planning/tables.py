@@ -1,0 +1,153 @@
+"""The tables of this experiment."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from experiments.common.rows import ANY, Row
+from experiments.common.tables import Table, markdown
+from experiments.planning.published import PRINTED_WHOLE_RATE
+from serve_app.planning.sizing.fleets import PAGED, POOLS, WORST_CASE
+
+_FORMS = {
+    "by_requests": "by requests, alpha (1 - 1/rho)",
+    "by_work": "by work, w_s (1 - 1/rho)",
+    "by_both_pools": "both pools",
+}
+_BASELINES = {WORST_CASE: "16 places", PAGED: "one paged pool"}
+_NONE = "-"
+
+
+def _cases(rows: Sequence[Row]) -> str:
+    head = ["demand", "one pool, 16 places", "one paged pool", "two pools", "cost against the paged pool"]
+    lines = [
+        [
+            row.settings["title"],
+            *(_gpus(row.figures["fleets"].get(name)) for name in (WORST_CASE, PAGED)),
+            _pools(row.figures["fleets"].get(POOLS)),
+            _cost(row),
+        ]
+        for row in rows
+    ]
+    return markdown(head, lines)
+
+
+def _gpus(fleet: Mapping[str, Any] | None) -> str:
+    return "none meets the limits" if fleet is None else f"{fleet['gpus']:,} GPUs"
+
+
+def _pools(fleet: Mapping[str, Any] | None) -> str:
+    if fleet is None:
+        return _gpus(fleet)
+    short, long = (fleet["per_pool"][pool]["replicas"] for pool in ("short", "long"))
+    return f"{fleet['gpus']:,} GPUs ({short:,} + {long:,} replicas)"
+
+
+def _cost(row: Row) -> str:
+    against = _against(row, PAGED)
+    if against is None:
+        return _NONE
+    saved, resolution = 100 * against["simulated"], 100 * against["resolution"]
+    return f"{abs(saved):.1f} ± {resolution:.1f} % {'less' if saved >= 0 else 'more'}"
+
+
+def _against(row: Row, baseline: str) -> Mapping[str, Any] | None:
+    """What two pools save of a baseline; None where one of the fleets is missing."""
+    pools = row.figures["fleets"].get(POOLS)
+    found: Mapping[str, Any] | None = None if pools is None else pools["savings"].get(baseline)
+    return found
+
+
+def _promises(rows: Sequence[Row]) -> str:
+    """How much more each closed form promises than the simulation finds, in percentage points."""
+    head = ["closed form"]
+    for baseline, title in _BASELINES.items():
+        found = [one["simulated"] for row in rows if (one := _against(row, baseline))]
+        head.append(f"against {title} (simulated {_range(found)} %)")
+    lines = [
+        [title, *(_promise(rows, baseline, form) for baseline in _BASELINES)]
+        for form, title in _FORMS.items()
+    ]
+    return markdown(head, lines)
+
+
+def _promise(rows: Sequence[Row], baseline: str, form: str) -> str:
+    beyond = [one["closed_form"][form] - one["simulated"] for row in rows if (one := _against(row, baseline))]
+    return f"{_range(beyond)}, mean {100 * fmean(beyond):.0f}" if beyond else _NONE
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{100 * min(values):.0f} to {100 * max(values):.0f}" if values else _NONE
+
+
+def _terms(rows: Sequence[Row]) -> str:
+    head = [
+        *("plan", "against", "GPUs", "saved, %", "alpha", "w_s"),
+        *("by requests, %", "by work, %", "both pools, %", "P99 TTFT, s"),
+    ]
+    lines = [
+        [row.settings["title"], title, *_comparison(row, baseline)]
+        for row in rows
+        for baseline, title in _BASELINES.items()
+    ]
+    return markdown(head, lines, text_columns=2)
+
+
+def _comparison(row: Row, baseline: str) -> list[str]:
+    fleets, against = row.figures["fleets"], _against(row, baseline)
+    if against is None:
+        return [_gpus(fleets.get(baseline)), *[_NONE] * 7]
+    one, two, terms = fleets[baseline], fleets[POOLS], against["closed_form"]
+    return [
+        f"{one['gpus']:,} > {two['gpus']:,}",
+        f"{100 * against['simulated']:.1f} ± {100 * against['resolution']:.1f}",
+        f"{terms['alpha']:.3f}",
+        f"{terms['w_s']:.3f}",
+        *(f"{100 * terms[form]:.1f}" for form in _FORMS),
+        f"{one['p99_ttft_s']:.2f} > {two['p99_ttft_s']:.2f}",
+    ]
+
+
+def _published(rows: Sequence[Row]) -> str:
+    head = [
+        *("trace", "printed", "GPUs", "saved, %", "alpha", "w_s", "rho"),
+        *("by requests, %", "by work, %", "alpha implied"),
+    ]
+    lines = [
+        [
+            row.settings["trace"],
+            row.settings["printed"],
+            f"{figures['one_pool_gpus']:,} > {figures['two_pools_gpus']:,}",
+            f"{100 * figures['saving']:.1f}",
+            f"{figures['alpha']:.4f}",
+            f"{figures['w_s']:.3f}",
+            f"{figures['rho']:.2f}",
+            *(f"{100 * figures[form]:.1f}" for form in ("by_requests", "by_work")),
+            _NONE if figures["alpha_implied"] is None else f"{figures['alpha_implied']:.2f}",
+        ]
+        for row in rows
+        for figures in [row.figures]
+    ]
+    return markdown(head, lines, text_columns=2)
+
+
+TABLES = {
+    "cases": Table(
+        text=_cases,
+        where={"case": ANY},
+        note="Simulated; ± is one replica of what was simulated, and nothing finer can be told",
+    ),
+    "grid": Table(
+        text=_promises,
+        where={"mix": ANY},
+        note="Percentage points of cost that a closed form promises beyond what the simulation finds",
+    ),
+    "case-terms": Table(text=_terms, where={"case": ANY}, note="One pool > two pools"),
+    "mixes": Table(text=_terms, where={"mix": ANY}, note="One pool > two pools"),
+    "published": Table(
+        text=_published,
+        where={"published": ANY},
+        note=f"The papers' engine model. They reckon with {PRINTED_WHOLE_RATE} requests/s for an instance, "
+        "whatever the trace",
+    ),
+}

@@ -1,0 +1,93 @@
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.common.catalogue import Catalogue
+from experiments.common.config import read_settings
+from experiments.planning.published import recomputed
+from experiments.planning.run import write_mix
+from experiments.planning.settings import MixGrid, PlanningExperiment
+from experiments.planning.tables import TABLES
+from serve_app.planning.model.closed_form import request_share_saving
+from serve_app.workloads.catalog import WorkloadSettings, resolve
+from tests.experiments.builders import row
+
+GRID = MixGrid(
+    profile="laptop",
+    rate_per_s=10.0,
+    requests=2_000,
+    long_ratios=(0.1, 0.4),
+    short=((300, 150),),
+    long=((3_000, 150), (8_000, 400)),
+)
+
+
+def experiment() -> PlanningExperiment:
+    return read_settings(Catalogue().config("planning"), PlanningExperiment)
+
+
+def test_a_mix_is_written_with_its_shares_and_means(tmp_path: Path) -> None:
+    for mix in GRID.mixes():
+        path = tmp_path / "mix.csv"
+        write_mix(path, mix, GRID.case(mix))
+        requests = resolve(WorkloadSettings(trace=str(path))).requests
+        long = [one for one in requests if one.prompt_tokens + one.output_tokens > mix.b_short_tokens]
+        assert len(requests) == GRID.requests
+        assert len(long) / len(requests) == pytest.approx(mix.long_ratio, abs=0.03)
+        mean = sum(one.prompt_tokens for one in long) / len(long)
+        assert mean == pytest.approx(mix.long[0], rel=0.03)
+
+
+def test_the_grid_plans_every_combination_under_a_name_of_its_own() -> None:
+    cases = [GRID.case(mix) for mix in GRID.mixes()]
+    assert len({case.name for case in cases}) == len(cases) == 4
+    assert cases[0].title == "300 + 150 and 3,000 + 150, 10% long"
+    assert cases[0].b_short_tokens == ((450 + 3_150) // 2,)
+
+
+def test_the_published_rows_obey_their_own_closed_form() -> None:
+    for published in experiment().published:
+        figures = recomputed(published, 2_000)
+        assert figures["by_requests"] == request_share_saving(figures["alpha"], figures["rho"])
+        assert 0 < figures["two_pools_gpus"] < figures["one_pool_gpus"]
+        assert (figures["alpha_implied"] is None) is (published.closed_form is None)
+
+
+def test_the_papers_need_fewer_short_requests_than_the_traces_have() -> None:
+    lmsys = next(one for one in experiment().published if one.trace == "lmsys" and one.closed_form)
+    figures = recomputed(lmsys, 2_000)
+    assert figures["alpha_implied"] == pytest.approx(0.68)
+    assert figures["alpha"] > 0.98
+
+
+def _fleet(gpus: int, **more: Any) -> dict[str, Any]:
+    return {"gpus": gpus, "p99_ttft_s": 1.0, **more}
+
+
+def _plan(fleets: Mapping[str, Any]) -> Any:
+    return replace(row({"case": "one"}, {"fleets": fleets}), settings={"title": "a demand"})
+
+
+def test_a_fleet_that_does_not_exist_is_named_and_nothing_is_compared_with_it() -> None:
+    one = _plan({"paged-homogeneous": _fleet(8)})
+    assert "| a demand | none meets the limits | 8 GPUs | none meets the limits | - |" in TABLES[
+        "cases"
+    ].written([one])
+    assert "- | - | -" in TABLES["case-terms"].written([one])
+
+
+def test_a_plan_says_what_splitting_costs() -> None:
+    terms = {"alpha": 0.9, "w_s": 0.8, "by_requests": 0.5, "by_work": 0.4, "by_both_pools": 0.1}
+    saving = {"simulated": -0.125, "resolution": 0.03, "closed_form": terms}
+    pools = _fleet(
+        12,
+        per_pool={"short": {"replicas": 2}, "long": {"replicas": 1}},
+        savings={"paged-homogeneous": saving},
+    )
+    one = _plan({"paged-homogeneous": _fleet(8), "pools": pools})
+    assert "12 GPUs (2 + 1 replicas) | 12.5 ± 3.0 % more" in TABLES["cases"].written([one])
+    promised = replace(one, key={"mix": "one"})
+    assert "| by work, w_s (1 - 1/rho) | - | 52 to 52, mean 52 |" in TABLES["grid"].written([promised])
