@@ -1,0 +1,1 @@
+"""The control channel between gateways and the scheduler."""

@@ -1,0 +1,1 @@
+"""What the application costs per request."""
