@@ -4,13 +4,14 @@ Everything else is `serve_app.app`: the same scheduler, the same loop, the same 
 """
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
 from ray.serve import Application
 
 from serve_app import app
 from serve_app.serving.tuner.deployment import TunerDeployment
 from serve_app.serving.tuner.parameter_tuner import Searcher
-from serve_app.settings.application import AppSettings
 from serve_app.tuning.online.parameter_search import Searched, SearchTask
 from serve_app.tuning.search.comparison import Comparison
 from serve_app.tuning.search.history import Proposal
@@ -51,7 +52,7 @@ class PoisonedTunerDeployment(TunerDeployment):
         return poisoned
 
 
-def build_app(settings: AppSettings) -> Application:
+def build_app(args: Mapping[str, Any]) -> Application:
     """The application of `serve_app.app`, with the poisoned tuner."""
     vars(app)["TunerDeployment"] = PoisonedTunerDeployment
-    return app.build_app(settings)
+    return app.build_app(args)

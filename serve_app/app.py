@@ -1,6 +1,6 @@
 """The composition of an application: the only place where deployments are bound to each other.
 
-    serve run configs/local.yaml        import_path: serve_app.app:build_app, args: see `AppSettings`
+    serve run configs/local.yaml        import_path: serve_app.app:build_app, args: see `WrittenApplication`
 
 For each model one scheduler, one deployment per pool, and a tuner where there is something to learn; for all
 of them the gateways, which are the ingress.
@@ -8,6 +8,7 @@ Nothing random or timed goes into a deployment's arguments: deploying the same s
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -21,7 +22,9 @@ from serve_app.serving.pool.deployment import PoolDeployment, PoolDeploymentSett
 from serve_app.serving.scheduler.actor import SCHEDULER_DEPLOYMENT_OPTIONS, SchedulerActorSettings
 from serve_app.serving.scheduler.deployment import SchedulerDeployment
 from serve_app.serving.tuner.deployment import TUNER_DEPLOYMENT_OPTIONS, TunerDeployment
-from serve_app.settings.application import AppSettings, ModelSettings, PoolSettings
+from serve_app.settings.application import AppSettings, ModelSettings
+from serve_app.settings.loading import settings_of
+from serve_app.settings.pools import PoolSettings
 
 # After its last answer a replica has to end its server and its engine, before Ray ends the process.
 _STOP_MARGIN_S = 30.0
@@ -29,8 +32,17 @@ _STOP_MARGIN_S = 30.0
 _HEALTH_RATIO = 0.8
 
 
-def build_app(settings: AppSettings) -> Application:
-    """The whole application, ready for `serve.run`.
+def build_app(args: Mapping[str, Any]) -> Application:
+    """The application of a Serve configuration, ready for `serve.run`.
+
+    Raises:
+        SettingsError: see `settings_of` and `application_of`.
+    """
+    return application_of(settings_of(args))
+
+
+def application_of(settings: AppSettings) -> Application:
+    """The application with these settings.
 
     Raises:
         SettingsError: two deployments would bear one name, or vLLM is installed here and would refuse the
@@ -48,7 +60,7 @@ def build_app(settings: AppSettings) -> Application:
         for model in settings.models
         if model.is_tuned
     ]
-    names = {name: model.name for model in settings.models for name in (model.name, *model.aliases)}
+    names = {name: model.name for model in settings.models for name in model.names}
     deployment = serve.deployment(
         name="gateway",
         num_replicas=settings.gateways.replicas,

@@ -64,7 +64,7 @@ class ServeAppError(Exception):
     """Base of every exception that this package raises on purpose."""
 
 
-class SettingsError(ServeAppError):
+class SettingsError(ServeAppError, ValueError):
     """A setting is unknown, missing or out of range; the message names it and the remedy."""
 
 

@@ -12,9 +12,10 @@ Checks that concern two settings stand in the class's own `__post_init__`, which
 
 import enum
 import math
+import types
 import typing
-from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, overload
 
 from serve_app.errors import SettingsError
@@ -90,7 +91,7 @@ def between(low: float, high: float) -> Range:
     return Range(low, high, f"must be from {low:,} to {high:,}")
 
 
-class OutOfRangeError(SettingsError, ValueError):
+class OutOfRangeError(SettingsError):
     """One setting has a value outside its range.
 
     Attributes:
@@ -126,6 +127,30 @@ def describe(cls: type) -> tuple[Setting, ...]:
     """The settings of a class that `settings` made, in the order of their declaration."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple(_described(each, hints[each.name]) for each in fields(cls))
+
+
+def block_of(kind: Any) -> type | None:
+    """The class of settings that a setting of this type holds, None when it holds a plain value."""
+    arms = typing.get_args(kind) if _is_union(kind) else (kind,)
+    blocks = (arm for arm in map(_plain, arms) if isinstance(arm, type) and is_dataclass(arm))
+    return next(blocks, None)
+
+
+def as_written(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as a file gives them: the advanced ones under `advanced` in their block.
+
+    Args:
+        cls: the class of the block that they belong to.
+        values: by name; those of a block inside it are a mapping again.
+    """
+    usual: dict[str, Any] = {}
+    advanced: dict[str, Any] = {}
+    for setting in describe(cls):
+        if setting.name in values:
+            value, block = values[setting.name], block_of(setting.kind)
+            given = as_written(block, value) if block is not None and isinstance(value, Mapping) else value
+            (advanced if setting.is_advanced else usual)[setting.name] = given
+    return usual | ({ADVANCED.value: advanced} if advanced else {})
 
 
 @overload
@@ -186,6 +211,10 @@ def _described(declared: "Field[Any]", kind: Any) -> Setting:
         allowed=_range(kind),
         is_advanced=ADVANCED in _marks(kind),
     )
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in {typing.Union, types.UnionType}
 
 
 def _marks(kind: Any) -> tuple[Any, ...]:

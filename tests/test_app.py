@@ -9,10 +9,11 @@ import pytest
 from ray.serve import Application, Deployment
 from ray.serve._private.build_app import build_app as build_with_serve
 
-from serve_app.app import build_app
+from serve_app.app import application_of
 from serve_app.errors import SettingsError
 from serve_app.serving.pool.deployment import PoolDeploymentSettings
-from serve_app.settings.application import AppSettings, load_settings
+from serve_app.settings.application import AppSettings
+from serve_app.settings.loading import load_settings, settings_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -24,7 +25,7 @@ def emulated(name: str, **changes: Any) -> dict[str, Any]:
 
 def settings(*models: dict[str, Any], **changes: Any) -> AppSettings:
     default = {"name": "demo", "aliases": ["alias"], "pools": [emulated("short"), emulated("long")]}
-    return AppSettings.model_validate({"models": list(models) or [default], **changes})
+    return settings_of({"models": list(models) or [default], **changes})
 
 
 def deployments(application: Application) -> dict[str, Deployment]:
@@ -42,7 +43,7 @@ def test_every_model_has_a_scheduler_and_its_pools_and_all_share_the_gateways() 
     other = {"name": "org/Other-7B", "pools": [emulated("long")], "scheduler": {"policy": "fcfs"}}
     pools = [emulated("short"), emulated("long")]
     demo = {"name": "demo", "pools": pools, "scheduler": {"policy": "ewsjf"}}
-    found = deployments(build_app(settings(demo, other)))
+    found = deployments(application_of(settings(demo, other)))
     assert set(found) == {
         "gateway",
         "scheduler-demo",
@@ -56,7 +57,7 @@ def test_every_model_has_a_scheduler_and_its_pools_and_all_share_the_gateways() 
 
 def test_a_model_whose_policy_learns_queues_has_a_tuner() -> None:
     def names(**changes: Any) -> set[str]:
-        return set(deployments(build_app(settings({"name": "demo", "pools": [emulated("long")], **changes}))))
+        return set(deployments(application_of(settings({"name": "demo", "pools": [emulated("long")], **changes}))))
 
     plain = {"gateway", "scheduler-demo", "long-demo"}
     tuned = plain | {"tuner-demo"}
@@ -67,7 +68,7 @@ def test_a_model_whose_policy_learns_queues_has_a_tuner() -> None:
 
 
 def test_a_scheduler_is_never_scaled() -> None:
-    assert deployments(build_app(settings()))["scheduler-demo"].num_replicas == 1
+    assert deployments(application_of(settings()))["scheduler-demo"].num_replicas == 1
 
 
 def test_a_pool_gets_what_its_settings_ask_for() -> None:
@@ -75,7 +76,7 @@ def test_a_pool_gets_what_its_settings_ask_for() -> None:
     pool = emulated(
         "long", replicas=3, resources=resources, drain_timeout_s=100.0, health_check_timeout_s=50.0
     )
-    found = deployments(build_app(settings({"name": "demo", "pools": [pool]})))["long-demo"]
+    found = deployments(application_of(settings({"name": "demo", "pools": [pool]})))["long-demo"]
     assert found.num_replicas == 3
     options = found.ray_actor_options or {}
     assert (options["num_cpus"], options["num_gpus"]) == (2, 4)
@@ -93,13 +94,13 @@ def test_a_pool_gets_what_its_settings_ask_for() -> None:
 def test_an_engine_over_several_nodes_gets_a_placement_group() -> None:
     resources = {"num_cpus": 1, "placement_bundles": [{"CPU": 1, "GPU": 8}, {"GPU": 8}]}
     pool = emulated("long", resources=resources)
-    found = deployments(build_app(settings({"name": "demo", "pools": [pool]})))["long-demo"]
+    found = deployments(application_of(settings({"name": "demo", "pools": [pool]})))["long-demo"]
     assert found._replica_config.placement_group_bundles == [{"CPU": 1, "GPU": 8}, {"GPU": 8}]
 
 
 def test_each_pool_is_scaled_by_its_own_settings_and_our_policy() -> None:
     short = emulated("short", autoscaling={"max_replicas": 4, "target_ongoing_requests": 12.0})
-    found = deployments(build_app(settings({"name": "demo", "pools": [short, emulated("long")]})))
+    found = deployments(application_of(settings({"name": "demo", "pools": [short, emulated("long")]})))
     config = found["short-demo"]._deployment_config.autoscaling_config
     assert config is not None
     assert (config.min_replicas, config.max_replicas) == (1, 4)
@@ -108,7 +109,7 @@ def test_each_pool_is_scaled_by_its_own_settings_and_our_policy() -> None:
 
 
 def test_the_gateway_knows_every_name_of_every_model() -> None:
-    application = build_app(settings())
+    application = application_of(settings())
     gateway = deployments(application)["gateway"]
     served, _channel, schedulers, names, others = arguments(gateway)
     assert [model.name for model in served.models] == ["demo", "alias"]
@@ -121,7 +122,7 @@ def test_the_same_settings_build_the_same_application() -> None:
     """Serve restarts replicas whose arguments have changed; nothing random may be among them."""
 
     def pickled() -> dict[str, list[bytes]]:
-        found = deployments(build_app(load_settings(CONFIGS / "local.yaml")))
+        found = deployments(application_of(load_settings(CONFIGS / "local.yaml")))
         return {
             name: [pickle.dumps(argument) for argument in arguments(deployment) if is_dataclass(argument)]
             for name, deployment in found.items()
@@ -135,4 +136,4 @@ def test_the_same_settings_build_the_same_application() -> None:
 def test_names_that_become_one_are_refused() -> None:
     models = [{"name": name, "pools": [emulated("long")]} for name in ("a/b", "a b")]
     with pytest.raises(SettingsError, match="long-a-b"):
-        build_app(settings(*models))
+        application_of(settings(*models))

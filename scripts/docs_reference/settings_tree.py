@@ -7,26 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, is_dataclass
 from typing import Any
 
-from pydantic import BaseModel
-
 from docs_reference.source_text import attribute_texts, field_comments, summary
-from serve_app.settings.application import AppSettings
+from serve_app.settings.application import WrittenApplication
 from serve_app.settings_base import Setting, describe
-
-NOT_IN_FILES = frozenset(
-    {
-        "gateway.models",
-        "models[].scheduler.model",
-        "models[].scheduler.aliases",
-        "models[].scheduler.routing.pools",
-    }
-)
-"""Settings that follow from others and are refused in a file."""
 
 _NAMES_OF_THE_MODEL = "the name and aliases of the model"
 DEFAULTS_IN_FILES = {
-    "gateway": "",
-    "models[].scheduler": "",
     "models[].scheduler.routing.b_short_tokens": "8192, or what the first of two pools holds if that is less",
     **{
         f"models[].pools[].engine.{kind}.served_model_names": _NAMES_OF_THE_MODEL
@@ -74,17 +60,15 @@ class Block:
 
 def blocks() -> Iterator[Block]:
     """Every block of the application's settings, parents before what they hold."""
-    yield from _walk(AppSettings, "", None)
+    yield from _walk(WrittenApplication, "", None)
 
 
 def _walk(cls: type, path: str, instance: object) -> Iterator[Block]:
     attributes, comments = attribute_texts(cls), field_comments(cls)
     inner: dict[str, tuple[type, object]] = {}
     entries = []
-    for setting in _settings(cls):
+    for setting in describe(cls):
         here = ".".join(filter(None, (path, "advanced" * setting.is_advanced, setting.name)))
-        if here in NOT_IN_FILES:
-            continue
         default = setting.default
         if default is not MISSING and instance is not None:
             default = getattr(instance, setting.name)
@@ -113,23 +97,6 @@ def _limits(setting: Setting) -> str:
     """The range in the words of its message, without its verb and without the type."""
     words = setting.allowed.words if setting.allowed else ""
     return re.sub(r"^must (not )?be (?:a (positive )?number(?:, )?)?", r"\1\2", words).strip()
-
-
-def _settings(cls: type) -> tuple[Setting, ...]:
-    """The settings of a class: the one at the top is a pydantic model, all others are dataclasses."""
-    if not issubclass(cls, BaseModel):
-        return describe(cls)
-    hints = typing.get_type_hints(cls)
-    return tuple(
-        Setting(
-            name=name,
-            kind=hints[name],
-            default=MISSING if info.is_required() else info.get_default(call_default_factory=True),
-            allowed=None,
-            is_advanced=False,
-        )
-        for name, info in cls.model_fields.items()
-    )
 
 
 def _nested(kind: Any) -> Iterator[tuple[type, str]]:

@@ -25,17 +25,16 @@ from serve_app.settings_base import at_least, settings, share_below
 
 
 @settings(block="routing")
-class RoutingSettings:
-    """How requests are spread over the pools of a model.
+class WrittenRouting:
+    """How requests are spread over the pools of a model, as a file says it.
 
     Attributes:
-        pools: names of the pools, the one with the shortest context first.
+        b_short_tokens: token budget (prompt and output) up to which a request is at home in the first pool.
+            None is 8,192, or what the first of two pools can hold, if that is less.
     """
 
-    pools: tuple[str, ...] = ("short", "long")
-    # Token budget (prompt and output) up to which a request is at home in the first pool. 8,192 is the
-    # papers' value; by their analysis 4K to 16K keeps at least four fifths of the saving.
-    b_short_tokens: Annotated[int, at_least(1)] = 8_192
+    # 8,192 is the papers' value; by their analysis 4K to 16K keeps at least four fifths of the saving.
+    b_short_tokens: Annotated[int | None, at_least(1)] = None
     # Share of a shorter pool's context kept free of requests with estimated lengths. vLLM does not refuse a
     # request whose prompt and max_tokens together exceed its context: it silently shortens the answer. So an
     # estimate must be wrong by more than this before an answer is cut. Exact lengths need no margin.
@@ -45,6 +44,19 @@ class RoutingSettings:
     spill: bool = True
     # Whether `b_short_tokens` follows the traffic; it is the initial value then.
     adaptive_b_short: AdaptiveBShortSettings = field(default_factory=AdaptiveBShortSettings)
+
+
+@settings(block="routing")
+class RoutingSettings(WrittenRouting):
+    """How requests are spread over the pools of a model.
+
+    Attributes:
+        pools: names of the pools, the one with the shortest context first.
+        b_short_tokens: as in `WrittenRouting`.
+    """
+
+    pools: tuple[str, ...] = ("short", "long")
+    b_short_tokens: int = 8_192
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.pools) <= 2:

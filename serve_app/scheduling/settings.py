@@ -5,7 +5,7 @@ from typing import Annotated
 
 from serve_app.request import PriorityClass
 from serve_app.routing.estimation.estimate import EstimatorSettings
-from serve_app.routing.pools import RoutingSettings
+from serve_app.routing.pools import RoutingSettings, WrittenRouting
 from serve_app.routing.prefill_cost import PrefillCostSettings
 from serve_app.routing.prefix.affinity import AffinitySettings
 from serve_app.scheduling.admission.settings import AdmissionSettings
@@ -37,17 +37,13 @@ class QueueTimeouts:
 
 
 @settings
-class SchedulerSettings:
-    """Everything that one model's scheduler is told.
+class WrittenScheduler:
+    """What a file says of one model's scheduler; names and pools stand elsewhere in it.
 
     Attributes:
-        model: name that clients ask for.
-        aliases: other names for the same model (LoRA adapters, old names).
         policy: name of the ordering policy, a key of `scheduling.policies.POLICIES`.
     """
 
-    model: str
-    aliases: tuple[str, ...] = ()
     policy: str = "ewsjf"
     # A bound on memory and on the wait of the last in the queue. At 20 requests/s it is nearly two minutes
     # of work: past that, a refusal with Retry-After serves the client better than a place in the queue.
@@ -62,7 +58,7 @@ class SchedulerSettings:
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     # Upper end of the Retry-After that clients are given; the OpenAI SDK obeys up to 120 s.
     retry_after_cap_s: Annotated[float, NOT_NEGATIVE] = 60.0
-    routing: RoutingSettings = field(default_factory=RoutingSettings)
+    routing: WrittenRouting = field(default_factory=WrittenRouting)
     estimator: EstimatorSettings = field(default_factory=EstimatorSettings)
     backpressure: BackpressureSettings = field(default_factory=BackpressureSettings)
     fairness: FairnessSettings = field(default_factory=FairnessSettings)
@@ -73,6 +69,20 @@ class SchedulerSettings:
     prefill_cost: PrefillCostSettings = field(default_factory=PrefillCostSettings)
     promotion: PromotionSettings = field(default_factory=PromotionSettings)
     ewsjf: EwsjfSettings = field(default_factory=EwsjfSettings)
+
+
+@settings
+class SchedulerSettings(WrittenScheduler):
+    """Everything that one model's scheduler is told.
+
+    Attributes:
+        model: name that clients ask for.
+        aliases: other names for the same model (LoRA adapters, old names).
+    """
+
+    model: str
+    aliases: tuple[str, ...] = ()
+    routing: RoutingSettings = field(default_factory=RoutingSettings)
 
     @property
     def backpressure_in_force(self) -> BackpressureSettings:

@@ -10,7 +10,7 @@ from serve_app.errors import Outcome
 from serve_app.metrics.slo import Slo
 from serve_app.planning.sizing.fleets import PoolPlan, split_fleet
 from serve_app.planning.sizing.verification import PoolFigures, RunFigures, Verification, Workload
-from serve_app.settings.application import AppSettings
+from serve_app.settings.loading import settings_of
 from serve_app.simulation.fleet import EngineChanges
 from serve_app.simulation.workload import TraceChoice
 from tests.metrics.builders import record
@@ -49,7 +49,7 @@ def verification() -> Verification:
 def test_the_application_has_the_planned_pools_and_nothing_else(script: ModuleType) -> None:
     fleet = SimpleNamespace(plan=PLAN, counts={"short": 2, "long": 3}, verification=verification())
     (application,) = script.application(fleet)["applications"]
-    (model,) = AppSettings.model_validate(application["args"]).models
+    (model,) = settings_of(application["args"]).models
     short, long = model.pools
     assert (short.name, short.replicas, long.name, long.replicas) == ("short", 2, "long", 3)
     assert short.autoscaling is None

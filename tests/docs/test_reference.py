@@ -14,10 +14,10 @@ import serve_app
 from docs_reference import metrics
 from docs_reference.command_line import command_line_page
 from docs_reference.pages import PAGES, REFERENCE, outdated_pages, write_pages
-from docs_reference.settings_tree import DEFAULTS_IN_FILES, NOT_IN_FILES, Block, blocks
+from docs_reference.settings_tree import DEFAULTS_IN_FILES, Block, blocks
 from serve_app.cli import COMMANDS
 from serve_app.errors import Outcome, SettingsError
-from serve_app.settings.application import load_settings
+from serve_app.settings.loading import load_settings
 from tests.docs.fragments import check_fragment
 
 
@@ -109,19 +109,6 @@ def test_what_a_file_leaves_out_is_completed_as_the_reference_says(tmp_path: Pat
     assert [model.scheduler.routing.b_short_tokens for model in found] == [2_048, 8_192, 8_192]
     paths = {setting.path for block in blocks() for setting in block.settings}
     assert set(DEFAULTS_IN_FILES) <= paths
-
-
-@pytest.mark.parametrize("path", sorted(NOT_IN_FILES))
-def test_settings_that_follow_from_others_are_refused_in_files(path: str, tmp_path: Path) -> None:
-    nested: object = "x"
-    for key in reversed(path.removeprefix("models[].").split(".")):
-        nested = {key: nested}
-    assert isinstance(nested, dict)
-    args = (
-        {"models": [{**MINIMAL, **nested}]} if path.startswith("models") else {"models": [MINIMAL], **nested}
-    )
-    with pytest.raises(SettingsError, match="is not given here"):
-        load_settings(_application(args, tmp_path))
 
 
 @pytest.mark.parametrize("block", tuple(blocks()), ids=lambda block: block.path or "args")

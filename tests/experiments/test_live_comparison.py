@@ -6,7 +6,7 @@ import yaml
 
 from experiments.live.comparison import LiveExperiment, load_experiment, saturated_rate, serve_config
 from serve_app.bench.connection import BenchError
-from serve_app.settings.application import load_settings
+from serve_app.settings.loading import load_settings
 from tests.metrics.builders import record
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "experiments" / "live.yaml"

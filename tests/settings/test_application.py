@@ -7,7 +7,8 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from serve_app.errors import SettingsError
 from serve_app.request import PriorityClass
-from serve_app.settings.application import AppSettings, load_settings
+from serve_app.settings.application import AppSettings
+from serve_app.settings.loading import load_settings, settings_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -26,7 +27,7 @@ def model(**changes: Any) -> dict[str, Any]:
 
 
 def parse(*models: dict[str, Any], **changes: Any) -> AppSettings:
-    return AppSettings.model_validate({"models": list(models) or [model()], **changes})
+    return settings_of({"models": list(models) or [model()], **changes})
 
 
 def refusal(*models: dict[str, Any], **changes: Any) -> str:
@@ -121,7 +122,7 @@ def test_all_faults_are_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scheduler": {"max_waiting": 0}}, "models[0].scheduler: max_waiting must be at least 1, got 0"),
+        ({"scheduler": {"max_waiting": 0}}, "models[0].scheduler.max_waiting must be at least 1, got 0"),
         ({"scheduler": {"max_waiting": "many"}}, "got 'many'"),
         (
             {"pools": [pool("short", engine={})]},
@@ -209,7 +210,7 @@ def test_two_models_with_one_name_are_refused() -> None:
 @pytest.mark.parametrize("args", [[], "demo", None, {"models": "demo"}, {"models": [1]}, {"models": []}, {}])
 def test_a_file_of_another_shape_is_refused_without_a_crash(args: Any) -> None:
     with pytest.raises(SettingsError):
-        AppSettings.model_validate(args)
+        settings_of(args)
 
 
 @pytest.mark.parametrize("name", ["local", "cpu_vllm", "remote", "gpu_1x", "gpu_8x"])
@@ -220,7 +221,7 @@ def test_every_configuration_that_is_shipped_parses(name: str) -> None:
 def test_the_kubernetes_service_parses_and_runs_with_the_settings_of_serve_env() -> None:
     spec = yaml.safe_load((CONFIGS / "kuberay.yaml").read_text())["spec"]
     ours = yaml.safe_load(spec["serveConfigV2"])["applications"][0]
-    assert list(AppSettings.model_validate(ours["args"]).served_names())
+    assert list(settings_of(ours["args"]).served_names())
     lines = (CONFIGS.parent / "scripts" / "serve.env").read_text().splitlines()
     expected = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     cluster = spec["rayClusterConfig"]

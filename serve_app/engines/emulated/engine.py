@@ -32,7 +32,7 @@ class EmulatedEngineSettings:
         seed: of the random lengths of answers.
     """
 
-    served_model_names: tuple[str, ...] = ("emulated",)
+    served_model_names: tuple[str, ...] | None = None
     profile: str = "laptop"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -61,10 +61,15 @@ class EmulatedEngineSettings:
     embedding_dimensions: Annotated[int, POSITIVE] = 64
 
     def __post_init__(self) -> None:
-        if not self.served_model_names or not all(self.served_model_names):
+        if not all(self.model_names) or not self.model_names:
             raise SettingsError(
                 f"served_model_names needs at least one name, none empty: {self.served_model_names}"
             )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names in force: an engine outside of an application has a name of its own."""
+        return ("emulated",) if self.served_model_names is None else self.served_model_names
 
     def model_settings(self, profile: EngineProfile) -> EngineModelSettings:
         """Limits of the engine: the profile's, unless these settings replace them.
@@ -94,14 +99,14 @@ class EmulatedEngine:
         profile = load_profile(settings.profile)
         self._limits = settings.model_settings(profile)
         model = EngineModel(self._limits, profile.step_time)
-        metrics = EngineMetrics(settings.served_model_names[0], self._limits)
+        metrics = EngineMetrics(settings.model_names[0], self._limits)
         self._driver = EngineDriver(model, metrics, settings.speed_up)
         metrics.watch(self._driver.snapshot)
         rng = random.Random(settings.seed)  # noqa: S311 - lengths of placeholder answers, not secrets
         lengths = OutputLengthSampler(settings.mean_output_tokens, settings.output_tokens_sigma, rng)
         rules = AdmissionRules(
             limits=self._limits,
-            model_names=settings.served_model_names,
+            model_names=settings.model_names,
             max_num_queued_reqs=settings.max_num_queued_reqs,
         )
         self._app = EmulatedApp(
@@ -110,7 +115,7 @@ class EmulatedEngine:
                 admission=EmulatedAdmission(rules, self._driver, lengths, metrics),
                 metrics=metrics,
                 tokenizer=PseudoTokenizer(settings.bytes_per_token, self._limits.block_size),
-                model_names=settings.served_model_names,
+                model_names=settings.model_names,
                 max_model_len=self._limits.max_model_len,
                 embedding_dimensions=settings.embedding_dimensions,
             )

@@ -46,7 +46,7 @@ class RemoteEngineSettings:
     base_url: str
     api_key: str | None = field(default=None, repr=False)
     api_key_env: str | None = None
-    served_model_names: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] | None = None
     max_model_len: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
     kv_tokens: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
     max_num_seqs: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
@@ -103,7 +103,7 @@ class RemoteEngine:
         try:
             models = await self._models_once_it_listens()
             self._note(read_metrics(await self._get_text("/metrics")))
-            limits = self._limits(_max_model_len(models, self._settings.served_model_names))
+            limits = self._limits(_max_model_len(models, self._settings.served_model_names or ()))
         except BaseException:
             await self.stop()
             raise

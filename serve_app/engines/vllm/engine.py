@@ -48,7 +48,8 @@ class VllmEngineSettings:
 
     Attributes:
         model: folder of the weights, or a name on the model hub.
-        served_model_names: names that clients may use in `model`; empty means `model` itself.
+        served_model_names: names that clients may use in `model`: those of its model when not given; an empty
+            list means `model` itself.
         args: arguments of vLLM's server and engine in snake_case, e.g. `max_model_len: 8192`.
         env: environment variables of the engine's processes, e.g. `VLLM_CPU_KVCACHE_SPACE: "1"` (GiB). They
             override those of the replica, which override our defaults.
@@ -56,7 +57,7 @@ class VllmEngineSettings:
     """
 
     model: str
-    served_model_names: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     # No request runs any more when an engine is stopped, so a kill loses nothing. An orderly end takes some

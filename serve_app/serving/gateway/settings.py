@@ -30,15 +30,13 @@ class ServedModel:
 
 
 @settings(block="gateway")
-class GatewaySettings:
-    """Settings of one gateway.
+class WrittenGateway:
+    """What a file says of gateways; the models that they serve stand elsewhere in it.
 
     Attributes:
-        models: what it serves; each has its own scheduler.
         keys: who may call; empty lets everyone in (a laptop, or a gateway behind another that asks).
     """
 
-    models: tuple[ServedModel, ...]
     keys: tuple[ApiKey, ...] = ()
     # OpenAI accepts about 50 MB of images in one request; text of a million tokens is a tenth of that. A
     # body is held in memory until its request is over (it may have to be sent again), so this times the
@@ -48,6 +46,17 @@ class GatewaySettings:
     log_requests: bool = True
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
     upstream: UpstreamSettings = field(default_factory=UpstreamSettings)
+
+
+@settings(block="gateway")
+class GatewaySettings(WrittenGateway):
+    """Settings of one gateway.
+
+    Attributes:
+        models: what it serves; each has its own scheduler.
+    """
+
+    models: tuple[ServedModel, ...]
 
     def __post_init__(self) -> None:
         names = [model.name for model in self.models]

@@ -1,0 +1,121 @@
+"""Settings of one pool: its engine, its resources, its replicas."""
+
+from collections.abc import Mapping
+from dataclasses import field, fields, replace
+from typing import Annotated, Any, Literal
+
+from serve_app.engine_model import SchedulingPolicy
+from serve_app.engine_model.profiles import load_profile
+from serve_app.engines.emulated.engine import EmulatedEngineSettings
+from serve_app.engines.remote.engine import RemoteEngineSettings
+from serve_app.engines.vllm.engine import VllmEngineSettings
+from serve_app.serving.pool.autoscaling import AutoscalingSettings
+from serve_app.serving.pool.server import ReplicaServerSettings
+from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
+
+
+@settings
+class EngineSettings:
+    """Which engine a pool runs: exactly one of the three, under its name."""
+
+    emulated: EmulatedEngineSettings | None = None
+    vllm: VllmEngineSettings | None = None
+    remote: RemoteEngineSettings | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("emulated", "vllm", "remote") if getattr(self, name) is not None]
+        if len(given) != 1:
+            named = ", ".join(given) or "none"
+            raise ValueError(f"give exactly one engine (emulated, vllm or remote), got {named}")
+        if self.emulated is not None:
+            # Limits that do not go together, or not with the profile, are refused here and not by a replica.
+            self.emulated.model_settings(load_profile(self.emulated.profile))
+
+    @property
+    def chosen(self) -> EmulatedEngineSettings | VllmEngineSettings | RemoteEngineSettings:
+        """The one that was given."""
+        chosen = self.emulated or self.vllm or self.remote
+        assert chosen is not None, "checked when the settings were made"
+        return chosen
+
+    def serving(self, names: tuple[str, ...]) -> "EngineSettings":
+        """The same engine; it answers under these names, unless it has names of its own."""
+        if self.chosen.served_model_names is not None:
+            return self
+        named = replace(self.chosen, served_model_names=names)
+        given: dict[str, Any] = {
+            each.name: named for each in fields(self) if getattr(self, each.name) is not None
+        }
+        return replace(self, **given)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Context limit in tokens as far as the settings tell; an engine may know better once it runs."""
+        if self.emulated is not None:
+            return self.emulated.max_model_len or load_profile(self.emulated.profile).max_model_len
+        if self.remote is not None:
+            return self.remote.max_model_len
+        stated = self.vllm.args.get("max_model_len") if self.vllm is not None else None
+        return stated if isinstance(stated, int) else None
+
+    @property
+    def schedules_by_priority(self) -> bool | None:
+        """Whether the engine orders its queue by the priority of requests; None if only it knows."""
+        if self.emulated is not None:
+            return self.emulated.scheduling_policy is SchedulingPolicy.PRIORITY
+        if self.vllm is not None:
+            return bool(self.vllm.args.get("scheduling_policy") == SchedulingPolicy.PRIORITY)
+        return None
+
+
+@settings(block="resources")
+class ResourceSettings:
+    """What one replica of a pool asks Ray for."""
+
+    # CPU cores that Ray sets aside for a replica: a reservation, no limit.
+    num_cpus: Annotated[float, NOT_NEGATIVE] = 1.0
+    # Whole GPUs for one engine (tensor parallelism within a node), or a fraction where engines share one and
+    # `gpu_memory_utilization` divides its memory.
+    num_gpus: Annotated[float, NOT_NEGATIVE] = 0.0
+    # A GPU type in Ray's words, such as H100; any type when not given.
+    accelerator_type: str | None = None
+    # Custom resources of Ray, by name.
+    custom: Mapping[str, float] = field(default_factory=dict)
+    # Only for an engine that spreads over nodes (`distributed_executor_backend: ray`): one bundle per worker,
+    # the first also holds the replica itself.
+    placement_bundles: tuple[Mapping[str, float], ...] = ()
+    # How Ray places the bundles, in its own words: together where possible, or spread over nodes.
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+
+    def __post_init__(self) -> None:
+        if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
+            raise ValueError(f"resources.num_gpus above 1 must be a whole number, got {self.num_gpus}")
+
+
+@settings
+class PoolSettings:
+    """One pool: replicas with the same engine and the same limits.
+
+    Attributes:
+        replicas: a fixed number of replicas; or give `autoscaling`.
+        drain_timeout_s: how long a replica that is told to stop lets its open answers go on.
+    """
+
+    # Unique in its model; it labels metrics and stands in the header `x-pool`.
+    name: str
+    engine: EngineSettings
+    replicas: Annotated[int | None, at_least(1)] = None
+    autoscaling: AutoscalingSettings | None = None
+    resources: ResourceSettings = field(default_factory=ResourceSettings)
+    server: ReplicaServerSettings = field(default_factory=ReplicaServerSettings)
+    # Longer than nearly every answer: cutting one costs its client all of it, waiting costs only a late
+    # scale-down.
+    drain_timeout_s: Annotated[float, POSITIVE] = 600.0
+    # An engine whose loop is blocked for so long is taken for dead and replaced.
+    health_check_timeout_s: Annotated[float, POSITIVE] = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("name must not be empty: call a pool short or long")
+        if self.replicas is not None and self.autoscaling is not None:
+            raise ValueError(f"pool {self.name}: give replicas or autoscaling, not both")
