@@ -1,9 +1,8 @@
 """The tuner beside the live scheduler and the one beside the simulated scheduler do the same.
 
 The live side is the real live scheduler with its tuning endpoint, and the real `ParameterTuner` that the
-actor drives, on a loop whose clock jumps; the simulated side is `TunedSimulation`. Both are given the
-same finding by whoever searches. What is compared is every decision of the schedulers with its time, and
-what the tuners noted.
+actor drives, on a loop whose clock jumps. The simulated side is `TunedSimulation`. The searches of both give
+the same finding. What is compared is every decision of the schedulers with its time, and the tuners' audits.
 """
 
 import asyncio
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import pytest
-from serve_app.tuning.search.history import Proposal
 
 from serve_app.scheduling.commands import ReportStale
 from serve_app.scheduling.decision_log import Decision
@@ -19,18 +17,17 @@ from serve_app.serving.tuner.parameter_tuner import ParameterTuner
 from serve_app.simulation.simulation import SimulatedRequest
 from serve_app.simulation.timeline import Rank
 from serve_app.tuning.objective.objective import ObjectiveSettings
-from serve_app.tuning.online.parameter_search import ParameterTuningSettings, Searched, SearchTask
-from serve_app.tuning.online.replay import Replayed, ReplayTask
+from serve_app.tuning.online.parameter_search import ParameterTuningSettings, SearchResult, SearchTask
+from serve_app.tuning.online.replay import ReplayResult, ReplayTask
 from serve_app.tuning.online.rollout_settings import Act, Audit, RolloutSettings
-from serve_app.tuning.online.tuned_simulation import LOOK_INTERVAL_S, TunedSimulation, counting_replay
-from serve_app.tuning.search.comparison import Comparison
+from serve_app.tuning.online.tuned_simulation import OBSERVATION_INTERVAL_S, TunedSimulation, counting_replay
 from serve_app.tuning.search.search_space import Values
-from serve_app.tuning.search.study import Finding
 from tests.parity import test_live_and_simulated as untuned
 from tests.parity.jumping_loop import run_jumping
 from tests.simulation.builders import mixed_requests
+from tests.tuning.rewards import search_result
 
-# Neither ends at the very moment of a look, when either may come first.
+# Neither ends at the very moment of an observation, when either may come first.
 SEARCH_S = 2.3
 PACE_REQUESTS_PER_S = 817.3
 TUNING = ParameterTuningSettings(
@@ -62,71 +59,57 @@ AWFUL: Values = {
 }
 
 
-def found(values: Values, task: SearchTask) -> Searched:
+def found(values: Values, task: SearchTask) -> SearchResult:
     """A finding that was confident of these values, whatever the traffic."""
-    comparison = Comparison(mean=0.1, low=0.05, high=0.15, windows=4)
-    return Searched(
-        finding=Finding(
-            best=Proposal(1, {**task.plan.space.current, **values}),
-            search=comparison,
-            confirmation=comparison,
-            confident=True,
-            reason="for the test",
-            trials=2,
-        ),
-        speed_factor=1.0,
-        seconds=SEARCH_S,
-    )
+    return search_result({**task.plan.space.current, **values}, seconds=SEARCH_S)
 
 
 def requests(rate_per_s: float) -> list[SimulatedRequest]:
-    made = mixed_requests(round(60 * rate_per_s), rate_per_s=rate_per_s, seed=5)
-    for simulated in made:
-        object.__setattr__(simulated.request, "expires_at", simulated.request.arrived_at + untuned.TIMEOUT_S)
-    return made
+    count = round(60 * rate_per_s)
+    return mixed_requests(count, rate_per_s=rate_per_s, seed=5, timeout_s=untuned.TIMEOUT_S)
 
 
-class TunedLiveWorld(untuned.LiveWorld):
-    """The live world with the tuner that its actor would drive."""
+class TunedLiveSystem(untuned.LiveSystem):
+    """The live system with the tuner that its actor would drive."""
 
     def __init__(self, rate_per_s: float, values: Values) -> None:
         super().__init__(requests(rate_per_s), "ewsjf")
 
-        async def searcher(task: SearchTask) -> Searched:
+        async def searcher(task: SearchTask) -> SearchResult:
             result = found(values, task)
             await asyncio.sleep(result.seconds / TUNING.core_share)
             return result
 
-        async def replayer(task: ReplayTask) -> Replayed:
+        async def replayer(task: ReplayTask) -> ReplayResult:
             result = counting_replay(PACE_REQUESTS_PER_S)(task)
             await asyncio.sleep(result.seconds / TUNING.core_share)
             return result
 
         self.tuner = ParameterTuner("m", TUNING, searcher=searcher, replayer=replayer)
-        # Outcomes are collected from the first time on that somebody asks.
+        # Outcomes are collected from the first call on.
         self.live.tuner.observed(outcomes=True)
-        self.timeline.at(LOOK_INTERVAL_S, Rank.FEEDBACK, self.look)
+        self.timeline.at(OBSERVATION_INTERVAL_S, Rank.FEEDBACK, self.observe)
 
-    def look(self) -> None:
-        for order in self.tuner.turn(self.live.tuner.observed(outcomes=True)):
+    def observe(self) -> None:
+        for order in self.tuner.update(self.live.tuner.observed(outcomes=True)):
             self.live.tuner.retune(order)
-        if self.timeline.now + LOOK_INTERVAL_S <= self.last_arrival:
-            self.timeline.at(self.timeline.now + LOOK_INTERVAL_S, Rank.FEEDBACK, self.look)
+        if self.timeline.now + OBSERVATION_INTERVAL_S <= self.last_arrival:
+            self.timeline.at(self.timeline.now + OBSERVATION_INTERVAL_S, Rank.FEEDBACK, self.observe)
 
 
 def simulated(rate_per_s: float, values: Values) -> tuple[untuned.Decisions, Sequence[Audit]]:
     log: list[Decision] = []
-    world = TunedSimulation(
+    simulation = TunedSimulation(
         untuned.scheduler_settings("ewsjf"),
         untuned.plans(),
         TUNING,
         partial(found, values),
-        settings=untuned.WORLD,
+        settings=untuned.SIMULATION,
         on_decision=log.append,
         replayer=counting_replay(PACE_REQUESTS_PER_S),
     )
-    world.run(requests(rate_per_s))
-    return [(step.now, step.commands) for step in log if step.commands], world.loop.rollout.audit
+    simulation.run(requests(rate_per_s))
+    return [(step.now, step.commands) for step in log if step.commands], simulation.loop.rollout.audit
 
 
 @pytest.mark.parametrize(
@@ -138,10 +121,10 @@ def test_the_tuner_of_a_simulated_production_does_what_the_live_one_does(
     expected, audit = simulated(rate_per_s, values)
 
     async def live() -> tuple[untuned.Decisions, Sequence[Audit]]:
-        world = TunedLiveWorld(rate_per_s, values)
-        decisions = await world.run()
-        assert world.tuner._loop is not None
-        return decisions, world.tuner._loop.rollout.audit
+        system = TunedLiveSystem(rate_per_s, values)
+        decisions = await system.run()
+        assert system.tuner._loop is not None
+        return decisions, system.tuner._loop.rollout.audit
 
     decisions, live_audit = run_jumping(live)
     acts = [each.act for each in audit]
@@ -149,7 +132,7 @@ def test_the_tuner_of_a_simulated_production_does_what_the_live_one_does(
     assert any("uncleared_difference" in each.figures for each in audit)
     assert live_audit == audit
     assert decisions == expected[: len(decisions)]
-    # The simulation goes on until values on trial have run out, when replicas have not reported for a while.
+    # The simulation goes on until values on trial have expired, when replicas have not reported for a while.
     late = [command for _, commands in expected[len(decisions) :] for command in commands]
     assert all(isinstance(command, ReportStale) for command in late)
 

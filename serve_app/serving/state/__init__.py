@@ -1,1 +1,1 @@
-"""Learned state on disk or in a bucket: `keeper` says when, `store` how."""
+"""Learned state on disk or in a bucket: `store` reads and writes it, `keeper` decides when."""

@@ -1,10 +1,10 @@
-"""When is learned state read and written? At the start, every so often, at the end; never in anybody's way.
+"""The schedule of learned state: it is read at the start, and written periodically and at the end.
 
-The owner lives on an event loop and must not wait for a file system. So each call to the store has a thread
-of its own, one at a time, and a time limit; a call that hangs is left behind, and until it comes back no
-other is begun. The threads are daemons: one that hangs does not keep the process alive.
+Its owner runs on an event loop and must not wait for a file system. So each call to the store has a thread of
+its own, one at a time, and a time limit. A call that hangs is abandoned, and no other begins until it
+returns. The threads are daemons, so that a call that hangs does not keep the process alive.
 
-A store out of reach costs what would have been learned, one log line until it answers again, and a count.
+While a store is unreachable, nothing is kept. That is logged once until the store answers again, and counted.
 """
 
 import asyncio
@@ -24,22 +24,22 @@ logger = logging.getLogger("ray.serve")
 Answer = TypeVar("Answer")
 Document = Mapping[str, Any]
 
-# A local file takes milliseconds, an object store a tenth of a second; who starts does not wait for more.
+# A local file takes milliseconds, an object store a tenth of a second; a start waits no longer than this.
 _LOAD_TIMEOUT_S = 5.0
 _SAVE_TIMEOUT_S = 20.0
-# Serve gives a replica that is told to stop five seconds.
+# Serve ends a replica five seconds after it was told to stop.
 _LAST_SAVE_TIMEOUT_S = 3.0
 
 
 class StateKeeper:
-    """Keeps the state of one learner. Must be constructed on a running event loop.
+    """Keeps the state of one learner; must be constructed on a running event loop.
 
     Args:
-        store: where.
-        model: for the metrics.
-        take: the state as it is now, as plain values that nobody changes any more; called on the loop. None
-            when there is nothing that should be kept.
-        interval_s: between two writes; nothing is written when nothing has changed.
+        store: reads and writes the state.
+        model: label of the metrics.
+        take: returns the present state, as plain values that do not change any more; called on the loop. None
+            when there is nothing to keep.
+        interval_s: between two writes; an unchanged state is not written.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class StateKeeper:
         self._store, self._take, self._interval_s = store, take, interval_s
         self._loop = asyncio.get_running_loop()
         self._under_way: asyncio.Future[Any] | None = None
-        self._is_away = False
-        self._turns: asyncio.Task[None] | None = None
+        self._is_unreachable = False
+        self._task: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry()
         labels = ("model",)
         text = "Reads and writes of learned state that failed."
@@ -60,10 +60,10 @@ class StateKeeper:
         self._saved_at = self._saved_at.labels(model)
 
     def __repr__(self) -> str:
-        return f"<StateKeeper {self._store.path}{' out of reach' if self._is_away else ''}>"
+        return f"<StateKeeper {self._store.path}{' out of reach' if self._is_unreachable else ''}>"
 
     async def load(self) -> Document | None:
-        """What was saved last; None when there is nothing, nothing that can be used, or no store."""
+        """The last saved state; None when there is none, it cannot be used, or the store is unreachable."""
         try:
             return await self._call(self._store.load, _LOAD_TIMEOUT_S)
         except StateError as exc:
@@ -71,14 +71,14 @@ class StateKeeper:
             return None
 
     def start(self) -> None:
-        """Save from now on; once started it goes on until `close`."""
-        if self._turns is not None:
+        """Save periodically until `close`; a second call has no effect."""
+        if self._task is not None:
             return
-        # In an empty context: Serve cancels what was started in the context of a request along with it.
-        self._turns = self._loop.create_task(self._run(), context=contextvars.Context())
+        # In an empty context: Serve cancels a task that was started in the context of a request with it.
+        self._task = self._loop.create_task(self._run(), context=contextvars.Context())
 
     async def save(self, timeout_s: float = _SAVE_TIMEOUT_S) -> None:
-        """Save what there is now."""
+        """Save the present state."""
         try:
             document = self._take()
             if document is None:
@@ -91,12 +91,12 @@ class StateKeeper:
 
     async def close(self) -> None:
         """Save a last time, if the store answers soon."""
-        if self._turns is not None:
-            self._turns.cancel()
+        if self._task is not None:
+            self._task.cancel()
         await self.save(_LAST_SAVE_TIMEOUT_S)
 
     def refused(self, reason: str) -> None:
-        """What was loaded cannot be used: set it aside, without waiting for that."""
+        """Set aside a loaded state that cannot be used, without waiting for it."""
         self._failures["restore"].inc()
         self._in_thread(lambda: self._store.refuse(reason))
 
@@ -111,27 +111,31 @@ class StateKeeper:
 
     def _failed(self, operation: str, error: StateError) -> None:
         self._failures[operation].inc()
-        if not self._is_away:
+        if not self._is_unreachable:
             logger.warning(
                 "event=state_out_of_reach operation=%s path=%s reason=%r", operation, self._store.path, error
             )
-        self._is_away = True
+        self._is_unreachable = True
 
     async def _call(self, work: Callable[[], Answer], timeout_s: float) -> Answer:
-        """The store's answer, in a while."""
+        """The store's answer, once earlier calls have returned.
+
+        Raises:
+            StateError: there is no answer in time.
+        """
         before = self._under_way
         if before is not None:
             await asyncio.wait({before}, timeout=timeout_s)
             if not before.done():
-                raise StateError(f"an earlier call has not come back from {self._store.path} yet")
+                raise StateError(f"an earlier call has not returned from {self._store.path} yet")
         future = self._in_thread(work)
         await asyncio.wait({future}, timeout=timeout_s)
         if not future.done():
             raise StateError(f"no answer from {self._store.path} within {timeout_s:g} s")
         answer = future.result()
-        if self._is_away:
+        if self._is_unreachable:
             logger.info("event=state_within_reach path=%s", self._store.path)
-        self._is_away = False
+        self._is_unreachable = False
         return answer
 
     def _in_thread(self, work: Callable[[], Answer]) -> asyncio.Future[Answer]:
@@ -140,7 +144,7 @@ class StateKeeper:
         def run() -> None:
             try:
                 answer = work()
-            except BaseException as exc:  # noqa: BLE001 - it goes to whoever waits
+            except BaseException as exc:  # noqa: BLE001 - the caller gets it
                 tell(partial(future.set_exception, exc))
             else:
                 tell(partial(future.set_result, answer))
@@ -149,11 +153,11 @@ class StateKeeper:
             try:
                 loop.call_soon_threadsafe(what)
             except RuntimeError:
-                # The loop has ended meanwhile, and nobody waits any more.
+                # The event loop has ended meanwhile, and with it the caller.
                 logger.debug("event=state_answer_unheard path=%s", self._store.path)
 
         self._under_way = future
-        # An error that nobody waits for any more has been told as a time-out.
+        # An error after the time limit was reported as a time-out already.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         threading.Thread(target=run, name="learned-state", daemon=True).start()
         return future

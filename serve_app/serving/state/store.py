@@ -1,19 +1,19 @@
-"""Where does what was learned survive a restart? One JSON document for each learner, on any file system.
+"""The store of learned state: one JSON document for each learner, on any file system that fsspec knows.
 
     {"format": "ewsjf-serve state", "version": 1, "kind": "scheduler", "name": "app/demo",
      "saved_at": "2026-01-31T12:00:00+00:00", "checksum": "sha256:...", "document": {...}}
 
 Rules:
 
-- A document appears whole or not at all. It is written under a name of its own and then renamed; an object
-  store puts an object in one piece, and is written directly. So two that write at the same time do not
-  mix: the one that ends last stays.
-- What cannot be trusted is not used: a document that is cut off, was altered, belongs to somebody else, or
-  was written in another version. It is renamed to `*.refused`, replacing one that was refused before, so that
-  a person can look at it and the next start finds nothing. One log line says what was wrong with it.
-- A store that is out of reach raises `StateError`, and what to do then is the caller's choice.
+- A document is written completely or not at all. It gets a temporary name and is then renamed; an object
+  store writes an object at once, and is written directly. Two concurrent writers do not mix: the last one
+  counts.
+- A document that cannot be trusted is not used: one that is truncated, altered, of another learner, or of
+  another version. It is renamed to `*.refused`, replacing an earlier one, so that it can be inspected and the
+  next start finds none. One log line states the reason.
+- An unreachable store raises `StateError`, and the caller decides what to do.
 
-Calls block on the file system, so make them in a thread; `state_keeper` does.
+Calls block on the file system, so they belong in a thread, as in `keeper`.
 """
 
 import hashlib
@@ -38,16 +38,16 @@ _FORMAT = "ewsjf-serve state"
 _VERSION = 1
 # File systems that make an object visible only when all of it has been written.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
-# Enough of the name's own digest that two names never share a file.
+# Characters of the name's digest: enough that two names never share a file.
 _DIGEST_CHARACTERS = 10
 
 
 class StateError(ServeAppError):
-    """The place where learned state is kept could not be read or written."""
+    """The store of learned state could not be read or written."""
 
 
 class _RefusedError(ValueError):
-    """A document that must not be used; the message says why."""
+    """A document that must not be used; the message states the reason."""
 
 
 class StateStore:
@@ -55,18 +55,18 @@ class StateStore:
 
     Args:
         uri: a folder: an absolute path, or a URI that fsspec knows, such as `s3://bucket/folder`.
-        kind: what learns, such as `scheduler` or `tuner`.
-        name: for whom it learns; names may hold any characters, and each has a file of its own.
+        kind: the kind of learner, such as `scheduler` or `tuner`.
+        name: of the learner, with any characters; each name has a file of its own.
 
     Attributes:
-        path: the document's place, for people.
+        path: of the document, for messages.
     """
 
     def __init__(self, uri: str, kind: str, name: str) -> None:
         self._folder = uri.rstrip("/") or "/"
         self._kind, self._name = kind, name
         self.path = f"{self._folder.rstrip('/')}/{_file_name(kind, name)}"
-        # Of what is kept as far as this object knows, so that the same is not written again and again.
+        # Of the stored document, as far as this object knows: the same document is not written again.
         self._kept_checksum = ""
 
     def __repr__(self) -> str:
@@ -76,7 +76,7 @@ class StateStore:
         """The document that was saved last; None when there is none that can be used.
 
         Raises:
-            StateError: the store is out of reach.
+            StateError: the store is unreachable.
         """
         data = self._reached("read", self._read)
         if data is None:
@@ -88,13 +88,13 @@ class StateStore:
             return None
 
     def save(self, document: Mapping[str, Any]) -> bool:
-        """Replace what is kept; False when it is the same and was left alone.
+        """Replace the stored document; False when it is the same, which is not written.
 
         Args:
             document: dictionaries with text keys, lists, texts, numbers, booleans and None.
 
         Raises:
-            StateError: the store is out of reach, or the document cannot be written as JSON.
+            StateError: the store is unreachable, or the document cannot be written as JSON.
         """
         checksum = self._checksum(document)
         if checksum == self._kept_checksum:
@@ -114,7 +114,7 @@ class StateStore:
         return True
 
     def refuse(self, reason: str) -> None:
-        """Set the kept document aside, because it cannot be used, and say so once."""
+        """Set the stored document aside, because it cannot be used, and log the reason."""
         self._kept_checksum = ""
         logger.error(
             "event=state_refused kind=%s name=%s path=%s reason=%r action=%r",
@@ -157,8 +157,8 @@ class StateStore:
         self._kept_checksum = checksum
         return document
 
-    # The file system. It is asked for at every call, because asking may fail while the network is away;
-    # fsspec keeps the connections.
+    # The file system. It is resolved at every call, because that may fail while the network is down; fsspec
+    # keeps the connections.
 
     def _reached(self, verb: str, work: Callable[[], Answer]) -> Answer:
         try:
@@ -200,7 +200,7 @@ class StateStore:
         try:
             system.mv(path, f"{path}.refused")
         except FileNotFoundError:
-            # Another one that started at the same time was faster.
+            # Another process has renamed it at the same time.
             return
 
 
@@ -216,7 +216,7 @@ def _protocols(system: Any) -> set[str]:
 
 
 def _remove(system: Any, path: str) -> None:
-    """Leave no litter where a write failed; the failure itself is what gets told."""
+    """Remove the temporary file of a failed write; the failure of the write itself is reported."""
     try:
         system.rm_file(path)
     except Exception as exc:  # noqa: BLE001 - see above

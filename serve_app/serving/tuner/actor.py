@@ -1,9 +1,9 @@
-"""The tuner of one model: learns length queues away from the scheduler, and sends them there.
+"""The tuner of one model: it learns length queues outside the scheduler, and sends them to it.
 
-Every few seconds it pulls the lengths of the prompts that arrived, asks its strategic loop whether other
-queues are due, and sends them. The scheduler never waits for it. When the tuner dies, the scheduler goes on
-with the queues it has, and the next tuner learns from what arrives then. When the scheduler dies, the next
-one has another incarnation, and is sent the queues in force.
+Every few seconds it pulls the lengths of the prompts that arrived, and asks its strategic loop whether new
+queues are due. The scheduler never waits for the tuner. When the tuner dies, the scheduler keeps its queues,
+and the next tuner learns from later arrivals. When the scheduler dies, the next one has another incarnation,
+and gets the queues in force.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from serve_app.serving.state.store import StateStore
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner, Searcher
 from serve_app.settings_base import POSITIVE, settings
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings
-from serve_app.tuning.online.retune import Retune
+from serve_app.tuning.online.rollout_settings import Retune
 from serve_app.tuning.partition.strategic_loop import PartitionChange, StrategicLoop, StrategicSettings
 
 logger = logging.getLogger("ray.serve")
@@ -26,11 +26,11 @@ logger = logging.getLogger("ray.serve")
 Answer = TypeVar("Answer")
 
 RESTORED = "restored"
-"""The reason of an update that a new scheduler is sent."""
+"""The reason of an update that a new scheduler gets."""
 
-# A scheduler that is well answers in milliseconds; one that is being replaced, not at all.
+# A healthy scheduler answers in milliseconds; one that is being replaced does not answer.
 _CALL_TIMEOUT_S = 10.0
-# Slices of a trial begin and end by the clock, so it is looked at often where there may be one.
+# The slices of a trial begin and end by the clock, so a tuner with trials looks often.
 _TRIAL_INTERVAL_S = 1.0
 
 
@@ -39,35 +39,36 @@ class TunerSettings:
     """How one model's scheduler is tuned while it runs.
 
     Attributes:
-        mode: on, off, or auto: on when the scheduler's policy learns its queues. A policy that is changed in
-            the running application does not bring a tuner with it.
+        mode: on, off, or auto: on when the scheduler's policy learns its queues. A change of the policy in a
+            running application does not start a tuner.
     """
 
     mode: bool | Literal["auto"] = "auto"
-    # Queues are learned from hundreds of requests: sooner would find nothing new, later would let drift wait.
+    # Queues are learned from hundreds of requests: a shorter interval finds nothing new, a longer one delays
+    # the reaction to drift.
     pull_interval_s: Annotated[float, POSITIVE.hint("5 is usual")] = 5.0
     strategic: StrategicSettings = field(default_factory=StrategicSettings)
-    # Settings of the scheduler are tuned where this is given, and left alone where it is not.
+    # The scheduler's settings are tuned only when this is given.
     parameters: ParameterTuningSettings | None = None
 
 
 class SchedulerCalls(Protocol):
-    """The calls of a scheduler that a tuner makes; they raise when there is none."""
+    """The scheduler's calls that a tuner uses; they raise when there is no scheduler."""
 
     async def observed(self, *, outcomes: bool) -> Observed:
-        """What happened since the last pull."""
+        """The observations since the last pull."""
         ...
 
     async def put_in_force(self, update: PartitionUpdate) -> None:
-        """Go on with these queues."""
+        """Use these length queues."""
         ...
 
     async def retune(self, order: Retune) -> None:
-        """Go on with these values."""
+        """Use these values of settings."""
         ...
 
     async def show_tuner(self, document: Mapping[str, Any]) -> None:
-        """Keep what the tuner tells of itself."""
+        """Store the tuner's description of its state, for status pages."""
         ...
 
 
@@ -94,23 +95,23 @@ class TunerActor:
         if settings.parameters is not None:
             self._parameters = ParameterTuner(model, settings.parameters, store, searcher)
         self._delivered: tuple[int, PartitionChange] | None = None
-        self._is_alone = False
+        self._is_disconnected = False
         self._shown: tuple[int, Mapping[str, Any]] | None = None
         self._was_searching = False
-        # In an empty context: Serve cancels what was started in the context of a request along with it.
-        self._turns = self._loop.create_task(self._run(), context=contextvars.Context())
+        # In an empty context: Serve cancels a task that was started in the context of a request with it.
+        self._task = self._loop.create_task(self._run(), context=contextvars.Context())
 
     def __repr__(self) -> str:
         return f"<TunerActor {self._model} {self._strategic}>"
 
     async def check_health(self) -> None:
-        """Raise what ended the loop, if it has ended."""
-        if self._turns.done():
-            await self._turns
+        """Raise the error that ended the loop, if it has ended."""
+        if self._task.done():
+            await self._task
 
     def stop(self) -> None:
-        """Learn no more."""
-        self._turns.cancel()
+        """End the loop."""
+        self._task.cancel()
         if self._parameters is not None:
             self._parameters.stop()
 
@@ -121,15 +122,15 @@ class TunerActor:
             interval_s = min(interval_s, _TRIAL_INTERVAL_S)
         while True:
             await asyncio.sleep(interval_s)
-            await self._turn()
+            await self._update()
 
-    async def _turn(self) -> None:
+    async def _update(self) -> None:
         observed = await self._ask(self._scheduler.observed(outcomes=self._parameters is not None))
         if observed is None:
             return
         for length in observed.lengths:
             self._strategic.observe(length)
-        # Aside, because a full run takes a moment, and importing what it needs takes seconds.
+        # In a thread: a run takes a moment, and its first import takes seconds.
         await asyncio.to_thread(self._strategic.due, self._loop.time())
         change = self._strategic.change
         if change is not None and self._delivered != (observed.incarnation, change):
@@ -138,21 +139,17 @@ class TunerActor:
             await self._tune(self._parameters, observed)
 
     async def _tune(self, parameters: ParameterTuner, observed: Observed) -> None:
-        """Carry out what the parameter tuner wants, and let people see it."""
-        orders = parameters.turn(observed)
+        """Carry out the parameter tuner's orders, and publish its state."""
+        orders = parameters.update(observed)
         for order in orders:
-            await self._ask(self._told(self._scheduler.retune(order)))
-        # A new scheduler has been shown nothing.
+            await self._ask(_confirmed(self._scheduler.retune(order)))
+        # A new scheduler has no description yet.
         shown = (observed.incarnation, parameters.document())
-        if shown != self._shown and await self._ask(self._told(self._scheduler.show_tuner(shown[1]))):
+        if shown != self._shown and await self._ask(_confirmed(self._scheduler.show_tuner(shown[1]))):
             self._shown = shown
         if orders or parameters.is_searching is not self._was_searching:
             await parameters.save()
         self._was_searching = parameters.is_searching
-
-    async def _told(self, call: Awaitable[None]) -> bool:
-        await call
-        return True
 
     async def _deliver(self, change: PartitionChange, incarnation: int) -> None:
         known = self._delivered is not None and self._delivered[1] == change
@@ -163,22 +160,24 @@ class TunerActor:
             distance=change.distance,
             age_s=self._loop.time() - change.at,
         )
-        if await self._ask(self._confirmed(update)):
+        if await self._ask(_confirmed(self._scheduler.put_in_force(update))):
             self._delivered = (incarnation, change)
 
-    async def _confirmed(self, update: PartitionUpdate) -> bool:
-        await self._scheduler.put_in_force(update)
-        return True
-
     async def _ask(self, call: Awaitable[Answer]) -> Answer | None:
-        """The scheduler's answer; None while there is none to be had, which the log tells once."""
+        """The scheduler's answer; None while it does not answer, which is logged once."""
         try:
             async with asyncio.timeout(_CALL_TIMEOUT_S):
                 answer = await call
-        except Exception as error:  # noqa: BLE001 - whatever it is, the next turn tries again
-            if not self._is_alone:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next update tries again
+            if not self._is_disconnected:
                 logger.warning("event=tuner_without_scheduler model=%s reason=%r", self._model, error)
-            self._is_alone = True
+            self._is_disconnected = True
             return None
-        self._is_alone = False
+        self._is_disconnected = False
         return answer
+
+
+async def _confirmed(call: Awaitable[None]) -> bool:
+    """True once the call has returned."""
+    await call
+    return True

@@ -1,4 +1,4 @@
-"""The tuner as a Ray Serve deployment of one replica: Ray gives it a place and replaces it when it dies."""
+"""The tuner as a Ray Serve deployment of one replica: Ray places it, and replaces it when it dies."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +9,9 @@ from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.state.store import StateStore
 from serve_app.serving.tuner.actor import TunerActor, TunerSettings
 from serve_app.serving.tuner.parameter_tuner import Searcher
-from serve_app.tuning.online.retune import Retune
+from serve_app.tuning.online.rollout_settings import Retune
 
-# Options for `serve.deployment`. It has no requests to wait for at its end, and nobody waits for it.
+# Options for `serve.deployment`. The tuner has no open requests at its end.
 TUNER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
     "num_replicas": 1,
     "graceful_shutdown_timeout_s": 5.0,
@@ -34,7 +34,7 @@ class TunerDeployment:
 
     @staticmethod
     def searcher() -> Searcher | None:
-        """As for `ParameterTuner`; experiments with searches that go wrong have another."""
+        """As for `ParameterTuner`; experiments with wrong searches override it."""
         return None
 
     async def check_health(self) -> None:
@@ -47,7 +47,7 @@ class TunerDeployment:
 
 
 class _Calls:
-    """A scheduler's handle as the tuner sees it."""
+    """`SchedulerCalls` over the handle of a scheduler."""
 
     def __init__(self, scheduler: DeploymentHandle[Any]) -> None:
         self._scheduler = scheduler

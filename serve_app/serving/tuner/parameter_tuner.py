@@ -1,43 +1,44 @@
-"""The loop of `tuning.parameter_loop` beside a live scheduler: its searches in a thread, its state in a file.
+"""The tuner of the scheduler's settings: the loop of `tuning.online.parameter_loop` beside a live scheduler.
 
-Driven by the tuner actor. `turn` takes what the scheduler observed and returns orders for it, and never
-blocks: a search runs in a thread that rests between its windows, so that it takes no more than its share of a
-core.
+The tuner actor drives it. `update` takes the scheduler's observations and returns orders for it, and never
+blocks. A search runs in a thread that pauses between its windows, so that it takes only its share of a core.
+Values in force and decisions are kept in the state store.
 """
 
 import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from serve_app.scheduling import SchedulerSettings
 from serve_app.serving.scheduler.learned_queues import Observed
 from serve_app.serving.state.store import StateError, StateStore
 from serve_app.tuning.online.outcome_window import record_of
-from serve_app.tuning.online.parameter_loop import ParameterLoop, Seen
+from serve_app.tuning.online.parameter_loop import Observation, ParameterLoop
 from serve_app.tuning.online.parameter_search import (
     ParameterTuningSettings,
-    Searched,
+    SearchResult,
     SearchTask,
-    replay_aside,
-    search_aside,
+    throttled_replay,
+    throttled_search,
 )
-from serve_app.tuning.online.replay import Replayed, ReplayTask
-from serve_app.tuning.online.retune import Retune
+from serve_app.tuning.online.replay import ReplayResult, ReplayTask
+from serve_app.tuning.online.rollout_settings import Retune
 
 logger = logging.getLogger("ray.serve")
 
-Searcher = Callable[[SearchTask], Coroutine[Any, Any, Searched]]
-Replayer = Callable[[ReplayTask], Coroutine[Any, Any, Replayed]]
+Result = TypeVar("Result")
+Searcher = Callable[[SearchTask], Coroutine[Any, Any, SearchResult]]
+Replayer = Callable[[ReplayTask], Coroutine[Any, Any, ReplayResult]]
 
 
 class ParameterTuner:
     """Tunes one model's scheduler.
 
     Args:
-        store: where values in force and decisions survive a restart; None keeps nothing.
-        searcher: carries out a search; None: in a thread, at its share of a core.
+        store: keeps values in force and decisions across restarts; None keeps nothing.
+        searcher: runs a search; None runs it in a thread, at its share of a core.
         replayer: the same for a replay.
     """
 
@@ -52,13 +53,13 @@ class ParameterTuner:
         self._model, self._settings, self._store = model, settings, store
         self._loop: ParameterLoop | None = None
         self._incarnation: int | None = None
-        self._searcher = searcher or self._search_aside
-        self._search: asyncio.Task[Searched] | None = None
-        self._replayer = replayer or self._replay_aside
-        self._replay: asyncio.Task[Replayed] | None = None
+        self._searcher = searcher or self._throttled_search
+        self._search: asyncio.Task[SearchResult] | None = None
+        self._replayer = replayer or self._throttled_replay
+        self._replay: asyncio.Task[ReplayResult] | None = None
         self._stop = threading.Event()
         self._saved: Mapping[str, Any] | None = None
-        self._store_is_away = False
+        self._store_is_unreachable = False
 
     def __repr__(self) -> str:
         return f"<ParameterTuner {self._model} {self._loop}>"
@@ -68,17 +69,12 @@ class ParameterTuner:
         """Whether a search is under way."""
         return self._search is not None
 
-    @property
-    def is_replaying(self) -> bool:
-        """Whether slices are being replayed."""
-        return self._replay is not None
-
     def stop(self) -> None:
-        """Search no more; a search that is under way ends after its window."""
+        """Begin no further search; one under way ends after its window."""
         self._stop.set()
 
     async def load(self) -> None:
-        """Read what an earlier tuner has stored; to be called once, before the first turn."""
+        """Read the state of an earlier tuner; call it once, before the first update."""
         if self._store is None:
             return
         try:
@@ -87,47 +83,47 @@ class ParameterTuner:
             logger.warning("event=tuner_state_unreachable model=%s reason=%r", self._model, error)
 
     async def save(self) -> None:
-        """Store what a restart has to know."""
+        """Store the state that a restart needs."""
         if self._store is None or self._loop is None:
             return
         try:
             await asyncio.to_thread(self._store.save, self._loop.state())
-            self._store_is_away = False
+            self._store_is_unreachable = False
         except StateError as error:
-            if not self._store_is_away:
+            if not self._store_is_unreachable:
                 logger.warning("event=tuner_state_unreachable model=%s reason=%r", self._model, error)
-            self._store_is_away = True
+            self._store_is_unreachable = True
 
-    def turn(self, observed: Observed) -> list[Retune]:
-        """Orders for the scheduler, in this order, given what it has observed."""
+    def update(self, observed: Observed) -> list[Retune]:
+        """Take the scheduler's observations; returns orders for it, to be carried out in sequence."""
         if observed.settings is None:
             return []
         orders: list[Retune] = []
         if self._loop is None or observed.incarnation != self._incarnation:
             orders += self._begin(observed, observed.settings)
         assert self._loop is not None
-        seen = Seen(
+        observation = Observation(
             at=observed.at,
             settled_until=observed.settled_until,
             records=[record_of(row) for row in observed.outcomes],
             replicas=observed.replicas,
             frozen=observed.frozen,
         )
-        orders += self._loop.see(seen)
+        orders += self._loop.observe(observation)
         orders += self._end_search(self._loop, observed.at)
         orders += self._end_replay(self._loop, observed.at)
         if not self._stop.is_set():
-            self._begin_work(self._loop, seen)
+            self._begin_work(self._loop, observation)
         return orders
 
     def document(self) -> dict[str, Any]:
-        """What this tuner does, for people."""
+        """The state of this tuner, for status pages."""
         if self._loop is None:
             return {"mode": self._settings.rollout.mode, "state": "waiting for the scheduler"}
         return self._loop.document()
 
     def _begin(self, observed: Observed, configured: SchedulerSettings) -> list[Retune]:
-        """A scheduler that has not heard of this tuner."""
+        """Begin with a new scheduler."""
         self._incarnation, state = observed.incarnation, None
         if self._loop is None:
             self._loop = ParameterLoop(configured, self._settings, observed.at)
@@ -140,43 +136,30 @@ class ParameterTuner:
             logger.warning("event=tuner_state_refused model=%s reason=%r", self._model, str(error))
             return []
 
-    def _begin_work(self, loop: ParameterLoop, seen: Seen) -> None:
-        """Have carried out what is due."""
-        search_task = loop.search_due(seen)
+    def _begin_work(self, loop: ParameterLoop, observation: Observation) -> None:
+        """Start the search or the replay that is due."""
+        search_task = loop.search_due(observation)
         if search_task is not None:
             self._search = asyncio.get_running_loop().create_task(self._searcher(search_task))
         replay_task = loop.replay_due()
         if replay_task is not None:
             self._replay = asyncio.get_running_loop().create_task(self._replayer(replay_task))
 
-    async def _search_aside(self, task: SearchTask) -> Searched:
-        return await asyncio.to_thread(search_aside, task, self._settings, self._stop)
+    async def _throttled_search(self, task: SearchTask) -> SearchResult:
+        return await asyncio.to_thread(throttled_search, task, self._settings, self._stop)
 
-    async def _replay_aside(self, task: ReplayTask) -> Replayed:
-        return await asyncio.to_thread(replay_aside, task, self._settings, self._stop)
-
-    def _end_replay(self, loop: ParameterLoop, now: float) -> list[Retune]:
-        """Tell the loop of a replay that has ended."""
-        if self._replay is None or not self._replay.done():
-            return []
-        ended, self._replay = self._replay, None
-        if ended.cancelled() or ended.exception() is not None:
-            if not ended.cancelled() and not self._stop.is_set():
-                logger.error("event=tuner_replay_failed model=%s", self._model, exc_info=ended.exception())
-            return loop.replay_failed(now)
-        return loop.replayed(ended.result(), now)
+    async def _throttled_replay(self, task: ReplayTask) -> ReplayResult:
+        return await asyncio.to_thread(throttled_replay, task, self._settings, self._stop)
 
     def _end_search(self, loop: ParameterLoop, now: float) -> list[Retune]:
-        """Tell the loop of a search that has ended."""
+        """Pass the result of a finished search to the loop."""
         if self._search is None or not self._search.done():
             return []
         ended, self._search = self._search, None
-        if ended.cancelled() or ended.exception() is not None:
-            if not ended.cancelled() and not self._stop.is_set():
-                logger.error("event=tuner_search_failed model=%s", self._model, exc_info=ended.exception())
-            loop.search_failed(now)
+        result = self._result(ended, "search")
+        if result is None:
+            loop.on_search_failure(now)
             return []
-        result = ended.result()
         logger.info(
             "event=tuner_searched model=%s trials=%d speed_factor=%.2f confident=%s reason=%r",
             self._model,
@@ -185,4 +168,22 @@ class ParameterTuner:
             result.finding.confident,
             result.finding.reason,
         )
-        return loop.searched(result, now)
+        return loop.on_search_result(result, now)
+
+    def _end_replay(self, loop: ParameterLoop, now: float) -> list[Retune]:
+        """Pass the result of a finished replay to the loop."""
+        if self._replay is None or not self._replay.done():
+            return []
+        ended, self._replay = self._replay, None
+        result = self._result(ended, "replay")
+        return loop.on_replay_failure(now) if result is None else loop.on_replay_result(result, now)
+
+    def _result(self, ended: "asyncio.Task[Result]", work: str) -> Result | None:
+        """The result of finished work; None when it failed, which is logged unless the tuner has stopped."""
+        if ended.cancelled():
+            return None
+        if (error := ended.exception()) is not None:
+            if not self._stop.is_set():
+                logger.error("event=tuner_%s_failed model=%s", work, self._model, exc_info=error)
+            return None
+        return ended.result()

@@ -56,7 +56,7 @@ def sample(keeper: StateKeeper, name: str) -> float:
     return float(lines[0].rpartition(" ")[2])
 
 
-async def test_it_saves_every_so_often_what_has_changed(store: FlakyStore) -> None:
+async def test_a_changed_state_is_saved_periodically(store: FlakyStore) -> None:
     document = {"n": 1}
     kept = keeper(store, document, 0.01)
     kept.start()
@@ -72,19 +72,19 @@ async def test_it_saves_every_so_often_what_has_changed(store: FlakyStore) -> No
     assert sample(kept, "ewsjf_state_saved_timestamp_seconds{") > 1.7e9
 
 
-async def test_the_last_save_is_at_the_end(store: FlakyStore) -> None:
+async def test_the_state_is_saved_at_the_end(store: FlakyStore) -> None:
     kept = keeper(store, {"n": 3})
     kept.start()
     await kept.close()
     assert await keeper(store, None).load() == {"n": 3}
 
 
-async def test_nothing_is_saved_where_there_is_nothing_to_keep(store: FlakyStore) -> None:
+async def test_nothing_is_saved_when_there_is_nothing_to_keep(store: FlakyStore) -> None:
     await keeper(store, None).close()
     assert store.calls == 0
 
 
-async def test_a_store_out_of_reach_costs_one_log_line_and_a_count(
+async def test_an_unreachable_store_is_logged_once_and_counted(
     store: FlakyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -103,14 +103,14 @@ async def test_a_store_out_of_reach_costs_one_log_line_and_a_count(
     assert store.load() == {"n": 1}
 
 
-async def test_a_store_that_hangs_holds_nobody_up(store: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_store_that_hangs_delays_nothing(store: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_keeper, "_LOAD_TIMEOUT_S", 0.05)
     monkeypatch.setattr(state_keeper, "_LAST_SAVE_TIMEOUT_S", 0.05)
     kept = keeper(store, {"n": 1})
     store.gate.clear()
     assert await kept.load() is None
     await kept.close()
-    assert store.calls == 1, "no second call is begun while the first has not come back"
+    assert store.calls == 1, "no second call begins before the first has returned"
     store.gate.set()
     await kept.save()
     assert store.load() == {"n": 1}

@@ -53,7 +53,7 @@ def test_what_was_saved_is_loaded_by_another_one(uri: str) -> None:
     assert StateStore(uri, "scheduler", "app/m").load() == DOCUMENT
     store.save({"n": 2})
     assert StateStore(uri, "scheduler", "app/m").load() == {"n": 2}
-    assert len(files(uri)) == 1, "nothing is left lying about"
+    assert len(files(uri)) == 1, "no temporary file is left"
 
 
 def test_the_same_is_not_written_again(uri: str) -> None:
@@ -74,7 +74,7 @@ def test_each_learner_has_a_file_of_its_own(uri: str) -> None:
     assert found == [{"n": number} for number in range(len(named))]
 
 
-def test_a_person_can_tell_what_a_file_is(tmp_path: Path) -> None:
+def test_a_file_states_what_it_holds(tmp_path: Path) -> None:
     store = StateStore(str(tmp_path), "scheduler", "app/demo")
     store.save({})
     envelope = written(store)
@@ -86,9 +86,7 @@ def test_a_person_can_tell_what_a_file_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
-def test_a_file_that_was_cut_off_is_set_aside(
-    uri: str, share: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_truncated_file_is_set_aside(uri: str, share: float, caplog: pytest.LogCaptureFixture) -> None:
     store = StateStore(uri, "scheduler", "m")
     store.save(DOCUMENT)
     whole = json.dumps(written(store)).encode()
@@ -119,7 +117,7 @@ def test_a_file_that_was_cut_off_is_set_aside(
         ({"checksum": "sha256:0"}, "checksum does not match"),
     ],
 )
-def test_what_belongs_to_others_or_was_altered_is_refused(
+def test_a_document_of_another_learner_or_an_altered_one_is_refused(
     tmp_path: Path, changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = StateStore(str(tmp_path), "scheduler", "m")
@@ -138,8 +136,8 @@ def test_anything_else_is_no_state(tmp_path: Path, data: bytes, caplog: pytest.L
     assert len(refusals(caplog)) == 1
 
 
-def test_two_that_write_at_the_same_time_do_not_mix(uri: str) -> None:
-    """Each document holds one number a thousand times; any reader finds one of them, whole."""
+def test_concurrent_writers_do_not_mix(uri: str) -> None:
+    """Each document holds one number a thousand times; a reader always finds one complete document."""
     done = threading.Event()
     seen: list[Any] = []
 
@@ -166,7 +164,7 @@ def test_two_that_write_at_the_same_time_do_not_mix(uri: str) -> None:
     assert len(files(uri)) == 1
 
 
-def test_a_store_out_of_reach_says_so(tmp_path: Path) -> None:
+def test_an_unreachable_store_raises_with_its_path(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     store = StateStore(str(blocked / "below"), "scheduler", "m")
@@ -178,7 +176,7 @@ def test_a_store_out_of_reach_says_so(tmp_path: Path) -> None:
         StateStore(str(tmp_path), "scheduler", "m").save({"n": object()})
 
 
-def test_a_failed_write_leaves_the_old_document_and_no_litter(
+def test_a_failed_write_leaves_the_old_document_and_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = StateStore(str(tmp_path), "scheduler", "m")
@@ -193,10 +191,10 @@ def test_a_failed_write_leaves_the_old_document_and_no_litter(
             store.save({"n": 2})
     assert store.load() == {"n": 1}
     assert files(str(tmp_path)) == [Path(store.path).name]
-    assert store.save({"n": 2}), "what could not be written is tried again"
+    assert store.save({"n": 2}), "a failed write is tried again"
 
 
-def test_a_refused_document_that_cannot_be_renamed_is_only_told_of(
+def test_a_refused_document_that_cannot_be_renamed_is_only_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)

@@ -20,8 +20,8 @@ from tests.serving.channel.harness import FAST, Simulation, scheduler_settings, 
 QUICK = TunerSettings(pull_interval_s=0.01, strategic=StrategicSettings(first_after=40))
 
 
-class ToWorld:
-    """The calls of a tuner, answered by whichever scheduler lives."""
+class SimulatedCalls:
+    """The calls of a tuner, answered by the scheduler that runs now."""
 
     def __init__(self, world: Simulation) -> None:
         self._world = world
@@ -55,7 +55,7 @@ async def start(world: Simulation) -> AsyncIterator[Callable[[], TunerActor]]:
     tuners: list[TunerActor] = []
 
     def begin() -> TunerActor:
-        tuners.append(TunerActor("m", QUICK, ToWorld(world)))
+        tuners.append(TunerActor("m", QUICK, SimulatedCalls(world)))
         return tuners[-1]
 
     yield begin
@@ -66,7 +66,7 @@ async def start(world: Simulation) -> AsyncIterator[Callable[[], TunerActor]]:
 async def ask(
     world: Simulation, client: GatewayClient, count: int = 40
 ) -> list[asyncio.Task[Grant | Conclusion]]:
-    """So many more requests that wait, as there is no replica: four of five of 10 tokens, others of 500."""
+    """Further requests, which wait because there is no replica: four of five have 10 tokens, others 500."""
     there = len(world.live.core)
     tasks = []
     for number in range(there, there + count):
@@ -81,7 +81,7 @@ def queue_names(world: Simulation) -> set[str]:
     return world.live.core.queue.queue_names()
 
 
-async def test_queues_are_learned_and_whoever_waits_is_queued_anew(
+async def test_queues_are_learned_and_waiting_requests_are_queued_again(
     world: Simulation, start: Callable[[], TunerActor], caplog: pytest.LogCaptureFixture
 ) -> None:
     start()
@@ -129,10 +129,10 @@ async def test_a_dead_tuner_changes_nothing_for_requests(
     assert queue_names(world) == {"10-10", "500-500"}
 
 
-async def test_a_scheduler_that_is_away_is_reported_once_and_found_again(
+async def test_an_unreachable_scheduler_is_logged_once_and_used_again(
     world: Simulation, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls = ToWorld(world)
+    calls = SimulatedCalls(world)
     calls.is_cut = True
     tuner = TunerActor("m", QUICK, calls)
     with caplog.at_level(logging.WARNING, "ray.serve"):
@@ -145,54 +145,44 @@ async def test_a_scheduler_that_is_away_is_reported_once_and_found_again(
     tuner.stop()
 
 
+class ScriptedCalls:
+    """A scheduler with the given prompt lengths until the first update, which gets lost when told to."""
+
+    def __init__(self, lengths: list[Any], *, loses_the_first: bool = False) -> None:
+        self.lengths = lengths
+        self.loses_the_first = loses_the_first
+        self.updates: list[tuple[Partition, str]] = []
+
+    async def observed(self, *, outcomes: bool) -> Observed:
+        return Observed(incarnation=1, lengths=[] if self.updates else self.lengths)
+
+    async def put_in_force(self, update: PartitionUpdate) -> None:
+        self.updates.append((update.partition, update.reason))
+        if self.loses_the_first and len(self.updates) == 1:
+            raise ConnectionError("lost")
+
+    async def retune(self, order: Retune) -> None:
+        raise AssertionError(order)
+
+    async def show_tuner(self, document: Mapping[str, Any]) -> None:
+        raise AssertionError(document)
+
+
 async def test_an_update_that_got_lost_is_sent_again() -> None:
-    class Forgetful:
-        """Fails to take the first update."""
-
-        def __init__(self) -> None:
-            self.tries: list[tuple[Partition, str]] = []
-
-        async def observed(self, *, outcomes: bool) -> Observed:
-            return Observed(incarnation=1, lengths=[] if self.tries else [10] * 40)
-
-        async def put_in_force(self, update: PartitionUpdate) -> None:
-            self.tries.append((update.partition, update.reason))
-            if len(self.tries) == 1:
-                raise ConnectionError("lost")
-
-        async def retune(self, order: Retune) -> None:
-            raise AssertionError(order)
-
-        async def show_tuner(self, document: Mapping[str, Any]) -> None:
-            raise AssertionError(document)
-
-    scheduler = Forgetful()
+    scheduler = ScriptedCalls([10] * 40, loses_the_first=True)
     tuner = TunerActor("m", QUICK, scheduler)
-    await until(lambda: len(scheduler.tries) == 2)
+    await until(lambda: len(scheduler.updates) == 2)
     await asyncio.sleep(0.05)
     tuner.stop()
-    assert len(scheduler.tries) == 2
-    assert scheduler.tries[0] == scheduler.tries[1]
-    assert scheduler.tries[0][1] == "first"
+    assert len(scheduler.updates) == 2
+    assert scheduler.updates[0] == scheduler.updates[1]
+    assert scheduler.updates[0][1] == "first"
 
 
 async def test_a_tuner_that_cannot_go_on_is_unhealthy() -> None:
-    class Nonsense:
-        async def observed(self, *, outcomes: bool) -> Observed:
-            return Observed(incarnation=1, lengths=["long"])  # type: ignore[list-item] # as a fault would
-
-        async def put_in_force(self, update: PartitionUpdate) -> None:
-            raise AssertionError(update)
-
-        async def retune(self, order: Retune) -> None:
-            raise AssertionError(order)
-
-        async def show_tuner(self, document: Mapping[str, Any]) -> None:
-            raise AssertionError(document)
-
-    tuner = TunerActor("m", QUICK, Nonsense())
+    tuner = TunerActor("m", QUICK, ScriptedCalls(["long"]))
     await tuner.check_health()
-    await until(tuner._turns.done)
+    await until(tuner._task.done)
     with pytest.raises(TypeError):
         await tuner.check_health()
 

@@ -1,4 +1,4 @@
-"""The tuner of values, driven as the actor drives it: observations in, orders out. The twin is real."""
+"""The tuner of settings, driven as by the actor: observations in, orders out, with a real twin."""
 
 import asyncio
 import random
@@ -42,7 +42,7 @@ def tuner(mode: str = "on", store: StateStore | None = None, **changes: Any) -> 
 
 
 def rows(count: int, start: float, span_s: float, ttft_s: float = 0.05) -> list[Row]:
-    """Answered requests of mixed lengths, all at the same pace."""
+    """Answered requests of mixed lengths, all with the same latencies."""
     rng = random.Random(count)
     made: list[Row] = []
     for number in range(count):
@@ -63,34 +63,34 @@ def observed(at: float, outcomes: list[Row], **changes: Any) -> Observed:
 
 
 async def searched(tuner: ParameterTuner, at: float) -> list[Retune]:
-    """Turns until the search has ended, at one moment of the scheduler's clock."""
+    """Updates until the search has ended, at one instant of the scheduler's clock."""
     async with asyncio.timeout(60):
         while tuner.is_searching:
             await asyncio.sleep(0.02)
-            orders = tuner.turn(observed(at, []))
+            orders = tuner.update(observed(at, []))
     return orders
 
 
 async def test_a_search_begins_with_enough_traffic_and_leaves_its_figures() -> None:
     made = tuner("advise")
-    assert made.turn(observed(10.0, rows(100, 0.0, 10.0))) == []
+    assert made.update(observed(10.0, rows(100, 0.0, 10.0))) == []
     assert not made.is_searching
     assert made.document()["state"] == "watching"
-    made.turn(observed(20.0, rows(100, 10.0, 10.0)))
+    made.update(observed(20.0, rows(100, 10.0, 10.0)))
     assert made.is_searching
     assert made.document()["state"] == "searching"
     assert await searched(made, 20.0) == []
     (study,) = made.document()["studies"]
     assert study["trials"] == 4
     assert 0.25 <= study["speed_factor"] <= 4.0
-    # The next one only after a while.
-    made.turn(observed(21.0, rows(200, 20.0, 1.0)))
+    # The next search is not due yet.
+    made.update(observed(21.0, rows(200, 20.0, 1.0)))
     assert not made.is_searching
 
 
 async def test_a_candidate_is_tried_in_slices_and_dropped_when_it_serves_worse() -> None:
     made = tuner()
-    made.turn(observed(0.0, []))
+    made.update(observed(0.0, []))
     assert made._loop is not None
     rollout = made._loop.rollout
     better = {**rollout.incumbent, "target_waiting": 6}
@@ -99,8 +99,8 @@ async def test_a_candidate_is_tried_in_slices_and_dropped_when_it_serves_worse()
     at = 0.0
     while rollout.target is not None and at < 400.0:
         at += 1.0
-        on_trial = rollout.in_force == rollout.target
-        applied += made.turn(observed(at, rows(12, at - 1.0, 1.0, ttft_s=5.0 if on_trial else 0.05)))
+        on_trial = rollout._in_force == rollout.target
+        applied += made.update(observed(at, rows(12, at - 1.0, 1.0, ttft_s=5.0 if on_trial else 0.05)))
     assert rollout.target is None
     tried = [order for order in applied if order.valid_s is not None]
     assert tried
@@ -115,21 +115,21 @@ async def test_a_trial_waits_for_a_replay_in_a_thread_and_goes_on_without_one_th
     broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tuner()
-    made.turn(observed(0.0, []))
+    made.update(observed(0.0, []))
     assert made._loop is not None
     rollout = made._loop.rollout
     better = {**rollout.incumbent, "target_waiting": 6}
     rollout.propose(better, 0.0, "for the test", control=ControlVariate())
     if broken:
-        monkeypatch.setattr(parameter_tuner, "replay_aside", None)
+        monkeypatch.setattr(parameter_tuner, "throttled_replay", None)
     at, pairs = 0.0, []
     while rollout.target is not None and at < 200.0:
         at += 1.0
-        made.turn(observed(at, rows(12, at - 1.0, 1.0)))
-        # Not a second of the scheduler's clock goes by while it works.
-        while made.is_replaying:
+        made.update(observed(at, rows(12, at - 1.0, 1.0)))
+        # The scheduler's clock stands still while it works.
+        while made._replay is not None:
             await asyncio.sleep(0.02)
-            made.turn(observed(at, []))
+            made.update(observed(at, []))
         pairs = [each for each in rollout.audit if each.act is Act.ROLLED_BACK]
     (verdict,) = pairs
     assert verdict.figures["pairs"] == 2
@@ -138,58 +138,58 @@ async def test_a_trial_waits_for_a_replay_in_a_thread_and_goes_on_without_one_th
 
 async def test_freezing_ends_a_trial() -> None:
     made = tuner()
-    made.turn(observed(0.0, []))
+    made.update(observed(0.0, []))
     assert made._loop is not None
     made._loop.rollout.propose({**made._loop.rollout.incumbent, "target_waiting": 6}, 0.0, "for the test")
-    (order,) = made.turn(observed(1.0, [], frozen="an incident"))
+    (order,) = made.update(observed(1.0, [], frozen="an incident"))
     assert (order.valid_s, order.values[TARGET]) == (None, 3)
-    made.turn(observed(2.0, []))
+    made.update(observed(2.0, []))
     assert made.document()["audit"][0]["what"] == "thawed"
 
 
 async def test_a_new_scheduler_gets_the_values_in_force_for_good() -> None:
     made = tuner()
-    made.turn(observed(100.0, []))
+    made.update(observed(100.0, []))
     assert made._loop is not None
     adopted = {**made._loop.rollout.incumbent, "target_waiting": 5}
     made._loop.rollout.incumbent = adopted
-    (order,) = made.turn(observed(3.0, [], incarnation=2))
+    (order,) = made.update(observed(3.0, [], incarnation=2))
     assert (order.values[TARGET], order.valid_s) == (5, None)
 
 
 async def test_values_survive_a_restart_unless_the_settings_have_changed(tmp_path: Path) -> None:
     store = StateStore(str(tmp_path), "tuner", "m")
     made = tuner(store=store)
-    made.turn(observed(100.0, []))
+    made.update(observed(100.0, []))
     assert made._loop is not None
     made._loop.rollout.incumbent = {**made._loop.rollout.incumbent, "target_waiting": 5}
     await made.save()
     again = tuner(store=StateStore(str(tmp_path), "tuner", "m"))
     await again.load()
-    (order,) = again.turn(observed(0.0, []))
+    (order,) = again.update(observed(0.0, []))
     assert order.values[TARGET] == 5
     other = tuner(store=StateStore(str(tmp_path), "tuner", "m"))
     await other.load()
     changed = replace(CONFIGURED, backpressure=replace(CONFIGURED.backpressure, target_waiting=4))
-    assert other.turn(observed(0.0, [], settings=changed)) == []
+    assert other.update(observed(0.0, [], settings=changed)) == []
 
 
 async def test_without_replicas_or_settings_nothing_is_searched() -> None:
     made = tuner()
-    assert made.turn(observed(1.0, rows(300, 0.0, 1.0), settings=None)) == []
-    made.turn(observed(2.0, rows(300, 1.0, 1.0), replicas=[]))
+    assert made.update(observed(1.0, rows(300, 0.0, 1.0), settings=None)) == []
+    made.update(observed(2.0, rows(300, 1.0, 1.0), replicas=[]))
     assert not made.is_searching
 
 
 async def test_a_search_ends_with_its_tuner() -> None:
     made = tuner("advise", core_share=0.01)
-    made.turn(observed(20.0, rows(300, 0.0, 20.0)))
+    made.update(observed(20.0, rows(300, 0.0, 20.0)))
     assert made.is_searching
     made.stop()
     async with asyncio.timeout(30):
         while made.is_searching:
             await asyncio.sleep(0.02)
-            made.turn(observed(21.0, []))
+            made.update(observed(21.0, []))
     assert made.document()["studies"] == []
 
 
