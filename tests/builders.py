@@ -1,14 +1,17 @@
-"""Short ways to make the values that the core speaks in."""
+"""Builders of the core's values, and a scheduler on a driver clock."""
 
 import math
 from typing import Any
 
+from serve_app.errors import Conclusion
 from serve_app.request import PriorityClass, PromptShape, Request, RequestSpec, Submission
+from serve_app.routing.estimation.estimate import EstimatorSettings, TokenEstimator
 from serve_app.routing.pools import RoutingSettings
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling.commands import Command, Conclude, Dispatch
 from serve_app.scheduling.events import Arrived, Event, ReplicaJoined, ReplicaReported
+from serve_app.scheduling.request import ScheduledRequest
 
 
 def request(
@@ -92,13 +95,25 @@ def report(
 
 
 def settings(**changes: Any) -> SchedulerSettings:
-    """In the order of arrival, unless a test is about another one."""
+    """FCFS, unless a test needs another policy."""
     usual = {"model": "m", "policy": "fcfs", "routing": RoutingSettings(b_short_tokens=500)}
     return SchedulerSettings(**{**usual, **changes})
 
 
-class Simulation:
-    """A scheduler with the clock in hand."""
+ONE_POOL = RoutingSettings(pools=("only",))
+_ESTIMATOR = TokenEstimator(EstimatorSettings())
+
+
+def scheduled_request(
+    request_id: str = "r1", *, sequence: int = 1, pools: tuple[str, ...] = ("only",), **fields: Any
+) -> ScheduledRequest:
+    """A request as the scheduler admits it."""
+    wanted = request(request_id, **fields)
+    return ScheduledRequest(wanted, _ESTIMATOR.estimate(wanted), sequence, pools)
+
+
+class ManualDriver:
+    """A scheduler on a driver clock."""
 
     def __init__(self, **changes: Any) -> None:
         self.scheduler = Scheduler(settings(**changes))
@@ -118,6 +133,24 @@ class Simulation:
         fields.setdefault("arrived_at", self.now)
         return self.feed(Arrived(request(request_id, **fields)))
 
+    def find(self, request_id: str) -> ScheduledRequest:
+        """A request that waits or runs."""
+        found = self.scheduler.find(request_id)
+        assert found is not None
+        return found
+
+    def why_waiting(self, request_id: str) -> str:
+        return self.scheduler.dispatcher.why_waiting(self.find(request_id), self.now)
+
+
+def one_replica(
+    replica_id: str = "r1", *, limits: dict[str, int] | None = None, **changes: Any
+) -> ManualDriver:
+    """A scheduler with a single pool of one replica."""
+    driver = ManualDriver(routing=ONE_POOL, **changes)
+    driver.join(replica_id, "only", **(limits or {}))
+    return driver
+
 
 def dispatched(commands: list[Command]) -> list[tuple[str, str]]:
     return [(command.request_id, command.replica_id) for command in commands if isinstance(command, Dispatch)]
@@ -129,3 +162,17 @@ def concluded(commands: list[Command]) -> list[tuple[str, str]]:
         for command in commands
         if isinstance(command, Conclude)
     ]
+
+
+def the_conclusion(commands: list[Command]) -> Conclusion:
+    """How the one request ended that the only command is about."""
+    (command,) = commands
+    assert isinstance(command, Conclude)
+    return command.conclusion
+
+
+def retry_after_s(commands: list[Command]) -> float:
+    """What the client of the one refused request is told."""
+    told = the_conclusion(commands).retry_after_s
+    assert told is not None
+    return told

@@ -1,37 +1,38 @@
-"""Who waits where, for how long, and why not longer or shorter? A look at the queue, for people."""
+"""A snapshot of the request queue, for people: which requests wait where, for how long, and why."""
 
 import heapq
 from dataclasses import dataclass
 
 from serve_app.request import PriorityClass
+from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling.dispatch.dispatcher import Dispatcher
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.queueing.request_queue import RequestQueue
 from serve_app.scheduling.request import ScheduledRequest
 
-# A page that nobody would read to its end is not worth the scheduler's time.
-MOST_LANES = 500
+# More than a person would read; a bound on the scheduler's time.
+MAX_SUB_QUEUES = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubQueueView:
-    """One sub_queue, by its head.
+    """One sub-queue, by its head.
 
     Attributes:
         pools: where its requests may go, their home first.
-        prefill_class: of their prefills, see `isolation`.
-        waiting: requests in the sub_queue.
-        head: the request that goes first.
+        prefill_class: of their prefills (see `isolation`).
+        waiting: requests in the sub-queue.
+        head: id of the first request.
         wait_s: how long the head has waited.
-        score: what the policy says of the head now; comparable inside one policy only.
-        why: why the head is not being dispatched right now.
+        score: the policy's score of the head now; comparable only within one policy.
+        why: why the head is not dispatched now.
     """
 
     priority: PriorityClass
     tenant: str
     pools: tuple[str, ...]
     length_queue: str
-    prefill_class: int
+    prefill_class: PrefillClass
     waiting: int
     head: str
     wait_s: float
@@ -41,13 +42,13 @@ class SubQueueView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot:
-    """All sub_queues, or those whose heads have waited longest, and what each tenant has been served.
+    """The sub-queues whose heads have waited longest, and the service of each tenant.
 
     Attributes:
         sub_queues: the longest wait first.
-        left_out: sub_queues beyond those.
+        left_out: number of sub-queues beyond those.
         served: service over weight by class and tenant, in the units of the fairness mode.
-        b_short_tokens: the budget up to which a request is at home in the first pool, as it stands.
+        b_short_tokens: the budget up to which a request is at home in the first pool now.
     """
 
     sub_queues: tuple[SubQueueView, ...]
@@ -59,19 +60,14 @@ class QueueSnapshot:
 def take_queue_snapshot(
     queue: RequestQueue, dispatcher: Dispatcher, policy: OrderingPolicy, b_short_tokens: int, now: float
 ) -> QueueSnapshot:
-    """Look at the queue as it stands; changes nothing.
-
-    Args:
-        b_short_tokens: the border of the pools.
-        now: seconds on the scheduler's clock.
-    """
-    heads = list(queue.sub_queues())
-    longest = heapq.nsmallest(MOST_LANES, heads, key=lambda sub_queue: sub_queue[0].request.arrived_at)
-    sub_queues = tuple(_view(head, waiting, dispatcher, policy, now) for head, waiting in longest)
-    waiting = {priority: shares.counters() for priority, shares in queue.shares.items()}
-    left_out = len(heads) - len(sub_queues)
+    """Take a snapshot at `now`; changes nothing."""
+    heads = list(queue.sub_queue_heads())
+    longest = heapq.nsmallest(MAX_SUB_QUEUES, heads, key=lambda sub_queue: sub_queue[0].request.arrived_at)
     return QueueSnapshot(
-        sub_queues=sub_queues, left_out=left_out, served=waiting, b_short_tokens=b_short_tokens
+        sub_queues=tuple(_view(head, waiting, dispatcher, policy, now) for head, waiting in longest),
+        left_out=len(heads) - len(longest),
+        served={priority: shares.counters() for priority, shares in queue.shares.items()},
+        b_short_tokens=b_short_tokens,
     )
 
 

@@ -1,8 +1,8 @@
-"""Which settings may change under a running scheduler, without anybody losing a place in a queue?
+"""The settings that may change in a running scheduler, without any effect on the order inside its queues.
 
-Those that are read anew for each decision: the weights of the score, the limits of prefill isolation, and the
-targets of backpressure. All others are built into queues, books or promises that have been made, and need a
-new scheduler (`user_config`), to which gateways bring their requests along.
+These are read for each decision: the weights of the score, the limits of prefill isolation, and the targets
+of backpressure. All others are built into queues, accounts or reservations. They need a new scheduler
+(`user_config`), to which gateways submit their requests again.
 """
 
 from dataclasses import fields, replace
@@ -18,17 +18,18 @@ RETUNABLE = (
     "backpressure.max_prefill_backlog_s",
     "engine_priority.target_waiting",
 )
-"""Paths of the settings that may change, with all that is below them."""
+"""Paths of the settings that may change, with all below them."""
 
 
 def checked_retuning(current: SchedulerSettings, wanted: SchedulerSettings) -> SchedulerSettings:
-    """`wanted`, if nothing but what is retunable differs from `current`.
+    """`wanted`, if it differs from `current` only in what is retunable.
 
     Raises:
         ValueError: something else differs; the message names it.
     """
     was, will = current.isolation.max_long_prefills, wanted.isolation.max_long_prefills
-    # Switched on or off, it would find requests in lanes that it has not graded.
+    # Isolation cannot be switched on or off: the waiting requests have no prefill class, or one that is not
+    # used.
     isolation = wanted.isolation if (was > 0) is (will > 0) else current.isolation
     allowed = replace(
         current,

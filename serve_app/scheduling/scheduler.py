@@ -40,7 +40,7 @@ from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
 from serve_app.scheduling.isolation.prefill_isolation import PrefillIsolation
 from serve_app.scheduling.isolation.prefill_watch import PrefillWatch
 from serve_app.scheduling.policies import POLICIES, MakePolicy, make_policy
-from serve_app.scheduling.policies.inputs import PolicyInputs
+from serve_app.scheduling.policies.protocol import PolicyInputs
 from serve_app.scheduling.queue_snapshot import QueueSnapshot, take_queue_snapshot
 from serve_app.scheduling.queueing.expiry import ExpiryHeap
 from serve_app.scheduling.queueing.request_queue import RequestQueue
@@ -351,7 +351,7 @@ class Scheduler:
 
     def _on_partition_change(self, event: ev.PartitionChanged, _now: float) -> None:
         if self._policy.replace_partition(event.partition):
-            self.queue.queue_anew()
+            self.queue.requeue_all()
 
     def _on_retune(self, event: ev.Retuned, now: float) -> None:
         """Weights, isolation and backpressure; the ledger's own limits are not retunable."""
@@ -419,7 +419,7 @@ class Scheduler:
         if scheduled.started or scheduled.replica_id is None:
             return
         scheduled.started = True
-        self._prefills.first_token(scheduled, now)
+        self._prefills.on_first_token(scheduled, now)
         self.ledger.start(scheduled.replica_id, now)
 
     def _release(self, scheduled: ScheduledRequest, now: float, *, ran: bool) -> None:

@@ -21,11 +21,12 @@ from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
 
 @settings(block="queue_timeout_s")
 class QueueTimeouts:
-    """How long a request of each class may wait in the queue when its client names no time, in seconds."""
+    """Seconds that a request of each class may wait in the queue, when its client states no timeout."""
 
-    # People leave long before a minute is over; a program's own timeout is often ten minutes (the OpenAI
-    # SDK's default), so the default class ends well inside that and the client hears a clear 504.
+    # People leave long before a minute is over. A program's own timeout is often ten minutes (the default of
+    # the OpenAI SDK), so the default class ends well before that, and the client gets a 504.
     interactive: Annotated[float, POSITIVE] = 60.0
+    # Inside the ten minutes after which programs give up.
     default: Annotated[float, POSITIVE] = 300.0
     # Batch work waits for idle capacity, which may come only at night.
     batch: Annotated[float, POSITIVE] = 43_200.0
@@ -45,18 +46,18 @@ class WrittenScheduler:
     """
 
     policy: str = "ewsjf"
-    # A bound on memory and on the wait of the last in the queue. At 20 requests/s it is nearly two minutes
-    # of work: past that, a refusal with Retry-After serves the client better than a place in the queue.
+    # A bound on memory and on the wait of the last request. At 20 requests/s it is nearly two minutes of
+    # work; beyond that a refusal with Retry-After serves the client better than a longer queue.
     max_waiting: Annotated[int, at_least(1)] = 2_000
     queue_timeout_s: QueueTimeouts = field(default_factory=QueueTimeouts)
-    # Replicas that a request may be lost on before it is given up: one may die by chance, three in a row
-    # under the same request point at the request.
+    # Replicas that a request may be lost on before it fails: three in a row suggest that the request is the
+    # cause.
     max_attempts: Annotated[int, at_least(1)] = 3
-    # A pool that starts or restarts has no replica for a while (vLLM takes 40-80 s); requests that come in
-    # after this long without any replica are refused with 503 instead of queued.
+    # A pool that starts or restarts has no replica for a while (vLLM takes 40-80 s). Requests that arrive
+    # after this many seconds without any replica are refused with 503 instead of queued.
     no_replica_grace_s: Annotated[float, NOT_NEGATIVE] = 30.0
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
-    # Upper end of the Retry-After that clients are given; the OpenAI SDK obeys up to 120 s.
+    # Upper bound of Retry-After, in seconds; the OpenAI SDK obeys up to 120 s.
     retry_after_cap_s: Annotated[float, NOT_NEGATIVE] = 60.0
     routing: WrittenRouting = field(default_factory=WrittenRouting)
     estimator: EstimatorSettings = field(default_factory=EstimatorSettings)
@@ -73,10 +74,10 @@ class WrittenScheduler:
 
 @settings
 class SchedulerSettings(WrittenScheduler):
-    """Everything that one model's scheduler is told.
+    """All settings of one model's scheduler.
 
     Attributes:
-        model: name that clients ask for.
+        model: name that clients request.
         aliases: other names for the same model (LoRA adapters, old names).
     """
 
@@ -86,7 +87,7 @@ class SchedulerSettings(WrittenScheduler):
 
     @property
     def backpressure_in_force(self) -> BackpressureSettings:
-        """Limits on what an engine is sent: one that orders its own queue may have a longer one."""
+        """Backpressure as it applies: an engine that orders its own queue may have a longer one."""
         mode = self.engine_priority
         if not mode.enabled:
             return self.backpressure

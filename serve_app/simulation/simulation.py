@@ -19,7 +19,6 @@ from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.decision_log import Decision
-from serve_app.scheduling.policies.inputs import prompt_tokens
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.simulation.baselines import SIMULATED_POLICIES
 from serve_app.simulation.partitions import PartitionLearner
@@ -151,7 +150,7 @@ class Simulation:
         if self.learner is not None:
             scheduled = self.scheduler.find(simulated.request.request_id)
             if scheduled is not None:
-                self.learner.observe(prompt_tokens(scheduled))
+                self.learner.observe(scheduled.prefill_tokens)
             self._partition_due()
 
     def _partition_due(self) -> None:

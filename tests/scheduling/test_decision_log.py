@@ -55,12 +55,12 @@ STEPS = (
 
 def played() -> list[str]:
     """The lines of a scheduler that was fed three requests."""
-    world = builders.Simulation()
-    lines = [encode_header(RunHeader(settings=world.scheduler.settings))]
+    driver = builders.ManualDriver()
+    lines = [encode_header(RunHeader(settings=driver.scheduler.settings))]
     events: list[Event] = [ReplicaJoined(builders.spec()), ReplicaReported("s1", builders.report())]
-    for event in [*events, *(Arrived(builders.request(f"r{number}")) for number in range(3))]:
-        lines.append(encode_decision(Decision(world.now, event, tuple(world.feed(event)))))
-    return lines
+    events += [Arrived(builders.request(f"r{number}")) for number in range(3)]
+    decisions = (Decision(driver.now, event, tuple(driver.feed(event))) for event in events)
+    return lines + [encode_decision(decision) for decision in decisions]
 
 
 def test_what_is_written_is_read_again_exactly() -> None:

@@ -1,22 +1,24 @@
 """Engine backpressure: how much an engine is sent, by bounds on its queue and its load.
 
 A request that waits in the engine can no longer be reordered. So the engine's own queue is kept just long
-enough that it never runs empty. Two upper bounds on that queue are known at any moment, and the smaller counts:
+enough that it never runs empty. Two upper bounds on that queue are known at any moment, and the smaller
+counts:
 
 - *unstarted*: requests sent whose answer has not begun. It is exact and immediate for streamed answers. An
   answer that is not streamed begins only when it ends, so there it says little.
 - *reported*: what waited in the engine at the last report, plus what was sent since, which the report cannot
   have seen. It is as old as the report.
 
-A fixed target starves an engine that starts many requests between two reports. So against the second bound the
-target grows to `lag_factor * starts per second * seconds between reports`.
+A fixed target starves an engine that starts many requests between two reports. So against the second bound
+the target grows to `lag_factor * starts per second * seconds between reports`.
 
-A replica gets nothing more, whatever its queue, while it is too busy: while its time per output token is above
-a limit, until it has clearly fallen; while its KV cache is nearly full; and while the prompt tokens under way
-are more seconds of prefill than a limit. KV use alone says little, since it is low while prefill is saturated.
+A replica gets nothing more, whatever its queue, while it is too busy: while its time per output token is
+above a limit, until it has clearly fallen; while its KV cache is nearly full; and while the prompt tokens
+under way are more seconds of prefill than a limit. KV use alone says little, since it is low while prefill is
+saturated.
 
-Source: TNG, "Efficient Request Queueing" (target 3; target - waiting may be sent at once). The growth with rate
-and report delay is ours.
+Source: TNG, "Efficient Request Queueing" (target 3; target - waiting may be sent at once). The growth with
+rate and report delay is ours.
 """
 
 import math
@@ -39,10 +41,10 @@ class BackpressureSettings:
     lag_factor: Annotated[float, NOT_NEGATIVE] = 3.0
     # The target for the batch class: 0 sends batch work only to an engine whose queue is empty.
     batch_target_waiting: Annotated[int, NOT_NEGATIVE] = 0
-    # Batch work also goes to an engine with at most so many seconds of prefill under way, as learned from first
-    # tokens. That is less than one iteration, so nothing waits behind it. With 0, one short batch request runs
-    # in an iteration that has capacity for ten, and batch work alone loses about half of its throughput; the
-    # TTFT of interactive requests beside it is lower then.
+    # Batch work also goes to an engine with at most so many seconds of prefill under way, as learned from
+    # first tokens. That is less than one iteration, so nothing waits behind it. With 0, one short batch
+    # request runs in an iteration that has capacity for ten, and batch work alone loses about half of its
+    # throughput; the TTFT of interactive requests beside it is lower then.
     batch_prefill_s: Annotated[float, NOT_NEGATIVE] = 0.02
     # Time per output token, in seconds, above which nothing more is sent: seven tokens per second are about
     # as many as people read. Null sets no limit.
@@ -52,14 +54,14 @@ class BackpressureSettings:
     # Share of the KV cache in use above which nothing more is sent, since the next blocks would need a
     # preemption.
     kv_gate_ratio: Annotated[float, POSITIVE] = 0.98
-    # Seconds of prefill under way on a replica above which it gets nothing more, as learned from first tokens.
-    # A single request may always be sent, however long.
+    # Seconds of prefill under way on a replica above which it gets nothing more, as learned from first
+    # tokens. A single request may always be sent, however long.
     max_prefill_backlog_s: Annotated[float, POSITIVE] = 4.0
     # A replica whose last report is older than this counts as saturated. Replicas report at least twice
     # a second.
     report_limit_s: Annotated[float, POSITIVE] = 2.5
-    # Share of the KV cache that may be reserved, at the *expected* length of each request. Reserving max_tokens
-    # instead would leave much of the cache of a KV-bound replica unused.
+    # Share of the KV cache that may be reserved, at the *expected* length of each request. Reserving
+    # max_tokens instead would leave much of the cache of a KV-bound replica unused.
     kv_fill_ratio: Annotated[float, POSITIVE] = 1.0
 
 

@@ -1,12 +1,12 @@
 """Capacity reservations: KV cache kept free for a promoted request that fits no replica.
 
 Without one, smaller requests take each bit of capacity as it becomes free, and a request that needs most of a
-KV cache never fits. So a promoted request (`promotion`) that fits nowhere in its pool gets a reservation on the
-replica that lacks least for it. That replica takes no other request that would need the reserved tokens, until
-the promoted one fits. Each pool has at most one reservation, which lasts as long as its request waits.
+KV cache never fits. So a promoted request (`promotion`) that fits nowhere in its pool gets a reservation on
+the replica that lacks least for it. That replica takes no other request that would need the reserved tokens,
+until the promoted one fits. Each pool has at most one reservation, which lasts as long as its request waits.
 
-The cost is capacity that stays idle meanwhile. The bounded rate of promotions bounds it, and no promotions are
-saved up while a reservation stands.
+The cost is capacity that stays idle meanwhile. The bounded rate of promotions bounds it, and no promotions
+are saved up while a reservation stands.
 
 Source: ours, after reservations under backfilling (Lifka, "The ANL/IBM SP scheduling system", 1995).
 """

@@ -1,7 +1,7 @@
 """Class floors: the least share of dispatches that a lower priority class gets while it waits.
 
-Interactive is dispatched before default, and default before batch. But of every hundred dispatches made while a
-lower class waits, that class gets its floor share. Credit for them is saved up to a small bound.
+Interactive is dispatched before default, and default before batch. But of every hundred dispatches made while
+a lower class waits, that class gets its floor share. Credit for them is saved up to a small bound.
 """
 
 from collections.abc import Iterable

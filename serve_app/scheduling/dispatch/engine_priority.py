@@ -1,8 +1,8 @@
 """Engine priorities: the number that orders a request in an engine that schedules its own queue by priority.
 
 Of two requests that wait in one engine, the higher class is served first. Within a class, it is the one whose
-tenant has fewer requests in the engines. A tenant's first is numbered 0, the next 1, 2, 3. So the first request
-of a new tenant passes all but the first of a tenant that sent a hundred at once.
+tenant has fewer requests in the engines. A tenant's first is numbered 0, the next 1, 2, 3. So the first
+request of a new tenant passes all but the first of a tenant that sent a hundred at once.
 
 Inputs: the class, and how many of the tenant's requests of that class are in any engine. Requests of another
 class do not count. Their band orders them already, and a batch job must not delay the same tenant's chat.
@@ -30,9 +30,9 @@ class EnginePrioritySettings:
 
     # Needs engines that run with `scheduling_policy: priority`; any other refuses requests with a priority.
     enabled: bool = False
-    # These replace their counterparts in `backpressure`. A request in an engine's queue can still be passed, so
-    # the queue may be long enough that late reports never idle the engine. Length queues, scores and shares act
-    # only on what waits outside it, so the longer it is, the more the order is the engine's.
+    # These replace their counterparts in `backpressure`. A request in an engine's queue can still be passed,
+    # so the queue may be long enough that late reports never idle the engine. Length queues, scores and
+    # shares act only on what waits outside it, so the longer it is, the more the order is the engine's.
     target_waiting: Annotated[int, at_least(1)] = 32
     # Share of that queue that batch work may fill; the rest is for requests that pass it.
     batch_share: Annotated[float, SHARE] = 0.5

@@ -1,8 +1,8 @@
 """Placement: the replica for a request, by load and by how much of its prompt each replica has cached.
 
-The length of a request is what is left to compute of its prompt, which differs between replicas. A long prompt
-that is mostly cached on one replica is a short prefill there and a long one elsewhere. So prefill isolation may
-admit it to that replica while it excludes the others.
+The length of a request is what is left to compute of its prompt, which differs between replicas. A long
+prompt that is mostly cached on one replica is a short prefill there and a long one elsewhere. So prefill
+isolation may admit it to that replica while it excludes the others.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Promotion: a request that has waited `max_wait_s` is dispatched first, at a bounded rate.
 
 Under lasting overload every request has waited too long, and promoting them all would turn any policy into
-FCFS. So at most `promoted_share` of all dispatches are promotions. The resulting bound: a request is dispatched
-at most `max_wait_s` after its arrival, plus the time of `(requests promoted before it + 1) / promoted_share`
-dispatches.
+FCFS. So at most `promoted_share` of all dispatches are promotions. The resulting bound: a request is
+dispatched at most `max_wait_s` after its arrival, plus the time of `(requests promoted before it + 1) /
+promoted_share` dispatches.
 
 Source: ours; the proof of EWSJF that no request starves (Theorem A.1) gives no usable bound.
 """
@@ -17,8 +17,8 @@ from serve_app.settings_base import POSITIVE, POSITIVE_SHARE, settings
 
 # Promotions that may be saved up while no request needs one.
 _SAVED = 4.0
-# A request that claimed a retry reservation was promised service in time. It is promoted after this share of its
-# queue timeout, whatever its score. The rest of the timeout is for its wait among promoted requests.
+# A request that claimed a retry reservation was promised service in time. It is promoted after this share of
+# its queue timeout, whatever its score. The rest of the timeout is for its wait among promoted requests.
 _CLAIMED_SHARE = 0.5
 
 
@@ -28,7 +28,9 @@ class PromotionSettings:
 
     # Longer than any length queue waits below saturation, shorter than the patience of people and programs.
     interactive_s: Annotated[float, POSITIVE] = 15.0
+    # Programs wait longer than people.
     default_s: Annotated[float, POSITIVE] = 60.0
+    # Half an hour: batch work may wait for idle capacity, but not for ever.
     batch_s: Annotated[float, POSITIVE] = 1_800.0
     # A fifth of the dispatches at most: short requests keep the rest in overload.
     promoted_share: Annotated[float, POSITIVE_SHARE] = 0.2

@@ -1,7 +1,7 @@
-"""When does a dispatched request's prefill end, how long did it take, and how late do we hear of it?
+"""The end of each prefill in flight, as observed or assumed, and what it teaches.
 
-The first token of a streamed answer says so. An answer that is not streamed shows none, so its prefill counts
-as over after its usual time, as learned from the others.
+The first token of a streamed answer marks the end of its prefill. An answer that is not streamed has no such
+mark, so its prefill counts as ended after its usual time, as learned from the others.
 """
 
 import heapq
@@ -13,30 +13,30 @@ from serve_app.routing.replica_state import PrefillClass, ReplicaState
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
 from serve_app.scheduling.request import ScheduledRequest
 
-# The end of an unseen prefill is guessed late rather than early: a second long prefill beside a first one
+# The end of an unobserved prefill is assumed late rather than early: a second long prefill beside a first one
 # costs more than a short pause.
-_PATIENCE = 2.0
+_USUAL_TIMES = 2.0
 
 
 class PrefillWatch:
-    """Ends long prefills in the ledger, and teaches the cost of a prefill and the lag of news."""
+    """Ends prefills in the ledger, and teaches their cost and the feedback delay."""
 
-    def __init__(self, ledger: ReplicaLedger, cost: PrefillCost, lag: FeedbackDelay) -> None:
+    def __init__(self, ledger: ReplicaLedger, cost: PrefillCost, delay: FeedbackDelay) -> None:
         self._ledger = ledger
         self._cost = cost
-        self._lag = lag
-        # When, in which order they were sent, whose, and of which dispatch; a heap.
-        self._guesses: list[tuple[float, int, ScheduledRequest, int]] = []
+        self._delay = delay
+        # A heap of (assumed end, order of dispatch, request, its dispatch number).
+        self._assumed: list[tuple[float, int, ScheduledRequest, int]] = []
         self._sent = 0
 
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
         """A request has just been dispatched."""
         if not scheduled.request.spec.streamed:
             self._sent += 1
-            ends_at = now + _PATIENCE * self._cost.seconds(scheduled.prefill_tokens)
-            heapq.heappush(self._guesses, (ends_at, self._sent, scheduled, scheduled.dispatch_number))
+            ends_at = now + _USUAL_TIMES * self._cost.seconds(scheduled.prefill_tokens)
+            heapq.heappush(self._assumed, (ends_at, self._sent, scheduled, scheduled.dispatch_number))
 
-    def first_token(self, scheduled: ScheduledRequest, now: float) -> None:
+    def on_first_token(self, scheduled: ScheduledRequest, now: float) -> None:
         """The answer of a running request has begun."""
         assert scheduled.replica_id is not None
         replica = self._ledger[scheduled.replica_id]
@@ -45,26 +45,26 @@ class PrefillWatch:
         if scheduled.prefilled_alone and still_alone and scheduled.request.spec.streamed:
             self._cost.observe(scheduled.prefill_tokens, now - scheduled.dispatched_at)
         if scheduled.request.spec.streamed:
-            self._learn_lag(scheduled, replica, now - scheduled.dispatched_at)
+            self._learn_delay(scheduled, replica, now - scheduled.dispatched_at)
         self._end(scheduled, now)
 
     def end_overdue(self, now: float) -> None:
-        """End the prefills whose guessed time has come."""
-        while self._guesses and self._guesses[0][0] <= now:
-            _, _, scheduled, dispatch_number = heapq.heappop(self._guesses)
+        """End the prefills whose assumed time has come."""
+        while self._assumed and self._assumed[0][0] <= now:
+            _, _, scheduled, dispatch_number = heapq.heappop(self._assumed)
             if scheduled.dispatch_number == dispatch_number:
                 self._end(scheduled, now)
 
     def next_at(self) -> float | None:
-        """When the next guess comes due."""
-        return self._guesses[0][0] if self._guesses else None
+        """When the next prefill is assumed to end."""
+        return self._assumed[0][0] if self._assumed else None
 
-    def _learn_lag(self, scheduled: ScheduledRequest, replica: ReplicaState, seconds: float) -> None:
+    def _learn_delay(self, scheduled: ScheduledRequest, replica: ReplicaState, seconds: float) -> None:
         if scheduled.hold.prefill_class is not PrefillClass.SHORT:
-            self._lag.on_long_first_token(seconds)
+            self._delay.on_long_first_token(seconds)
         elif replica.in_flight < replica.spec.max_num_seqs:
             iteration_s = (replica.report.tpot_s if replica.report else None) or 0.0
-            self._lag.on_short_first_token(
+            self._delay.on_short_first_token(
                 seconds - self._cost.per_token_s * scheduled.prefill_tokens - iteration_s
             )
 

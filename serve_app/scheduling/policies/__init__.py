@@ -1,8 +1,8 @@
 """Ordering policies, and the table that names them.
 
-A policy answers two questions. Which length queue does a request wait in, and in what order inside it
-(`queue_of`, `key`)? And which queue's head goes first now (`score`, `rank`)? `protocol.py` states the
-contract; `tests/conformance` holds every policy to it.
+A policy decides in which length queue a request waits and in what order (`queue_of`, `key`), and which
+queue's head is dispatched first (`score`, `rank`). `protocol` states the contract, and `tests/conformance`
+tests every policy against it. A new policy is one file and one line in the table.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,8 +11,7 @@ from serve_app.scheduling.policies.ewsjf import Ewsjf, EwsjfPaper
 from serve_app.scheduling.policies.ewsjf_released import EwsjfReleased
 from serve_app.scheduling.policies.fcfs import Fcfs, FcfsIsolated
 from serve_app.scheduling.policies.hrrn import Hrrn
-from serve_app.scheduling.policies.inputs import PolicyInputs
-from serve_app.scheduling.policies.protocol import OrderingPolicy
+from serve_app.scheduling.policies.protocol import OrderingPolicy, PolicyInputs
 from serve_app.scheduling.policies.sjf import Sjf, SjfAging
 from serve_app.scheduling.policies.two_queue import TwoQueues
 from serve_app.scheduling.policies.wspt_drr import WsptDrr
@@ -31,7 +30,7 @@ POLICIES: Mapping[str, MakePolicy] = {
     "ewsjf-paper": EwsjfPaper,
     "ewsjf": Ewsjf,
 }
-"""The policies of production by name; `serve_app.simulation.baselines` adds those for research."""
+"""The policies by name; `serve_app.simulation.baselines` adds research baselines to them."""
 
 
 def make_policy(
@@ -40,7 +39,7 @@ def make_policy(
     """A new policy by its name.
 
     Raises:
-        ValueError: there is no policy of that name in the table; the message lists those that are.
+        ValueError: there is no policy of that name; the message lists the table.
     """
     if name not in table:
         raise ValueError(f"unknown policy {name!r}: choose one of {', '.join(sorted(table))}")

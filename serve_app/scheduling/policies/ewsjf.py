@@ -1,18 +1,18 @@
-"""EWSJF: learned length queues, density-weighted scores, and ours with prefill isolation.
+"""EWSJF: learned length queues with density-weighted scores, and our variant with prefill isolation.
 
-Question: which queue's head is worth most now, by its shortness, its waiting in units of its own prefill, and
-its length?
-Inputs: prompt length, time of arrival, the learned queues, the learned prefill cost. Ties: the order of
-arrival. Starves: by the defaults a 4,096-token head waits 5,238 s before it beats a fresh 32-token head over
-30 queues, hence `max_wait_s` in the scheduler.
+Order: the head with the highest score, which weighs its shortness, its wait relative to its own prefill, and
+its length.
+Inputs: prompt length, time of arrival, the learned queues, the learned prefill cost.
+Ties: the order of arrival.
+Starvation: long prompts. By the paper's weights a 4,096-token head waits more than an hour before it beats a
+fresh 32-token head over 30 queues. Hence `promotion`.
 Source: EWSJF (arXiv 2601.21758), section 4.3, Eq 1, 3, 4 and Algorithm 1.
 """
 
 import math
 
-from serve_app.scheduling.policies.inputs import PolicyInputs, prompt_tokens
 from serve_app.scheduling.policies.partition import Partition
-from serve_app.scheduling.policies.protocol import OrderingPolicy
+from serve_app.scheduling.policies.protocol import OrderingPolicy, PolicyInputs
 from serve_app.scheduling.policies.queue_map import QueueMap, prior_partition
 from serve_app.scheduling.policies.settings import (
     OWN_WEIGHTS,
@@ -48,7 +48,7 @@ def density_weighted_score(
 
 
 class EwsjfPaper(OrderingPolicy):
-    """The paper's: Algorithm 1 fills from the best queue, then from its neighbours, nearest first."""
+    """The paper's policy: Algorithm 1 fills from the best queue, then from its neighbours, nearest first."""
 
     learns_queues = True
 
@@ -68,17 +68,17 @@ class EwsjfPaper(OrderingPolicy):
 
     def queue_of(self, scheduled: ScheduledRequest) -> str:
         """By Dynamic Queue Routing."""
-        return self.queues.route(prompt_tokens(scheduled)).name
+        return self.queues.route(scheduled.prefill_tokens).name
 
     def score(self, head: ScheduledRequest, now: float) -> float:
         """Density-weighted, Eq 1."""
-        tokens = prompt_tokens(head)
-        place = self.queues.place(head.length_queue)
+        tokens = head.prefill_tokens
+        index = self.queues.index(head.length_queue)
         return density_weighted_score(
             self._weights,
             tokens=tokens,
             mean_tokens=self.queues[head.length_queue].mean_tokens,
-            queue_weight=float(len(self.queues) - place),
+            queue_weight=float(len(self.queues) - index),
             waited_s=now - head.request.arrived_at,
             prefill_s=self._prefill_cost.seconds(tokens),
         )
@@ -86,21 +86,21 @@ class EwsjfPaper(OrderingPolicy):
     def rank(self, heads: list[ScheduledRequest], now: float) -> None:
         """The best queue first; once a round fills from one, that queue and then its neighbours."""
         super().rank(heads, now)
-        place = self._filling_from
-        if place is not None:
-            heads.sort(key=lambda head: abs(self.queues.place(head.length_queue) - place))
+        index = self._filling_from
+        if index is not None:
+            heads.sort(key=lambda head: abs(self.queues.index(head.length_queue) - index))
 
     def on_round_start(self) -> None:
         """Forget the queue of the round before."""
         self._filling_from = None
 
     def on_dispatch(self, scheduled: ScheduledRequest) -> None:
-        """Go on with the queue that the round began with."""
+        """Continue with the queue that the round began with."""
         if self._filling_from is None:
-            self._filling_from = self.queues.place(scheduled.length_queue)
+            self._filling_from = self.queues.index(scheduled.length_queue)
 
     def on_round_end(self, waiting_queues: set[str]) -> None:
-        """Let empty bubbles burst."""
+        """Remove bubbles that have been empty for too long."""
         self.queues.retire_bubbles(waiting_queues)
 
     def retune(self, settings: EwsjfSettings) -> None:
@@ -108,13 +108,13 @@ class EwsjfPaper(OrderingPolicy):
         self._weights = settings.weights.over(self.default_weights)
 
     def replace_partition(self, partition: Partition) -> bool:
-        """New learned queues; all who wait are queued anew."""
+        """Use newly learned queues; all waiting requests are queued again."""
         self.queues.replace(partition)
         return True
 
 
 class Ewsjf(EwsjfPaper):
-    """Ours: scored anew before each dispatch instead of once a round, with long prefills kept apart."""
+    """Ours: scored before each dispatch instead of once a round, with prefill isolation and promotion."""
 
     default_weights = OWN_WEIGHTS
     isolates = True

@@ -1,15 +1,15 @@
 """EWSJF as its authors released it, for comparison.
 
-Question: whose waiting, weighed by length, is worth most? Inputs: prompt length, time of arrival. Ties: the
-order of arrival. Starves long prompts less than the paper's score, since the score is proportional to the
-wait. Source: the scoring of the released
-code: `wait * (1 + 0.5 ln(L + 1)) * step / (L // step + 1)`; it drains only the best queue of a round, without
-backfill.
+Order: the head with the highest `wait * (1 + 0.5 ln(L + 1)) * step / (L // step + 1)`. A round takes only
+from the best queue, without backfill.
+Inputs: prompt length, time of arrival.
+Ties: the order of arrival.
+Starvation: of long prompts less than with the paper's score, since this one is proportional to the wait.
+Source: the scoring of the released code.
 """
 
 import math
 
-from serve_app.scheduling.policies.inputs import prompt_tokens
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.request import ScheduledRequest
 
@@ -24,12 +24,12 @@ class EwsjfReleased(OrderingPolicy):
 
     def queue_of(self, scheduled: ScheduledRequest) -> str:
         """By whole steps of length."""
-        low = prompt_tokens(scheduled) // _STEP_TOKENS * _STEP_TOKENS
+        low = scheduled.prefill_tokens // _STEP_TOKENS * _STEP_TOKENS
         return f"{low}-{low + _STEP_TOKENS - 1}"
 
     def score(self, head: ScheduledRequest, now: float) -> float:
         """The released formula."""
-        tokens = prompt_tokens(head)
+        tokens = head.prefill_tokens
         waited_s = now - head.request.arrived_at
         return waited_s * (1 + 0.5 * math.log(tokens + 1)) * _STEP_TOKENS / (tokens // _STEP_TOKENS + 1)
 
@@ -44,6 +44,6 @@ class EwsjfReleased(OrderingPolicy):
         self._draining = None
 
     def on_dispatch(self, scheduled: ScheduledRequest) -> None:
-        """Stay with the queue that the round began with."""
+        """Continue with the queue that the round began with."""
         if self._draining is None:
             self._draining = scheduled.length_queue

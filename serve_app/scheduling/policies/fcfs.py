@@ -1,8 +1,10 @@
 """First come, first served, alone and with prefill isolation.
 
-Question: who came first? Inputs: the time of arrival. Ties: the order in which requests were admitted. Starves
-nobody, and lets one long request hold up every short one behind it. Source: the default of every engine and
-gateway; the baseline of all claims.
+Order: time of arrival.
+Inputs: time of arrival.
+Ties: the order of admission.
+Starvation: none, but one long request delays every short one behind it (head-of-line blocking).
+Source: the default of engines and gateways; the baseline of all comparisons.
 """
 
 from serve_app.scheduling.policies.protocol import OrderingPolicy
@@ -13,6 +15,6 @@ class Fcfs(OrderingPolicy):
 
 
 class FcfsIsolated(Fcfs):
-    """FCFS among the short and among the long, with long prefills kept apart: isolation alone."""
+    """FCFS with prefill isolation, to measure isolation alone."""
 
     isolates = True

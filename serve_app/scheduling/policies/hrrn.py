@@ -1,21 +1,23 @@
 """Highest response ratio next: `(waited + prefill) / prefill`.
 
-Question: who has waited longest for its own prefill time? Inputs: prompt length, time of arrival, the learned
-prefill cost. Ties: the order of arrival. Starves nobody, as waiting counts. Source: textbook (Brinch Hansen).
+Order: the longest wait relative to the request's own prefill.
+Inputs: prompt length, time of arrival, the learned prefill cost.
+Ties: the order of arrival.
+Starvation: none, since the ratio grows with the wait.
+Source: textbook (Brinch Hansen).
 """
 
 import math
 
-from serve_app.scheduling.policies.inputs import PolicyInputs, prompt_tokens
-from serve_app.scheduling.policies.protocol import OrderingPolicy
+from serve_app.scheduling.policies.protocol import OrderingPolicy, PolicyInputs
 from serve_app.scheduling.request import ScheduledRequest
 
 
 class Hrrn(OrderingPolicy):
-    """Highest response ratio next: `(waited + prefill) / prefill`. Starves nobody, as waiting counts.
+    """Highest response ratio next.
 
-    The ratio's order changes with time, so requests wait in queues of nearly equal length (2 % apart), in the
-    order of arrival.
+    The order by ratio changes with time. So requests wait in queues of nearly equal length (2 % apart), each
+    in the order of arrival.
     """
 
     def __init__(self, inputs: PolicyInputs) -> None:
@@ -23,8 +25,8 @@ class Hrrn(OrderingPolicy):
 
     def queue_of(self, scheduled: ScheduledRequest) -> str:
         """By length, in steps of a thirty-second of an octave."""
-        return str(int(32 * math.log2(prompt_tokens(scheduled))))
+        return str(int(32 * math.log2(scheduled.prefill_tokens)))
 
     def score(self, head: ScheduledRequest, now: float) -> float:
         """The response ratio."""
-        return (now - head.request.arrived_at) / self._prefill_cost.seconds(prompt_tokens(head))
+        return (now - head.request.arrived_at) / self._prefill_cost.seconds(head.prefill_tokens)

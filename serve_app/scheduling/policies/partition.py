@@ -1,7 +1,7 @@
-"""Which length queue does a prompt belong to? The learned partition, as a value.
+"""The learned partition of prompt lengths into length queues, as a value.
 
-Source: EWSJF (arXiv 2601.21758), section 4.2. A partition is what Refine-and-Prune returns; it is learned
-outside the core (`serve_app.tuning.partition.refine_and_prune`) and arrives in it as a whole.
+It is the result of Refine-and-Prune (EWSJF, arXiv 2601.21758, section 4.2). It is learned outside the core
+(`serve_app.tuning.partition.refine_and_prune`), and replaced as a whole.
 """
 
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthInterval:
-    """One learned queue: the prompt lengths that were found together.
+    """One learned queue: a cluster of prompt lengths.
 
     Attributes:
         min_tokens: shortest prompt in it.
         max_tokens: longest prompt in it; inclusive.
         mean_tokens: their mean.
-        count: how many prompts of the sample are in it.
+        count: prompts of the sample in it.
     """
 
     min_tokens: int
@@ -45,7 +45,7 @@ class LengthInterval:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Learned queues, the shortest lengths first; they do not overlap, and there may be gaps between them.
+    """Learned queues, the shortest lengths first; they do not overlap, but may have gaps between them.
 
     Attributes:
         intervals: at least one.

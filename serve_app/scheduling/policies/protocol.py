@@ -1,41 +1,53 @@
-"""The contract of an ordering policy."""
+"""The contract of an ordering policy, and what a policy is given."""
 
+from dataclasses import dataclass, field
+
+from serve_app.routing.prefill_cost import PrefillCost, PrefillCostSettings
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.scheduling.policies.settings import EwsjfSettings
 from serve_app.scheduling.request import ScheduledRequest
 
 
-class OrderingPolicy:
-    """Orders requests inside length queues, and queues' heads among each other; by default FCFS.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyInputs:
+    """The learned cost of prefills, shared with the scheduler, and the settings of EWSJF."""
 
-    The waiting room keeps the queues; a policy holds no requests. Requests that come back from a replica go
-    before all others of their queue, whatever the policy says. Equal keys and equal scores keep the order of
-    arrival. A *round* is one call of the scheduler, in which it may dispatch several requests.
+    prefill_cost: PrefillCost = field(default_factory=lambda: PrefillCost(PrefillCostSettings()))
+    ewsjf: EwsjfSettings = field(default_factory=EwsjfSettings)
+
+
+class OrderingPolicy:
+    """Orders requests inside length queues, and the heads of queues among each other; by default FCFS.
+
+    The request queue keeps the queues; a policy holds no requests. Its measure of length is
+    `ScheduledRequest.prefill_tokens`. Requests that a replica returned are dispatched before all others of
+    their queue, whatever the policy. Equal keys and equal scores keep the order of arrival. A *round* is one
+    event of the scheduler, in which it may dispatch several requests.
     """
 
     isolates: bool = False
-    """Whether long prefills are kept apart under this policy (`scheduling.isolation`)."""
+    """Whether prefill isolation applies (`scheduling.isolation`)."""
 
     promotes: bool = False
-    """Whether those who have waited too long go first (`scheduling.promotion`)."""
+    """Whether requests that have waited too long are promoted (`dispatch.promotion`)."""
 
     learns_queues: bool = False
     """Whether its length queues are those of the learned partition (`replace_partition`)."""
 
     def queue_of(self, scheduled: ScheduledRequest) -> str:
-        """Name of the length queue that `scheduled` waits in. Asked once when it is queued."""
+        """Name of the length queue for `scheduled`. Called once when it is queued."""
         return "all"
 
     def key(self, scheduled: ScheduledRequest) -> float:
-        """Place inside its length queue, lowest first. Must not change while it waits."""
+        """Order inside its length queue, lowest first. Must not change while it waits."""
         return scheduled.request.arrived_at
 
     def score(self, head: ScheduledRequest, now: float) -> float:
-        """Urgency of a queue's head at `now` (seconds); the highest goes first."""
+        """Urgency of a queue's head at `now` (seconds); the highest is dispatched first."""
         return now - head.request.arrived_at
 
     def rank(self, heads: list[ScheduledRequest], now: float) -> None:
-        """Sort the heads that could go now, most urgent first."""
+        """Sort the heads that could be dispatched now, most urgent first."""
         heads.sort(key=lambda head: (-self.score(head, now), head.sequence))
 
     def on_round_start(self) -> None:
@@ -45,11 +57,11 @@ class OrderingPolicy:
         """`scheduled` is being dispatched."""
 
     def on_round_end(self, waiting_queues: set[str]) -> None:
-        """The round is over; `waiting_queues` are the queues that are not empty."""
+        """The round has ended; `waiting_queues` are the queues that are not empty."""
 
     def retune(self, settings: EwsjfSettings) -> None:
-        """Score with other weights from now on. Keys, and with them places inside a queue, stay."""
+        """Score with other weights from now on; keys, and with them the order inside a queue, stay."""
 
     def replace_partition(self, partition: Partition) -> bool:
-        """Take over newly learned queues; True when requests must be queued anew."""
+        """Use newly learned queues; True when requests must be queued again."""
         return False

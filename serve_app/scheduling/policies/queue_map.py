@@ -1,9 +1,11 @@
-"""Dynamic Queue Routing: to which queue does a length go that no learned queue holds?
+"""Dynamic Queue Routing: the queue of a prompt length, also where no learned queue contains it.
 
-Source: EWSJF, Algorithm 2 and Appendix D. For a length L between two neighbours: inside a queue, that queue;
-at most a tolerance above the lower one, the lower; at most a tolerance below the upper one, the upper; else a
-*bubble queue* centred on L, as wide as the queue below and clipped to the gap. A bubble that stays empty for
-too many rounds is removed; learned queues are not.
+A length inside a queue belongs to that queue. One at most a tolerance above the lower neighbour belongs to
+the lower, and one at most a tolerance below the upper neighbour to the upper. Any other gets a *bubble
+queue*, centred on it, as wide as the queue below, and clipped to the gap. A bubble that stays empty for too
+many rounds is removed; learned queues are not.
+
+Source: EWSJF, Algorithm 2 and Appendix D.
 """
 
 import bisect
@@ -17,8 +19,8 @@ class LengthQueue:
     """A queue of prompt lengths, learned or a bubble.
 
     Attributes:
-        mean_tokens: of the sample it was learned from; the centre, for a bubble.
-        bubble: it exists for lengths in a gap, until it has been empty for too long.
+        mean_tokens: of the sample that it was learned from; of a bubble, its centre.
+        bubble: it is for lengths in a gap, and is removed when it has been empty for too long.
         empty_rounds: rounds since a bubble last held a request.
     """
 
@@ -30,12 +32,12 @@ class LengthQueue:
 
     @property
     def name(self) -> str:
-        """Its bounds; bubbles bear a mark."""
+        """Its bounds; a bubble has a mark."""
         return f"{'~' if self.bubble else ''}{self.min_tokens}-{self.max_tokens}"
 
 
 def prior_partition() -> Partition:
-    """Queues until any have been learned: an octave of lengths each."""
+    """The queues until any have been learned: an octave of lengths each."""
     octaves = [(2**power, 2 ** (power + 1) - 1) for power in range(5, 17)]
     first = LengthInterval(min_tokens=1, max_tokens=31, mean_tokens=16.0, count=1)
     rest = [
@@ -49,8 +51,8 @@ class QueueMap:
     """The queues in the order of their lengths.
 
     Args:
-        tolerance_ratio: how far beyond its bounds a queue still takes a length.
-        bubble_width_tokens: width of a bubble below which there is no queue.
+        tolerance_ratio: how far beyond its bounds a length still belongs to a queue.
+        bubble_width_tokens: width of a bubble without a queue below it.
         bubble_rounds: rounds after which an empty bubble is removed.
     """
 
@@ -61,33 +63,33 @@ class QueueMap:
         self._bubble_width_tokens = bubble_width_tokens
         self._bubble_rounds = bubble_rounds
         self._queues: list[LengthQueue] = []
-        self._places: dict[str, int] = {}
+        self._indices: dict[str, int] = {}
         self.replace(partition)
 
     def replace(self, partition: Partition) -> None:
-        """Take over learned queues; all bubbles go."""
+        """Use these learned queues, and drop all bubbles."""
         self._queues = [
             LengthQueue(each.min_tokens, each.max_tokens, each.mean_tokens) for each in partition.intervals
         ]
         self._number()
 
     def route(self, tokens: int) -> LengthQueue:
-        """The queue of a prompt of `tokens`, made now if it takes a bubble (Algorithm 2)."""
-        place = bisect.bisect_right(self._queues, tokens, key=lambda queue: queue.min_tokens)
-        below = self._queues[place - 1] if place else None
-        above = self._queues[place] if place < len(self._queues) else None
+        """The queue of a prompt of `tokens`; creates a bubble where it needs one (Algorithm 2)."""
+        index = bisect.bisect_right(self._queues, tokens, key=lambda queue: queue.min_tokens)
+        below = self._queues[index - 1] if index else None
+        above = self._queues[index] if index < len(self._queues) else None
         if below is not None and tokens <= below.max_tokens * (1 + self._tolerance_ratio):
             return below
         if above is not None and tokens >= above.min_tokens * (1 - self._tolerance_ratio):
             return above
-        return self._bubble(tokens, place, below, above)
+        return self._bubble(tokens, index, below, above)
 
-    def place(self, name: str) -> int:
-        """Position of a queue, 0 for the shortest lengths; that of the last for a queue that is gone."""
-        return self._places.get(name, len(self._queues) - 1)
+    def index(self, name: str) -> int:
+        """Index of a queue, 0 for the shortest lengths; that of the last for a queue that was removed."""
+        return self._indices.get(name, len(self._queues) - 1)
 
     def __getitem__(self, name: str) -> LengthQueue:
-        return self._queues[self.place(name)]
+        return self._queues[self.index(name)]
 
     def __len__(self) -> int:
         return len(self._queues)
@@ -104,7 +106,7 @@ class QueueMap:
             self._number()
 
     def _bubble(
-        self, tokens: int, place: int, below: LengthQueue | None, above: LengthQueue | None
+        self, tokens: int, index: int, below: LengthQueue | None, above: LengthQueue | None
     ) -> LengthQueue:
         width = self._bubble_width_tokens
         if below is not None and below.max_tokens > below.min_tokens:
@@ -114,12 +116,12 @@ class QueueMap:
         if above is not None:
             high = min(high, above.min_tokens - 1)
         bubble = LengthQueue(low, max(high, tokens), float(tokens), bubble=True)
-        self._queues.insert(place, bubble)
+        self._queues.insert(index, bubble)
         self._number()
         return bubble
 
     def _number(self) -> None:
-        self._places = {queue.name: place for place, queue in enumerate(self._queues)}
+        self._indices = {queue.name: index for index, queue in enumerate(self._queues)}
 
     def __repr__(self) -> str:
         return f"<QueueMap {' '.join(queue.name for queue in self._queues)}>"

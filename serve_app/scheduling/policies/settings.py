@@ -25,21 +25,26 @@ class ScoreWeights:
 PAPER_WEIGHTS = ScoreWeights()
 
 OWN_WEIGHTS = ScoreWeights(a_u=0.0, b_u=0.1)
-"""Ours. With the paper's, whoever has waited a hundred times its own prefill outbids every fresh request of a
-tenth of its length, which is what a burst does to all long ones: on Azure's traces at load 0.9 (70B on H100)
-the p99 of prompts up to 2,048 tokens is 1.8 s so, and 1.15 s with any b_u from 0.01 to 0.3. The bound on
-waiting is not the score's task: `promotion` sets it."""
+"""Ours. With the paper's weights a request that has waited a hundred times its own prefill outscores a fresh
+request of a tenth of its length. After a burst that holds for all long ones, which then delay the short ones.
+The bound on waiting is not the score's task: `promotion` sets it. `experiments/policies` compares both."""
 
 
 @settings
 class GivenWeights:
-    """Weights that somebody has set; the policy has its own for those that are None."""
+    """Weights that were set; the policy uses its own for those that are None."""
 
+    # Constant term of the score.
     w_base: float | None = None
+    # The part of the weight of waiting that grows with the mean length of the queue, per token.
     a_u: float | None = None
+    # The part of the weight of waiting that is the same for all queues.
     b_u: float | None = None
+    # The part of the weight of length that grows with the mean length of the queue, per token.
     a_f: float | None = None
+    # The part of the weight of length that is the same for all queues.
     b_f: float | None = None
+    # Lower bound of both weights.
     floor: float | None = None
 
     def __post_init__(self) -> None:
@@ -47,11 +52,11 @@ class GivenWeights:
 
     @classmethod
     def all_of(cls, weights: ScoreWeights) -> "GivenWeights":
-        """Every weight written down."""
+        """Every weight set explicitly."""
         return cls(**asdict(weights))
 
     def over(self, others: ScoreWeights) -> ScoreWeights:
-        """These, and `others` where none is given."""
+        """These weights, and `others` where one is None."""
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         return ScoreWeights(
             **{name: getattr(others, name) if value is None else value for name, value in given.items()}
@@ -62,7 +67,7 @@ class GivenWeights:
 class EwsjfSettings:
     """How the EWSJF policies queue and score."""
 
-    # The paper's policy has the paper's defaults, ours ages less (`OWN_WEIGHTS`).
+    # By default the paper's policy has the paper's weights, and ours ages less (`OWN_WEIGHTS`).
     weights: GivenWeights = field(default_factory=GivenWeights)
     # How far beyond a queue's bounds a length still belongs to it (Algorithm 2): 1.10 and 0.90 in the paper.
     tolerance_ratio: Annotated[float, share_below(1)] = 0.10

@@ -1,10 +1,12 @@
 """Two queues, short and long prompts, served by a fixed ratio.
 
-Question: is it the turn of the short queue or of the long one? Inputs: prompt length, and how many short requests
-went in a row. Ties: the short queue. Starves neither. Source: the usual short/long split.
+Order: sixteen short requests for each long one while both wait.
+Inputs: prompt length, and how many short requests were dispatched in a row.
+Ties: the short queue.
+Starvation: none.
+Source: the usual short/long split.
 """
 
-from serve_app.scheduling.policies.inputs import prompt_tokens
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.request import ScheduledRequest
 
@@ -20,13 +22,13 @@ class TwoQueues(OrderingPolicy):
 
     def queue_of(self, scheduled: ScheduledRequest) -> str:
         """Short or long."""
-        return "short" if prompt_tokens(scheduled) <= _SHORT_TOKENS else "long"
+        return "short" if scheduled.prefill_tokens <= _SHORT_TOKENS else "long"
 
     def rank(self, heads: list[ScheduledRequest], now: float) -> None:
-        """The queue whose turn it is."""
+        """The queue that the ratio gives the next dispatch."""
         first = "long" if self._short_in_a_row >= _SHORT_PER_LONG else "short"
         heads.sort(key=lambda head: (head.length_queue != first, head.sequence))
 
     def on_dispatch(self, scheduled: ScheduledRequest) -> None:
-        """Count."""
+        """Count the short requests in a row."""
         self._short_in_a_row = self._short_in_a_row + 1 if scheduled.length_queue == "short" else 0

@@ -1,4 +1,4 @@
-"""When does time end something for a waiting request?"""
+"""The heap of waiting requests by a time of theirs, such as the end of the queue timeout."""
 
 import heapq
 import math
@@ -12,10 +12,10 @@ def _expires_at(scheduled: ScheduledRequest) -> float:
 
 
 class ExpiryHeap:
-    """Waiting requests by a time of theirs; who has left is dropped when it comes to the top.
+    """Waiting requests by a time; those that have left the queue are dropped when they reach the top.
 
     Args:
-        when: the time, in seconds; by default the end of its time in the queue. Infinite: never.
+        when: the time, in seconds; by default the end of the queue timeout. Infinite means never.
     """
 
     def __init__(self, when: Callable[[ScheduledRequest], float] = _expires_at) -> None:
@@ -23,13 +23,13 @@ class ExpiryHeap:
         self._heap: list[tuple[float, int, ScheduledRequest]] = []
 
     def add(self, scheduled: ScheduledRequest) -> None:
-        """Watch a waiting request."""
+        """Add a waiting request."""
         at = self._when(scheduled)
         if at < math.inf:
             heapq.heappush(self._heap, (at, scheduled.sequence, scheduled))
 
     def next_at(self) -> float | None:
-        """The earliest time; None when nothing waits that has one."""
+        """The earliest time; None when no waiting request has one."""
         heap = self._heap
         while heap:
             at, _, scheduled = heap[0]
@@ -44,7 +44,7 @@ class ExpiryHeap:
             yield heapq.heappop(self._heap)[2]
 
     def prune(self, live: int) -> None:
-        """Drop what has left the queue once it is most of the heap; `live` requests are waiting."""
+        """Drop entries of requests that have left, once they are most of the heap; `live` requests wait."""
         if len(self._heap) > 64 and len(self._heap) > 2 * live:
             self._heap = [item for item in self._heap if item[2].queued and self._when(item[2]) == item[0]]
             heapq.heapify(self._heap)

@@ -16,12 +16,11 @@ from serve_app.routing.replica import ReplicaSpec
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling.commands import Command
 from serve_app.scheduling.events import Arrived, Event, PartitionChanged, Retuned
-from serve_app.scheduling.policies.inputs import prompt_tokens
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.serving.scheduler.learned_queues import LearnedQueues, Observed, PartitionUpdate
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
 from serve_app.tuning.online.outcome_window import OutcomeWindow
-from serve_app.tuning.online.retune import Retune
+from serve_app.tuning.online.rollout_settings import Retune
 from serve_app.tuning.search.settings_path import value_at, with_values
 from serve_app.tuning.search.tunable import with_weights
 
@@ -78,11 +77,11 @@ class TuningEndpoint:
         if isinstance(event, Arrived):
             scheduled = self.host.core.find(event.request.request_id)
             if scheduled is not None:
-                self.queues.on_arrival(prompt_tokens(scheduled))
+                self.queues.on_arrival(scheduled.prefill_tokens)
                 if self._outcomes is not None:
                     self._outcomes.on_arrival(scheduled)
         if self._outcomes is not None:
-            self._outcomes.fed(event, commands, now)
+            self._outcomes.on_event(event, commands, now)
 
     def observed(self, *, outcomes: bool = False) -> Observed:
         """What happened since the last call.

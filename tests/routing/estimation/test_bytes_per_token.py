@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.request import TextCategory
 from serve_app.routing.estimation.bytes_per_token import BytesPerToken, RatioSettings
 
 POSITIVE = st.floats(1e-6, 1e9)
@@ -113,26 +112,3 @@ def test_a_damaged_state_is_refused_and_leaves_everything_as_it_was(broken: dict
     with pytest.raises(ValueError, match="learned state"):
         learned.restore({**before, **broken} if broken else {})
     assert learned.state() == before
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("beta", 1.0),
-        ("gamma", -1.0),
-        ("full_weight_tokens", 0),
-        ("outlier_factor", 1.0),
-        ("optimistic_factor", 0.5),
-    ],
-)
-def test_a_setting_out_of_range_is_refused_with_its_value(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name} .*{value}"):
-        RatioSettings(**{name: value})
-
-
-def test_a_cold_start_without_one_category_is_refused_by_its_name() -> None:
-    cold_start: dict[TextCategory, float] = {
-        category: 4.0 for category in TextCategory if category is not TextCategory.CJK
-    }
-    with pytest.raises(ValueError, match="cjk"):
-        RatioSettings(cold_bytes_per_token=cold_start)

@@ -185,9 +185,3 @@ def test_a_damaged_state_is_refused_and_leaves_everything_as_it_was(broken: dict
     with pytest.raises(ValueError, match=r"learned state|poetry"):
         learned.restore(broken)
     assert learned.state() == before
-
-
-@pytest.mark.parametrize(("name", "value"), [("quantile", 1.0), ("min_observations", 0), ("max_tenants", 0)])
-def test_a_setting_out_of_range_is_refused_with_its_value(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name} .*{value}"):
-        OutputSettings(**{name: value})

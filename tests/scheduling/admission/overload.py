@@ -1,4 +1,4 @@
-"""A small world under overload: engines with seats, clients that come again when they are told to."""
+"""A small simulation of overload: engines with batch slots, and clients that return when they are told to."""
 
 import heapq
 import itertools
@@ -16,13 +16,13 @@ from serve_app.scheduling import events as ev
 from serve_app.scheduling.commands import Command, Conclude, Dispatch
 from tests.builders import report, settings, spec
 
-SEATS = 8
+SLOTS = 8
 PREFILL_S, DECODE_S = 0.0002, 0.02
 
 
 @dataclass
 class Engine:
-    """Serves up to SEATS requests at a time, each at its own pace, the others in their order."""
+    """Serves up to SLOTS requests at a time, each at its own pace, and queues the others."""
 
     replica_id: str
     received: int = 0
@@ -31,12 +31,12 @@ class Engine:
 
 
 @dataclass
-class Visit:
-    """One time that a client came."""
+class Attempt:
+    """One attempt of a client to get its request served."""
 
     request: Request
     output_tokens: int
-    tries: int
+    number: int
     waited_s: float | None = None
     outcome: Outcome | None = None
     retry_after_s: float | None = None
@@ -46,11 +46,11 @@ class Visit:
         return self.retry_after_s is None
 
 
-class OverloadedWorld:
+class OverloadSimulation:
     """Plays clients against a real scheduler.
 
     Args:
-        retries: how often a client comes again; it does so when told, and `late_s` later.
+        retries: how often a client returns; it does so when told, and `late_s` later.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class OverloadedWorld:
         self.scheduler = Scheduler(settings(**changes))
         self.retries, self.late_s = retries, late_s
         self.engines = {f"s{n}": Engine(f"s{n}") for n in range(replicas)}
-        self.visits: dict[str, Visit] = {}
+        self.attempts: dict[str, Attempt] = {}
         self.now = 0.0
         self.most_waiting = 0
         self._order = itertools.count()
@@ -68,14 +68,14 @@ class OverloadedWorld:
         self._wake_at = -1.0
 
     def capacity_per_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        return SEATS * len(self.engines) / (PREFILL_S * prompt_tokens + DECODE_S * output_tokens)
+        return SLOTS * len(self.engines) / (PREFILL_S * prompt_tokens + DECODE_S * output_tokens)
 
     def run(self, arrivals: list[tuple[Request, int]], until: float) -> None:
         for engine in self.engines.values():
-            self.feed(ev.ReplicaJoined(spec(engine.replica_id, max_num_seqs=SEATS, kv_tokens=100_000)))
+            self.feed(ev.ReplicaJoined(spec(engine.replica_id, max_num_seqs=SLOTS, kv_tokens=100_000)))
             self.report(engine)
         for request, output_tokens in arrivals:
-            self.at(request.arrived_at, partial(self.come, request, output_tokens))
+            self.at(request.arrived_at, partial(self.arrive, request, output_tokens))
         while self._agenda and self._agenda[0][0] <= until:
             self.now, _, action = heapq.heappop(self._agenda)
             action()
@@ -92,45 +92,45 @@ class OverloadedWorld:
             self._wake_at = wake_at
             self.at(max(wake_at, self.now), lambda: self.feed(ev.Woke()))
 
-    def come(self, request: Request, output_tokens: int, tries: int = 0) -> None:
-        self.visits[request.request_id] = Visit(request, output_tokens, tries)
+    def arrive(self, request: Request, output_tokens: int, number: int = 0) -> None:
+        self.attempts[request.request_id] = Attempt(request, output_tokens, number)
         self.feed(ev.Arrived(request))
 
     def carry_out(self, command: Command) -> None:
         match command:
             case Dispatch():
-                visit = self.visits[command.request_id]
-                visit.waited_s = command.queue_wait_s
-                self.reach(self.engines[command.replica_id], visit)
+                attempt = self.attempts[command.request_id]
+                attempt.waited_s = command.queue_wait_s
+                self.reach(self.engines[command.replica_id], attempt)
             case Conclude():
-                visit = self.visits[command.request_id]
-                visit.outcome = command.conclusion.outcome
-                visit.retry_after_s = command.conclusion.retry_after_s
-                if command.conclusion.retry_after_s is not None and visit.tries < self.retries:
-                    self.come_again(visit, self.now + command.conclusion.retry_after_s + self.late_s)
+                attempt = self.attempts[command.request_id]
+                attempt.outcome = command.conclusion.outcome
+                attempt.retry_after_s = command.conclusion.retry_after_s
+                if command.conclusion.retry_after_s is not None and attempt.number < self.retries:
+                    self.retry(attempt, self.now + command.conclusion.retry_after_s + self.late_s)
 
-    def come_again(self, visit: Visit, at: float) -> None:
-        old = visit.request
+    def retry(self, attempt: Attempt, at: float) -> None:
+        old = attempt.request
         again = replace(
             old,
             submission=replace(old.submission, request_id=f"{old.request_id}+"),
             arrived_at=at,
             expires_at=at + old.expires_at - old.arrived_at,
         )
-        self.at(at, lambda: self.come(again, visit.output_tokens, visit.tries + 1))
+        self.at(at, lambda: self.arrive(again, attempt.output_tokens, attempt.number + 1))
 
-    def reach(self, engine: Engine, visit: Visit) -> None:
+    def reach(self, engine: Engine, attempt: Attempt) -> None:
         engine.received += 1
-        engine.waiting.append(visit.request)
+        engine.waiting.append(attempt.request)
         self.at(self.now, lambda: self.begin(engine))
 
     def begin(self, engine: Engine) -> None:
-        while engine.waiting and engine.running < SEATS:
+        while engine.waiting and engine.running < SLOTS:
             request = engine.waiting.popleft()
             engine.running += 1
             prompt_tokens = request.shape.prompt_tokens or 0
             first_at = self.now + PREFILL_S * prompt_tokens
-            output_tokens = self.visits[request.request_id].output_tokens
+            output_tokens = self.attempts[request.request_id].output_tokens
             self.at(first_at, partial(self.feed, ev.FirstToken(request.request_id)))
             self.at(first_at + DECODE_S * output_tokens, partial(self.finish, engine, request))
 
@@ -139,7 +139,7 @@ class OverloadedWorld:
         self.begin(engine)
         usage = Usage(
             prompt_tokens=request.shape.prompt_tokens or 0,
-            output_tokens=self.visits[request.request_id].output_tokens,
+            output_tokens=self.attempts[request.request_id].output_tokens,
         )
         self.feed(ev.Finished(request.request_id, Outcome.COMPLETED, usage))
 
@@ -150,7 +150,7 @@ class OverloadedWorld:
 
 
 def poisson(rng: random.Random, per_s: float, until: float) -> list[float]:
-    """Times of arrival."""
+    """Arrival times."""
     times, now = [], 0.0
     while (now := now + rng.expovariate(per_s)) < until:
         times.append(now)

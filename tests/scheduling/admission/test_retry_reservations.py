@@ -25,30 +25,41 @@ def tokens(reserved: ReservedWork) -> float:
     return float(reserved.tokens)
 
 
-def test_a_line_opens_when_it_has_come_down_to_its_limit(reservations: RetryReservations) -> None:
-    assert reservations.admissible_in_s(QueueLimit(level=50.0, drain_per_s=10.0, limit=50.0), tokens, 0.0) == 0.0
-    assert reservations.admissible_in_s(QueueLimit(level=90.0, drain_per_s=10.0, limit=50.0), tokens, 0.0) == 4.0
-    assert reservations.admissible_in_s(QueueLimit(level=90.0, drain_per_s=0.0, limit=50.0), tokens, 0.0) == math.inf
+def test_a_limit_allows_a_request_when_the_queue_has_drained_to_it(reservations: RetryReservations) -> None:
+    assert (
+        reservations.admissible_in_s(QueueLimit(level=50.0, drain_per_s=10.0, limit=50.0), tokens, 0.0) == 0.0
+    )
+    assert (
+        reservations.admissible_in_s(QueueLimit(level=90.0, drain_per_s=10.0, limit=50.0), tokens, 0.0) == 4.0
+    )
+    assert (
+        reservations.admissible_in_s(QueueLimit(level=90.0, drain_per_s=0.0, limit=50.0), tokens, 0.0)
+        == math.inf
+    )
 
 
-def test_who_is_refused_later_is_told_a_later_time(reservations: RetryReservations) -> None:
-    line, told = QueueLimit(level=90.0, drain_per_s=10.0, limit=50.0), []
+def test_requests_refused_later_are_told_later_times(reservations: RetryReservations) -> None:
+    queue, told = QueueLimit(level=90.0, drain_per_s=10.0, limit=50.0), []
     for number in range(5):
-        told.append(reservations.admissible_in_s(line, tokens, 0.0))
+        told.append(reservations.admissible_in_s(queue, tokens, 0.0))
         reservations.reserve(request(f"r{number}", prompt_tokens=number + 1), 20, told[-1])
     assert told == sorted(told)
     assert all(later - earlier >= 2.0 for earlier, later in itertools.pairwise(told[1:]))
 
 
-def test_a_newcomer_does_not_take_what_was_promised_but_may_use_what_is_over_before(
+def test_a_newcomer_takes_only_capacity_that_is_free_before_the_reserved_work_is_due(
     reservations: RetryReservations,
 ) -> None:
     reservations.reserve(request(prompt_tokens=1), 60, 20.0)
-    assert reservations.admissible_in_s(QueueLimit(level=45.0, drain_per_s=10.0, limit=80.0), tokens, 0.0) == 0.0
-    assert reservations.admissible_in_s(QueueLimit(level=45.0, drain_per_s=1.0, limit=80.0), tokens, 0.0) > 20.0
+    assert (
+        reservations.admissible_in_s(QueueLimit(level=45.0, drain_per_s=10.0, limit=80.0), tokens, 0.0) == 0.0
+    )
+    assert (
+        reservations.admissible_in_s(QueueLimit(level=45.0, drain_per_s=1.0, limit=80.0), tokens, 0.0) > 20.0
+    )
 
 
-def test_one_that_comes_back_claims_its_booking_once(reservations: RetryReservations) -> None:
+def test_a_returning_request_claims_its_reservation_once(reservations: RetryReservations) -> None:
     reservations.reserve(request("first", prompt_tokens=70), 80, 10.0)
     assert not reservations.claim(request("early", prompt_tokens=70), 5.0)
     assert not reservations.claim(request("another length", prompt_tokens=71), 10.0)
@@ -59,14 +70,14 @@ def test_one_that_comes_back_claims_its_booking_once(reservations: RetryReservat
     assert reservations.admissible_in_s(NOTHING_AHEAD, tokens, 10.0) == 0.0
 
 
-def test_of_equal_requests_the_earliest_booking_is_claimed(reservations: RetryReservations) -> None:
+def test_of_equal_requests_the_earliest_reservation_is_claimed(reservations: RetryReservations) -> None:
     for due_at in (8.0, 3.0, 40.0):
         reservations.reserve(request(), 10, due_at)
     assert [reservations.claim(request(), 10.0) for _ in range(3)] == [True, True, False]
     assert len(reservations) == 1
 
 
-def test_who_does_not_come_loses_the_booking_and_makes_others_count_for_less(
+def test_an_unclaimed_reservation_is_dropped_and_lowers_the_weight_of_others(
     reservations: RetryReservations,
 ) -> None:
     for number in range(60):
@@ -77,23 +88,25 @@ def test_who_does_not_come_loses_the_booking_and_makes_others_count_for_less(
     assert len(reservations) == 0
     assert reservations.claim_rate < 0.2
     reservations.reserve(request(), 400, 6.0)
-    assert reservations.admissible_in_s(QueueLimit(level=0.0, drain_per_s=10.0, limit=200.0), tokens, 5.0) == 0.0
+    assert (
+        reservations.admissible_in_s(QueueLimit(level=0.0, drain_per_s=10.0, limit=200.0), tokens, 5.0) == 0.0
+    )
 
 
-def test_there_are_never_more_than_may_be(reservations: RetryReservations) -> None:
+def test_the_number_of_reservations_is_bounded(reservations: RetryReservations) -> None:
     answers = [reservations.reserve(request(prompt_tokens=number + 1), 10, 1.0) for number in range(150)]
     assert answers == [True] * 100 + [False] * 50
     assert len(reservations) == 100
 
 
-def test_of_other_tenants_no_more_counts_than_ones_own() -> None:
+def test_each_other_tenant_counts_at_most_as_much_as_the_own() -> None:
     light = request(tenant="light")
-    amount = fair_tokens(light, 100)
+    work_of = fair_tokens(light, 100)
     rank = PriorityClass.DEFAULT.rank
-    assert amount(ReservedWork(rank, "heavy", 1, 70)) == 70
-    assert amount(ReservedWork(rank, "heavy", 9, 900)) == 30
-    assert amount(ReservedWork(rank, "heavy", 9, 900)) == 0
-    assert amount(ReservedWork(PriorityClass.BATCH.rank, "heavy", 9, 900)) == 0
-    assert amount(ReservedWork(PriorityClass.INTERACTIVE.rank, "heavy", 9, 900)) == 900
-    assert amount(ReservedWork(rank, "light", 1, 50)) == 50
-    assert amount(ReservedWork(rank, "heavy", 9, 900)) == 50
+    assert work_of(ReservedWork(rank, "heavy", 1, 70)) == 70
+    assert work_of(ReservedWork(rank, "heavy", 9, 900)) == 30
+    assert work_of(ReservedWork(rank, "heavy", 9, 900)) == 0
+    assert work_of(ReservedWork(PriorityClass.BATCH.rank, "heavy", 9, 900)) == 0
+    assert work_of(ReservedWork(PriorityClass.INTERACTIVE.rank, "heavy", 9, 900)) == 900
+    assert work_of(ReservedWork(rank, "light", 1, 50)) == 50
+    assert work_of(ReservedWork(rank, "heavy", 9, 900)) == 50

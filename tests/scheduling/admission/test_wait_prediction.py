@@ -3,25 +3,22 @@ import pytest
 from serve_app.scheduling.admission.settings import AdmissionSettings
 from serve_app.scheduling.admission.wait_prediction import WaitPredictor, kind_of
 from serve_app.scheduling.request import ScheduledRequest
-from tests.builders import Simulation, request
-
-ESTIMATOR = Simulation().scheduler.estimator
+from tests.builders import scheduled_request
 
 
 def scheduled(prompt_tokens: int = 100) -> ScheduledRequest:
-    wanted = request(prompt_tokens=prompt_tokens, max_output_tokens=0)
-    return ScheduledRequest(wanted, ESTIMATOR.estimate(wanted), 1, ("short",))
+    return scheduled_request(prompt_tokens=prompt_tokens, max_output_tokens=0)
 
 
-class Queue:
-    """Plays waits of which we say how long they are, at a drain of 100 tokens per second."""
+class Waits:
+    """Waits of given lengths, while the queue drains at 100 tokens per second."""
 
     def __init__(self) -> None:
         self.predictor = WaitPredictor(AdmissionSettings(), 0.0)
         self.now = 0.0
 
     def play(self, count: int, *, ratio: float, prompt_tokens: int = 100) -> None:
-        """Requests with 10 s of work ahead each, that wait `ratio` as long as that."""
+        """Requests with 10 s of work ahead each, that wait `ratio` times as long."""
         for _ in range(count):
             # Between them the queue drains at its usual pace.
             for _ in range(4):
@@ -36,84 +33,84 @@ class Queue:
                 self.predictor.on_dispatch(one, self.now)
 
 
-def test_a_wait_is_unknown_before_anything_has_drained() -> None:
+def test_a_wait_is_unknown_before_the_queue_has_drained() -> None:
     predictor = WaitPredictor(AdmissionSettings(), 0.0)
     assert predictor.predict(scheduled(), 1_000, 0.0) is None
     assert predictor.seconds_per_token(kind_of(scheduled())) is None
 
 
 def test_a_wait_is_the_work_ahead_over_the_drain_rate() -> None:
-    queue = Queue()
-    queue.play(30, ratio=1.0)
-    prediction = queue.predictor.predict(scheduled(), 1_000, queue.now)
+    waits = Waits()
+    waits.play(30, ratio=1.0)
+    prediction = waits.predictor.predict(scheduled(), 1_000, waits.now)
     assert prediction is not None
-    assert prediction.plain_s == pytest.approx(10.0, rel=0.1)
-    assert prediction.wait_s == pytest.approx(prediction.plain_s, rel=0.05)
+    assert prediction.uncorrected_s == pytest.approx(10.0, rel=0.1)
+    assert prediction.wait_s == pytest.approx(prediction.uncorrected_s, rel=0.05)
 
 
-def test_the_correction_of_a_kind_is_how_long_its_waits_turned_out() -> None:
-    queue = Queue()
-    queue.play(60, ratio=0.1, prompt_tokens=50)
-    queue.play(60, ratio=1.5, prompt_tokens=900)
-    waits = {}
+def test_the_correction_of_a_kind_is_its_ratio_of_actual_to_predicted_waits() -> None:
+    waits = Waits()
+    waits.play(60, ratio=0.1, prompt_tokens=50)
+    waits.play(60, ratio=1.5, prompt_tokens=900)
+    ratios = {}
     for prompt_tokens in (50, 900):
-        prediction = queue.predictor.predict(scheduled(prompt_tokens), 1_000, queue.now)
+        prediction = waits.predictor.predict(scheduled(prompt_tokens), 1_000, waits.now)
         assert prediction is not None
-        waits[prompt_tokens] = prediction.wait_s / prediction.plain_s
-    assert waits[50] == pytest.approx(0.1, abs=0.05)
-    assert waits[900] == pytest.approx(1.5, abs=0.1)
+        ratios[prompt_tokens] = prediction.wait_s / prediction.uncorrected_s
+    assert ratios[50] == pytest.approx(0.1, abs=0.05)
+    assert ratios[900] == pytest.approx(1.5, abs=0.1)
 
 
-def test_one_stall_does_not_spoil_the_correction() -> None:
-    queue = Queue()
-    queue.play(30, ratio=1.0)
-    queue.play(1, ratio=1_000.0)
-    prediction = queue.predictor.predict(scheduled(), 1_000, queue.now)
+def test_one_stall_does_not_distort_the_correction() -> None:
+    waits = Waits()
+    waits.play(30, ratio=1.0)
+    waits.play(1, ratio=1_000.0)
+    prediction = waits.predictor.predict(scheduled(), 1_000, waits.now)
     assert prediction is not None
-    assert prediction.wait_s < 1.5 * prediction.plain_s
+    assert prediction.wait_s < 1.5 * prediction.uncorrected_s
 
 
 def test_an_expired_request_raises_the_correction() -> None:
-    queue = Queue()
-    queue.play(30, ratio=1.0)
-    before = queue.predictor.seconds_per_token(kind_of(scheduled()))
+    waits = Waits()
+    waits.play(30, ratio=1.0)
+    before = waits.predictor.seconds_per_token(kind_of(scheduled()))
     one = scheduled()
-    one.prediction = queue.predictor.predict(one, 1_000, queue.now)
-    queue.predictor.on_expiry(one, queue.now + 8.0)
-    after = queue.predictor.seconds_per_token(kind_of(scheduled()))
+    one.prediction = waits.predictor.predict(one, 1_000, waits.now)
+    waits.predictor.on_expiry(one, waits.now + 8.0)
+    after = waits.predictor.seconds_per_token(kind_of(scheduled()))
     assert before is not None
     assert after is not None
     assert after > before
 
 
 def test_errors_have_a_sign_and_a_size() -> None:
-    queue = Queue()
-    queue.play(3, ratio=1.0)
-    errors = queue.predictor.errors
+    waits = Waits()
+    waits.play(3, ratio=1.0)
+    errors = waits.predictor.errors
     count = errors.count
     one = scheduled()
-    one.prediction = queue.predictor.predict(one, 100, queue.now)
+    one.prediction = waits.predictor.predict(one, 100, waits.now)
     assert one.prediction is not None
-    queue.predictor.on_dispatch(one, queue.now + one.prediction.wait_s + 4.0)
+    waits.predictor.on_dispatch(one, waits.now + one.prediction.wait_s + 4.0)
     assert errors.count == count + 1
     assert errors.mean_s < 0 < errors.mean_absolute_s
 
 
 def test_trust_needs_observations_and_lapses_without_new_ones() -> None:
-    queue = Queue()
-    predictor, kind = queue.predictor, kind_of(scheduled())
-    queue.play(19, ratio=1.0)
-    assert not predictor.is_trusted(kind, queue.now)
-    queue.play(1, ratio=1.0)
-    assert predictor.is_trusted(kind, queue.now)
-    assert predictor.is_trusted(kind, queue.now + 9.9)
-    assert not predictor.is_trusted(kind, queue.now + 10.1), "one is let in to see"
-    assert predictor.is_trusted(kind, queue.now + 10.2)
+    waits = Waits()
+    predictor, kind = waits.predictor, kind_of(scheduled())
+    waits.play(19, ratio=1.0)
+    assert not predictor.is_trusted(kind, waits.now)
+    waits.play(1, ratio=1.0)
+    assert predictor.is_trusted(kind, waits.now)
+    assert predictor.is_trusted(kind, waits.now + 9.9)
+    assert not predictor.is_trusted(kind, waits.now + 10.1), "one is admitted as a probe"
+    assert predictor.is_trusted(kind, waits.now + 10.2)
 
 
-def test_of_a_kind_never_seen_one_is_let_in_now_and_then() -> None:
-    queue = Queue()
-    queue.play(30, ratio=1.0)
+def test_a_kind_never_observed_is_probed_now_and_then() -> None:
+    waits = Waits()
+    waits.play(30, ratio=1.0)
     unseen = kind_of(scheduled(4_000))
-    trusted = [queue.predictor.is_trusted(unseen, queue.now + second) for second in (0.0, 1.0, 2.5, 3.0)]
+    trusted = [waits.predictor.is_trusted(unseen, waits.now + second) for second in (0.0, 1.0, 2.5, 3.0)]
     assert trusted == [False, True, False, True]

@@ -1,27 +1,25 @@
-"""A request that needs most of an engine's KV cache, beside a stream of small ones that fill each gap."""
+"""A request that needs most of an engine's KV cache, beside a stream of small ones that take what is free."""
 
 import pytest
 
 from serve_app.errors import Outcome
-from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.commands import Command
 from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
 from serve_app.scheduling.dispatch.promotion import PromotionSettings
 from serve_app.scheduling.events import Cancelled, Event, Finished, FirstToken, ReplicaLost
 from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
-from serve_app.scheduling.request import ScheduledRequest
-from tests.builders import Simulation, dispatched
+from tests.builders import ONE_POOL, ManualDriver, dispatched
 
 KV, SMALL = 10_000, 1_000
 
 
-class Crowd(Simulation):
-    """One pool, always full of small requests, each of which ends ten seconds after it was sent."""
+class Crowd(ManualDriver):
+    """One pool that is always full of small requests, each of which ends ten seconds after its dispatch."""
 
     def __init__(self, replicas: int = 1, *, policy: str = "ewsjf", promoted_after_s: float = 20.0) -> None:
         super().__init__(
             policy=policy,
-            routing=RoutingSettings(pools=("only",)),
+            routing=ONE_POOL,
             isolation=IsolationSettings(max_long_prefills=0),
             backpressure=BackpressureSettings(target_waiting=4),
             promotion=PromotionSettings(default_s=promoted_after_s),
@@ -41,7 +39,7 @@ class Crowd(Simulation):
         return commands
 
     def second(self, arrivals: int = 1) -> None:
-        """A second passes: some end, new ones come."""
+        """A second passes: some requests end, others arrive."""
         self.now += 1.0
         for request_id in [each for each, at in self.ends_at.items() if at <= self.now]:
             del self.ends_at[request_id]
@@ -59,32 +57,27 @@ class Crowd(Simulation):
         for _ in range(count):
             self.second(arrivals)
 
-    def find(self, request_id: str) -> ScheduledRequest:
-        scheduled = self.scheduler.find(request_id)
-        assert scheduled is not None
-        return scheduled
-
     @property
-    def kept(self) -> list[int]:
+    def reserved(self) -> list[int]:
         return [state.reserved_tokens for state in self.scheduler.ledger]
 
 
-def huge(world: Simulation, request_id: str = "huge", tokens: int = 9_000) -> None:
-    world.arrive(request_id, prompt_tokens=tokens - 10, max_output_tokens=10)
+def huge(crowd: Crowd, request_id: str = "huge", tokens: int = 9_000) -> None:
+    crowd.arrive(request_id, prompt_tokens=tokens - 10, max_output_tokens=10)
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_whoever_fits_nowhere_gets_in_soon_after_its_time(replicas: int) -> None:
+def test_a_request_that_fits_nowhere_is_dispatched_soon_after_its_promotion(replicas: int) -> None:
     crowd = Crowd(replicas)
     crowd.seconds(15, replicas)
     huge(crowd)
-    came = crowd.now
+    arrived_at = crowd.now
     crowd.seconds(20, replicas)
     assert "huge" not in crowd.sent_at
     crowd.seconds(13, replicas)
-    # Within the time in which all that ran when its turn came has ended.
-    assert came + 20.0 < crowd.sent_at["huge"] <= came + 33.0
-    assert crowd.kept == [0] * replicas
+    # Within the time in which all that ran at its promotion has ended.
+    assert arrived_at + 20.0 < crowd.sent_at["huge"] <= arrived_at + 33.0
+    assert crowd.reserved == [0] * replicas
 
 
 def test_without_promotion_it_would_wait_for_ever() -> None:
@@ -95,33 +88,32 @@ def test_without_promotion_it_would_wait_for_ever() -> None:
     assert "huge" not in crowd.sent_at
 
 
-def test_room_is_kept_on_one_replica_and_the_others_go_on() -> None:
+def test_capacity_is_reserved_on_one_replica_and_the_others_continue() -> None:
     crowd = Crowd(3)
     crowd.seconds(15, 3)
     huge(crowd)
     crowd.seconds(24, 3)
-    assert sorted(crowd.kept) == [0, 0, 9_000]
+    assert sorted(crowd.reserved) == [0, 0, 9_000]
     before = len(crowd.sent_at)
     crowd.seconds(5, 3)
     assert len(crowd.sent_at) > before
 
 
-def test_what_is_kept_is_given_back_when_the_request_goes_away() -> None:
+def test_a_reservation_is_dropped_when_its_request_is_cancelled() -> None:
     crowd = Crowd()
     crowd.seconds(15)
     huge(crowd)
     crowd.seconds(24)
-    assert crowd.kept == [9_000]
-    why = crowd.scheduler.dispatcher.why_waiting(crowd.find("huge"), crowd.now)
-    assert "room is being kept for it" in why
+    assert crowd.reserved == [9_000]
+    assert "room is being kept for it" in crowd.why_waiting("huge")
     crowd.feed(Cancelled("huge"))
-    assert crowd.kept == [0]
+    assert crowd.reserved == [0]
     before = len(crowd.sent_at)
     crowd.seconds(3)
     assert len(crowd.sent_at) > before
 
 
-def test_a_replica_that_is_lost_keeps_nothing_and_another_one_does() -> None:
+def test_when_its_replica_is_lost_a_request_gets_a_reservation_on_another() -> None:
     crowd = Crowd(2)
     crowd.seconds(15, 2)
     huge(crowd)
@@ -133,10 +125,10 @@ def test_a_replica_that_is_lost_keeps_nothing_and_another_one_does() -> None:
     crowd.feed(ReplicaLost(lost))
     crowd.seconds(25)
     assert "huge" in crowd.sent_at
-    assert not any(crowd.kept)
+    assert not any(crowd.reserved)
 
 
-def test_one_at_a_time_and_all_get_in() -> None:
+def test_reservations_are_made_one_at_a_time_and_all_requests_are_dispatched() -> None:
     crowd = Crowd()
     crowd.seconds(15)
     for number in range(3):
@@ -144,7 +136,7 @@ def test_one_at_a_time_and_all_get_in() -> None:
     crowd.seconds(90)
     times = [crowd.sent_at[f"huge {number}"] for number in range(3)]
     assert times == sorted(times)
-    # Between them the small ones had their turns.
+    # Small ones were dispatched between them.
     between = [
         at for name, at in crowd.sent_at.items() if name.startswith("small") and times[0] < at < times[2]
     ]

@@ -1,12 +1,10 @@
-import pytest
-
 from serve_app.request import PriorityClass
 from serve_app.scheduling.dispatch.class_floors import ClassFloors, ClassFloorSettings
 
 INTERACTIVE, DEFAULT, BATCH = PriorityClass
 
 
-def test_a_class_that_waits_below_others_gets_its_share() -> None:
+def test_a_waiting_lower_class_gets_its_floor_share() -> None:
     floors = ClassFloors(ClassFloorSettings(default_share=0.0, batch_share=0.05))
     got = {INTERACTIVE: 0, BATCH: 0}
     for _ in range(1_000):
@@ -23,7 +21,7 @@ def test_nothing_is_owed_to_a_class_that_does_not_wait() -> None:
     assert floors.owed() == []
 
 
-def test_credit_does_not_pile_up() -> None:
+def test_credit_is_bounded() -> None:
     floors = ClassFloors(ClassFloorSettings(batch_share=0.5))
     for _ in range(1_000):
         floors.on_dispatch(INTERACTIVE, [BATCH])
@@ -32,8 +30,3 @@ def test_credit_does_not_pile_up() -> None:
         floors.on_dispatch(BATCH, [])
         spent += 1
     assert spent == 2
-
-
-def test_shares_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"class_floors\.batch_share must be from 0 to 0\.5, got 0\.6"):
-        ClassFloorSettings(batch_share=0.6)

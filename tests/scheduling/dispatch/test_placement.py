@@ -1,4 +1,4 @@
-"""Prefix affinity inside the scheduler: where requests go, and how long they count as."""
+"""Prefix affinity inside the scheduler: the replica of each request, and the length that it counts with."""
 
 from typing import Any
 
@@ -14,14 +14,13 @@ from serve_app.scheduling.events import (
     ReplicaLost,
     Resumed,
 )
-from serve_app.scheduling.request import ScheduledRequest
-from tests.builders import Simulation, dispatched, request
+from tests.builders import ManualDriver, dispatched, request
 
 SESSION = tuple(range(1, 26))  # 25 blocks, 3,200 tokens
 
 
-class Sessions(Simulation):
-    """Two replicas in one pool, and requests that say how their prompts begin."""
+class Sessions(ManualDriver):
+    """Two replicas in one pool, and requests with given prefixes."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__(**changes)
@@ -43,72 +42,67 @@ class Sessions(Simulation):
     def replica_of(self, request_id: str, prefix: tuple[int, ...] = SESSION) -> str:
         return dict(dispatched(self.ask(request_id, prefix)))[request_id]
 
-    def find(self, request_id: str) -> ScheduledRequest:
-        scheduled = self.scheduler.find(request_id)
-        assert scheduled is not None
-        return scheduled
-
 
 def test_a_session_stays_on_its_replica_where_load_alone_would_move_it() -> None:
     for enabled, expected in ((True, "s1"), (False, "s2")):
-        world = Sessions(affinity=AffinitySettings(enabled=enabled))
-        assert world.replica_of("first") == "s1"
-        world.done("first")
-        assert world.replica_of("another", (90, 91)) == "s1"
-        world.started("another")
-        assert world.replica_of("second", (*SESSION, 77)) == expected
+        sessions = Sessions(affinity=AffinitySettings(enabled=enabled))
+        assert sessions.replica_of("first") == "s1"
+        sessions.done("first")
+        assert sessions.replica_of("another", (90, 91)) == "s1"
+        sessions.started("another")
+        assert sessions.replica_of("second", (*SESSION, 77)) == expected
 
 
-def test_only_what_is_left_to_compute_is_promised_and_charged() -> None:
-    world = Sessions(policy="ewsjf")
-    world.ask("first")
-    world.done("first")
-    world.ask("second")
-    assert world.find("second").hold.prefill_tokens == 100
-    assert world.find("second").prefill_tokens == 100
-    assert world.scheduler.ledger["s1"].pending_prefill_tokens == 100
-    world.ask("fresh", (90, 91))
-    assert world.find("fresh").charged - world.find("second").charged == 3_200
+def test_only_what_is_left_to_compute_is_reserved_and_charged() -> None:
+    sessions = Sessions(policy="ewsjf")
+    sessions.ask("first")
+    sessions.done("first")
+    sessions.ask("second")
+    assert sessions.find("second").hold.prefill_tokens == 100
+    assert sessions.find("second").prefill_tokens == 100
+    assert sessions.scheduler.ledger["s1"].pending_prefill_tokens == 100
+    sessions.ask("fresh", (90, 91))
+    assert sessions.find("fresh").charged - sessions.find("second").charged == 3_200
 
 
-def test_a_long_prompt_that_is_mostly_cached_is_a_short_prefill_where_it_is() -> None:
-    world = Sessions(policy="ewsjf")
-    world.ask("first")
-    world.done("first")
+def test_a_mostly_cached_long_prompt_is_a_short_prefill_on_that_replica() -> None:
+    sessions = Sessions(policy="ewsjf")
+    sessions.ask("first")
+    sessions.done("first")
     longs = [f"long {number}" for number in range(1, 6)]
     for number, name in enumerate(longs, 1):
-        world.ask(name, tuple(range(100 * number, 100 * number + 25)))
-    assert all(world.find(name).prefill_class for name in longs)
-    # Each replica has as many long prefills under way as it may have, and takes no other.
-    assert world.find(longs[-1]).queued
-    assert dispatched(world.ask("second")) == [("second", "s1")]
-    assert world.find("second").hold.prefill_class == 0
+        sessions.ask(name, tuple(range(100 * number, 100 * number + 25)))
+    assert all(sessions.find(name).prefill_class for name in longs)
+    # Each replica has as many long prefills under way as it may have.
+    assert sessions.find(longs[-1]).queued
+    assert dispatched(sessions.ask("second")) == [("second", "s1")]
+    assert sessions.find("second").hold.prefill_class == 0
 
 
 def test_a_replica_that_was_lost_is_no_longer_preferred() -> None:
-    world = Sessions()
-    assert world.replica_of("first") == "s1"
-    world.feed(ReplicaLost("s1"))
-    world.ask("second")
-    assert world.find("second").cached_tokens == 0
-    assert world.find("second").replica_id == "s2"
+    sessions = Sessions()
+    assert sessions.replica_of("first") == "s1"
+    sessions.feed(ReplicaLost("s1"))
+    sessions.ask("second")
+    assert sessions.find("second").cached_tokens == 0
+    assert sessions.find("second").replica_id == "s2"
 
 
-def test_a_request_that_comes_back_counts_by_what_is_cached_elsewhere() -> None:
-    world = Sessions()
-    world.ask("first")
-    world.started("first")
-    world.ask("second")
-    assert world.find("second").cached_tokens == 3_200
-    world.feed(ReplicaLost("s1"))
-    world.feed(DispatchFailed("second", "s1", DispatchFailure.LOST))
-    assert world.find("second").replica_id == "s2"
-    assert world.find("second").cached_tokens == 0
+def test_a_returned_request_counts_by_what_is_cached_elsewhere() -> None:
+    sessions = Sessions()
+    sessions.ask("first")
+    sessions.started("first")
+    sessions.ask("second")
+    assert sessions.find("second").cached_tokens == 3_200
+    sessions.feed(ReplicaLost("s1"))
+    sessions.feed(DispatchFailed("second", "s1", DispatchFailure.LOST))
+    assert sessions.find("second").replica_id == "s2"
+    assert sessions.find("second").cached_tokens == 0
 
 
-def test_a_new_scheduler_learns_from_what_gateways_say_is_running() -> None:
-    world = Sessions()
+def test_a_new_scheduler_learns_prefixes_from_resumed_requests() -> None:
+    sessions = Sessions()
     running = request("first", prompt_tokens=3_300, prefix=SESSION)
-    world.feed(Resumed(running, "s2", started=True))
-    world.feed(Finished("first", Outcome.COMPLETED, None))
-    assert world.replica_of("second") == "s2"
+    sessions.feed(Resumed(running, "s2", started=True))
+    sessions.feed(Finished("first", Outcome.COMPLETED, None))
+    assert sessions.replica_of("second") == "s2"

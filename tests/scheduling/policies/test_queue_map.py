@@ -36,7 +36,7 @@ def test_beyond_the_last_queue_there_is_a_bubble_too() -> None:
     assert queue_map((100, 200)).route(5_000).name == "~4950-5050"
 
 
-def test_learned_queues_never_retire() -> None:
+def test_learned_queues_are_never_removed() -> None:
     queues = queue_map((100, 200), (1_000, 2_000))
     queues.route(500)
     for _ in range(3):

@@ -5,7 +5,7 @@ from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.queueing.fairness import FairnessMode, FairnessSettings
 from serve_app.scheduling.queueing.request_queue import RequestQueue
 from serve_app.scheduling.request import ScheduledRequest
-from tests.builders import Simulation, request
+from tests.builders import request, scheduled_request
 
 
 class ShortestFirst(OrderingPolicy):
@@ -24,10 +24,30 @@ class ShortestFirst(OrderingPolicy):
 def scheduled(
     request_id: str, prompt_tokens: int, sequence: int, *pools: str, **fields: Any
 ) -> ScheduledRequest:
-    wanted = request(request_id, prompt_tokens=prompt_tokens, **fields)
-    return ScheduledRequest(
-        wanted, Simulation().scheduler.estimator.estimate(wanted), sequence, pools or ("short", "long")
+    pools = pools or ("short", "long")
+    return scheduled_request(
+        request_id, sequence=sequence, pools=pools, prompt_tokens=prompt_tokens, **fields
     )
+
+
+def queue_of(*requests: ScheduledRequest, mode: FairnessMode = FairnessMode.TOKENS) -> RequestQueue:
+    """A queue in the order of `ShortestFirst` with these requests."""
+    queue = RequestQueue(ShortestFirst(), FairnessSettings(mode=mode))
+    for each in requests:
+        queue.add(each)
+    return queue
+
+
+def of_tenant(tenant: str, count: int, prompt_tokens: int = 50) -> list[ScheduledRequest]:
+    return [scheduled(f"{tenant}{number}", prompt_tokens, number, tenant=tenant) for number in range(count)]
+
+
+def dispatch_first(queue: RequestQueue) -> str:
+    """Take the first request of the default class out and charge its tenant."""
+    first = next(queue.heads(PriorityClass.DEFAULT, "short", 0.0, at_home=True))
+    queue.remove(first)
+    queue.charge(first)
+    return first.request.request_id
 
 
 def heads(queue: RequestQueue, pool: str = "short", *, at_home: bool = True) -> list[str]:
@@ -35,31 +55,24 @@ def heads(queue: RequestQueue, pool: str = "short", *, at_home: bool = True) -> 
     return [head.request.request_id for head in found]
 
 
-def test_the_head_of_each_lane_comes_by_score_and_inside_a_lane_by_key() -> None:
-    queue = RequestQueue(ShortestFirst(), FairnessSettings())
-    for number, length in enumerate([500, 90, 300, 20]):
-        queue.add(scheduled(f"r{length}", length, number))
+def test_heads_of_sub_queues_are_ordered_by_score_and_requests_inside_by_key() -> None:
+    queue = queue_of(*(scheduled(f"r{length}", length, n) for n, length in enumerate([500, 90, 300, 20])))
     assert heads(queue) == ["r20", "r300"]
 
 
-def test_a_request_that_came_back_stands_first_in_its_lane_and_is_named_apart() -> None:
-    queue = RequestQueue(ShortestFirst(), FairnessSettings())
-    queue.add(scheduled("r20", 20, 1))
+def test_a_returned_request_is_first_in_its_sub_queue_and_listed_separately() -> None:
+    queue = queue_of(scheduled("r20", 20, 1))
     for name, length, sequence in (("back", 90, 2), ("back-large", 900, 3)):
         returned = scheduled(name, length, sequence)
         returned.returned = True
         queue.add(returned)
     assert heads(queue) == ["back", "back-large"]
-    assert [head.request.request_id for head in queue.returned_heads("short", at_home=True)] == [
-        "back",
-        "back-large",
-    ]
+    listed = [head.request.request_id for head in queue.returned_heads("short", at_home=True)]
+    assert listed == ["back", "back-large"]
 
 
 def test_equal_keys_keep_the_order_of_arrival() -> None:
-    queue = RequestQueue(ShortestFirst(), FairnessSettings())
-    for number in range(3):
-        queue.add(scheduled(f"r{number}", 50, number))
+    queue = queue_of(*(scheduled(f"r{number}", 50, number) for number in range(3)))
     taken = []
     for _ in range(3):
         (head,) = queue.all_heads("short", at_home=True)
@@ -68,113 +81,83 @@ def test_equal_keys_keep_the_order_of_arrival() -> None:
     assert taken == ["r0", "r1", "r2"]
 
 
-def test_home_and_spill_are_asked_for_apart() -> None:
-    queue = RequestQueue(ShortestFirst(), FairnessSettings())
-    queue.add(scheduled("at-home", 50, 1, "short", "long"))
-    queue.add(scheduled("visitor", 50, 2, "long", "short"))
-    queue.add(scheduled("bound", 50, 3, "long"))
+def test_heads_at_home_and_heads_that_spill_are_separate() -> None:
+    queue = queue_of(
+        scheduled("at-home", 50, 1, "short", "long"),
+        scheduled("spilling", 50, 2, "long", "short"),
+        scheduled("bound", 50, 3, "long"),
+    )
     assert heads(queue, "short") == ["at-home"]
-    assert heads(queue, "short", at_home=False) == ["visitor"]
-    assert heads(queue, "long") == ["visitor", "bound"]
+    assert heads(queue, "short", at_home=False) == ["spilling"]
+    assert heads(queue, "long") == ["spilling", "bound"]
 
 
-def test_one_that_leaves_and_comes_back_is_there_once() -> None:
-    queue = RequestQueue(ShortestFirst(), FairnessSettings())
+def test_a_request_that_leaves_and_returns_is_in_the_queue_once() -> None:
     one = scheduled("r", 50, 1)
-    queue.add(one)
+    queue = queue_of(one)
     queue.remove(one)
     queue.add(one)
-    assert [e.request.request_id for e in queue] == ["r"]
+    assert [each.request.request_id for each in queue] == ["r"]
     assert len(queue) == 1
     queue.remove(one)
     assert heads(queue) == []
     assert queue.waiting_tokens == 0
 
 
-def test_many_that_leave_from_the_middle_take_no_memory() -> None:
-    queue = RequestQueue(ShortestFirst(), FairnessSettings())
+def test_requests_that_leave_from_the_middle_take_no_memory() -> None:
     requests = [scheduled(f"r{n}", 50, n) for n in range(1_000)]
-    for one in requests:
-        queue.add(one)
+    queue = queue_of(*requests)
     for one in requests[1:]:
         queue.remove(one)
-    (sub_queue,) = queue._lanes()
+    (sub_queue,) = queue._sub_queues()
     assert len(sub_queue._heap) < 100
     assert heads(queue) == ["r0"]
 
 
-def test_counts_are_by_home_pool_and_length_queue() -> None:
-    queue = RequestQueue(ShortestFirst(), FairnessSettings())
-    queue.add(scheduled("a", 50, 1))
-    queue.add(scheduled("b", 60, 2, "short"))
-    queue.add(scheduled("c", 500, 3))
-    assert queue.counts() == {("short", "small"): 2, ("short", "large"): 1}
-    assert repr(queue).startswith("<RequestQueue 3 of 1 tenants")
-
-
-def test_tenants_take_turns_across_length_queues_and_scores_decide_among_equals() -> None:
-    queue = RequestQueue(ShortestFirst(), FairnessSettings())
-    for number in range(3):
-        queue.add(scheduled(f"a{number}", 50, number, tenant="a"))
-    queue.add(scheduled("b", 400, 3, tenant="b"))
-    queue.add(scheduled("c", 80, 4, tenant="c"))
-    taken = []
-    while queue:
-        first = next(queue.heads(PriorityClass.DEFAULT, "short", 0.0, at_home=True))
-        taken.append(first.request.request_id)
-        queue.remove(first)
-        queue.charge(first)
-    assert taken == ["a0", "c", "b", "a1", "a2"]
+def test_shares_order_tenants_across_length_queues_and_scores_decide_among_equals() -> None:
+    queue = queue_of(
+        *of_tenant("a", 3), scheduled("b", 400, 3, tenant="b"), scheduled("c", 80, 4, tenant="c")
+    )
+    assert [dispatch_first(queue) for _ in range(5)] == ["a0", "c", "b", "a1", "a2"]
+    assert len(queue) == 0
 
 
 def test_without_fairness_the_score_alone_decides() -> None:
-    queue = RequestQueue(ShortestFirst(), FairnessSettings(mode=FairnessMode.OFF))
-    for number in range(3):
-        queue.add(scheduled(f"a{number}", 50, number, tenant="a"))
-    queue.add(scheduled("c", 80, 4, tenant="c"))
+    queue = queue_of(*of_tenant("a", 3), scheduled("c", 80, 4, tenant="c"), mode=FairnessMode.OFF)
     assert heads(queue) == ["a0", "c"]
-    first = next(queue.heads(PriorityClass.DEFAULT, "short", 0.0, at_home=True))
-    queue.remove(first)
-    queue.charge(first)
+    dispatch_first(queue)
     assert heads(queue) == ["a1", "c"]
 
 
-def test_classes_are_asked_for_apart() -> None:
-    queue = RequestQueue(ShortestFirst(), FairnessSettings())
-    queue.add(scheduled("batch", 50, 1, priority=PriorityClass.BATCH))
-    queue.add(scheduled("now", 90, 2, priority=PriorityClass.INTERACTIVE))
+def test_classes_are_separate() -> None:
+    queue = queue_of(
+        scheduled("batch", 50, 1, priority=PriorityClass.BATCH),
+        scheduled("now", 90, 2, priority=PriorityClass.INTERACTIVE),
+    )
     assert heads(queue) == []
     assert queue.waiting_classes() == [PriorityClass.INTERACTIVE, PriorityClass.BATCH]
-    assert queue.waiting_of(PriorityClass.BATCH) == queue.waiting_of(PriorityClass.BATCH, "t1") == 1
-    assert queue.waiting_of(PriorityClass.BATCH, "nobody") == 0
+    assert queue.waiting_of(PriorityClass.BATCH, "t1") == 1
+    assert queue.waiting_of(PriorityClass.BATCH, "unknown") == 0
 
 
-def test_work_ahead_is_what_the_others_get_before_oneself() -> None:
-    queue = RequestQueue(ShortestFirst(), FairnessSettings())
-    each = scheduled("probe", 100, 0).estimate.expected_tokens
-    for number in range(10):
-        queue.add(scheduled(f"heavy{number}", 100, number, tenant="heavy"))
-    queue.add(scheduled("urgent", 100, 20, tenant="x", priority=PriorityClass.INTERACTIVE))
-    # The urgent one, and one turn of the heavy tenant.
+def test_work_ahead_is_what_others_are_served_before_a_request() -> None:
+    heavy = of_tenant("heavy", 10, prompt_tokens=100)
+    each = heavy[0].estimate.expected_tokens
+    urgent = scheduled("urgent", 100, 20, tenant="x", priority=PriorityClass.INTERACTIVE)
+    queue = queue_of(*heavy, urgent)
+    # The urgent request, and one of the heavy tenant.
     assert queue.work_ahead(request("mine", tenant="light")) == 2 * each
     assert queue.work_ahead(request("mine", tenant="heavy")) == 11 * each
-    unfair = RequestQueue(ShortestFirst(), FairnessSettings(mode=FairnessMode.OFF))
-    for number in range(10):
-        unfair.add(scheduled(f"heavy{number}", 100, number, tenant="heavy"))
+    unfair = queue_of(*of_tenant("heavy", 10, prompt_tokens=100), mode=FairnessMode.OFF)
     assert unfair.work_ahead(request("mine", tenant="light")) == 10 * each
 
 
-def test_queueing_anew_neither_moves_tenants_nor_loses_anybody() -> None:
-    queue = RequestQueue(ShortestFirst(), FairnessSettings())
-    for number in range(3):
-        queue.add(scheduled(f"a{number}", 50, number, tenant="a"))
-    queue.add(scheduled("b", 400, 3, tenant="b"))
-    first = next(queue.heads(PriorityClass.DEFAULT, "short", 0.0, at_home=True))
-    queue.remove(first)
-    queue.charge(first)
+def test_queueing_all_again_changes_no_share_and_loses_no_request() -> None:
+    queue = queue_of(*of_tenant("a", 3), scheduled("b", 400, 3, tenant="b"))
+    dispatch_first(queue)
     counters = queue.shares[PriorityClass.DEFAULT].counters()
     before = sorted(one.request.request_id for one in queue)
-    queue.queue_anew()
+    queue.requeue_all()
     assert queue.shares[PriorityClass.DEFAULT].counters() == counters
     assert sorted(one.request.request_id for one in queue) == before
     assert heads(queue) == ["b", "a1"]

@@ -62,9 +62,9 @@ def test_gauges_show_the_moment_and_forget_replicas_that_left() -> None:
 
 
 def test_the_error_of_predicted_waits_is_counted_with_its_sign() -> None:
-    world = builders.Simulation()
-    world.arrive("r1")
-    entry = world.scheduler.find("r1")
+    driver = builders.ManualDriver()
+    driver.arrive("r1")
+    entry = driver.scheduler.find("r1")
     assert entry is not None
     metrics = SchedulerMetrics("m", 1)
     metrics.on_prediction(entry)

@@ -3,10 +3,10 @@ from serve_app.request import PriorityClass, Usage
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import events as ev
 from serve_app.tuning.online.outcome_window import OutcomeWindow, record_of
-from tests.builders import Simulation
+from tests.builders import ManualDriver
 
 
-class Watched(Simulation):
+class Watched(ManualDriver):
     """A scheduler whose outcomes are noted, as the shell does it."""
 
     def __init__(self) -> None:
@@ -19,18 +19,18 @@ class Watched(Simulation):
             entry = self.scheduler.find(event.request.request_id)
             if entry is not None:
                 self.window.on_arrival(entry)
-        self.window.fed(event, commands, self.now)
+        self.window.on_event(event, commands, self.now)
         return list(commands)
 
 
 def test_an_answered_request_leaves_its_times_and_the_engines_counts() -> None:
-    world = Watched()
-    world.join("s1", "only")
-    world.arrive("r1", prompt_tokens=40, tenant="a", priority=PriorityClass.INTERACTIVE)
-    world.feed(ev.FirstToken("r1"), after_s=0.5)
-    world.feed(ev.FirstToken("r1"), after_s=0.1)
-    world.feed(ev.Finished("r1", Outcome.COMPLETED, Usage(prompt_tokens=43, output_tokens=9)), after_s=1.0)
-    (row,) = world.window.take()
+    driver = Watched()
+    driver.join("s1", "only")
+    driver.arrive("r1", prompt_tokens=40, tenant="a", priority=PriorityClass.INTERACTIVE)
+    driver.feed(ev.FirstToken("r1"), after_s=0.5)
+    driver.feed(ev.FirstToken("r1"), after_s=0.1)
+    driver.feed(ev.Finished("r1", Outcome.COMPLETED, Usage(prompt_tokens=43, output_tokens=9)), after_s=1.0)
+    (row,) = driver.window.take()
     record = record_of(row)
     assert (record.arrived_at, record.dispatched_at) == (0.0, 0.0)
     assert (record.first_token_at, record.finished_at) == (0.5, 1.6)
@@ -38,50 +38,50 @@ def test_an_answered_request_leaves_its_times_and_the_engines_counts() -> None:
     assert (record.tenant, record.priority, record.pool) == ("a", PriorityClass.INTERACTIVE, "only")
     assert (record.replica, record.length_queue) == ("s1", "all")
     assert record.completed
-    assert world.window.take() == []
+    assert driver.window.take() == []
 
 
 def test_one_that_expires_is_an_outcome_without_times_of_service() -> None:
-    world = Watched()
-    world.join("s1", "only", max_num_seqs=1)
+    driver = Watched()
+    driver.join("s1", "only", max_num_seqs=1)
     for number in range(8):
-        world.arrive(f"r{number}", expires_at=5.0)
-    world.feed(ev.Woke(), after_s=6.0)
-    records = [record_of(row) for row in world.window.take()]
+        driver.arrive(f"r{number}", expires_at=5.0)
+    driver.feed(ev.Woke(), after_s=6.0)
+    records = [record_of(row) for row in driver.window.take()]
     assert records
     assert {record.outcome for record in records} == {Outcome.EXPIRED}
     assert {record.dispatched_at for record in records} == {None}
 
 
 def test_a_request_that_is_sent_again_waits_for_its_first_token_anew() -> None:
-    world = Watched()
-    world.join("s1", "only")
-    world.join("s2", "only")
-    world.arrive("r1")
-    entry = world.scheduler.find("r1")
+    driver = Watched()
+    driver.join("s1", "only")
+    driver.join("s2", "only")
+    driver.arrive("r1")
+    entry = driver.scheduler.find("r1")
     assert entry is not None
     assert entry.replica_id is not None
-    world.feed(ev.DispatchFailed("r1", entry.replica_id, ev.DispatchFailure.LOST), after_s=1.0)
-    world.feed(ev.Finished("r1", Outcome.COMPLETED), after_s=1.0)
-    (row,) = world.window.take()
+    driver.feed(ev.DispatchFailed("r1", entry.replica_id, ev.DispatchFailure.LOST), after_s=1.0)
+    driver.feed(ev.Finished("r1", Outcome.COMPLETED), after_s=1.0)
+    (row,) = driver.window.take()
     record = record_of(row)
     assert (record.dispatched_at, record.first_token_at) == (1.0, None)
     assert record.prompt_tokens == 40
 
 
 def test_a_refusal_at_the_door_is_none() -> None:
-    world = Watched()
-    world.arrive("r1", model="another")
-    assert world.window.take() == []
+    driver = Watched()
+    driver.arrive("r1", model="another")
+    assert driver.window.take() == []
 
 
 def test_old_outcomes_make_room_for_new_ones() -> None:
-    world = Watched()
-    world.join("s1", "only")
+    driver = Watched()
+    driver.join("s1", "only")
     for number in range(10_050):
-        world.arrive(f"r{number}")
-        world.feed(ev.FirstToken(f"r{number}"))
-        world.feed(ev.Finished(f"r{number}", Outcome.COMPLETED))
-    rows = world.window.take()
+        driver.arrive(f"r{number}")
+        driver.feed(ev.FirstToken(f"r{number}"))
+        driver.feed(ev.Finished(f"r{number}", Outcome.COMPLETED))
+    rows = driver.window.take()
     assert len(rows) == 10_000
     assert rows[-1][0] == "r10049"
