@@ -150,6 +150,8 @@ def _environment(folder: str, ports: Sequence[int]) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports[4]),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ports[5]),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports[5] + 200),
+        # A busy machine takes longer than the 30 s that Ray allows its own processes.
+        "RAY_raylet_start_wait_time_s": "120",
         # Nobody is connected that would have to be waited for when an experiment is over.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     }

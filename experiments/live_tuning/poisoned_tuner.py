@@ -1,4 +1,4 @@
-"""An application whose tuner is wrong: its search likes what serves badly. For `bench_live_tuning.py`.
+"""An application whose tuner is wrong: its search likes what serves badly. For the case `poisoned`.
 
 Everything else is `serve_app.app`: the same scheduler, the same loop, the same roll-out.
 """
@@ -12,9 +12,9 @@ from ray.serve import Application
 from serve_app import app
 from serve_app.serving.tuner.deployment import TunerDeployment
 from serve_app.serving.tuner.parameter_tuner import Searcher
-from serve_app.tuning.online.parameter_search import Searched, SearchTask
+from serve_app.tuning.online.parameter_search import SearchResult, SearchTask
 from serve_app.tuning.search.comparison import Comparison
-from serve_app.tuning.search.history import Proposal
+from serve_app.tuning.search.optimiser import Proposal
 from serve_app.tuning.search.study import Finding
 
 AWFUL = {
@@ -25,10 +25,10 @@ AWFUL = {
     "short_work_share": 0.6,
     "target_waiting": 16,
 }
-"""The bad start of `bench_tuner.py`."""
+"""Values that serve badly: no order matters in a long engine queue, and long prefills are not limited."""
 
 
-async def poisoned(task: SearchTask) -> Searched:
+async def poisoned(task: SearchTask) -> SearchResult:
     """A search that is sure of what is awful."""
     await asyncio.sleep(1.0)
     sure = Comparison(mean=0.2, low=0.1, high=0.3, windows=12)
@@ -40,7 +40,7 @@ async def poisoned(task: SearchTask) -> Searched:
         reason="the search is poisoned",
         trials=2,
     )
-    return Searched(finding=finding, speed_factor=1.0, seconds=1.0)
+    return SearchResult(finding=finding, speed_factor=1.0, seconds=1.0)
 
 
 class PoisonedTunerDeployment(TunerDeployment):

@@ -1,0 +1,1 @@
+"""A served application that tunes itself under load."""

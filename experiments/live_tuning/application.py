@@ -1,0 +1,59 @@
+"""The application that tunes itself: one emulated engine, a scheduler and its tuner with short slices."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from experiments.common.application import BUILD_APP
+from serve_app.tuning.objective.objective import ObjectiveSettings
+from serve_app.tuning.objective.service_class import ClassTarget, ClassTargets
+
+MODEL = "tuned"
+PROFILE = "llama31-8b-rtx4090-tp1"
+IMPORT_PATHS = {"winner": BUILD_APP, "poisoned": "experiments.live_tuning.poisoned_tuner:build_app"}
+VERDICTS = {"winner": "adopted", "poisoned": "rolled back"}
+"""What the tuner is expected to decide in each case."""
+
+_TARGET = ClassTarget(ttft_s=0.5, long_ttft_s=5.0, tpot_s=None)
+OBJECTIVE = ObjectiveSettings(targets=ClassTargets(default=_TARGET), min_requests=20)
+
+# Those of `poisoned_tuner.AWFUL`, by the path of the setting.
+_BAD_START = {
+    "ewsjf": {"weights": {"a_u": 0.01, "b_u": 5.0, "a_f": -5e-5, "b_f": 0.5}},
+    "isolation": {"max_long_prefills": 8, "max_longest_prefills": 8, "short_work_share": 0.6},
+    "backpressure": {"target_waiting": 16},
+}
+
+
+def model(case: str, slice_s: float) -> dict[str, Any]:
+    """The model of a case: `winner` starts from values that serve badly, `poisoned` from the defaults."""
+    start: Mapping[str, Any] = _BAD_START if case == "winner" else {}
+    engine = {"emulated": {"profile": PROFILE, "max_num_seqs": 16}}
+    return {
+        "name": MODEL,
+        "pools": [{"name": "all", "engine": engine, "resources": {"num_cpus": 0.1}}],
+        "scheduler": {"policy": "ewsjf", **start},
+        "tuner": {"parameters": _tuner(slice_s)},
+    }
+
+
+def _tuner(slice_s: float) -> dict[str, Any]:
+    return {
+        "profile": PROFILE,
+        "every_s": slice_s,
+        "min_requests": 250,
+        "search_cpu_s": 8.0,
+        "objective": {"targets": {"default": asdict(_TARGET)}, "min_requests": OBJECTIVE.min_requests},
+        "twin": {"window_requests": 100, "block_requests": 50, "learned_requests": 100},
+        "study": {"trials": 30, "rungs": [1, 2, 4], "confirm_windows": 8, "finalists": 1},
+        "rollout": {
+            "mode": "on",
+            "max_step": 1.0,
+            "slice_s": slice_s,
+            "settle_s": 5.0,
+            "pairs": 3,
+            "min_class_requests": 30,
+            "cool_down_s": 600.0,
+            "failure_cool_down_s": 600.0,
+        },
+    }

@@ -1,0 +1,1 @@
+"""What a search costs the application beside it, live."""
