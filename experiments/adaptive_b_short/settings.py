@@ -61,6 +61,7 @@ class Part:
     """Cells of the table: one fleet in some scenarios.
 
     Attributes:
+        fixed_tokens: values of a fixed `B_short`, beside the adaptive one.
         gated: whether replicas above `tpot_gate_s` are sent nothing, which makes requests spill earlier.
     """
 
@@ -68,7 +69,8 @@ class Part:
 
     fleet: str
     scenarios: tuple[str, ...]
-    gated: tuple[bool, ...] = (False,)
+    fixed_tokens: tuple[int, ...]
+    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +78,7 @@ class AdaptiveExperiment:
     """What is played.
 
     Attributes:
-        fixed_tokens: values of a fixed `B_short`.
-        adaptive_from_tokens: where the adaptive one begins.
+        adaptive_from_tokens: where the adaptive `B_short` begins.
         tpot_gate_s: of those parts that are gated.
         slo: what attainment counts.
         short_at_tokens: longest prompt that counts as short, in the figures alone.
@@ -89,7 +90,6 @@ class AdaptiveExperiment:
     fleets: Mapping[str, TwoPools]
     scenarios: Mapping[str, Scenario]
     parts: tuple[Part, ...]
-    fixed_tokens: tuple[int, ...]
     adaptive_from_tokens: int
     seeds: int
     duration_s: float
@@ -129,9 +129,8 @@ class Cell:
 def cells_of(experiment: AdaptiveExperiment) -> list[Cell]:
     """All of them, in the order of the table."""
     return [
-        Cell(fleet=part.fleet, scenario=scenario, gated=gated, fixed_tokens=fixed)
+        Cell(fleet=part.fleet, scenario=scenario, gated=part.gated, fixed_tokens=fixed)
         for part in experiment.parts
-        for gated in part.gated
         for scenario in part.scenarios
-        for fixed in (*experiment.fixed_tokens, None)
+        for fixed in (*part.fixed_tokens, None)
     ]

@@ -1,5 +1,6 @@
 """The tables of this experiment."""
 
+import math
 from collections.abc import Sequence
 
 from experiments.adaptive_b_short.settings import ADAPTIVE
@@ -20,7 +21,7 @@ def _headline(rows: Sequence[Row]) -> str:
     scenarios = [name for name in _TITLES if where(rows, scenario=name)]
     lines = [
         [b_short, *(_attainment(where(rows, scenario=name, b_short=b_short)[0]) for name in scenarios)]
-        for b_short in dict.fromkeys(str(row.key["b_short"]) for row in rows)
+        for b_short in dict.fromkeys(str(row.key["b_short"]) for row in sorted(rows, key=_tokens))
     ]
     return markdown(["`B_short`", *(_TITLES[name] for name in scenarios)], lines)
 
@@ -34,7 +35,19 @@ def _all(rows: Sequence[Row]) -> str:
         *("scenario", "gated", "`B_short`", "within limits, %", "adaptive, + points", "TTFT p99, s"),
         *("short, s", "long, s", "TPOT p99, ms", "spilled, %", "moves", "last"),
     ]
-    return markdown(head, [_line(row, rows) for row in rows], text_columns=3)
+    places = list(dict.fromkeys(map(_place, rows)))
+    in_order = sorted(rows, key=lambda row: (places.index(_place(row)), _tokens(row)))
+    return markdown(head, [_line(row, rows) for row in in_order], text_columns=3)
+
+
+def _place(row: Row) -> tuple[object, object]:
+    return row.key["gated"], row.key["scenario"]
+
+
+def _tokens(row: Row) -> float:
+    """Of a fixed `B_short`; the adaptive one comes last."""
+    b_short = str(row.key["b_short"])
+    return math.inf if b_short == ADAPTIVE else int(b_short.replace(",", ""))
 
 
 def _line(row: Row, rows: Sequence[Row]) -> list[str]:

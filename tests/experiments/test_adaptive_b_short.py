@@ -1,5 +1,4 @@
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -16,9 +15,9 @@ def experiment() -> AdaptiveExperiment:
     return read_settings(Catalogue().config("adaptive_b_short"), AdaptiveExperiment)
 
 
-def small(**changes: Any) -> AdaptiveExperiment:
-    part = Part(fleet="8B on RTX 4090", scenarios=("few documents",))
-    return replace(experiment(), parts=(part,), seeds=1, duration_s=20.0, fixed_tokens=(4_096,), **changes)
+def small() -> AdaptiveExperiment:
+    part = Part(fleet="8B on RTX 4090", scenarios=("few documents",), fixed_tokens=(4_096,))
+    return replace(experiment(), parts=(part,), seeds=1, duration_s=20.0)
 
 
 def test_an_adaptive_b_short_stands_beside_the_fixed_ones_in_every_scenario() -> None:
@@ -27,8 +26,12 @@ def test_an_adaptive_b_short_stands_beside_the_fixed_ones_in_every_scenario() ->
     assert len({tuple(cell.key.items()) for cell in cells}) == len(cells)
     for part in played.parts:
         for scenario in part.scenarios:
-            mine = [cell for cell in cells if (cell.fleet, cell.scenario) == (part.fleet, scenario)]
-            assert {cell.fixed_tokens for cell in mine} == {*played.fixed_tokens, None}
+            mine = [
+                cell
+                for cell in cells
+                if (cell.fleet, cell.scenario, cell.gated) == (part.fleet, scenario, part.gated)
+            ]
+            assert [cell.fixed_tokens for cell in mine] == [*part.fixed_tokens, None]
 
 
 def test_only_the_adaptive_one_adapts_and_only_gated_ones_have_a_gate() -> None:
@@ -62,4 +65,4 @@ def test_rows_that_are_there_are_not_played_again() -> None:
 
 def test_a_part_of_a_fleet_that_there_is_not_is_refused() -> None:
     with pytest.raises(ValueError, match="no fleet 'TPU': there are 70B on H100"):
-        replace(experiment(), parts=(Part(fleet="TPU", scenarios=("flip",)),))
+        replace(experiment(), parts=(Part(fleet="TPU", scenarios=("flip",), fixed_tokens=(1,)),))
