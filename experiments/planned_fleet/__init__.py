@@ -1,0 +1,1 @@
+"""The fleet that the planner sized, served."""
