@@ -3,14 +3,10 @@
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
-from pydantic import TypeAdapter, ValidationError
-
-from experiments.common.application import free_port
-from experiments.common.vllm_server import Option
+from experiments.common.experiment import STRICT
+from experiments.common.vllm_server import Option, VllmServerSettings
 from serve_app.bench.connection import BenchError
 from serve_app.metrics.record import RequestRecord
 from serve_app.workloads.catalog import WorkloadSettings, resolve
@@ -26,7 +22,7 @@ class LiveVariant:
         scheduler: settings that are not the defaults.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     policy: str
     chunk_tokens: int = 0
@@ -34,7 +30,7 @@ class LiveVariant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LiveExperiment:
+class LiveEnginesSettings:
     """What is compared, on what, under which load.
 
     Attributes:
@@ -46,7 +42,7 @@ class LiveExperiment:
         load: share of the first variant's saturated rate.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     model: str
     engine: Mapping[str, Option]
@@ -92,21 +88,6 @@ class LiveExperiment:
         )
 
 
-_ADAPTER = TypeAdapter(LiveExperiment)
-
-
-def load_experiment(path: Path) -> LiveExperiment:
-    """Read an experiment.
-
-    Raises:
-        BenchError: the file is none; the message names what is wrong.
-    """
-    try:
-        return _ADAPTER.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ValidationError) as exc:
-        raise BenchError(f"{path} is not an experiment: {exc}") from exc
-
-
 def saturated_rate(records: Sequence[RequestRecord], in_batch: int) -> float:
     """Requests per second that an engine finishes when all of them wait from the start.
 
@@ -126,29 +107,31 @@ def saturated_rate(records: Sequence[RequestRecord], in_batch: int) -> float:
     return (last - in_batch) / (ends[last] - ends[in_batch])
 
 
-def serve_config(experiment: LiveExperiment, servers: Mapping[int, str]) -> dict[str, Any]:
-    """An application with a model for each variant, in front of the engine with its chunk limit.
+def servers_of(settings: LiveEnginesSettings) -> dict[int, VllmServerSettings]:
+    """One server for each chunk limit, by the limit; variants with the same limit share it."""
+    return {
+        chunk: VllmServerSettings(
+            model=settings.model,
+            served_model_names=tuple(
+                name for name, variant in settings.variants.items() if variant.chunk_tokens == chunk
+            ),
+            options={**settings.engine, "long_prefill_token_threshold": chunk},
+            environment=settings.environment,
+        )
+        for chunk in sorted({variant.chunk_tokens for variant in settings.variants.values()})
+    }
+
+
+def models_of(settings: LiveEnginesSettings, servers: Mapping[int, str]) -> list[dict[str, Any]]:
+    """A model for each variant, in front of the engine with its chunk limit.
 
     Args:
         servers: URLs of the engines by their chunk limit.
     """
-    models = [
-        _model(name, variant, servers[variant.chunk_tokens], experiment.max_num_seqs)
-        for name, variant in experiment.variants.items()
+    return [
+        _model(name, variant, servers[variant.chunk_tokens], settings.max_num_seqs)
+        for name, variant in settings.variants.items()
     ]
-    return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": free_port()},
-        "logging_config": {"enable_access_log": False},
-        "applications": [
-            {
-                "name": "live",
-                "route_prefix": "/",
-                "import_path": "serve_app.app:build_app",
-                "args": {"models": models, "gateways": {"replicas": 1, "num_cpus": 0.2}},
-            }
-        ],
-    }
 
 
 def _model(name: str, variant: LiveVariant, url: str, max_num_seqs: int) -> dict[str, Any]:
