@@ -88,7 +88,7 @@ def _entry(setting: SettingEntry) -> str:
 
 def _default(setting: SettingEntry) -> str:
     if setting.default_in_files is not None:
-        return setting.default_in_files and f"default: {setting.default_in_files}"
+        return f"default: {setting.default_in_files}"
     if setting.default is MISSING:
         return "required"
     return "" if is_dataclass(setting.default) else f"default {code(_value(setting.default))}"

@@ -13,14 +13,10 @@ from serve_app.settings_base import Setting, describe
 
 _NAMES_OF_THE_MODEL = "the name and aliases of the model"
 DEFAULTS_IN_FILES = {
-    "models[].scheduler.routing.b_short_tokens": "8192, or what the first of two pools holds if that is less",
-    **{
-        f"models[].pools[].engine.{kind}.served_model_names": _NAMES_OF_THE_MODEL
-        for kind in ("emulated", "vllm", "remote")
-    },
+    f"models[].pools[].engine.{kind}.served_model_names": _NAMES_OF_THE_MODEL
+    for kind in ("emulated", "vllm", "remote")
 }
-"""What holds where a file is silent, in words, for settings that are completed from others; a class by itself
-has no default for them, or another one. Empty for a block that may be left out."""
+"""What holds where a file is silent, in words, where that is not the default of the class itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 MAX_WORDS = 30
 
-_END = re.compile(r"(?<=[.!?])[\"')\]*]*\s+(?=[\"'(\[*`A-Z0-9])")
+_END = re.compile(r"(?<=[.!?])[\"')\]*]*\s+(?=[\"'(\[*`±<>A-Z0-9])")
 _ABBREVIATION = re.compile(r"\b(e\.g|i\.e|vs|cf|approx|Eq|Fig|No)\.\s")
 
 
