@@ -28,12 +28,13 @@ def play(settings: FairnessSettings, context: Context) -> Iterator[Measurement]:
             key: Key = {"scene": scene, "variant": name}
             if not context.has(key):
                 variant = settings.scenes[scene][name]
-                runs = [(scene, Play(settings, variant, seed)) for seed in range(settings.seeds)]
+                seeds = range(settings.seeds[scene])
+                runs = [(scene, Play(settings, variant, seed)) for seed in seeds]
                 figures = list(parallel(_figures, runs, context.jobs))
                 yield Measurement(
                     key=key,
                     figures={figure: [run[figure] for run in figures] for figure in figures[0]},
-                    seeds=range(settings.seeds),
+                    seeds=seeds,
                     traces=generated("paper-mix"),
                     settings=as_json(settings.with_variants(scene, {name: variant})),
                 )

@@ -34,6 +34,7 @@ class FairnessSettings:
 
     Attributes:
         scenes: each with its variants, by the names that they have in the tables.
+        seeds: runs of each variant by scene, with the seeds 0, 1, ...
         weights: of the tenants of the scene `weights`.
         weights_window_s: the span of that scene in which service is counted.
         light_s: how long requests arrive in the scene `light`.
@@ -45,19 +46,17 @@ class FairnessSettings:
 
     profile: str
     replicas: int
-    seeds: int
+    seeds: Mapping[str, int]
     scenes: Mapping[str, Mapping[str, Variant]]
     weights: Mapping[str, float]
     weights_window_s: tuple[float, float] = (40.0, 100.0)
     light_s: float = 100.0
-    span_s: float = 50.0
+    span_s: float = 30.0
     light_tenants: int = 26
 
     def __post_init__(self) -> None:
         if self.span_s < 10:
-            raise ValueError(
-                f"span_s must be at least 10, got {self.span_s}: users come after 5 s"
-            )
+            raise ValueError(f"span_s must be at least 10, got {self.span_s}: users come after 5 s")
 
     def fleet(self, engine: EngineChanges, replicas: int | None = None) -> FleetSettings:
         """All replicas, or so many, in one pool."""
