@@ -1,10 +1,10 @@
-"""What a sub-command of `python -m serve_app` is, and what several of them share."""
+"""A sub-command of `python -m serve_app`, and helpers for all of them: arguments, tables, files, progress."""
 
 import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,11 @@ class Command:
     """One sub-command.
 
     Attributes:
-        name: the word on the command line.
+        name: its name on the command line.
         summary: one line for the list of commands.
         example: shown at the end of its `--help`.
         configure: adds its arguments.
-        run: does the work; returns the exit status. A `ServeAppError` or `ValueError` from it is shown as one
-            line.
+        run: runs it and returns the exit status. A `ServeAppError` or `ValueError` is shown as one line.
     """
 
     name: str
@@ -39,18 +38,40 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Write what a user should know to standard error."""
+    """Write a warning or an error to standard error."""
     sys.stderr.write(text + "\n")
 
 
 def write_json(path: Path, document: Mapping[str, object]) -> None:
-    """Write a result; figures that do not exist are null."""
+    """Write a result as JSON; missing figures are null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
+def aligned_table(head: Sequence[str], lines: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
+    """A Markdown table whose columns are aligned in a terminal as well.
+
+    Args:
+        text_columns: the first columns, which hold text and are aligned to the left; figures to the right.
+    """
+    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
+
+    def row(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if column < text_columns else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return f"| {' | '.join(padded)} |"
+
+    rule = "|".join(
+        "-" * (width + 2) if column < text_columns else "-" * (width + 1) + ":"
+        for column, width in enumerate(widths)
+    )
+    return "\n".join((row(head), f"|{rule}|", *map(row, lines)))
+
+
 def given_arguments(args: argparse.Namespace, *, leave_out: Collection[str] = ()) -> dict[str, object]:
-    """What the command was given, for the provenance of a result: paths and infinity, no JSON, are texts."""
+    """The arguments of a command, for provenance; paths and infinity, which JSON lacks, become text."""
     return {
         name: str(value) if isinstance(value, Path) or value == math.inf else value
         for name, value in vars(args).items()
@@ -79,13 +100,13 @@ def positive_int(text: str) -> int:
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[], object]]:
-    """A bar on a terminal, nothing in a pipe; yields what to call for each one done."""
+    """Show a progress bar on a terminal; yields a function to call after each of `total` steps."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Four times a second: drawing costs CPU that a load generator needs.
+    # Four updates a second: drawing costs CPU that a load generator needs.
     with Progress(*columns, console=console, refresh_per_second=4) as progress:
         task = progress.add_task(what, total=total)
         yield lambda: progress.advance(task)

@@ -46,12 +46,8 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, text_column
 
 def plus_minus(values: Sequence[float | None], decimals: int = 2, *, scale: float = 1.0) -> str:
     """The mean over seeds and half the width of its 95 % interval; `-` when there are no values."""
-    numbers = [scale * value for value in values if value is not None]
-    if not numbers:
-        return "-"
-    interval = interval_95(numbers)
-    mean = f"{interval.mean:,.{decimals}f}"
-    return mean if interval.high is None else f"{mean} ± {interval.high - interval.mean:,.{decimals}f}"
+    numbers = [value for value in values if value is not None]
+    return interval_95(numbers).as_text(decimals, scale) if numbers else "-"
 
 
 def load_note(rows: Sequence[Row]) -> str:

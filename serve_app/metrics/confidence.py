@@ -31,6 +31,11 @@ class ConfidenceInterval:
         """The bounds by name."""
         return asdict(self)
 
+    def as_text(self, decimals: int, scale: float = 1.0) -> str:
+        """`mean ± half the width`, each times `scale`; the mean alone for a single run."""
+        mean = f"{scale * self.mean:,.{decimals}f}"
+        return mean if self.high is None else f"{mean} ± {scale * (self.high - self.mean):,.{decimals}f}"
+
 
 def interval_95(values: Sequence[float]) -> ConfidenceInterval:
     """The mean of one figure over seeds with its 95 % Student-t interval.

@@ -1,7 +1,10 @@
-"""How many GPUs, in which pools, and what is saved by splitting? Sized by a model, verified by the simulator.
+"""Fleet planning: the GPUs and pools for a workload and its latency limits, and what splitting a fleet saves.
 
-To read: `closed_form` (what a split saves, in three lines), `erlang` and `queueing` (a pool from an engine's
-step times), `paper_model` (the papers' engine), `fleets` (what is compared), `sizing` (by the model),
-`verification` and `smallest` (by the simulator, with the project's scheduler), `search` (the cheapest of
-all), `plan` (all of it in order), `results` and `plots`. `costs` is the table of GPU prices.
+A queueing model ranks fleets, and the simulator sizes the best of them with the project's own scheduler.
+Read:
+
+- `plan`: one plan from the workload to the result;
+- `model`: closed forms and the queueing model;
+- `sizing`: the fleets, their prices, and the search for the cheapest one;
+- `results` and `plots`: the output; `command` and `arguments`: `python -m serve_app plan`.
 """

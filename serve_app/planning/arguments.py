@@ -14,7 +14,7 @@ from serve_app.simulation.command.workload_arguments import configure_max_output
 from serve_app.simulation.workload import TraceChoice
 
 TRACE_ARRIVALS = "trace"
-"""Keep the arrivals of the trace, squeezed to the rate."""
+"""Keep the arrival pattern of the trace, scaled to the rate."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def _configure_demand(group: "argparse._ArgumentGroup") -> None:
         group,
         arrivals="poisson",
         arrivals_help=f"poisson, gamma:CV, on-off:ON,OFF in requests, or {TRACE_ARRIVALS}: the trace's own "
-        "pattern, squeezed to the rate (%(default)s)",
+        "pattern, scaled to the rate (%(default)s)",
     )
     group.add_argument("--rate", type=positive_float, required=True, help="requests per second at the peak")
     group.add_argument(
@@ -44,7 +44,7 @@ def _configure_demand(group: "argparse._ArgumentGroup") -> None:
         type=positive_int,
         default=4_096,
         metavar="TOKENS",
-        help="a request of more, prompt and answer, counts as long in the figures (%(default)s)",
+        help="a request with more tokens, prompt and answer, counts as long in the figures (%(default)s)",
     )
 
 
@@ -57,7 +57,7 @@ def _configure_fleets(group: "argparse._ArgumentGroup") -> None:
         type=_numbers,
         default=(1_024, 2_048, 4_096, 8_192),
         metavar="TOKENS[,TOKENS]",
-        help="borders between pools to try (1024,2048,4096,8192)",
+        help="values of B_short to try (1024,2048,4096,8192)",
     )
     group.add_argument(
         "--worst-case-seqs",
@@ -79,28 +79,28 @@ def _configure_simulation(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--requests",
         type=positive_int,
-        help="in each run (as many as come in a minute, or in three times the longest answer)",
+        help="in each run (the arrivals of a minute, or of three times the longest answer)",
     )
     group.add_argument(
         "--stand-in",
         type=positive_int,
         default=24,
         metavar="REPLICAS",
-        help="simulate a fleet larger than this at a share of its size and rate (%(default)s)",
+        help="simulate a larger fleet at a share of its size and rate (%(default)s)",
     )
     group.add_argument(
         "--candidates",
         type=positive_int,
         default=3,
-        help="fleets of each kind that are simulated, the model's best (%(default)s)",
+        help="fleets of each kind to simulate, the best by the model (%(default)s)",
     )
     group.add_argument("--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (all cores)")
     group.add_argument("--json", type=Path, metavar="OUT", help="write fleets and provenance")
     group.add_argument("--plot", type=Path, metavar="DIR", help="write pictures")
 
 
-def space(args: argparse.Namespace) -> FleetOptions:
-    """What the planner may choose from."""
+def fleet_options(args: argparse.Namespace) -> FleetOptions:
+    """The profiles, borders and settings to choose from."""
     return FleetOptions(
         profile=args.profile,
         short_profiles=args.short_profile,
@@ -113,7 +113,7 @@ def space(args: argparse.Namespace) -> FleetOptions:
 
 
 def demand(args: argparse.Namespace) -> Workload:
-    """What the fleets must serve; how many requests a run plays is open unless given."""
+    """The workload of the fleets; without `--requests` the number of requests is left open."""
     return Workload(
         trace=TraceChoice(
             name=args.trace,

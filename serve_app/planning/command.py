@@ -1,12 +1,12 @@
-"""`python -m serve_app plan`: how many GPUs, in which pools, and what splitting saves."""
+"""The command `python -m serve_app plan`: a fleet for a workload and its latency limits."""
 
 import argparse
 
 from serve_app.command import Command, given_arguments, progress_bar, say, warn, write_json
 from serve_app.planning import arguments
-from serve_app.planning.costs import CostTable
 from serve_app.planning.plan import Effort, Plan, make_plan, steps
 from serve_app.planning.results import plan_as_json, table, verdict
+from serve_app.planning.sizing.costs import CostTable
 from serve_app.provenance import provenance
 from serve_app.workloads.loaders import describe_skipped
 
@@ -17,10 +17,10 @@ _EXAMPLE = """example:
 
 
 def _run(args: argparse.Namespace) -> int:
-    space, demand = arguments.space(args), arguments.demand(args)
+    options, demand = arguments.fleet_options(args), arguments.demand(args)
     effort = Effort(seeds=range(args.seeds), stand_in_replicas=args.stand_in, jobs=args.jobs)
-    with progress_bar("fleets", steps(space)) as advance:
-        plan = make_plan(space, demand, CostTable.load(args.costs), effort, lambda _: advance())
+    with progress_bar("fleets", steps(options)) as advance:
+        plan = make_plan(options, demand, CostTable.load(args.costs), effort, lambda _: advance())
     say(f"{_heading(plan)}\n\n{table(plan.result)}\n\n{verdict(plan.result)}")
     for line in _warnings(plan, args.seeds):
         warn(line)
@@ -30,7 +30,7 @@ def _run(args: argparse.Namespace) -> int:
         document = plan_as_json(plan.result) | {"stand_ins_at_twice_the_size": twice}
         write_json(args.json, document | {"provenance": found})
     if args.plot is not None:
-        # Loading the plotting library takes half a second, which a run without plots need not wait for.
+        # The plotting library takes half a second to load, which runs without plots need not wait for.
         from serve_app.planning.plots import write_plots  # noqa: PLC0415 - see above
 
         write_plots(args.plot, plan.result, plan.verifier)
@@ -62,8 +62,8 @@ def _warnings(plan: Plan, seeds: int) -> list[str]:
     if workload.dropped:
         every = workload.dropped + len(workload.trace.requests)
         lines.append(
-            f"{workload.dropped:,} of {every:,} requests are longer than the profile's context and were left "
-            "out of every fleet"
+            f"{workload.dropped:,} of {every:,} requests are longer than the profile's context and were "
+            "dropped for every fleet"
         )
     lines += [
         f"{name}: its stand-in meets the limits, twice as many replicas at twice the rate do not: "

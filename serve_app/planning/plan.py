@@ -1,20 +1,20 @@
-"""One plan from beginning to end: the workload, the size of the stand-in, the search."""
+"""One plan, from the workload to the result: the size of a run, the stand-in, the search."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from serve_app.engine_model.profiles import load_profile
-from serve_app.planning.costs import CostTable
 from serve_app.planning.model.length_mix import LengthMix
 from serve_app.planning.sizing.candidates import Candidate, FleetOptions, PlanResult
+from serve_app.planning.sizing.costs import CostTable
 from serve_app.planning.sizing.search import Planner
 from serve_app.planning.sizing.verification import Verification, Verifier, Workload, stand_in_share
 from serve_app.simulation.workload import FittedTrace, choose_trace, fit
 
-# Requests that the model learns lengths from when a run's number is open.
+# Requests from which the model takes lengths when the number of requests is open.
 _MODEL_REQUESTS = 20_000
-# A run lasts at least so long, and so many times the longest answer, and has at least so many requests.
+# The least duration of a run, in seconds and in longest answers, and its least number of requests.
 _LEAST_S = 60.0
 _LONGEST_ANSWERS = 3
 _LEAST_REQUESTS = 4_000
@@ -22,12 +22,12 @@ _LEAST_REQUESTS = 4_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is simulated.
+    """The effort of the simulation.
 
     Attributes:
-        seeds: of the final sizes; sizes are looked for with the first.
+        seeds: of the final sizes; the search uses the first.
         stand_in_replicas: a larger undivided fleet is simulated at a share of its size and rate.
-        jobs: processes.
+        jobs: parallel processes.
     """
 
     seeds: Sequence[int] = (0, 1, 2)
@@ -41,14 +41,14 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A search's result with what it was searched for.
+    """The result of a search, with its workload.
 
     Attributes:
-        demand: with the number of requests that a run played.
-        workload: of the first seed, without what the profile cannot hold.
+        demand: with the number of requests of a run.
+        workload: of the first seed, without requests that the profile cannot hold.
         verifier: with every fleet that it has simulated.
-        twice: by the name of each chosen fleet, its stand-in at twice the size under twice the rate, with the
-            first seed: what a stand-in may differ by. Empty when fleets were simulated at full size.
+        twice: the stand-in of each chosen fleet at twice its size and rate, with the first seed, by the name
+            of the fleet. It shows the error of a stand-in. Empty when fleets were simulated at full size.
     """
 
     demand: Workload
@@ -59,23 +59,23 @@ class Plan:
 
 
 def make_plan(
-    space: FleetOptions,
+    options: FleetOptions,
     demand: Workload,
     costs: CostTable,
     effort: Effort,
     on_step: Callable[[str], object] = lambda _: None,
 ) -> Plan:
-    """Search the space.
+    """Search for the cheapest fleets.
 
     Args:
-        on_step: told of each fleet that has been sized, at most `steps(space)` times.
+        on_step: called after each fleet that has been sized, at most `steps(options)` times.
 
     Raises:
-        ServeAppError: a trace, a profile or a setting is not there.
+        ServeAppError: a trace, a profile or a setting does not exist.
     """
-    workload = _workload(space, demand)
+    workload = _workload(options, demand)
     mix = LengthMix.of(workload.trace, output_known=demand.output_known)
-    planner = Planner(space, demand, mix, costs, on_step)
+    planner = Planner(options, demand, mix, costs, on_step)
     undivided = planner.paged[0]
     share = stand_in_share(sum(undivided.counts.values()), effort.stand_in_replicas)
     demand = _with_requests(demand, share, mix, undivided)
@@ -90,20 +90,20 @@ def make_plan(
     return Plan(demand=demand, workload=workload, verifier=verifier, result=result, twice=twice)
 
 
-def steps(space: FleetOptions) -> int:
-    """Fleets that a search sizes by simulation at most."""
-    return 1 + 2 * space.candidates
+def steps(options: FleetOptions) -> int:
+    """The most fleets that a search sizes by simulation."""
+    return 1 + 2 * options.candidates
 
 
-def _workload(space: FleetOptions, demand: Workload) -> FittedTrace:
+def _workload(options: FleetOptions, demand: Workload) -> FittedTrace:
     choice = demand.trace
     if choice.requests is None:
         choice = replace(choice, requests=_MODEL_REQUESTS)
-    return fit(choose_trace(choice, 0), load_profile(space.profile).max_model_len)
+    return fit(choose_trace(choice, 0), load_profile(options.profile).max_model_len)
 
 
 def _with_requests(demand: Workload, share: float, mix: LengthMix, undivided: Candidate) -> Workload:
-    """How many requests a run plays: enough that queues fill, which takes several of the longest requests."""
+    """Set the requests of a run: enough that queues fill, which takes several of the longest answers."""
     if demand.trace.requests is not None:
         return demand
     (model,) = undivided.plan.models(mix).values()

@@ -1,4 +1,4 @@
-"""Pictures of a plan: GPUs against `B_short`, tails against GPUs, and who does which share of the work."""
+"""Plots of a plan: GPUs against `B_short`, tail latencies against GPUs, and the work of each pool."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +14,11 @@ from serve_app.planning.sizing.verification import Verification, Verifier, at_fu
 _LOOKS = {WORST_CASE: ("C3", "v"), PAGED: ("C0", "o"), POOLS: ("C2", "s")}
 
 
-def write_plots(folder: Path, result: PlanResult, verifier: Verifier) -> list[Path]:
+def write_plots(folder: Path, result: PlanResult, verifier: Verifier) -> None:
     """Write `gpus_against_b_short.png`, `tails_against_gpus.png` and, with two pools, `work_split.png`.
 
     Args:
-        folder: is made when it is not there.
+        folder: is created when it does not exist.
     """
     folder.mkdir(parents=True, exist_ok=True)
     figures = {
@@ -27,11 +27,8 @@ def write_plots(folder: Path, result: PlanResult, verifier: Verifier) -> list[Pa
     }
     if result.pools is not None:
         figures["work_split.png"] = _split(result.pools)
-    paths = []
     for name, figure in figures.items():
         figure.savefig(folder / name, dpi=130)
-        paths.append(folder / name)
-    return paths
 
 
 # GPUs against B_short
@@ -64,7 +61,7 @@ def _borders(result: PlanResult) -> Figure:
         axes.set_ylim(bottom=0)
         axes.grid(visible=True, alpha=0.4)
     figure.legend(*gpus.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle("what the border between pools changes")
+    figure.suptitle("fleet size against the border between pools")
     return figure
 
 
@@ -72,7 +69,7 @@ def _borders(result: PlanResult) -> Figure:
 
 
 def _tails(result: PlanResult, verifier: Verifier) -> Figure:
-    """Every fleet that was simulated on the way, at its full size."""
+    """The tail latencies of every fleet that was simulated, at its full size."""
     figure = Figure(figsize=(11.5, 4.8), layout="constrained")
     ttft, tpot = figure.subplots(1, 2)
     slo = verifier.demand.slo
@@ -89,7 +86,7 @@ def _tails(result: PlanResult, verifier: Verifier) -> Figure:
         axes.set(xlabel="GPUs")
         axes.grid(visible=True, alpha=0.4)
     figure.legend(*ttft.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle("sizes that were simulated; hollow: misses a limit")
+    figure.suptitle("simulated sizes; hollow: misses a limit")
     return figure
 
 
@@ -137,7 +134,7 @@ def _split(pools: SizedFleet) -> Figure:
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     figure.legend(loc="outside lower center", ncols=1, frameon=False)
     replicas = ", ".join(f"{count:,} {pool}" for pool, count in pools.counts.items())
-    figure.suptitle(f"who serves what: {replicas} replicas, B_short = {pools.plan.b_short_tokens:,}")
+    figure.suptitle(f"work of each pool: {replicas} replicas, B_short = {pools.plan.b_short_tokens:,}")
     return figure
 
 

@@ -1,9 +1,9 @@
-"""The plan as JSON, named as in the command-line contract, as a table, and in one sentence."""
+"""The output of a plan: JSON, a table, and a verdict in one sentence."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from serve_app.command import aligned_table
 from serve_app.metrics.confidence import ConfidenceInterval
 from serve_app.planning.model.closed_form import ClosedForm
 from serve_app.planning.sizing.candidates import Candidate, PlanResult, SizedFleet
@@ -16,7 +16,7 @@ class Saving:
 
     Attributes:
         ratio: share of the other's cost that is saved; negative when it costs more.
-        resolution: the finest step of a size, one replica, or a quarter of one of a stand-in.
+        resolution: share of the other's cost of the finest step: one replica, or a quarter of a stand-in's.
     """
 
     ratio: float
@@ -24,7 +24,7 @@ class Saving:
 
 
 def saving(of: SizedFleet, against: SizedFleet) -> Saving:
-    """What a fleet saves."""
+    """The saving of a fleet against another."""
     steps = [
         (0.25 if one.share < 1 and one.plan.name != WORST_CASE else 1.0)
         * one.usd_per_hour
@@ -36,7 +36,7 @@ def saving(of: SizedFleet, against: SizedFleet) -> Saving:
 
 
 def plan_as_json(result: PlanResult) -> dict[str, Any]:
-    """The contract's `fleets`, each with what a reader needs to judge it, and the search behind them."""
+    """The chosen fleets with their verification, the verdict, the closed forms, and the search."""
     found = [one for one in (result.worst_case, result.paged, result.pools) if one is not None]
     return {
         "fleets": [_fleet(one, result) for one in found],
@@ -51,7 +51,7 @@ def plan_as_json(result: PlanResult) -> dict[str, Any]:
 
 
 def _fleet(one: SizedFleet, result: PlanResult) -> dict[str, Any]:
-    """Savings are against the honest baseline, one pool with paged KV; its own is against the worst case."""
+    """The saving is against one pool with paged KV; that pool's own is against the worst case."""
     verification = one.verification
     closed_form, simulated = None, None
     against: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def _terms(terms: ClosedForm | None) -> dict[str, float] | None:
 
 
 def table(result: PlanResult) -> str:
-    """A line for every fleet that was sized by simulation."""
+    """A Markdown table with a line for every fleet that was sized by simulation."""
     head = (
         *("fleet", "B_short", "replicas", "model", "GPUs", "$/hour"),
         *("P99 TTFT s", "long s", "P99 TPOT ms", "preempted ‰", "settings"),
@@ -136,15 +136,15 @@ def table(result: PlanResult) -> str:
             " + ".join(f"{count:,}" for count in one.candidate.counts.values()),
             f"{one.gpus:,}",
             f"{one.usd_per_hour:,.2f}",
-            _interval(one.verification.ttft, 1, 2),
-            _interval(one.verification.long_ttft, 1, 2),
-            _interval(one.verification.tpot, 1_000, 1),
+            _cell(one.verification.ttft, 2),
+            _cell(one.verification.long_ttft, 2),
+            _cell(one.verification.tpot, 1, scale=1_000),
             f"{one.verification.preemptions_per_mille:.2f}",
             "; ".join(dict.fromkeys(str(pool) for pool in one.plan.pools.values())),
         )
         for one in result.simulated
     ]
-    return _aligned(head, lines)
+    return aligned_table(head, lines, text_columns=len(head))
 
 
 def verdict(result: PlanResult) -> str:
@@ -170,21 +170,5 @@ def verdict(result: PlanResult) -> str:
     return f"Splitting {pays}: {split} costs {measured.ratio:.1%} less than {baseline}; {exact}."
 
 
-def _interval(interval: ConfidenceInterval | None, factor: float, decimals: int) -> str:
-    if interval is None:
-        return "-"
-    mean = f"{factor * interval.mean:.{decimals}f}"
-    if interval.high is None:
-        return mean
-    return f"{mean} ± {factor * (interval.high - interval.mean):.{decimals}f}"
-
-
-def _aligned(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Markdown whose columns line up in a terminal as well."""
-    widths = [max(len(line[place]) for line in (head, *lines)) for place in range(len(head))]
-    rows = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in (head, *lines)
-    ]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join((rows[0], rule, *rows[1:]))
+def _cell(interval: ConfidenceInterval | None, decimals: int, *, scale: float = 1.0) -> str:
+    return "-" if interval is None else interval.as_text(decimals, scale)

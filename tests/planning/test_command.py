@@ -10,22 +10,11 @@ SMALL = ["--profile", "laptop", "--requests", "300", "--seeds", "3", "--jobs", "
 
 def plan(*arguments: str) -> int:
     limits = ["--slo-ttft-s", "1", "--slo-tpot-s", "0.05", "--b-short", "512,1024"]
-    return main(
-        [
-            "plan",
-            "--trace",
-            "paper-mix",
-            "--rate",
-            "30",
-            "--profile-settings-only",
-            *SMALL,
-            *limits,
-            *arguments,
-        ]
-    )
+    given = ["--trace", "paper-mix", "--rate", "30", "--profile-settings-only"]
+    return main(["plan", *given, *SMALL, *limits, *arguments])
 
 
-def test_a_plan_is_told_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_printed_written_and_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plots = tmp_path / "deep" / "plan.json", tmp_path / "plots"
     assert plan("--json", str(out), "--plot", str(plots)) == 0
     text = capsys.readouterr().out
@@ -67,7 +56,7 @@ def test_a_large_fleet_is_simulated_as_a_stand_in_and_that_is_checked(
     assert twice["rate_per_s"] == pytest.approx(2 * paged["verification"]["rate_per_s"])
 
 
-def test_limits_out_of_reach_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_out_of_reach_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--slo-tpot-s", "0.001") == 0
     captured = capsys.readouterr()
     assert "No single pool with paged KV meets the limits" in captured.out
@@ -84,7 +73,7 @@ def test_limits_out_of_reach_are_said(capsys: pytest.CaptureFixture[str]) -> Non
         (["--arrivals", "tides"], "no arrivals 'tides'"),
     ],
 )
-def test_what_cannot_be_ends_with_one_line(
+def test_invalid_arguments_end_with_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plan(*arguments) == 2

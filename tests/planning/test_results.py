@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.planning.costs import CostTable
 from serve_app.planning.model.closed_form import ClosedForm
 from serve_app.planning.results import plan_as_json, saving, table, verdict
 from serve_app.planning.sizing.candidates import Candidate, PlanResult, SizedFleet
+from serve_app.planning.sizing.costs import CostTable
 from serve_app.planning.sizing.fleets import (
     Counts,
     FleetPlan,
@@ -65,7 +65,7 @@ def result(*, paged: int | None = 10, pools: tuple[int, int] | None = (5, 3)) ->
     )
 
 
-def test_the_json_has_the_contracts_fields() -> None:
+def test_the_json_has_its_documented_fields() -> None:
     document = plan_as_json(result())
     fleets = {one["name"]: one for one in document["fleets"]}
     assert list(fleets) == ["worst-case-homogeneous", "paged-homogeneous", "pools"]
@@ -94,7 +94,7 @@ def test_the_json_has_the_contracts_fields() -> None:
         (None, (5, 3), "No single pool with paged KV meets the limits"),
     ],
 )
-def test_the_verdict_says_plainly_whether_splitting_pays(
+def test_the_verdict_says_whether_splitting_pays(
     paged: int | None, pools: tuple[int, int] | None, says: str
 ) -> None:
     assert says in verdict(result(paged=paged, pools=pools))

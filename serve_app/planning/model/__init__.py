@@ -1,5 +1,6 @@
-"""Closed forms and the queueing model: estimates of a fleet without playing it.
+"""Estimates of a fleet without a simulation.
 
-`length_mix` holds a workload's lengths, `queueing` (over `erlang`) predicts a pool's latencies,
-`closed_form` and `paper_model` are the sources' own formulas, for comparison.
+`length_mix` holds the lengths of a workload. `queueing` predicts the latencies of a pool (`performance`),
+over the formulas in `erlang`. `closed_form` and `paper_model` are the formulas of the sources, for
+comparison.
 """

@@ -1,27 +1,30 @@
-"""What does splitting a fleet save? The closed forms, each exact under what it says.
+"""Closed forms for the saving of a split fleet, each exact under its assumption.
 
-One pool of instances serves all requests. Now requests up to `B_short` go to instances of their own, which
-serve such requests `rho` times as fast. Instances needed are work over pace, so:
+One pool of instances serves all requests. After the split, requests up to `B_short` have instances of their
+own, which serve them `rho` times as fast. The instances needed are work divided by pace, so the saving is:
 
     share of requests   alpha * (1 - 1/rho)                 token-budget pool routing, arXiv 2604.09613
     share of work       w_s   * (1 - 1/rho)                 with w_s = alpha * E[S | short] / E[S]
     both pools changed  w_s   * (1 - 1/rho_short) + (1 - w_s) * (1 - 1/rho_long)
 
-The first takes every request for the same amount of work. Short requests are less work than the mean, so it
-promises too much; it is exact only when E[S | short] = E[S]. The second follows from counting instances: with
-S the instance time of a request on the undivided fleet, N = rate * E[S], of which short requests occupy the
-share w_s, and 1/rho of that is left. The third lets the long pool's instances be other ones as well; a long
-pool that loses the company of short requests has a `rho_long` below 1 where its batches get worse.
+The first form assigns every request the same work. Short requests are less work than the mean, so it promises
+too much; it is exact only when E[S | short] = E[S].
 
-All three leave out what a small fleet pays for two pools: each has its own reserve against fluctuations and
-is rounded up to whole instances.
+The second counts instances. With S the instance time of a request on the undivided fleet, N = rate * E[S].
+Short requests occupy the share w_s of it, and need 1/rho of that after the split.
+
+The third lets the instances of the long pool change as well. Without short requests in its batches, a long
+pool may be slower; `rho_long` is then below 1.
+
+All three ignore the price of two pools in a small fleet: each pool needs its own reserve against
+fluctuations, and is rounded up to whole instances.
 """
 
 from dataclasses import dataclass
 
 
 def request_share_saving(short_request_ratio: float, rho: float) -> float:
-    """The papers' form, `alpha * (1 - 1/rho)`: share of instances saved.
+    """The papers' form, `alpha * (1 - 1/rho)`: the share of instances that is saved.
 
     Args:
         short_request_ratio: alpha, the share of requests that go to the short pool.
@@ -58,11 +61,11 @@ def work_share(short_request_ratio: float, short_service_s: float, mean_service_
 
 
 def work_share_saving(short_work_ratio: float, rho: float) -> float:
-    """The exact form while the long pool's instances stay as they were, `w_s * (1 - 1/rho)`.
+    """The exact form when the long pool's instances do not change, `w_s * (1 - 1/rho)`.
 
     Args:
         short_work_ratio: w_s, see `work_share`.
-        rho: pace of *short* requests on the short pool's instances over that on the undivided fleet's.
+        rho: pace of short requests on the short pool's instances over that on the undivided fleet's.
 
     Raises:
         ValueError: the share is outside 0 to 1, or `rho` is not positive.
@@ -83,7 +86,7 @@ def two_pool_saving(short_work_ratio: float, rho_short: float, rho_long: float) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedForm:
-    """What the closed forms need, and what they say.
+    """The terms of the closed forms, and their results.
 
     Attributes:
         short_request_ratio: alpha.

@@ -1,26 +1,26 @@
-"""How long do requests wait for one of c servers? Erlang's formulas, and Kimura's correction for any service.
+"""Waiting times for one of c servers: Erlang's formulas, with a correction for general service times.
 
-B(c, a)     blocked in a system without a queue, by the recursion B(k) = a B(k-1) / (k + a B(k-1)), which
-            only ever divides numbers of like size, so it is stable for thousands of servers
-C(c, a)     must wait, M/M/c:  B / (1 - u (1 - B)),  u = a / c
+B(c, a)     probability of blocking without a queue, by the recursion B(k) = a B(k-1) / (k + a B(k-1)), which
+            divides only numbers of similar size, so it is stable for thousands of servers
+C(c, a)     probability of waiting, M/M/c:  B / (1 - u (1 - B)),  u = a / c
 P(W > t)    = C * exp(-(c - a) t / E[S]), M/M/c, first come first served
-M/G/c       waits are those of M/M/c times (1 + cv^2) / 2, with cv the coefficient of variation of service
-            times: the two-moment approximation whose accuracy Kimura studied (Queueing Systems 15, 1994;
-            exact for M/M/c and for M/G/1 means). We scale the whole conditional distribution with it.
+M/G/c       waits of M/M/c times (1 + cv^2) / 2, with cv the coefficient of variation of service times. Kimura
+            studied the accuracy of this two-moment approximation (Queueing Systems 15, 1994); it is exact for
+            M/M/c and for the mean of M/G/1. Here it scales the whole conditional distribution.
 """
 
 import math
 
 
 def erlang_b(servers: int, offered: float) -> float:
-    """Probability that all servers are busy when nobody queues.
+    """Probability that all servers are busy in a system without a queue.
 
     Args:
         servers: c, at least 1.
         offered: load in Erlangs, `rate * E[S]`.
 
     Raises:
-        ValueError: there is no server, or the load is negative.
+        ValueError: there are no servers, or the load is negative.
     """
     if servers < 1 or offered < 0:
         raise ValueError(f"need at least 1 server and a load of at least 0, got {servers} and {offered}")
@@ -42,7 +42,7 @@ def erlang_c(servers: int, offered: float) -> float:
 def wait_quantile_s(
     *, servers: int, rate_per_s: float, mean_service_s: float, service_cv2: float, quantile: float = 0.99
 ) -> float:
-    """The wait that this share of requests does not exceed, M/G/c by Kimura's correction.
+    """The wait that a share `quantile` of requests does not exceed, M/G/c.
 
     Args:
         service_cv2: squared coefficient of variation of service times.

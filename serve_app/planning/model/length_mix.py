@@ -1,8 +1,8 @@
-"""The lengths of a workload as arrays: what sizing needs of a trace, and its two parts at a border.
+"""The lengths of a workload as arrays, and its two parts at a value of `B_short`.
 
-Requests are routed by their token budget, known when they come. Where clients state no `max_tokens`, the
-scheduler puts a high quantile of the answers in its place (`routing.output_length`), so a border sends fewer
-requests to the short pool than have so few tokens in the end.
+Requests are routed by their token budget, which is known at arrival. Without `max_tokens`, the scheduler uses
+a high quantile of the answers in its place (`routing.estimation.output_length`). Some requests then go to the
+long pool although they turn out to be short.
 """
 
 import math
@@ -26,8 +26,8 @@ class LengthMix:
     """Prompt and output lengths, request by request.
 
     Attributes:
-        prompts, outputs: tokens; as many of the one as of the other.
-        allowed_outputs: what stands for the answer in the token budget; None is the answer itself.
+        prompts, outputs: tokens, in arrays of equal length.
+        allowed_outputs: output tokens in every token budget; None uses the output itself.
     """
 
     prompts: Counts
@@ -42,10 +42,10 @@ class LengthMix:
 
     @classmethod
     def of(cls, trace: Trace, *, output_known: bool = True) -> "LengthMix":
-        """The lengths of a trace; an answer counts at least its first token.
+        """The lengths of a trace; an answer has at least one token.
 
         Args:
-            output_known: requests state how long their answers will be; otherwise they state nothing.
+            output_known: requests state the length of their answers; otherwise they state nothing.
         """
         prompts = np.array([one.prompt_tokens for one in trace.requests], dtype=np.int64)
         outputs = np.array([max(1, one.output_tokens) for one in trace.requests], dtype=np.int64)
@@ -62,17 +62,13 @@ class LengthMix:
 
     @cached_property
     def budgets(self) -> Counts:
-        """What requests are routed by: the prompt, and what stands for its answer."""
+        """Token budgets, by which requests are routed."""
         return self.totals if self.allowed_outputs is None else self.prompts + self.allowed_outputs
 
     def split(self, b_short_tokens: int) -> tuple["LengthMix", "LengthMix"]:
         """Requests with a budget of at most `b_short_tokens`, and all others; either may be empty."""
         short = self.budgets <= b_short_tokens
         return self._where(short), self._where(~short)
-
-    def share_up_to(self, tokens: int) -> float:
-        """Share of requests with a budget of at most so many tokens: alpha."""
-        return float(np.mean(self.budgets <= tokens))
 
     def _where(self, chosen: NDArray[np.bool_]) -> "LengthMix":
         return LengthMix(self.prompts[chosen], self.outputs[chosen], self.allowed_outputs)

@@ -1,15 +1,15 @@
-"""The papers' own model of an engine, so that their tables can be computed again beside ours.
+"""The engine model of the papers, which reproduces their tables for comparison.
 
 Source: token-budget pool routing (arXiv 2604.09613 and 2604.08075). An engine has slots for sequences of the
-longest context, and everything advances by iterations of
+longest context, and advances by iterations of
 
     t_iter = W + H * (mean length / calibration context) * n            n sequences in the batch
     service = (ceil(prompt / chunk) + output) * t_iter
     slots(context) = min(blocks // ceil(context / 16), max_slots * 8192 // context)
 
-Slots are reserved for the longest context that the pool admits, which is where their saving comes from. vLLM
-reserves nothing per sequence: its KV blocks are taken as tokens are computed. So these figures are those of
-an operator who sets `max_num_seqs` by the longest context.
+Each slot is reserved for the longest context that the pool admits, which is the source of their saving. vLLM
+reserves nothing per sequence: it allocates KV blocks as tokens are computed. So these figures hold for an
+operator who sets `max_num_seqs` by the longest context.
 """
 
 import math
@@ -72,7 +72,7 @@ class PaperEngine:
 
 A100 = PaperEngine(base_s=0.008, per_sequence_s=0.00065, chunk_tokens=512, max_slots=128)
 """Llama-3-70B on two A100. Its weights in 16 bits (141 GB) and 65,536 blocks of 16 tokens at 320 KiB a token
-(344 GB) do not fit into 160 GB: the papers' set-up cannot be built."""
+(344 GB) do not fit into 160 GB, so the setup of the papers cannot be built."""
 H100 = PaperEngine(base_s=0.004, per_sequence_s=0.00032, chunk_tokens=1_024, max_slots=256)
 """The same for two H100."""
 
@@ -101,7 +101,7 @@ class PaperPool:
     def instances(self, rate_per_s: float, ttft_s: float, *, utilisation_cap: float = UTILISATION_CAP) -> int:
         """The smallest number of instances below the cap whose P99 TTFT is within `ttft_s`.
 
-        A limit that the prefill alone exceeds counts as met when nobody waits.
+        A limit that the prefill alone exceeds counts as met when no request waits.
         """
         count = max(1, math.ceil(rate_per_s / (utilisation_cap * self.throughput_per_s)))
         while self.p99_wait_s(rate_per_s, count) > max(0.0, ttft_s - self.prefill_p99_s):

@@ -1,11 +1,11 @@
-"""How a pool does, by the queueing model: one replica at a rate, and the pool with its waits."""
+"""Results of the queueing model: one replica at a rate, and a pool with its waits."""
 
 from dataclasses import dataclass
 
 from serve_app.metrics.slo import Slo
 
 UTILISATION_CAP = 0.85
-"""Share of its capacity that a pool is sized to at most, as in the papers: beyond it waits grow steeply."""
+"""Highest share of its capacity that a pool is sized for, as in the papers: beyond it waits grow steeply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,16 +13,15 @@ class OperatingPoint:
     """One replica at a constant rate.
 
     Attributes:
-        iteration_s, iteration_sd_s: mean and standard deviation of its iterations.
+        iteration_s: mean seconds of an iteration.
         sequences: mean number in the batch.
         service_s: mean time of a request in the batch.
-        first_token_s: P99 over requests of the time from admission to the first token.
+        first_token_s: P99 over requests of the time from admission to the batch to the first token.
         tpot_s: P99 over requests of the time per output token.
     """
 
     rate_per_s: float
     iteration_s: float
-    iteration_sd_s: float
     sequences: float
     service_s: float
     first_token_s: float
@@ -31,11 +30,11 @@ class OperatingPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Performance:
-    """A pool as the model sees it; infinite times where it cannot keep up.
+    """A pool by the model; its times are infinite where it cannot keep up.
 
     Attributes:
         utilisation: rate over capacity.
-        p99_wait_s: for a place in a batch.
+        p99_wait_s: P99 of the wait for a batch slot.
     """
 
     replicas: int

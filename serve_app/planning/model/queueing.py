@@ -1,22 +1,22 @@
-"""How many requests does a pool carry, and how fast? A queueing model over the engine's own step times.
+"""A queueing model of one pool, over the engine's step times: its capacity and its latencies.
 
-Everybody in an engine's batch advances one token per iteration, so the iteration is the clock. At `r`
-requests per second on one replica, with h chunks of prompt and o output tokens per request:
+Each sequence in a batch advances by one token per iteration, so iterations are the clock. At `r` requests per
+second on one replica, with h chunks of prompt and o output tokens per request:
 
     sequences in the batch     n = r * E[h + o - 1] * t                                        (Little's law)
     prompt tokens, iteration   P: compound Poisson, r * E[h] * t chunks of the workload's own sizes
     mean iteration             t = E[max(read, compute of P and n)] + pairs + n * (per sequence + context)
 
-The last line is `StepTimeModel` in expectation; t stands on both sides, and its smallest solution is the
-operating point. The distribution of P (by FFT) matters because of the maximum: chunks that meet in one
-iteration lengthen it, while an iteration without any costs its base all the same.
+The last line is the expectation of `StepTimeModel`. It has t on both sides; its smallest solution is the
+operating point. The distribution of P (by FFT) matters because of the maximum: several chunks in one
+iteration lengthen it, while an iteration without chunks still costs its base.
 
-Waiting for a place in a batch: M/G/c with c = replicas * slots and service (h + o - 1) * t, by `erlang`.
-Slots are `max_num_seqs`, or as many mean contexts as fit into the KV cache if those are fewer. A replica's
-capacity is the largest rate with an operating point whose batch fits into the slots.
+Waits for a batch slot are those of M/G/c, by `erlang`, with c = replicas * slots and service (h + o - 1) * t.
+The slots are `max_num_seqs`, or the number of mean contexts that fit into the KV cache, if smaller. A
+replica's capacity is the largest rate with an operating point whose batch fits into the slots.
 
-What it leaves out: bursts (arrivals are Poisson), the scheduler's order, late binding and spill, differences
-between replicas, preemption. It gives a first guess and a shape; the simulator decides.
+Not modelled: bursts (arrivals are Poisson), the scheduler's order, late binding and spill, differences
+between replicas, preemption. The model gives a first guess; the simulator decides.
 """
 
 import math
@@ -33,16 +33,16 @@ from serve_app.planning.model.performance import OperatingPoint, Performance
 
 _Floats = NDArray[np.float64]
 
-# The grid on which prompt tokens per iteration are counted.
+# Size of the grid of prompt tokens per iteration.
 _BINS = 1_024
 _PLACES: _Floats = np.arange(_BINS, dtype=np.float64)
-# An iteration longer than this is none that anybody would run.
+# Longer iterations count as no operating point.
 _LONGEST_ITERATION_S = 5.0
-# Solutions are no finer than the grid.
+# Relative; solutions are no finer than the grid.
 _TOLERANCE = 1e-4
-# Steps towards a solution; one that takes more is at the edge of what an engine can carry.
+# Steps towards a solution; one that takes more is at the limit of the engine's capacity.
 _MOST_STEPS = 80
-# KV cache that sequences may fill; the rest is rounding to blocks.
+# Share of the KV cache that sequences may fill; the rest is rounding to blocks.
 _KV_FILL = 0.97
 
 
@@ -50,9 +50,9 @@ class PoolModel:
     """One kind of replica under one mix of requests.
 
     Args:
-        step_time: of its iterations.
-        engine: its limits; the chunk limit counts.
-        mix: the requests that come to this pool.
+        step_time: duration of its iterations.
+        engine: its limits, with the chunk limit.
+        mix: lengths of the requests in this pool.
     """
 
     def __init__(self, step_time: StepTimeModel, engine: EngineModelSettings, mix: LengthMix) -> None:
@@ -73,7 +73,7 @@ class PoolModel:
         self._mean_chunks = float(self._chunks.mean())
         self._prompts, self._outputs = prompts, outputs
         self._mean_prompt = float(prompts.mean())
-        # A sequence holds half its prompt while prefilling and half its answer while decoding, in the mean.
+        # On average a sequence holds half its prompt while prefilling, and half its answer while decoding.
         decoding = np.maximum(outputs - 1, 0.0)
         held = self._chunks * prompts / 2 + decoding * (prompts + outputs / 2)
         self._held_tokens = float(held.sum() / self._iterations.sum())
@@ -88,13 +88,13 @@ class PoolModel:
 
     @cached_property
     def slots(self) -> int:
-        """Sequences that one replica's batch can hold: `max_num_seqs`, or what its KV cache allows."""
+        """Sequences in one replica's batch: `max_num_seqs`, or fewer if the KV cache is smaller."""
         by_memory = int(_KV_FILL * self.engine.kv_tokens / self._held_tokens)
         return max(1, min(self.engine.max_num_seqs, by_memory))
 
     @cached_property
     def capacity_per_s(self) -> float:
-        """Requests per second at which one replica's batch is full or its iterations grow without bound."""
+        """Requests per second at which one replica's batch is full, or its iterations grow without bound."""
         low, high = 0.0, 1.0
         while self._batch_at(high) <= self.slots:
             low, high = high, 2 * high
@@ -104,7 +104,7 @@ class PoolModel:
         return low
 
     def at_rate(self, rate_per_s: float) -> OperatingPoint | None:
-        """The operating point of one replica; None when there is none."""
+        """The operating point of one replica; None when it cannot keep up."""
         if rate_per_s < 0:
             raise ValueError(f"a rate cannot be negative, got {rate_per_s}")
         solved = self._iteration_s(rate_per_s)
@@ -118,7 +118,6 @@ class PoolModel:
         return OperatingPoint(
             rate_per_s=rate_per_s,
             iteration_s=solved,
-            iteration_sd_s=deviation_s,
             sequences=sequences,
             service_s=self._mean_iterations * solved,
             first_token_s=self._p99_first_token_s(prompt_tokens, probability, sequences, solved),
@@ -126,7 +125,7 @@ class PoolModel:
         )
 
     def performance(self, rate_per_s: float, replicas: int) -> Performance:
-        """What the pool does when `replicas` share that rate."""
+        """The pool's latencies when `replicas` share that rate."""
         if replicas < 1:
             raise ValueError(f"a pool needs at least one replica, got {replicas}")
         point = self.at_rate(rate_per_s / replicas)
@@ -156,7 +155,7 @@ class PoolModel:
         )
 
     def mean_iterations(self, mix: LengthMix) -> float:
-        """Mean iterations that requests of a mix spend in this engine's batch."""
+        """Mean number of iterations that requests of a mix spend in this engine's batch."""
         return float(np.mean(np.ceil(mix.prompts / self._chunk) + mix.outputs - 1))
 
     # -- the operating point ------------------------------------------------------------------------------
@@ -168,10 +167,10 @@ class PoolModel:
     def _iteration_s(self, rate_per_s: float) -> float | None:
         """The smallest t with t = E[step | t], from below; None when there is none.
 
-        What a step takes beyond t is positive at 0 and falls towards the solution, mostly along a convex
-        curve, where a chord through two points on this side of the solution ends on this side. A mixture's
-        experts bend it the other way at first: where it rises, t grows by all of it, which never passes the
-        solution either; and a chord that has passed it is halved.
+        The excess of a step over t is positive at 0 and falls towards the solution, mostly along a convex
+        curve. There a chord through two points below the solution ends below it. The experts of a mixture
+        bend the curve the other way at first: where the excess rises, t grows by all of it, which does not
+        pass the solution either. A chord that has passed it is halved.
         """
         before, seconds = 0.0, self._expected_step_s(rate_per_s, 0.0)
         excess_before = seconds
@@ -190,7 +189,7 @@ class PoolModel:
         return None
 
     def _expected_step_s(self, rate_per_s: float, seconds: float) -> float:
-        """The mean step when steps last so long."""
+        """The mean step when steps last `seconds`."""
         if rate_per_s * seconds * self._mean_prompt > self.engine.max_num_batched_tokens:
             return math.inf
         sequences = rate_per_s * self._mean_iterations * seconds
@@ -198,7 +197,7 @@ class PoolModel:
         return float(probability @ self._step_s(prompt_tokens, sequences))
 
     def _step_s(self, prompt_tokens: _Floats, sequences: float) -> _Floats:
-        """`StepTimeModel.step_s` for iterations with so many prompt tokens each, beside the mean batch."""
+        """`StepTimeModel.step_s` for iterations with these prompt tokens, with the mean batch."""
         step = self._step
         decoding = sequences * self._decode_ratio
         base = np.where(prompt_tokens > 0, max(step.decode_base_s, step.prefill_base_s), step.decode_base_s)
@@ -211,7 +210,7 @@ class PoolModel:
         return times
 
     def _tokens_per_iteration(self, requests: float) -> tuple[_Floats, _Floats]:
-        """Prompt tokens in an iteration during which so many requests come: values and probabilities.
+        """Prompt tokens in an iteration with a mean of `requests` arrivals: values and probabilities.
 
         The characteristic function of a compound Poisson sum is exp(m (phi - 1)), with m the mean number of
         chunks and phi that of one chunk's size.
@@ -220,7 +219,7 @@ class PoolModel:
         weights, (mean_size, mean_square) = self._chunk_weights, self._chunk_moments
         mean, spread = chunks * mean_size, math.sqrt(chunks * mean_square)
         width = (mean + 8 * spread + 2 * self._chunk) / _BINS
-        # A size between two bins goes to both, so that the mean stays what it is on every grid.
+        # A size between two bins is divided between them, so that the mean is the same on every grid.
         places = self._chunk_sizes / width
         below = places.astype(np.int64)
         upper = weights * (places - below)
@@ -231,28 +230,28 @@ class PoolModel:
         return _PLACES * width, probability / float(probability.sum())
 
     def _chunks_by_size(self) -> tuple[_Floats, _Floats]:
-        """Sizes of chunks, and the share of each among all."""
+        """Chunk sizes, and the share of each among all chunks."""
         last = self._prompts - (self._chunks - 1) * self._chunk
         sizes, counts = np.unique(last, return_counts=True)
         whole = float((self._chunks - 1).sum())
         weights: _Floats = np.append(counts.astype(float), whole)
         return np.append(sizes, float(self._chunk)), weights / weights.sum()
 
-    # -- what requests see --------------------------------------------------------------------------------
+    # -- latencies ----------------------------------------------------------------------------------------
 
     def _p99_first_token_s(
         self, prompt_tokens: _Floats, probability: _Floats, sequences: float, iteration_s: float
     ) -> float:
-        """The iteration under way when it comes, then one for each of its chunks, which it lengthens."""
+        """Half the iteration under way at arrival, then an iteration per chunk, lengthened by the chunk."""
         sizes = np.linspace(1.0, self._chunk, 17)
         with_chunk = [float(probability @ self._step_s(prompt_tokens + size, sequences)) for size in sizes]
         own = np.interp(self._prompts / self._chunks, sizes, with_chunk)
         return iteration_s / 2 + float(np.quantile(self._chunks * own, 0.99))
 
     def _p99_tpot_s(self, mean_s: float, deviation_s: float, sequences: float) -> float:
-        """A mixture of normal distributions: the mean of o - 1 iterations varies less the more they are.
+        """P99 of a mixture of normal distributions: the more iterations, the less their mean varies.
 
-        The batch's own size is Poisson, and stays what it is for the life of a request.
+        The batch size is Poisson, and taken as constant during a request.
         """
         batch_variance = sequences * self._decode_ratio * self._per_sequence_s**2
         steps, counts = np.unique(self._outputs[self._outputs > 1] - 1, return_counts=True)

@@ -1,5 +1,6 @@
-"""The search for the cheapest fleet that meets the limits.
+"""The search for the cheapest fleet that meets latency limits.
 
-`fleets` says what a fleet is, `sizing` asks the queueing model, `verification` asks the simulator,
-`smallest` finds the smallest numbers, `search` puts them together.
+`fleets` defines the fleets that are compared, `costs` their prices, and `candidates` the input and the output
+of a search. `modelled` sizes a fleet by the queueing model, `verification` measures one in the simulator, and
+`smallest` finds the smallest size that passes. `search` combines them.
 """

@@ -1,4 +1,4 @@
-"""What a search chooses from, and what it finds: the words of `search` and `results`."""
+"""The options, candidates and results of a search for a fleet."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from serve_app.errors import SettingsError
 from serve_app.planning.model.closed_form import ClosedForm
 from serve_app.planning.sizing.fleets import Counts, FleetPlan
-from serve_app.planning.sizing.sizing import SizedPool
+from serve_app.planning.sizing.modelled import SizedPool
 from serve_app.planning.sizing.verification import Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """What the planner may choose from.
+    """The options of a search.
 
     Attributes:
         profile: of the undivided fleets; any pool may use it too.
-        short_profiles, long_profiles: further ones for a pool. Those that can hold the longest requests
-            compete for the undivided fleet as well.
-        b_short_tokens: borders to try.
+        short_profiles, long_profiles: further profiles for a pool. Those that can hold the longest requests
+            are candidates for the undivided fleet as well.
+        b_short_tokens: values of `B_short` to try.
         worst_case_slots: `max_num_seqs` of the worst-case fleet; None is KV cache over longest context.
-        variants: also other batch settings than the profiles' own.
-        candidates: two-pool fleets, and undivided ones, that are simulated.
+        variants: whether to try other batch settings than the profiles' own.
+        candidates: number of two-pool fleets, and of undivided ones, to simulate.
     """
 
     profile: str
@@ -34,17 +34,17 @@ class FleetOptions:
 
     def __post_init__(self) -> None:
         if not self.b_short_tokens or min(self.b_short_tokens) < 1:
-            raise SettingsError(f"borders between pools must be positive, got {self.b_short_tokens}")
+            raise SettingsError(f"values of B_short must be positive, got {self.b_short_tokens}")
         if self.candidates < 1:
             raise SettingsError(f"at least one candidate must be simulated, got {self.candidates}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A fleet as the model sizes it, at full size.
+    """A fleet, sized by the model at full size.
 
     Attributes:
-        usd_per_hour: by the model's numbers.
+        usd_per_hour: for the model's numbers of replicas.
     """
 
     plan: FleetPlan
@@ -58,19 +58,19 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[bool, float, float]:
-        """Those within the limits first, then the cheaper; at one cost, whoever has more to spare."""
+        """Sort key: within the limits first, then cheaper, then less utilised."""
         beyond = not all(sized.within_limits for sized in self.pools.values())
         return beyond, self.usd_per_hour, sum(sized.performance.utilisation for sized in self.pools.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedFleet:
-    """A fleet as the simulator sizes it.
+    """A fleet, sized by the simulator.
 
     Attributes:
-        candidate: where the search began.
-        verification: of the fleet that was simulated, a stand-in if `share` is below 1.
-        headroom: by which the rate of a stand-in can grow, see `Verifier.headroom`.
+        candidate: the model's size, where the search began.
+        verification: of the simulated fleet, which is a stand-in if `share` is below 1.
+        headroom: factor by which the rate of a stand-in can grow, see `Verifier.headroom`.
         counts: replicas by pool at full size.
         usd_by_pool: per hour.
     """
@@ -85,7 +85,7 @@ class SizedFleet:
 
     @property
     def usd_per_hour(self) -> float:
-        """Of the whole fleet."""
+        """The price of the whole fleet."""
         return sum(self.usd_by_pool.values())
 
     @property
@@ -96,10 +96,10 @@ class SizedFleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
-    """What came of a search; a fleet is None when nothing simulated met the limits.
+    """The result of a search; a fleet is None when no simulated one met the limits.
 
     Attributes:
-        modelled: the best two-pool fleet by the model for each border.
+        modelled: the best two-pool fleet by the model, for each `B_short`.
         simulated: all fleets that were sized by simulation.
         against_paged, against_worst_case: closed forms of the chosen pools.
     """

@@ -1,10 +1,12 @@
-"""Which fleets are compared? One pool provisioned for the worst case, one with paged KV, and two pools.
+"""The fleets that are compared: one pool for the worst case, one pool with paged KV cache, and two pools.
 
-`worst-case-homogeneous` is the papers' baseline: an operator lets as many sequences into a batch as would fit
-if each had the longest context (16 at 64K there). vLLM asks for no such thing: its KV blocks are taken as
-tokens are computed. `paged-homogeneous` is therefore the honest baseline: one pool, as many sequences as the
-profile says, and the chunk limit that goes with the scheduler's policy. `pools` are a short and a long one,
-each with its own settings and its own profile. All three get the same scheduler and the same requests.
+- `worst-case-homogeneous` is the papers' baseline: a batch holds as many sequences as would fit if each had
+  the longest context (16 at 64K in the papers).
+- `paged-homogeneous` is the fair baseline, because vLLM allocates KV blocks only as tokens are computed: one
+  pool, as many sequences as the profile says, and the chunk limit of the scheduler's policy.
+- `pools` are a short and a long one, each with its own settings and profile.
+
+All three get the same scheduler and the same requests.
 """
 
 from collections.abc import Mapping
@@ -12,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from serve_app.engine_model.profiles import load_profile
-from serve_app.planning.costs import CostTable
 from serve_app.planning.model.length_mix import LengthMix
 from serve_app.planning.model.queueing import PoolModel
+from serve_app.planning.sizing.costs import CostTable
 from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings, PoolChanges
 
 WORST_CASE = "worst-case-homogeneous"
@@ -33,7 +35,7 @@ class PoolPlan:
 
     Attributes:
         profile: name or path of their profile.
-        engine: what is changed in them.
+        engine: changes of their settings.
     """
 
     profile: str
@@ -46,12 +48,12 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
-    """A kind of fleet, without the numbers of its replicas.
+    """A kind of fleet, without numbers of replicas.
 
     Attributes:
         name: one of the three above.
         pools: one pool, or `short` and `long` in this order.
-        b_short_tokens: border between two pools.
+        b_short_tokens: largest token budget of the short pool.
     """
 
     name: str
@@ -59,7 +61,7 @@ class FleetPlan:
     b_short_tokens: int = 8_192
 
     def settings(self, counts: Counts) -> FleetSettings:
-        """The fleet with so many replicas, for the simulator."""
+        """The fleet with these replicas, for the simulator."""
         first = next(iter(self.pools.values()))
         return FleetSettings(
             profile=first.profile,
@@ -72,19 +74,15 @@ class FleetPlan:
         )
 
     def usd_per_hour(self, counts: Counts, costs: CostTable) -> float:
-        """Of all its replicas."""
+        """The price of all replicas."""
         return sum(counts[pool] * costs.usd_per_hour(plan.profile) for pool, plan in self.pools.items())
 
     def gpus(self, counts: Counts) -> int:
-        """Of all its replicas."""
+        """The GPUs of all replicas."""
         return sum(counts[pool] * load_profile(plan.profile).gpus for pool, plan in self.pools.items())
 
-    def context_tokens(self) -> int:
-        """The longest sequence that it takes."""
-        return max(plan.engine.max_model_len for plan in self.settings(dict.fromkeys(self.pools, 1)).plans())
-
     def models(self, mix: LengthMix) -> dict[str, PoolModel]:
-        """The queueing model of each pool under its part of the mix; the chunk limit is the policy's."""
+        """The queueing model of each pool under its part of the mix, with the policy's chunk limit."""
         parts = dict(zip(self.pools, mix.split(self.b_short_tokens), strict=False))
         if len(self.pools) == 1:
             parts = dict.fromkeys(self.pools, mix)
@@ -102,7 +100,7 @@ class FleetPlan:
 def worst_case_slots(profile: str) -> int:
     """Sequences that fit into the KV cache if each has the longest context: the papers' `max_num_seqs`.
 
-    The longest context is the profile's own, or the papers' 64K if that is shorter.
+    The longest context is the profile's, or the papers' 64K if that is shorter.
     """
     engine = load_profile(profile)
     context = min(engine.max_model_len, _PAPER_CONTEXT)

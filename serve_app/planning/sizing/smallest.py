@@ -1,29 +1,32 @@
-"""The cheapest numbers of replicas that meet the limits, with as few simulations as may be.
+"""The search for the smallest fleet that meets the limits, with few simulations.
 
-One pool: gallop from the first guess, then bisect, since more replicas never hurt. Two pools: with spill they
-lean on each other, so the numbers are looked for in turn: grow whichever pool misses its limits until both
-hold, then shrink each as far as it goes, the dearer one first, until neither can lose a replica. That ends in
-a fleet from which no single replica can be taken, which need not be the cheapest of all.
+One pool: gallop from the first guess, then bisect, since more replicas never raise a latency.
+
+Two pools depend on each other through spill, so their numbers are searched in turn. First the pool that
+misses its limits grows, until both meet them. Then each pool shrinks as far as it can, the more expensive one
+first, until neither can lose a replica. The result has no replica too many, but need not be the cheapest of
+all.
 """
 
 from collections.abc import Callable, Sequence
 
 from serve_app.metrics.slo import Slo
-from serve_app.planning.costs import CostTable
+from serve_app.planning.sizing.costs import CostTable
 from serve_app.planning.sizing.fleets import Counts, FleetPlan
 from serve_app.planning.sizing.verification import RunFigures, Verification, Verifier
 
-# A fleet this many times the first guess that still misses its limits misses them for another reason.
+# Largest multiple of the first guess: a fleet that still misses its limits misses them for another reason.
 _MOST_OF_GUESS = 4
-# Steps of the gallop, as a share of the pool.
+# First step of the gallop, as a share of the pool.
 _STEP = 0.1
 
 
 def smallest_count(meets: Callable[[int], bool], guess: int, *, most: int) -> int | None:
-    """The smallest number from 1 to `most` that meets, if more never hurts; None when `most` does not.
+    """The smallest number from 1 to `most` for which `meets` holds; None when it fails for `most`.
 
     Args:
-        guess: where to look first.
+        meets: monotone: it holds for every larger number.
+        guess: the first number to try.
     """
     if meets(guess):
         return _down(meets, guess)
@@ -38,9 +41,9 @@ def smallest_count(meets: Callable[[int], bool], guess: int, *, most: int) -> in
 def smallest_fleet(
     verifier: Verifier, plan: FleetPlan, guess: Counts, *, costs: CostTable, seeds: Sequence[int]
 ) -> Verification | None:
-    """The smallest fleet of that plan which meets the limits with all seeds.
+    """The smallest fleet of a plan that meets the limits with all seeds.
 
-    It is looked for with the first seed, then confirmed with all, and grown where those ask for more.
+    The search uses the first seed. Its result is verified with all seeds, and grows where they need more.
 
     Returns:
         None when even a much larger fleet than the guess misses the limits.
@@ -75,7 +78,7 @@ def _settle(
 
 
 def _shrunk(meets: Callable[[Counts], bool], counts: Counts, order: Sequence[str]) -> Counts:
-    """Take replicas away, pool by pool, until none can lose one."""
+    """Remove replicas, pool by pool, until no pool can lose one."""
     while True:
         before = counts
         for pool in order:
@@ -90,17 +93,17 @@ def _shrunk(meets: Callable[[Counts], bool], counts: Counts, order: Sequence[str
 
 
 def _grown(counts: Counts, last: Verification, guess: Counts) -> Counts | None:
-    """One step more in the pool that misses its limits by most; None when that would be absurd."""
+    """Add replicas to the pool that misses its limits by most; None beyond the multiple of the guess."""
     pool = max(counts, key=lambda name: max(_excess(run, name, last.demand.slo) for run in last.runs))
     if counts[pool] >= _MOST_OF_GUESS * guess[pool] + 1:
         return None
     stride = _stride(counts[pool])
-    # With all seeds it is nearly there.
+    # With all seeds the fleet is nearly large enough.
     return {**counts, pool: counts[pool] + (stride if len(last.runs) == 1 else max(1, stride // 2))}
 
 
 def _excess(run: RunFigures, pool: str, slo: Slo) -> float:
-    """By which factor a pool's own tails exceed the limits."""
+    """The factor by which a pool's own tail latencies exceed the limits."""
     figures = run.by_pool.get(pool)
     if figures is None:
         return 0.0
@@ -109,7 +112,7 @@ def _excess(run: RunFigures, pool: str, slo: Slo) -> float:
 
 
 def _down(meets: Callable[[int], bool], high: int) -> int:
-    """The smallest number up to `high`, which meets."""
+    """The smallest number that meets, at most `high`, which meets."""
     stride = _stride(high)
     while high > 1:
         low = max(1, high - stride)
@@ -120,7 +123,7 @@ def _down(meets: Callable[[int], bool], high: int) -> int:
 
 
 def _bisect(meets: Callable[[int], bool], low: int, high: int) -> int:
-    """The smallest number above `low`, which does not meet, up to `high`, which does."""
+    """The smallest number that meets, above `low`, which does not, and at most `high`, which does."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if meets(middle) else (middle, high)

@@ -1,12 +1,12 @@
-"""How many replicas does it really take? The project's simulator, running the project's scheduler, says.
+"""The verification of fleets in the simulator, with the project's own scheduler.
 
 A fleet meets its limits when the P99 TTFT and the P99 TPOT over all requests after the warm-up are within
-them, every request completes, and this holds with every seed. Requests come at random (Poisson) unless asked
-otherwise: a trace squeezed to a high rate would bring its minutes of peak as instants.
+them, every request completes, and this holds with every seed. Arrivals are Poisson by default: a trace that
+is scaled to a high rate would compress its peak minutes to instants.
 
-A large fleet is simulated as a smaller one at the same share of its rate, a stand-in. It errs on the safe
-side: fewer replicas even out less, so what a small fleet serves at some rate per replica, a larger one serves
-as well. `Verifier.at_twice_the_size` shows whether it does.
+A large fleet is simulated as a stand-in: a smaller fleet at the same share of the rate. This is conservative,
+because fewer replicas balance load less well. A larger fleet at the same rate per replica is at least as
+fast; `Verifier.at_twice_the_size` checks it.
 """
 
 import math
@@ -23,19 +23,22 @@ from serve_app.simulation.batch import run_all
 from serve_app.simulation.run import RunResult, RunSettings
 from serve_app.simulation.workload import Disclosure, TraceChoice
 
+# Halvings of one replica's share of the rate.
+_HEADROOM_STEPS = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What the fleet must serve, and how well.
+    """The requests that a fleet must serve, and its latency limits.
 
     Attributes:
-        trace: its requests; `requests` in it is how many a run plays.
+        trace: its requests; `requests` in it is the number in a run.
         rate_per_s: of the whole fleet.
         slo: P99 limits.
-        long_above_tokens: a request of more, prompt and answer, counts as long in the figures.
+        long_above_tokens: a request with more tokens, prompt and answer, counts as long in the figures.
         output_known: requests state the length of their answer in `max_tokens`; otherwise they state none.
         policy: of the scheduler.
-        scheduler: its settings that are not the defaults, by dotted path.
+        scheduler: its settings that differ from the defaults, by dotted path.
     """
 
     trace: TraceChoice
@@ -51,13 +54,13 @@ class Workload:
             raise ValueError(f"rate_per_s must be positive, got {self.rate_per_s}")
 
     def scaled(self, share: float) -> "Workload":
-        """The same at a share of the rate, with as many requests."""
+        """The same requests at a share of the rate."""
         return replace(self, rate_per_s=share * self.rate_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """What one pool served in a run: its share of requests and of tokens, and its own tails."""
+    """One pool in a run: its shares of requests and tokens, and its tail latencies."""
 
     request_ratio: float
     token_ratio: float
@@ -67,13 +70,13 @@ class PoolFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """One run; a tail is None when no request has that latency.
+    """One run; a tail latency is None when no request has it.
 
     Attributes:
         lost: requests that did not complete.
-        preemptions: in the whole run, of so many `requests`.
-        long_p99_ttft_s: of long requests alone.
-        by_pool: by the pool that served.
+        preemptions: in the whole run, over all `requests`.
+        long_p99_ttft_s: of long requests only.
+        by_pool: figures of each pool.
     """
 
     seed: int
@@ -86,13 +89,13 @@ class RunFigures:
     by_pool: Mapping[str, PoolFigures]
 
     def meets(self, slo: Slo) -> bool:
-        """Whether everybody was served, within the limits."""
+        """Whether every request completed, within the limits."""
         return not self.lost and _within(self.p99_ttft_s, slo.ttft_s) and _within(self.p99_tpot_s, slo.tpot_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """A fleet of some size under some demand, over seeds."""
+    """A fleet of one size under one workload, over seeds."""
 
     plan: FleetPlan
     counts: Counts
@@ -116,7 +119,7 @@ class Verification:
 
     @property
     def long_ttft(self) -> ConfidenceInterval | None:
-        """P99 TTFT of long requests over seeds, in seconds: who pays for the others' tails."""
+        """P99 TTFT of long requests over seeds, in seconds: the price of the other requests' tails."""
         return _interval([run.long_p99_ttft_s for run in self.runs])
 
     @property
@@ -125,13 +128,13 @@ class Verification:
         return 1_000 * sum(run.preemptions for run in self.runs) / sum(run.requests for run in self.runs)
 
     def pool_figures(self, pool: str) -> dict[str, float | None]:
-        """Means over seeds of what a pool served."""
+        """Means over seeds of a pool's figures."""
         runs = [run.by_pool[pool] for run in self.runs if pool in run.by_pool]
         names = PoolFigures.__slots__
         return {name: _mean([getattr(run, name) for run in runs]) for name in names}
 
     def as_json(self) -> dict[str, Any]:
-        """Size, demand and figures with their intervals."""
+        """Size, workload, and figures with their intervals."""
         return {
             "replicas": dict(self.counts),
             "rate_per_s": self.demand.rate_per_s,
@@ -147,15 +150,15 @@ class Verification:
 
 
 class Verifier:
-    """Simulates fleets under one demand, each at most once.
+    """Simulates fleets under one workload, each at most once.
 
     Args:
         demand: at full size.
-        share: of it that is simulated, at most 1; the fleets given to `measure` are of that size.
-        jobs: processes.
+        share: of it that is simulated, at most 1; the fleets given to `measure` have that size.
+        jobs: parallel processes.
 
     Attributes:
-        measured: every fleet that was asked for, in that order.
+        measured: every fleet given to `measure`, in that order.
     """
 
     def __init__(self, demand: Workload, *, share: float = 1.0, jobs: int = 1) -> None:
@@ -173,14 +176,14 @@ class Verifier:
         return len(self._runs)
 
     def measure(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> Verification:
-        """The fleet of that size under its share of the demand, with these seeds."""
+        """The fleet of that size under its share of the workload, with these seeds."""
         return self._measure(plan, counts, seeds, self.demand.scaled(self.share))
 
     def headroom(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> float:
-        """By which factor the rate can grow before a fleet that meets its limits misses them, at least 1.
+        """The factor, at least 1, by which the rate can grow before a fleet misses its limits.
 
-        A stand-in of few replicas is coarse: this tells what part of its last replica it does not need.
-        Looked for up to the rate that would be one replica's share more, to a quarter of that.
+        A stand-in of few replicas is a coarse size: the factor tells the part of its last replica that it
+        does not need. It is searched up to one replica's share of the rate, to a quarter of that.
         """
         share = 1 / sum(counts.values())
         low, high = 0.0, share
@@ -192,7 +195,7 @@ class Verifier:
         return 1 + low
 
     def at_twice_the_size(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> Verification:
-        """The same fleet with twice the replicas under twice the rate, for as long."""
+        """The same fleet with twice the replicas under twice the rate, for the same time."""
         demand = self.demand.scaled(2 * self.share)
         if demand.trace.requests is not None:
             demand = replace(demand, trace=replace(demand.trace, requests=2 * demand.trace.requests))
@@ -225,17 +228,13 @@ class Verifier:
         return verification
 
 
-# Halvings of one replica's share of the rate.
-_HEADROOM_STEPS = 2
-
-
 def stand_in_share(replicas: int, most_replicas: int) -> float:
-    """Which share of a fleet is simulated so that it has at most so many replicas."""
+    """The share of a fleet that has at most `most_replicas`."""
     return min(1.0, most_replicas / replicas)
 
 
 def at_full_size(count: int, share: float, headroom: float = 1.0) -> int:
-    """Replicas of the whole fleet for those of its stand-in; rounded up."""
+    """Replicas of the whole fleet, from those of its stand-in; rounded up."""
     return math.ceil(count / share / headroom - 1e-9)
 
 

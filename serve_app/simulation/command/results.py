@@ -1,10 +1,11 @@
-"""Results of simulated runs: as JSON, named as in the command-line contract, and as a table over seeds."""
+"""The results of simulated runs, as JSON and as a Markdown table over seeds."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from serve_app.metrics.confidence import ConfidenceInterval, interval_95
+from serve_app.command import aligned_table
+from serve_app.metrics.confidence import interval_95
 from serve_app.simulation.partitions import partition_as_json
 from serve_app.simulation.run import ORACLE, RunResult
 
@@ -14,7 +15,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A column of the table: its heading, where it stands in a run, and how it is written."""
+    """A column of the table: its heading, its value in a row, and its decimals."""
 
     heading: str
     of: Callable[[Row], float | None]
@@ -38,7 +39,7 @@ FIGURES = (
 
 
 def run_as_json(result: RunResult) -> dict[str, Any]:
-    """One element of `runs`: the contract's fields, then what a reader needs to judge them."""
+    """One element of `runs` in the JSON output: the figures, and the settings that they depend on."""
     settings, trace = result.settings, result.workload.trace
     whole = result.whole
     return {
@@ -84,7 +85,7 @@ def settings_as_json(result: RunResult) -> dict[str, Any]:
 
 
 def unequal_work(rows: Iterable[Row]) -> list[str]:
-    """Runs that did not complete what they were given; their figures must not be set beside the others'."""
+    """Runs that did not complete all their requests, whose figures do not compare with the others'."""
     return [
         f"{row['policy']}, seed {row['seed']}: only {row['whole_run']['completed']:,} of "
         f"{row['whole_run']['requests']:,} requests completed ({_counts(row['whole_run']['outcomes'])})"
@@ -107,7 +108,7 @@ def markdown_table(rows: Sequence[Row], by: Sequence[str] = (), figures: Sequenc
     lines = [
         [*map(str, key), str(len(group)), *map(_cell_of(group), figures)] for key, group in groups.items()
     ]
-    return _aligned(head, lines, text_columns=len(by) + 1)
+    return aligned_table(head, lines, text_columns=len(by) + 1)
 
 
 def _policy(row: Row) -> str:
@@ -117,32 +118,9 @@ def _policy(row: Row) -> str:
 def _cell_of(group: Sequence[Row]) -> Callable[[Figure], str]:
     def cell(figure: Figure) -> str:
         values = [value for row in group if (value := figure.of(row)) is not None]
-        return _written(interval_95(values), figure.decimals) if values else "-"
+        return interval_95(values).as_text(figure.decimals) if values else "-"
 
     return cell
-
-
-def _written(interval: ConfidenceInterval, decimals: int) -> str:
-    mean = f"{interval.mean:,.{decimals}f}"
-    return mean if interval.high is None else f"{mean} ± {interval.high - interval.mean:,.{decimals}f}"
-
-
-def _aligned(head: Sequence[str], lines: Sequence[Sequence[str]], text_columns: int) -> str:
-    """Markdown whose columns line up in a terminal as well."""
-    widths = [max(len(line[place]) for line in (head, *lines)) for place in range(len(head))]
-
-    def written(cells: Sequence[str]) -> str:
-        padded = (
-            cell.ljust(width) if place < text_columns else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return f"| {' | '.join(padded)} |"
-
-    rule = "|".join(
-        "-" * (width + 2) if place < text_columns else "-" * (width + 1) + ":"
-        for place, width in enumerate(widths)
-    )
-    return "\n".join((written(head), f"|{rule}|", *map(written, lines)))
 
 
 def _counts(outcomes: Mapping[str, int]) -> str:

@@ -1,7 +1,7 @@
 import pytest
 
 from serve_app.engine_model.profiles import load_profile
-from serve_app.planning.costs import CostTable
+from serve_app.planning.sizing.costs import CostTable
 from serve_app.planning.sizing.fleets import (
     PoolPlan,
     paged_fleet,

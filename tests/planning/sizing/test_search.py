@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from serve_app.errors import SettingsError
-from serve_app.planning.costs import CostTable
 from serve_app.planning.model.length_mix import LengthMix
 from serve_app.planning.sizing.candidates import FleetOptions
+from serve_app.planning.sizing.costs import CostTable
 from serve_app.planning.sizing.search import Planner
 from serve_app.planning.sizing.verification import Verifier
 from serve_app.simulation.workload import choose_trace
@@ -14,24 +14,24 @@ LARGE, SMALL = "llama2-70b-h100-tp4", "llama31-8b-rtx4090-tp1"
 MIXED = mix(*[(200, 100)] * 40, *[(3_000, 200)] * 10)
 
 
-def planner(space: FleetOptions, *, rate: float = 60.0, lengths: LengthMix = MIXED) -> Planner:
-    return Planner(space, demand(rate, ttft_s=2.0, tpot_s=0.1), lengths, CostTable.load())
+def planner(options: FleetOptions, *, rate: float = 60.0, lengths: LengthMix = MIXED) -> Planner:
+    return Planner(options, demand(rate, ttft_s=2.0, tpot_s=0.1), lengths, CostTable.load())
 
 
-def test_every_border_that_has_requests_on_both_sides_gets_its_best_pools() -> None:
+def test_every_b_short_with_requests_on_both_sides_gets_its_best_pools() -> None:
     found = planner(FleetOptions(profile=LARGE, b_short_tokens=(64, 512, 1_024, 16_000))).split()
     assert [one.plan.b_short_tokens for one in found] == [512, 1_024]
     assert all(set(one.counts) == {"short", "long"} for one in found)
 
 
 def test_a_cheaper_profile_for_short_requests_is_taken_where_it_serves_them() -> None:
-    space = FleetOptions(profile=LARGE, short_profiles=(SMALL,), b_short_tokens=(1_024,))
-    (one,) = planner(space).split()
+    options = FleetOptions(profile=LARGE, short_profiles=(SMALL,), b_short_tokens=(1_024,))
+    (one,) = planner(options).split()
     assert one.plan.pools["short"].profile == SMALL
     assert one.plan.pools["long"].profile == LARGE
 
 
-def test_whatever_a_pool_may_use_the_undivided_fleet_may_use_too() -> None:
+def test_the_undivided_fleet_may_use_every_profile_of_a_pool() -> None:
     undivided = planner(FleetOptions(profile=LARGE, short_profiles=(SMALL,))).paged
     assert {one.plan.pools["all"].profile for one in undivided} == {LARGE, SMALL}
     costs = [one.usd_per_hour for one in undivided]
@@ -49,12 +49,12 @@ def test_the_worst_case_takes_the_given_number_of_sequences() -> None:
     assert derived.engine.max_num_seqs == 26
 
 
-def test_a_search_ends_in_fleets_that_the_simulator_has_seen() -> None:
+def test_a_search_ends_in_simulated_fleets() -> None:
     wanted = demand(40.0, requests=300)
     lengths = LengthMix.of(choose_trace(wanted.trace, 0))
-    space = FleetOptions(profile="laptop", b_short_tokens=(512, 1_024), variants=False, candidates=1)
+    options = FleetOptions(profile="laptop", b_short_tokens=(512, 1_024), variants=False, candidates=1)
     steps: list[str] = []
-    result = Planner(space, wanted, lengths, CostTable.load(), steps.append).search(
+    result = Planner(options, wanted, lengths, CostTable.load(), steps.append).search(
         Verifier(wanted), range(2)
     )
     assert steps == ["worst-case-homogeneous", "paged-homogeneous", "pools"]
@@ -69,8 +69,8 @@ def test_a_search_ends_in_fleets_that_the_simulator_has_seen() -> None:
     assert 0 < result.against_paged.short_work_ratio < 1
 
 
-def test_a_search_needs_borders_and_candidates() -> None:
-    with pytest.raises(SettingsError, match="borders"):
+def test_a_search_needs_values_of_b_short_and_candidates() -> None:
+    with pytest.raises(SettingsError, match="values of B_short"):
         FleetOptions(profile=LARGE, b_short_tokens=())
     with pytest.raises(SettingsError, match="candidate"):
         FleetOptions(profile=LARGE, candidates=0)

@@ -1,32 +1,32 @@
-"""How many replicas does the queueing model ask for, and what do the closed forms make of it?"""
+"""Sizes by the queueing model: the smallest pools within the limits, and the terms of the closed forms."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from serve_app.metrics.slo import Slo
-from serve_app.planning.costs import CostTable
 from serve_app.planning.model.closed_form import ClosedForm, work_share
 from serve_app.planning.model.length_mix import LengthMix
 from serve_app.planning.model.performance import UTILISATION_CAP, Performance
 from serve_app.planning.model.queueing import PoolModel
+from serve_app.planning.sizing.costs import CostTable
 from serve_app.planning.sizing.fleets import FleetPlan
 
-# More replicas than anybody has: limits that these do not meet are out of reach for the engine itself.
+# Limits that this many replicas do not meet are out of reach for the engine itself.
 _MOST_REPLICAS = 1_000_000
-# A replica at this share of its capacity is as good as idle: more replicas would change nothing.
+# A replica below this share of its capacity is practically idle: more replicas change nothing.
 _IDLE = 1e-3
 _NO_LIMITS = Slo(ttft_s=None, tpot_s=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedPool:
-    """A pool as the model sizes it.
+    """A pool, sized by the model.
 
     Attributes:
-        within_limits: False when no number of replicas meets the limits in this pool alone; its number is
-            then the smallest below the utilisation cap. The limits are those of all requests together, so
-            such a pool may still do.
+        within_limits: False when no number of replicas meets the limits in this pool alone. It then has the
+            smallest number below the utilisation cap. The limits are those of all requests together, so a
+            fleet with such a pool may still meet them.
     """
 
     performance: Performance
@@ -34,12 +34,12 @@ class SizedPool:
 
     @property
     def replicas(self) -> int:
-        """How many."""
+        """Number of replicas."""
         return self.performance.replicas
 
 
 def sized_pool(model: PoolModel, rate_per_s: float, slo: Slo) -> SizedPool:
-    """The smallest pool within the limits, or else below the utilisation cap."""
+    """The smallest pool within the limits, or else the smallest below the utilisation cap."""
     performance = smallest_pool(model, rate_per_s, slo)
     if performance is not None:
         return SizedPool(performance=performance, within_limits=True)
@@ -51,16 +51,16 @@ def sized_pool(model: PoolModel, rate_per_s: float, slo: Slo) -> SizedPool:
 def smallest_pool(
     model: PoolModel, rate_per_s: float, slo: Slo, *, utilisation_cap: float = UTILISATION_CAP
 ) -> Performance | None:
-    """The smallest pool that meets the P99 limits, as the model sees it.
+    """The smallest pool that meets the P99 limits, by the model.
 
-    More replicas never make it worse, so the number is found by doubling and bisection.
+    More replicas never raise a latency, so the number is found by doubling and bisection.
 
     Args:
-        rate_per_s: of the requests that come to this pool.
-        slo: P99 limits; one that is None does not count.
+        rate_per_s: of the requests in this pool.
+        slo: P99 limits; a limit that is None is ignored.
 
     Returns:
-        None when no number does: an engine that is nearly idle is too slow already.
+        None when no number meets them, because even a nearly idle engine is too slow.
     """
     if not rate_per_s > 0:
         raise ValueError(f"a pool is sized for a positive rate, got {rate_per_s}")
@@ -68,7 +68,7 @@ def smallest_pool(
     def meets(replicas: int) -> bool:
         return model.performance(rate_per_s, replicas).meets(slo, utilisation_cap)
 
-    # Fewer would exceed the utilisation cap.
+    # Fewer replicas exceed the utilisation cap.
     low = max(0, math.ceil(rate_per_s / (utilisation_cap * model.capacity_per_s) - 1e-9) - 1)
     high = low + 1
     while not meets(high):
@@ -82,10 +82,10 @@ def smallest_pool(
 
 
 def sustainable_rate_per_s(model: PoolModel, slo: Slo) -> float:
-    """The largest rate of one replica of a pool so large that nobody waits for a place in a batch.
+    """The largest rate of one replica, in a pool so large that no request waits for a batch slot.
 
-    Below the utilisation cap, with the P99 of time to first token and per output token within the limits;
-    0 when an idle engine is too slow already, then the cap alone counts.
+    The utilisation is below the cap, and the P99 of TTFT and TPOT are within the limits. When even an idle
+    engine is too slow for them, only the cap counts.
     """
 
     def holds(rate_per_s: float) -> bool:
@@ -106,7 +106,7 @@ def sustainable_rate_per_s(model: PoolModel, slo: Slo) -> float:
 
 
 def size(plan: FleetPlan, mix: LengthMix, rate_per_s: float, slo: Slo) -> dict[str, SizedPool]:
-    """Every pool of a fleet, each for its own share of the requests."""
+    """Size every pool of a fleet for its share of the requests."""
     return {
         pool: sized_pool(model, rate_per_s * len(model.mix) / len(mix), slo)
         for pool, model in plan.models(mix).items()
@@ -116,10 +116,10 @@ def size(plan: FleetPlan, mix: LengthMix, rate_per_s: float, slo: Slo) -> dict[s
 def closed_form(
     undivided: FleetPlan, divided: FleetPlan, mix: LengthMix, slo: Slo, costs: CostTable
 ) -> ClosedForm:
-    """The terms of the closed forms, from the paces that the model finds sustainable.
+    """The terms of the closed forms, from the sustainable rates of the model.
 
-    The work of a request on the undivided fleet is its iterations there, as in the papers. Paces count per
-    dollar, so that pools of other GPUs compare.
+    As in the papers, the work of a request is its iterations on the undivided fleet. Paces are per dollar, so
+    that pools of different GPUs can be compared.
     """
     (whole,) = undivided.models(mix).values()
     parts: Mapping[str, PoolModel] = divided.models(mix)

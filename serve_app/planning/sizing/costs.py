@@ -1,4 +1,4 @@
-"""What does a GPU cost per hour? A small table that its user edits."""
+"""Prices of GPUs per hour: a table that users may replace by their own."""
 
 from collections.abc import Mapping
 from importlib import resources
@@ -12,17 +12,17 @@ from serve_app.engine_model.profiles import load_profile
 from serve_app.errors import SettingsError
 from serve_app.settings_base import POSITIVE, settings
 
-_DATA = resources.files("serve_app.planning") / "data" / "gpu_costs.yaml"
+_DATA = resources.files("serve_app.planning.sizing") / "gpu_costs.yaml"
 
 
 @settings
 class GpuCost:
-    """What one kind of GPU costs.
+    """The price of one kind of GPU.
 
     Attributes:
         usd_per_hour: of one GPU.
-        source: kind of source, such as a list price, a contract, an estimate.
-        date: when the source said so, year and month.
+        source: of the price, such as a list price, a contract or an estimate.
+        date: year and month of the price.
     """
 
     usd_per_hour: Annotated[float, POSITIVE]
@@ -34,17 +34,17 @@ _ADAPTER = TypeAdapter(dict[str, GpuCost])
 
 
 class CostTable:
-    """Prices by GPU, for whole engines."""
+    """Prices of engines, by the GPUs that they need."""
 
     def __init__(self, costs: Mapping[str, GpuCost]) -> None:
         self.costs = dict(costs)
 
     @classmethod
     def load(cls, path: Path | None = None) -> "CostTable":
-        """The table in that file, or the one that comes with the package.
+        """The table in a file, or that of the package.
 
         Raises:
-            SettingsError: the file is none.
+            SettingsError: the file does not hold such a table.
         """
         try:
             text = _DATA.read_text("utf-8") if path is None else path.read_text("utf-8")
@@ -53,7 +53,7 @@ class CostTable:
             raise SettingsError(f"{path} is not a table of GPU costs: {error}") from error
 
     def gpu_of(self, profile: str) -> str:
-        """Which GPU a profile is for, from its name `model-gpu-tpN`.
+        """The GPU of a profile, from its name `model-gpu-tpN`.
 
         Raises:
             SettingsError: the table has no GPU of that name.
@@ -68,5 +68,5 @@ class CostTable:
         )
 
     def usd_per_hour(self, profile: str) -> float:
-        """Of one engine of this profile, with all its GPUs."""
+        """The price of one engine of a profile, with all its GPUs."""
         return load_profile(profile).gpus * self.costs[self.gpu_of(profile)].usd_per_hour

@@ -1,9 +1,9 @@
 import pytest
 
 from serve_app.metrics.slo import Slo
-from serve_app.planning.costs import CostTable
+from serve_app.planning.sizing.costs import CostTable
 from serve_app.planning.sizing.fleets import PoolPlan, paged_fleet, split_fleet
-from serve_app.planning.sizing.sizing import (
+from serve_app.planning.sizing.modelled import (
     closed_form,
     size,
     sized_pool,

@@ -4,7 +4,7 @@ import pytest
 
 from serve_app.engine_model.profiles import load_profile, profile_names, save_profile
 from serve_app.errors import SettingsError
-from serve_app.planning.costs import CostTable
+from serve_app.planning.sizing.costs import CostTable
 
 
 def test_every_profile_that_comes_along_has_a_cost() -> None:
