@@ -1,0 +1,153 @@
+"""What does tuning bring a running system whose traffic changes half-way, and what does it risk?
+
+The production scheduler on simulated engines, and beside it the very loop that tunes live schedulers, with
+its searches in the twin, its slices, roll-backs and pauses. Time is simulated.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from experiments.common.drifting_mix import MixRates, drifting_arrivals, mix_rates, trace_of_kinds
+from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.provenance import generated
+from experiments.tuned_drift.settings import DriftExperiment, Variant, mixed_lengths
+from serve_app.command import progress_bar
+from serve_app.metrics.record import RequestRecord
+from serve_app.simulation.batch import parallel
+from serve_app.simulation.simulation import SimulatedRequest
+from serve_app.simulation.workload import Disclosure, fit, requests_of
+from serve_app.tuning import LearnedPartitions
+from serve_app.tuning.objective.objective import reward_of
+from serve_app.tuning.online.parameter_search import SearchResult, SearchTask
+from serve_app.tuning.online.rollout_settings import Act, Audit
+from serve_app.tuning.online.tuned_simulation import TunedSimulation, counting_replay, counting_search
+from serve_app.workloads.streams import stream
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One variant with one seed."""
+
+    experiment: DriftExperiment
+    variant: Variant
+    rates: MixRates
+    seed: int
+
+
+def play(experiment: DriftExperiment, context: Context) -> Iterator[Measurement]:
+    """Every variant that there is no row of yet; all meet the same requests."""
+    names = [name for name in experiment.variants if not context.has({"variant": name})]
+    rates = mix_rates(experiment.long_shares, mixed_lengths, experiment.fleet) if names else None
+    with progress_bar("tuned_drift", len(names)) as advance:
+        for name in names:
+            assert rates is not None
+            variant = experiment.variants[name]
+            runs = [Run(experiment, variant, rates, seed) for seed in range(experiment.seeds)]
+            columns = list(parallel(_figures, runs, context.jobs))
+            yield Measurement(
+                key={"variant": name},
+                seeds=range(experiment.seeds),
+                traces=generated("the paper's mix, its shares changing"),
+                figures={of: [one[of] for one in columns] for of in columns[0]},
+                settings=_settings(runs[0]),
+            )
+            advance()
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    experiment = run.experiment
+    shared = ("profile", "replicas", "load", "minutes", "long_shares", "phases", "pace_requests_per_s")
+    return {
+        **{name: getattr(experiment, name) for name in shared},
+        "rates": asdict(run.rates),
+        "scheduler": asdict(experiment.scheduler(run.variant)),
+        "tuning": asdict(experiment.tuner(run.variant)),
+    }
+
+
+def _figures(run: Run) -> dict[str, Any]:
+    """One run: how requests of each phase were served, and what the tuner did."""
+    experiment = run.experiment
+    tuning, plans = experiment.tuner(run.variant), experiment.fleet.plans(isolated=True)
+    search = counting_search(tuning, experiment.pace_requests_per_s)
+    verdicts: list[bool] = []
+
+    def noted_search(task: SearchTask) -> SearchResult:
+        found = search(task)
+        verdicts.append(found.finding.confident)
+        return found
+
+    simulation = TunedSimulation(
+        experiment.scheduler(run.variant),
+        plans,
+        tuning,
+        noted_search,
+        learner=LearnedPartitions().learner(),
+        replayer=counting_replay(experiment.pace_requests_per_s),
+    )
+    records = simulation.run(_requests(run))
+    audit = simulation.loop.rollout.audit
+    acts = [each.act for each in audit]
+    return {
+        "requests": len(records),
+        "phases": {
+            name: _phase(experiment, records, begin, end) for name, (begin, end) in experiment.phases.items()
+        },
+        "searches": simulation.searches,
+        "without_winner": verdicts.count(False),
+        "tried": acts.count(Act.STARTED),
+        "adopted": acts.count(Act.ADOPTED),
+        "rolled_back": acts.count(Act.ROLLED_BACK),
+        "pairs": pairs(audit),
+        "last_values": dict(simulation.loop.rollout.incumbent),
+    }
+
+
+def _requests(run: Run) -> list[SimulatedRequest]:
+    experiment = run.experiment
+    arrivals = drifting_arrivals(
+        experiment.long_shares,
+        run.rates,
+        experiment.load,
+        experiment.duration_s,
+        stream(run.seed, "arrivals and kinds"),
+    )
+    plans = experiment.fleet.plans()
+    longest = max(plan.engine.max_model_len for plan in plans)
+    trace = fit(trace_of_kinds("drift", arrivals, mixed_lengths, run.seed), longest).trace
+    return list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
+
+
+def _phase(
+    experiment: DriftExperiment, records: Sequence[RequestRecord], begin: float, end: float
+) -> dict[str, Any]:
+    """How those were served that arrived between two shares of the time."""
+    first_s, last_s = begin * experiment.duration_s, end * experiment.duration_s
+    arrived = [record for record in records if first_s <= record.arrived_at < last_s]
+    reward = reward_of(arrived, experiment.tuning.objective)
+    return {
+        "reward": reward.value,
+        "classes": {name: figures.as_json() for name, figures in reward.classes.items()},
+    }
+
+
+def pairs(audit: Sequence[Audit]) -> list[float]:
+    """Of each pair of slices, the reward under the candidate less that under the values in force."""
+    found: list[float] = []
+    slices: dict[int, float] = {}
+    for each in audit:
+        if each.act is Act.STARTED:
+            slices = {}
+        if each.act is Act.JUDGED and "reward" in each.figures:
+            number = int(each.figures["slice"])
+            slices[number] = each.figures["reward"]
+            other = slices.get(number ^ 1)
+            if other is not None:
+                # Sides go A B B A: the candidate has the slices 1 and 2 of four.
+                sign = 1 if number % 4 in (1, 2) else -1
+                found.append(sign * (slices[number] - other))
+    return found
+
+
+EXPERIMENT = Experiment(settings=DriftExperiment, play=play)

@@ -1,0 +1,124 @@
+"""The tables of this experiment."""
+
+from collections.abc import Sequence
+from itertools import chain
+from statistics import fmean
+
+from experiments.common.rows import Row
+from experiments.common.tables import Table, markdown, plus_minus
+from serve_app.metrics.confidence import paired_difference_95
+
+_BEFORE, _AFTER = "before", "after"
+
+
+def _headline(rows: Sequence[Row]) -> str:
+    minutes = rows[0].settings["minutes"]
+    spans = {
+        name: " to ".join(f"{minutes * share:g}" for share in rows[0].settings["phases"][name])
+        for name in (_BEFORE, _AFTER)
+    }
+    classes = _classes(rows)
+    head = [
+        "production",
+        f"reward, minutes {spans[_BEFORE]}",
+        spans[_AFTER],
+        *(f"{name} TTFT p50 / p99 s, {spans[_AFTER]}" for name in classes.values()),
+    ]
+    lines = [
+        [
+            str(row.key["variant"]),
+            *(_reward(row, phase) for phase in (_BEFORE, _AFTER)),
+            *(_ttft(row, _AFTER, name) for name in classes),
+        ]
+        for row in rows
+    ]
+    return markdown(head, lines)
+
+
+def _phases(rows: Sequence[Row]) -> str:
+    classes = _classes(rows)
+    head = ["phase", "production", *(f"{name} TTFT p50 / p99 s" for name in classes.values())]
+    lines = [
+        [
+            phase,
+            str(row.key["variant"]),
+            *(_ttft(row, phase, name) for name in classes),
+            _reward(row, phase),
+            _gain(row, rows, phase),
+        ]
+        for phase in rows[0].settings["phases"]
+        for row in rows
+    ]
+    return markdown([*head, "reward", "gained by tuning"], lines, text_columns=2)
+
+
+def _gain(tuned: Row, rows: Sequence[Row], phase: str) -> str:
+    """The reward less that of the fixed values with the same start, seed by seed."""
+    fixed = [
+        row for row in rows if not _is_tuned(row) and row.settings["scheduler"] == tuned.settings["scheduler"]
+    ]
+    if not _is_tuned(tuned) or not fixed:
+        return ""
+    mine, theirs = ([run[phase]["reward"] for run in row.figures["phases"]] for row in (tuned, fixed[0]))
+    if None in (*mine, *theirs):
+        return ""
+    difference = paired_difference_95(mine, theirs)
+    half = "" if difference.high is None else f" ± {difference.high - difference.mean:.3f}"
+    return f"{difference.mean:+.3f}{half}"
+
+
+def _is_tuned(row: Row) -> bool:
+    return bool(row.settings["tuning"]["rollout"]["mode"] != "off")
+
+
+def _classes(rows: Sequence[Row]) -> dict[str, str]:
+    """Classes of all rows by name, short ones first, with their titles."""
+    names = {
+        name
+        for row in rows
+        for phases in row.figures["phases"]
+        for figures in phases.values()
+        for name in figures["classes"]
+    }
+    return {name: name.removeprefix("default ") for name in sorted(names, reverse=True)}
+
+
+def _reward(row: Row, phase: str) -> str:
+    return plus_minus([run[phase]["reward"] for run in row.figures["phases"]], 3)
+
+
+def _ttft(row: Row, phase: str, name: str) -> str:
+    found = [run[phase]["classes"][name] for run in row.figures["phases"] if name in run[phase]["classes"]]
+    p50_s = [figures["ttft_p50_s"] for figures in found if figures["ttft_p50_s"] is not None]
+    median = f"{fmean(p50_s):.2f}" if p50_s else "-"
+    return f"{median} / {plus_minus([figures['ttft_p99_s'] for figures in found], 2)}"
+
+
+def _tuner(rows: Sequence[Row]) -> str:
+    head = [
+        *("production", "searches", "without a winner", "tried", "adopted", "rolled back"),
+        *("pairs", "worst pair"),
+    ]
+    lines = []
+    for row in filter(_is_tuned, rows):
+        figures = row.figures
+        all_pairs = list(chain(*figures["pairs"]))
+        counts = ("searches", "without_winner", "tried", "adopted", "rolled_back")
+        lines.append(
+            [
+                str(row.key["variant"]),
+                *(f"{fmean(figures[name]):.1f}" for name in counts),
+                str(len(all_pairs)),
+                f"{min(all_pairs):+.3f}" if all_pairs else "-",
+            ]
+        )
+    return markdown(head, lines)
+
+
+_NOTE = "Simulated; means over seeds with their 95 % intervals"
+
+TABLES = {
+    "headline": Table(text=_headline, note=_NOTE),
+    "phases": Table(text=_phases, note=_NOTE),
+    "tuner": Table(text=_tuner, note="Means over seeds; pairs are those of all seeds"),
+}

@@ -1,0 +1,1 @@
+"""Searches for better settings: in the digital twin, and on production itself."""

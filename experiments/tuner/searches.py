@@ -1,0 +1,143 @@
+"""One search by each method, and the judgement of what each came to."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from experiments.tuner.settings import Method, TunerExperiment
+from serve_app.tuning.search.optimiser import make_optimiser
+from serve_app.tuning.search.scoreboard import INCUMBENT
+from serve_app.tuning.search.search_space import Values
+from serve_app.tuning.search.study import Job, Study
+from serve_app.tuning.search.study_run import Budget, WindowResult, run_study
+from serve_app.tuning.twin.digital_twin import TwinPlan
+from serve_app.tuning.twin.processes import TwinProcesses
+
+# Trials of the live loop meet windows that no study plays.
+_FIRST_LIVE_WINDOW = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leader:
+    """What led a search at some time.
+
+    Attributes:
+        seconds: of searching in the twin, or of live traffic.
+    """
+
+    seconds: float
+    values: Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What came of a search.
+
+    Attributes:
+        trials: candidates tried.
+        requests: simulated by the search itself.
+        confident: whether a study recommends what it found; None for a method without a verdict.
+        worst_trial: reward of the worst candidate that production met, less that of the start; None for a
+            method that exposes production to none.
+    """
+
+    trials: int
+    requests: int
+    leaders: Sequence[Leader]
+    confident: bool | None = None
+    worst_trial: float | None = None
+
+
+class CountingPlayer:
+    """A twin whose clock counts the requests that it has simulated."""
+
+    def __init__(self, plan: TwinPlan, pace_requests_per_s: float) -> None:
+        self._twin = TwinProcesses(plan)
+        self._pace_requests_per_s = pace_requests_per_s
+        self.requests = 0
+
+    def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, WindowResult]]:
+        """Each job with its result."""
+        for job, result in self._twin.play(jobs):
+            self.requests += result.requests
+            yield job, result
+
+    def clock(self) -> float:
+        """CPU seconds at the stated pace."""
+        return self.requests / self._pace_requests_per_s
+
+
+def search(experiment: TunerExperiment, method: Method, plan: TwinPlan, seed: int) -> Search:
+    """One search."""
+    if method == "live":
+        return live_search(experiment, plan, seed)
+    return twin_search(experiment, method, plan, seed)
+
+
+def twin_search(experiment: TunerExperiment, method: Method, plan: TwinPlan, seed: int) -> Search:
+    """A study in the digital twin, as `python -m serve_app tune` runs it.
+
+    The defaults are not among its candidates: from a bad start they would end the race before it begins.
+    """
+    optimiser = make_optimiser(method, plan.space, seed=seed)
+    study = Study(optimiser, experiment.study, independent_windows=plan.independent_windows)
+    player = CountingPlayer(plan, experiment.pace_requests_per_s)
+    budget = Budget(clock=player.clock, seconds=experiment.search_s)
+    course = run_study(study, experiment.study, player, budget)
+    assert study.finding is not None
+    return Search(
+        trials=len(study.board),
+        requests=course.requests,
+        confident=study.finding.confident,
+        leaders=[
+            Leader(seconds=step.seconds, values=study.board.candidates[step.leader].values)
+            for step in course.rounds
+        ],
+    )
+
+
+def live_search(experiment: TunerExperiment, plan: TwinPlan, seed: int) -> Search:
+    """The paper's loop: each trial on the traffic of its own minutes, with nothing to compare it with."""
+    live = experiment.live
+    assert plan.traffic.rate_per_s is not None
+    window = max(1, round(live.trial_s * plan.traffic.rate_per_s))
+    twin = replace(plan.settings, window_requests=window, warm_up_ratio=0.0)
+    player = CountingPlayer(replace(plan, settings=twin), experiment.pace_requests_per_s)
+    optimiser = make_optimiser("tpe", plan.space, seed=seed)
+    seen: list[tuple[float, Values]] = []
+    leaders = []
+    for trial in range(live.trials):
+        proposal = optimiser.ask()
+        ((_, result),) = player.play([Job(proposal.number, _FIRST_LIVE_WINDOW + trial, proposal.values)])
+        optimiser.tell(proposal, result.reward.value)
+        if result.reward.value is not None:
+            seen.append((result.reward.value, proposal.values))
+        best = max(seen, key=lambda each: each[0])[1] if seen else plan.space.current
+        leaders.append(Leader(seconds=(trial + 1) * live.trial_s, values=best))
+    # The first proposal is the start itself.
+    first = seen[0][0] if seen else 0.0
+    return Search(
+        trials=live.trials,
+        requests=player.requests,
+        leaders=leaders,
+        worst_trial=min((reward - first for reward, _ in seen), default=0.0),
+    )
+
+
+def gains(plan: TwinPlan, searches: Sequence[Search], windows: int) -> list[list[float]]:
+    """What each leader of each search gains over the start, on windows of traffic that no search met."""
+    different: list[Values] = [plan.space.current]
+    for leader in (leader for one in searches for leader in one.leaders):
+        if leader.values not in different:
+            different.append(leader.values)
+    jobs = [
+        Job(number, window, values) for number, values in enumerate(different) for window in range(windows)
+    ]
+    rewards: list[list[float]] = [[] for _ in different]
+    for job, result in TwinProcesses(plan).play(jobs):
+        rewards[job.candidate].append(result.reward.value or 0.0)
+    means = [statistics.fmean(each) for each in rewards]
+    return [
+        [means[different.index(leader.values)] - means[INCUMBENT] for leader in one.leaders]
+        for one in searches
+    ]
