@@ -152,6 +152,20 @@ def one_replica(
     return driver
 
 
+def two_pools(**changes: Any) -> ManualDriver:
+    """A scheduler with a short pool of replica `s1` and a long pool of replica `l1`."""
+    driver = ManualDriver(**changes)
+    driver.join("s1", "short", max_model_len=1_000)
+    driver.join("l1", "long", max_model_len=4_000, kv_tokens=16_000)
+    return driver
+
+
+def fill(driver: ManualDriver, name: str = "f", **fields: Any) -> None:
+    """Three requests whose answers have not begun, after which a replica gets no more."""
+    for number in range(3):
+        driver.arrive(f"{name}{number}", **fields)
+
+
 def dispatched(commands: list[Command]) -> list[tuple[str, str]]:
     return [(command.request_id, command.replica_id) for command in commands if isinstance(command, Dispatch)]
 

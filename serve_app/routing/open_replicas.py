@@ -12,6 +12,7 @@ some requests need an empty one. No replica of a heap fits a request that the he
 
 import heapq
 from collections.abc import Sized
+from dataclasses import dataclass
 from typing import Protocol
 
 from serve_app.routing.replica_state import ReplicaState
@@ -31,6 +32,26 @@ class Backpressure(Protocol):
 
     def gates(self, replica: ReplicaState) -> bool:
         """Whether the last report, and whether it was gated before, show that it is too busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityQuery:
+    """What a request needs of a replica.
+
+    Attributes:
+        tokens: KV tokens; at most the pool's context limit, so that an idle replica always fits.
+        long_limits: only replicas with fewer prefills in flight than these: (), (long), or (long, longest).
+        needs_empty_engine_queue: only replicas whose engine's queue is empty.
+    """
+
+    pool: str
+    tokens: int
+    long_limits: tuple[int, ...] = ()
+    needs_empty_engine_queue: bool = False
+
+    def allows(self, long_prefills: tuple[int, int]) -> bool:
+        """Whether one more long prefill beside these is within the limits."""
+        return all(count < limit for count, limit in zip(long_prefills, self.long_limits, strict=False))
 
 
 class OpenReplicas:
@@ -61,58 +82,32 @@ class OpenReplicas:
             heap[:] = [entry for entry in heap if entry[2] == entry[3].version]
             heapq.heapify(heap)
 
-    def best(
-        self,
-        pool: str,
-        tokens: int,
-        now: float,
-        *,
-        long_limits: tuple[int, ...] = (),
-        needs_empty_engine_queue: bool = False,
-    ) -> ReplicaState | None:
-        """The best replica of `pool`, few long prefills first; None when `tokens` fit into none.
-
-        Args:
-            tokens: what the request will need; at most the pool's context limit, so that an idle replica
-                always fits.
-            long_limits: only replicas with fewer prefills in flight than these: (long), or (long, longest).
-            needs_empty_engine_queue: only replicas whose engine's queue is empty.
-        """
-        for long_prefills in sorted(self._heaps.get(pool, ())):
-            if _exceeds(long_prefills, long_limits):
-                continue
-            state = self._freest(pool, long_prefills, now, needs_empty_engine_queue=needs_empty_engine_queue)
-            if state is not None and tokens <= state.free_tokens:
+    def best(self, query: CapacityQuery, now: float) -> ReplicaState | None:
+        """The best replica for a request, few long prefills first; None when it fits none."""
+        heaps = self._heaps.get(query.pool, {})
+        for long_prefills in filter(query.allows, sorted(heaps)):
+            state = self._freest(heaps[long_prefills], now, empty=query.needs_empty_engine_queue)
+            if state is not None and query.tokens <= state.free_tokens:
                 return state
         return None
 
-    def fits(
-        self,
-        state: ReplicaState,
-        tokens: int,
-        now: float,
-        *,
-        long_limits: tuple[int, ...],
-        needs_empty_engine_queue: bool,
-    ) -> bool:
-        """Whether this replica may take a request, by the conditions of `best`."""
-        if tokens > state.free_tokens or not self.is_open(state, now):
-            return False
-        if _exceeds(state.long_prefills, long_limits):
-            return False
-        return not needs_empty_engine_queue or self._backpressure.has_empty_queue(state)
+    def fits(self, state: ReplicaState, query: CapacityQuery, now: float) -> bool:
+        """Whether this replica may take a request."""
+        return (
+            state.spec.pool == query.pool
+            and query.tokens <= state.free_tokens
+            and self.is_open(state, now)
+            and query.allows(state.long_prefills)
+            and (not query.needs_empty_engine_queue or self._backpressure.has_empty_queue(state))
+        )
 
     def has_any(self, pool: str, now: float) -> bool:
         """Whether any replica of `pool` is open."""
-        heaps = self._heaps.get(pool, ())
-        return any(self._freest(pool, long_prefills, now) is not None for long_prefills in heaps)
+        return any(self._freest(heaps, now) is not None for heaps in self._heaps.get(pool, {}).values())
 
-    def _freest(
-        self, pool: str, long_prefills: tuple[int, int], now: float, *, needs_empty_engine_queue: bool = False
-    ) -> ReplicaState | None:
-        heaps = self._heaps[pool][long_prefills]
+    def _freest(self, heaps: tuple[_Heap, _Heap], now: float, *, empty: bool = False) -> ReplicaState | None:
         best = self._top(heaps[_EMPTY], now)
-        if needs_empty_engine_queue:
+        if empty:
             return best
         other = self._top(heaps[_QUEUED], now)
         if best is None or other is None:
@@ -129,8 +124,3 @@ class OpenReplicas:
                 state.version += 1
             heapq.heappop(heap)
         return None
-
-
-def _exceeds(long_prefills: tuple[int, int], limits: tuple[int, ...]) -> bool:
-    """Whether one more long prefill would exceed a limit: (), (long), or (long, longest)."""
-    return any(count >= limit for count, limit in zip(long_prefills, limits, strict=False))

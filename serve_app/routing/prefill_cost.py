@@ -57,7 +57,7 @@ class PrefillCost:
         self._fit()
 
     def state(self) -> dict[str, object]:
-        """Everything learned, for `restore`."""
+        """Everything learned (see `snapshot`)."""
         return {
             "version": _STATE_VERSION,
             "sums": list(self._sums),
@@ -67,12 +67,7 @@ class PrefillCost:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned. On other engines it fades like any observation.
-
-        Raises:
-            ValueError: the state is of another version, or a value is missing or out of range; nothing is
-                restored then.
-        """
+        """Restore what `state` returned (see `snapshot`); with other engines it fades like any observation."""
         check_version(state, _STATE_VERSION)
         sums = numbers(state, "sums", len(self._sums), at_least=0)
         base_s, per_token_s = number(state, "base_s", at_least=0), number(state, "per_token_s", at_least=0)

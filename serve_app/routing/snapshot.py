@@ -1,6 +1,8 @@
-"""Readers of learned state from plain dictionaries, which may come from a damaged or older file.
+"""Learned state as plain values, and readers that check them: the file may be damaged or from an older release.
 
-All functions raise `ValueError` when the value under `name` is missing or of another kind.
+A class that learns has two methods. `state()` returns everything learned as values that JSON can hold, and
+`restore(state)` takes them back. `restore` raises `ValueError` when a value is missing or out of range, and changes
+nothing then. So do all functions of this module.
 """
 
 import math

@@ -42,8 +42,6 @@ ISOLATION = IsolationSettings(
     max_longest_prefills=1,
     prior_boundary_tokens=350,
     prior_longest_tokens=600,
-    relief_s=2.0,
-    max_relief=1,
 )
 NO_PLACE = {Outcome.REJECTED_QUEUE_FULL, Outcome.REJECTED_DEADLINE_UNMEETABLE}
 COME_AGAIN = NO_PLACE | {Outcome.REJECTED_NO_REPLICA, Outcome.EXPIRED}
@@ -412,10 +410,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert context is not None
         held = sum(self.held(request_id) for request_id in running)
         isolation = self.scheduler.settings.isolation
-        relief = min(isolation.max_relief, int((self.now - head.request.arrived_at) / isolation.relief_s))
         limits = (isolation.max_long_prefills, isolation.max_longest_prefills)
         for count, limit in zip(state.long_prefills, limits[: head.prefill_class], strict=False):
-            if count >= limit + relief:
+            if count >= limit:
                 return False
         reservation = self.scheduler.dispatcher.reservations.of(books.spec.pool)
         if reservation is None or reservation.scheduled is not head:

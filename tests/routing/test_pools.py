@@ -1,4 +1,3 @@
-
 from serve_app.request import PromptShape, Request
 from serve_app.routing.adaptive_b_short import AdaptiveBShortSettings
 from serve_app.routing.estimation.estimate import TokenEstimate

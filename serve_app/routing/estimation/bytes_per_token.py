@@ -149,15 +149,11 @@ class BytesPerToken:
         self.weight = min(self.weight + weight, 1 / (1 - settings.beta))
 
     def state(self) -> dict[str, object]:
-        """Everything learned, for `restore`."""
+        """Everything learned (see `snapshot`)."""
         return {"mean": self.mean, "deviation": self.deviation, "weight": self.weight}
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned.
-
-        Raises:
-            ValueError: a value is missing or out of range; nothing is restored then.
-        """
+        """Restore what `state` returned (see `snapshot`)."""
         mean = number(state, "mean", at_least=_LEAST_MEAN)
         deviation, weight = number(state, "deviation", at_least=0), number(state, "weight", at_least=0)
         self.mean, self.deviation, self.weight = mean, deviation, weight

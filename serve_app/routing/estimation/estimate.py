@@ -172,7 +172,7 @@ class TokenEstimator:
             tools.observe(shape.tool_bytes, tokens - parts.total + parts.tools)
 
     def state(self) -> dict[str, object]:
-        """Everything learned, as values that JSON can hold."""
+        """Everything learned (see `snapshot`)."""
         return {
             "version": _STATE_VERSION,
             "text": {category.value: ratio.state() for category, ratio in self._text.items()},
@@ -183,11 +183,7 @@ class TokenEstimator:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned, in this process or an earlier one.
-
-        Raises:
-            ValueError: the state is of another version or malformed; nothing is restored then.
-        """
+        """Restore what `state` returned (see `snapshot`)."""
         check_version(state, _STATE_VERSION)
         fresh = TokenEstimator(self.settings)
         by_category = section(state, "text")

@@ -148,7 +148,7 @@ class LengthCurve:
         self._scale = 1.0
 
     def state(self) -> dict[str, object]:
-        """Everything learned, for `restore`, without empty buckets."""
+        """Everything learned (see `snapshot`), without empty buckets."""
         return {
             "seen": self.ended,
             "scale": self._scale,
@@ -157,11 +157,7 @@ class LengthCurve:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned.
-
-        Raises:
-            ValueError: a value is missing or out of range; nothing is restored then.
-        """
+        """Restore what `state` returned (see `snapshot`)."""
         seen, scale = int(number(state, "seen", at_least=0)), number(state, "scale", at_least=1)
         ended, cut = _weights(section(state, "ended")), _weights(section(state, "cut"))
         self.ended, self._scale, self._ended, self._cut = seen, scale, ended, cut

@@ -74,7 +74,7 @@ class OutputLengthEstimator:
         return None
 
     def state(self) -> dict[str, object]:
-        """Everything learned, for `restore`."""
+        """Everything learned (see `snapshot`)."""
         return {
             "categories": {category.value: curve.state() for category, curve in self._categories.items()},
             "tenants": [
@@ -84,11 +84,7 @@ class OutputLengthEstimator:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned.
-
-        Raises:
-            ValueError: a part is missing or malformed; nothing is restored then.
-        """
+        """Restore what `state` returned (see `snapshot`)."""
         by_category = section(state, "categories")
         categories = {TextCategory(name): self._restored(section(by_category, name)) for name in by_category}
         tenants = {}

@@ -132,7 +132,7 @@ class TemplateOverhead:
         self._covariance = min(max(self._covariance * factor, -bound), bound)
 
     def state(self) -> dict[str, object]:
-        """Everything learned, for `restore`."""
+        """Everything learned (see `snapshot`)."""
         return {
             "per_request": self.per_request,
             "per_message": self.per_message,
@@ -142,11 +142,7 @@ class TemplateOverhead:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned.
-
-        Raises:
-            ValueError: a value is missing or out of range; nothing is restored then.
-        """
+        """Restore what `state` returned (see `snapshot`)."""
         per_request, per_message = number(state, "per_request"), number(state, "per_message")
         request_variance = number(state, "request_variance", at_least=0)
         message_variance = number(state, "message_variance", at_least=0)
@@ -186,15 +182,11 @@ class MediaTokens:
         self._weight = min(self._weight + 1, 1 / _MEDIA_STEP)
 
     def state(self) -> dict[str, object]:
-        """Everything learned, for `restore`."""
+        """Everything learned (see `snapshot`)."""
         return {"mean": self.mean, "deviation": self.deviation, "weight": self._weight}
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned.
-
-        Raises:
-            ValueError: a value is missing or out of range; nothing is restored then.
-        """
+        """Restore what `state` returned (see `snapshot`)."""
         mean, deviation = number(state, "mean", at_least=0), number(state, "deviation", at_least=0)
         weight = number(state, "weight", at_least=0)
         self.mean, self.deviation, self._weight = mean, deviation, weight

@@ -12,14 +12,15 @@ queue is empty, unless it is owed its floor.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serve_app.request import PriorityClass
 from serve_app.routing.ledger import ReplicaLedger
+from serve_app.routing.open_replicas import CapacityQuery
 from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
 from serve_app.scheduling.dispatch.capacity_reservations import CapacityReservations
 from serve_app.scheduling.dispatch.class_floors import ClassFloors
-from serve_app.scheduling.dispatch.placement import Placement, PlacementQuery
+from serve_app.scheduling.dispatch.placement import Placement
 from serve_app.scheduling.dispatch.promotion import Promotion
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.queueing.expiry import ExpiryHeap
@@ -101,12 +102,8 @@ class Dispatcher:
             if limit is None:
                 continue
             tokens = min(scheduled.estimate.expected_tokens, limit)
-            if (
-                self._ledger.open.best(
-                    pool, tokens, now, long_limits=limits, needs_empty_engine_queue=needs_empty_engine_queue
-                )
-                is not None
-            ):
+            query = CapacityQuery(pool, tokens, limits, needs_empty_engine_queue)
+            if self._ledger.open.best(query, now) is not None:
                 return True
         return False
 
@@ -141,16 +138,13 @@ class Dispatcher:
         for head, needs_empty_engine_queue in self._order(pool, now, first, at_home=at_home):
             tokens = min(head.estimate.expected_tokens, limit)
             limits = self._limits(head, now)
+            query = CapacityQuery(pool, tokens, limits, needs_empty_engine_queue)
             replica = None
             if tokens < misfits.get((limits, needs_empty_engine_queue), limit + 1):
-                replica = self._ledger.open.best(
-                    pool, tokens, now, long_limits=limits, needs_empty_engine_queue=needs_empty_engine_queue
-                )
+                replica = self._ledger.open.best(query, now)
                 if replica is None:
                     misfits[limits, needs_empty_engine_queue] = tokens
-            placed = self._placement.choose(
-                head, replica, PlacementQuery(pool, tokens, needs_empty_engine_queue), now
-            )
+            placed = self._placement.choose(head, replica, query, now)
             if placed is not None:
                 return Choice(head, *placed)
             if head is first and at_home:
@@ -158,19 +152,18 @@ class Dispatcher:
         return None
 
     def _reserve_capacity(self, head: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
-        kept = self.reservations.of(pool)
-        # Who has room kept and waits for something else as well, such as isolation, does not lose it.
-        if (kept is not None and kept.scheduled is head) or self._ledger.open.best(pool, tokens, now) is None:
+        reservation = self.reservations.of(pool)
+        # A request that has a reservation, and waits for something else such as isolation, keeps it.
+        keeps = reservation is not None and reservation.scheduled is head
+        if keeps or self._ledger.open.best(CapacityQuery(pool, tokens), now) is None:
             self.reservations.reserve(head, pool, tokens, now)
 
     def _limits(self, scheduled: ScheduledRequest, now: float) -> tuple[int, ...]:
         """How many long prefills may be in flight on a replica that gets this one."""
         if scheduled.prefill_class is PrefillClass.SHORT:
             return ()
-        waited_s = now - scheduled.request.arrived_at
-        return self._isolation.limits(
-            scheduled.prefill_class, now, waited_s, self._queue.behind_requests(scheduled.request)
-        )
+        behind = self._queue.behind_requests(scheduled.request)
+        return self._isolation.limits(scheduled.prefill_class, now, behind)
 
     def _order(
         self, pool: str, now: float, first: ScheduledRequest | None, *, at_home: bool
@@ -210,19 +203,16 @@ class Dispatcher:
         if not self._ledger.open.has_any(pool, now):
             return "every replica is saturated, too busy, stale or draining"
         tokens = min(head.estimate.expected_tokens, limit)
-        if self._ledger.open.best(pool, tokens, now) is None:
+        query = CapacityQuery(pool, tokens)
+        if self._ledger.open.best(query, now) is None:
             kept = self.reservations.of(pool)
             for_it = "" if kept is None or kept.scheduled is not head else "; room is being kept for it"
             return f"no open replica has {tokens:,} free KV tokens{for_it}"
-        limits = self._limits(head, now)
-        if self._ledger.open.best(pool, tokens, now, long_limits=limits) is None:
+        query = replace(query, long_limits=self._limits(head, now))
+        if self._ledger.open.best(query, now) is None:
             return "long prefills are under way on every open replica"
-        needs_empty_engine_queue = head.request.priority is PriorityClass.BATCH
-        if (
-            needs_empty_engine_queue
-            and self._ledger.open.best(pool, tokens, now, long_limits=limits, needs_empty_engine_queue=True)
-            is None
-        ):
+        query = replace(query, needs_empty_engine_queue=head.request.priority is PriorityClass.BATCH)
+        if self._ledger.open.best(query, now) is None:
             return "batch work waits for an engine with an empty queue"
         return "others go first"
 

@@ -5,27 +5,14 @@ prompt that is mostly cached on one replica is a short prefill there and a long 
 isolation may admit it to that replica while it excludes the others.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from serve_app.routing.ledger import ReplicaLedger
+from serve_app.routing.open_replicas import CapacityQuery
 from serve_app.routing.prefix.affinity import PrefixAffinity, PrefixQuery
 from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
 from serve_app.scheduling.isolation.prefill_isolation import PrefillIsolation
 from serve_app.scheduling.request import ScheduledRequest
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementQuery:
-    """What a head needs of a replica, besides prefill isolation.
-
-    Attributes:
-        tokens: KV cache that it needs.
-        needs_empty_engine_queue: the engine's own queue must be empty.
-    """
-
-    pool: str
-    tokens: int
-    needs_empty_engine_queue: bool
 
 
 class Placement:
@@ -37,28 +24,23 @@ class Placement:
         self._affinity = affinity
 
     def choose(
-        self, head: ScheduledRequest, by_load: ReplicaState | None, query: PlacementQuery, now: float
+        self, head: ScheduledRequest, by_load: ReplicaState | None, query: CapacityQuery, now: float
     ) -> tuple[ReplicaState, Hold] | None:
         """The replica and what to hold of it; None when no replica may take the request.
 
         Args:
             by_load: the best for its whole prefill; None when isolation or load excludes all.
+            query: what it needs with its whole prefill.
         """
         if by_load is None and not (head.prefill_class is not PrefillClass.SHORT and head.cached_tokens):
             return None
-        estimate, waited_s = head.estimate, now - head.request.arrived_at
+        estimate = head.estimate
 
         def admissible(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
-            limits = self.isolation.limits(self._prefill_class(head, prefill_tokens), now, waited_s)
+            limits = self.isolation.limits(self._prefill_class(head, prefill_tokens), now)
             replica = self._ledger.get(replica_id)
-            if replica is None or replica.spec.pool != query.pool:
-                return None
-            fits = self._ledger.open.fits(
-                replica,
-                query.tokens,
-                now,
-                long_limits=limits,
-                needs_empty_engine_queue=query.needs_empty_engine_queue,
+            fits = replica is not None and self._ledger.open.fits(
+                replica, replace(query, long_limits=limits), now
             )
             return replica if fits else None
 

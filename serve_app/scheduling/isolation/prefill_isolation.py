@@ -55,12 +55,6 @@ class IsolationSettings:
     prior_longest_tokens: int = 4_096
     # Requests after which the learned boundaries are used.
     min_observations: Annotated[int, POSITIVE] = 200
-    # How many more prefills ageing may admit, one per `relief_s` seconds that the first of its class has
-    # waited. It shortens the longest waits below saturation. But in overload every request has waited, and it
-    # undoes the isolation for all. Therefore it is off.
-    max_relief: Annotated[int, NOT_NEGATIVE.hint("0 switches it off")] = 0
-    # See `max_relief`.
-    relief_s: Annotated[float, POSITIVE] = 2.0
     # Fair shares take precedence over isolation: a tenant with mostly long requests would otherwise never get
     # its share beside others with short ones. For each so many average requests that it is behind every other
     # waiting tenant, it may have one more long prefill, up to `max_owed` more.
@@ -135,27 +129,24 @@ class PrefillIsolation:
         self._short_arrived_at = now
 
     def limits(
-        self, prefill_class: PrefillClass, now: float, waited_s: float, behind_requests: float = 0.0
+        self, prefill_class: PrefillClass, now: float, behind_requests: float = 0.0
     ) -> tuple[int, ...]:
         """Limits on prefills in flight of a replica that gets one more: (), (long), or (long, longest).
 
         Args:
             now: seconds on the scheduler's clock.
-            waited_s: how long this request, the first of its class, has waited.
             behind_requests: how far its tenant is behind its share (`FairShares.behind_requests`).
         """
         if prefill_class is PrefillClass.SHORT:
             return ()
         settings = self._settings
-        relief = min(settings.max_relief, int(waited_s / settings.relief_s))
-        if behind_requests >= settings.owed_requests:
-            relief += min(settings.max_owed, int(behind_requests / settings.owed_requests))
+        more = min(settings.max_owed, int(behind_requests / settings.owed_requests))
         if now - self._short_arrived_at > settings.no_short_s:
-            relief = max(relief, settings.no_short_long_prefills - settings.max_long_prefills)
+            more = max(more, settings.no_short_long_prefills - settings.max_long_prefills)
         limit_factor = self._delay.limit_factor(settings.usual_lag_s)
         long = round(settings.max_long_prefills * limit_factor)
         longest = round(settings.max_longest_prefills * limit_factor)
-        return (long + relief, longest + relief)[:prefill_class]
+        return (long + more, longest + more)[:prefill_class]
 
     def _learn(self) -> None:
         settings = self._settings

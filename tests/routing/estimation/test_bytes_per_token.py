@@ -91,24 +91,3 @@ def test_the_divisors_keep_their_order_and_the_floor_holds(
         assert 0 < learned.conservative <= learned.unbiased <= learned.mean < learned.optimistic < math.inf
         assert learned.conservative >= min(learned.unbiased, 1.0)
         assert 0 <= learned.deviation < math.inf
-
-
-@settings(deadline=None)
-@given(OBSERVATIONS)
-def test_restoring_its_own_state_changes_nothing(observations: list[tuple[float, float]]) -> None:
-    learned, copy = ratio(), ratio()
-    for size, tokens in observations:
-        learned.observe(size, tokens)
-    copy.restore(learned.state())
-    assert copy.state() == learned.state()
-
-
-@pytest.mark.parametrize(
-    "broken", [{}, {"mean": 0.0}, {"deviation": -1.0}, {"mean": math.nan}, {"weight": "many"}]
-)
-def test_a_damaged_state_is_refused_and_leaves_everything_as_it_was(broken: dict[str, object]) -> None:
-    learned = ratio()
-    before = learned.state()
-    with pytest.raises(ValueError, match="learned state"):
-        learned.restore({**before, **broken} if broken else {})
-    assert learned.state() == before

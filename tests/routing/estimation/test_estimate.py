@@ -220,20 +220,6 @@ def test_a_restored_estimator_estimates_and_learns_like_the_original(
     assert copy.state() == learned.state()
 
 
-@pytest.mark.parametrize("part", ["version", "text", "tools", "overhead", "output"])
-def test_a_state_without_one_of_its_parts_is_refused_and_leaves_everything_as_it_was(part: str) -> None:
-    learned = taught(chats(random.Random(1), 5))
-    before = learned.state()
-    with pytest.raises(ValueError, match=part):
-        learned.restore({name: value for name, value in before.items() if name != part})
-    assert learned.state() == before
-
-
-def test_a_state_of_another_version_is_refused() -> None:
-    with pytest.raises(ValueError, match="version 7"):
-        estimator().restore({**estimator().state(), "version": 7})
-
-
 def test_settings_come_from_plain_dictionaries_and_refuse_unknown_keys_by_name() -> None:
     adapter = pydantic.TypeAdapter(EstimatorSettings)
     settings = adapter.validate_python({"ratio": {"gamma": 1.5}, "output": {"quantile": 0.9}})

@@ -165,23 +165,3 @@ def test_the_expected_length_never_exceeds_the_limit_and_grows_with_it(
     assert 0 <= curve.expected(low) <= low * (1 + 1e-9)
     assert curve.expected(low) <= curve.expected(high) * (1 + 1e-9)
     assert 1 <= curve.quantile() <= SETTINGS.largest_believed_max_tokens
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {},
-        {"categories": {}, "tenants": "none"},
-        {"categories": {"poetry": {}}, "tenants": []},
-        {"categories": {"prose": {"seen": 1, "scale": 1, "ended": {"99999": 1.0}, "cut": {}}}, "tenants": []},
-        {"categories": {"prose": {"seen": 1, "scale": 1, "ended": {"3": -1.0}, "cut": {}}}, "tenants": []},
-        {"categories": {}, "tenants": [{"tenant": 7, "category": "prose", "curve": {}}]},
-    ],
-)
-def test_a_damaged_state_is_refused_and_leaves_everything_as_it_was(broken: dict[str, object]) -> None:
-    learned = lengths()
-    observe(learned, 10, times=30)
-    before = learned.state()
-    with pytest.raises(ValueError, match=r"learned state|poetry"):
-        learned.restore(broken)
-    assert learned.state() == before

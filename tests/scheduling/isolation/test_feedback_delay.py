@@ -49,5 +49,5 @@ def test_delayed_feedback_admits_more_long_prefills_and_prompt_feedback_none() -
     for delay_s, limits in ((0.01, (2, 1)), (0.45, (4, 2))):
         delay = measured(delay_s, long_s=0.4)
         isolation = PrefillIsolation(settings, delay, wanted=True)
-        assert isolation.limits(PrefillClass.LONGEST, 0.0, 0.0) == limits
-        assert isolation.limits(PrefillClass.SHORT, 0.0, 0.0) == ()
+        assert isolation.limits(PrefillClass.LONGEST, 0.0) == limits
+        assert isolation.limits(PrefillClass.SHORT, 0.0) == ()

@@ -52,15 +52,6 @@ def test_long_prefills_spread_over_replicas() -> None:
     assert dispatched(driver.arrive("long2", prompt_tokens=500)) == [("long2", "r2")]
 
 
-def test_ageing_admits_one_more_when_the_first_has_waited() -> None:
-    driver = make_driver(relief_s=10.0, max_relief=1)
-    driver.arrive("long1", prompt_tokens=500)
-    driver.arrive("long2", prompt_tokens=500)
-    for _ in range(9):
-        assert driver.report("r1", after_s=1.0, received=1) == []
-    assert dispatched(driver.report("r1", after_s=1.0, received=1)) == [("long2", "r1")]
-
-
 def test_without_short_prompts_an_iteration_is_filled_with_long_ones() -> None:
     driver = make_driver(no_short_s=2.0, no_short_long_prefills=3)
     driver.arrive("short", prompt_tokens=50)
@@ -87,18 +78,11 @@ def test_short_batch_work_is_not_protected() -> None:
 def test_a_tenant_far_behind_its_share_may_have_more() -> None:
     isolation = isolating(owed_requests=10.0, max_owed=2)
     behind = (0.0, 9.9, 10.0, 25.0, 1e6)
-    limits = [isolation.limits(PrefillClass.LONG, 0.0, 0.0, each) for each in behind]
-    assert limits == [(2,), (2,), (3,), (4,), (4,)]
-
-
-def test_ageing_is_bounded() -> None:
-    isolation = isolating(relief_s=1.0, max_relief=2)
-    waits_s = (0.0, 0.9, 1.0, 2.5, 100.0)
-    longest = [isolation.limits(PrefillClass.LONGEST, 0.0, waited_s) for waited_s in waits_s]
+    longest = [isolation.limits(PrefillClass.LONGEST, 0.0, each) for each in behind]
     assert longest == [(2, 1), (2, 1), (3, 2), (4, 3), (4, 3)]
-    long = [isolation.limits(PrefillClass.LONG, 0.0, waited_s) for waited_s in waits_s]
+    long = [isolation.limits(PrefillClass.LONG, 0.0, each) for each in behind]
     assert long == [limits[:1] for limits in longest]
-    assert isolation.limits(PrefillClass.SHORT, 0.0, 100.0) == ()
+    assert isolation.limits(PrefillClass.SHORT, 0.0, 1e6) == ()
 
 
 def test_a_long_prefill_that_is_not_streamed_ends_after_its_usual_time() -> None:
