@@ -61,6 +61,7 @@ class Experiment(Generic[S]):
         settings: a frozen dataclass; `config.yaml` holds its fields.
         play: measures, and yields a row as soon as it is known.
         unavailable: says why the experiment cannot be played on this machine; None when it can.
+        only_by_name: why `--all` leaves it out all the same; empty when it does not.
     """
 
     FILE: ClassVar[str] = "run.py"
@@ -68,3 +69,4 @@ class Experiment(Generic[S]):
     settings: type[S]
     play: Callable[[S, Context], Iterator[Measurement]]
     unavailable: Callable[[], str | None] = _always
+    only_by_name: str = ""

@@ -7,9 +7,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments.common.catalogue import Catalogue
 from experiments.common.config import read_settings
+from experiments.common.experiment import Experiment
 from experiments.common.play import play
 from experiments.common.rows import Row
 from serve_app.command import positive_int, say, warn
@@ -88,9 +90,8 @@ def _play_one(name: str, args: argparse.Namespace, there: Catalogue) -> bool:
     """Whether it went well; an experiment that this machine cannot play is left out, which is no failure."""
     began = time.perf_counter()
     try:
-        missing = there.experiment(name).unavailable() if name in there.names() else None
-        if missing is not None and args.all:
-            warn(f"{name}: left out: {missing}")
+        if args.all and (reason := _left_out(there.experiment(name))):
+            warn(f"{name}: left out: {reason}")
             return True
         with tempfile.TemporaryDirectory() as folder:
             scratch = Path(folder) / "results.jsonl" if args.quick else there.results(name)
@@ -104,6 +105,11 @@ def _play_one(name: str, args: argparse.Namespace, there: Catalogue) -> bool:
     if args.quick and took_s > _QUICK_S:
         warn(f"{name}: --quick should take less than a minute: make `quick` in its config.yaml smaller")
     return True
+
+
+def _left_out(experiment: Experiment[Any]) -> str:
+    """Why `--all` leaves an experiment out; empty when it is played."""
+    return experiment.unavailable() or experiment.only_by_name
 
 
 def _rows(name: str, args: argparse.Namespace, there: Catalogue, out: Path) -> list[Row]:

@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from serve_app.planning.sizing.costs import CostTable
-
 from experiments.common.experiment import STRICT
 from serve_app.bench.connection import BenchError
 from serve_app.metrics.slo import Slo
 from serve_app.planning.plan import Effort, make_plan
 from serve_app.planning.sizing.candidates import FleetOptions, SizedFleet
+from serve_app.planning.sizing.costs import CostTable
 from serve_app.planning.sizing.verification import Workload
 from serve_app.simulation.workload import TraceChoice, at_rate, choose_trace, fit
 from serve_app.workloads.trace import Trace

@@ -21,6 +21,7 @@ def row(
     traces: Sequence[TraceSource] = (),
     commit: str | None = "0123456789abcdef",
     measured_at: str = "2025-01-02T03:04:05+00:00",
+    settings: Mapping[str, Any] | None = None,
 ) -> Row:
     return Row(
         experiment=experiment,
@@ -28,7 +29,7 @@ def row(
         figures=figures or {},
         seeds=tuple(seeds),
         traces=tuple(traces),
-        settings={"flips": 10},
+        settings=settings or {"flips": 10},
         commit=commit,
         machine=MACHINE,
         measured_at=measured_at,

@@ -108,6 +108,18 @@ def test_an_experiment_that_this_machine_cannot_play_is_left_out(
     assert not catalogue.results("coin").exists()
 
 
+def test_an_experiment_that_is_played_by_name_only_is_left_out_of_all(
+    catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = catalogue.folder("coin") / "run.py"
+    run.write_text(run.read_text().replace("play=play)", "play=play, only_by_name='coins are slow')"))
+    assert main(["--all"], catalogue) == 0
+    assert "coin: left out: coins are slow" in capsys.readouterr().err
+    assert not catalogue.results("coin").exists()
+    assert main(["coin"], catalogue) == 0
+    assert catalogue.results("coin").exists()
+
+
 def test_the_list_tells_the_question_of_each(
     catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
 ) -> None:

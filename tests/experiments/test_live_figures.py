@@ -1,0 +1,75 @@
+"""What live experiments make of records, logs and CPU times."""
+
+import pytest
+
+from experiments.common.processes import ProcessUse, role_of
+from experiments.late_users.run import LateUsersSettings, figures_of, scenario
+from experiments.overhead.tables import layer_ms
+from experiments.tuner_cost.run import waits_ms
+from experiments.tuner_cost.tables import TABLES
+from tests.experiments.builders import row
+from tests.metrics.builders import record
+
+
+def test_late_users_come_a_moment_after_the_flood() -> None:
+    settings = LateUsersSettings(policy="fcfs", modes=("off",), flood=3, after_s=0.5, repeats=1)
+    trace = scenario(settings)
+    assert [(one.tenant, one.arrival_s) for one in trace.requests] == [
+        *[("A", 0.0)] * 3,
+        ("B", 0.5),
+        ("C", 0.55),
+    ]
+
+
+def test_places_before_the_late_user_are_told_from_those_that_the_engine_had_already() -> None:
+    times_of_a = (0.1, 0.2, 0.8, 5.0)
+    records = [
+        *(record(tenant="A", dispatched_at=at, first_token_at=at + 1, finished_at=9.0) for at in times_of_a),
+        record(tenant="B", arrived_at=0.5, dispatched_at=1.0, first_token_at=1.4, finished_at=9.0),
+        record(tenant="C", arrived_at=0.55, dispatched_at=1.1, first_token_at=1.5, finished_at=9.0),
+    ]
+    figures = figures_of(records)
+    assert (figures.before_b, figures.in_engine) == (3, 2)
+    assert (figures.b_ttft_s, figures.c_ttft_s) == pytest.approx((0.9, 0.95))
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "role"),
+    [
+        ("haproxy", "haproxy", "haproxy"),
+        ("ray::ServeRepl", "ray::ServeReplica:app:gateway", "gateway"),
+        ("ray::ServeRepl", "ray::ServeReplica:app:scheduler-m", "scheduler"),
+        ("ray::ServeRepl", "ray::ServeReplica:app:tuner-m", "tuner"),
+        ("ray::ServeRepl", "ray::ServeReplica:app:pool-m-all", "engine"),
+        ("ray::ServeCont", "ray::ServeController", "serve"),
+        ("raylet", "raylet", "ray"),
+    ],
+)
+def test_a_process_is_known_by_the_part_that_it_plays(name: str, title: str, role: str) -> None:
+    assert role_of(ProcessUse(pid=1, parent=0, name=name, title=title, cpu_s=0.0, started=0)) == role
+
+
+def test_the_layer_is_everything_but_the_engine() -> None:
+    cpu_ms = {"gateway": [1.0, 1.2, 5.0], "ray": [0.1, 0.1, 0.1], "engine": [9.0, 9.0, 9.0]}
+    assert layer_ms(row({}, {"cpu_ms": cpu_ms})) == pytest.approx(1.3)
+
+
+def test_waits_are_those_of_answered_requests() -> None:
+    lines = [
+        "x event=concluded outcome=completed model=m queue_wait_s=0.004 ttft_s=0.1",
+        "x event=concluded outcome=queue_full model=m queue_wait_s=9.0",
+        "x event=replica_joined",
+    ]
+    assert waits_ms(lines) == [4.0]
+
+
+def test_what_a_search_costs_is_the_difference_of_neighbouring_slices() -> None:
+    names = ("grant_mean_ms", "grant_p99_ms", "ttft_p50_ms", "ttft_p99_ms")
+    cores = ("tuner_cores", "scheduler_cores", "gateway_cores")
+    settings = {"pairs": 2, "slice_s": 20.0, "rate_per_s": 20.0}
+    idle = row({"search": "idle"}, {name: [1.0, 5.0] for name in (*names, *cores)}, settings=settings)
+    busy = row({"search": "working"}, {name: [2.0, 6.0] for name in (*names, *cores)}, settings=settings)
+    lines = TABLES["headline"].written([idle, busy]).splitlines()
+    # One side varies from pair to pair, the difference does not.
+    assert lines[4].startswith("| difference | 1.00 ± 0.00 |")
+    assert lines[2].startswith("| no search | 3.00 ± 25.41 |")
