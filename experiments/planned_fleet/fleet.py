@@ -62,7 +62,9 @@ class PlannedFleetSettings:
 
     def live_trace(self, fleet: SizedFleet, seed: int) -> Trace:
         """The requests of a live run, as the simulation of that seed has them."""
-        fitted = fit(choose_trace(self.choice(), seed), fleet.plan.context_tokens())
+        plans = fleet.plan.settings(dict.fromkeys(fleet.plan.pools, 1)).plans()
+        longest = max(plan.engine.max_model_len for plan in plans)
+        fitted = fit(choose_trace(self.choice(), seed), longest)
         return at_rate(fitted.trace, self.rate_per_s)
 
 
