@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import sys
+import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+_FETCH_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,19 @@ def positive_int(text: str) -> int:
     if value != int(value):
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
     return int(value)
+
+
+def fetched(url: str, api_key: str | None = None, *, method: str = "GET") -> bytes:
+    """The body that an endpoint answers with; the caller has checked that the URL is HTTP.
+
+    Raises:
+        OSError: it cannot be reached, or answers with an error (`urllib.error.HTTPError`).
+    """
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(url, headers=headers, method=method)  # noqa: S310 - see above
+    with urllib.request.urlopen(request, timeout=_FETCH_TIMEOUT_S) as response:  # noqa: S310 - see above
+        body: bytes = response.read()
+    return body
 
 
 @contextmanager

@@ -1,29 +1,27 @@
-"""`python -m serve_app status`: how a running application is doing, as tables."""
+"""The command `python -m serve_app status`: the state of a running application, as tables."""
 
 import argparse
 import json
 import os
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.command import Command, positive_int, say
+from serve_app.command import Command, fetched, positive_int, say
 from serve_app.errors import ServeAppError
 
 Document = Mapping[str, Any]
 
-_TIMEOUT_S = 10.0
 _KEY_VARIABLE = "EWSJF_API_KEY"
 # Wide enough that no name is cut when the output goes into a file.
 _PIPE_COLUMNS = 160
 
 
 class StatusError(ServeAppError):
-    """The application does not answer, or not what it should."""
+    """The application does not answer, or its answer is invalid."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -45,11 +43,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     if args.freeze_tuner or args.thaw_tuner:
         word = "freeze" if args.freeze_tuner else "thaw"
-        for model in fetched(args.url, f"/debug/tuner/{word}", args.api_key, method="POST")["models"]:
+        for model in ask(args.url, f"/debug/tuner/{word}", args.api_key, method="POST")["models"]:
             say(f"{model['model']}: {model.get('error') or word}")
         return 0
-    status = fetched(args.url, "/debug/status", args.api_key)
-    queue = fetched(args.url, "/debug/queue", args.api_key)
+    status = ask(args.url, "/debug/status", args.api_key)
+    queue = ask(args.url, "/debug/queue", args.api_key)
     if args.json:
         say(json.dumps({"status": status, "queue": queue}, indent=1))
         return 0
@@ -61,29 +59,26 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def fetched(url: str, path: str, api_key: str | None, method: str = "GET") -> Document:
-    """What the application answers.
+def ask(url: str, path: str, api_key: str | None, method: str = "GET") -> Document:
+    """A document of the application.
 
     Raises:
-        StatusError: it cannot be reached, refuses, or answers something else.
+        StatusError: it cannot be reached, refuses, or does not answer with such a document.
     """
     address = url.rstrip("/") + path
     if not address.startswith(("http://", "https://")):
-        raise StatusError(f"{url!r} is no address: give it with http:// or https://")
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(address, headers=headers, method=method)  # noqa: S310 - the scheme was looked at
+        raise StatusError(f"{url!r} is not an address: begin it with http:// or https://")
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - see above
-            document: Any = json.load(answer)
+        document: Any = json.loads(fetched(address, api_key, method=method))
     except urllib.error.HTTPError as error:
         hint = (
             f"; --api-key or {_KEY_VARIABLE} must name a key with `admin`" if error.code in {401, 403} else ""
         )
         raise StatusError(f"{address} answered {error.code} {error.reason}{hint}") from error
     except (OSError, ValueError) as error:
-        raise StatusError(f"{address} does not answer as one of our gateways: {error}") from error
+        raise StatusError(f"{address} does not answer as a gateway of this project: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.get("models"), list):
-        raise StatusError(f"{address} is no gateway of ours: its answer names no models")
+        raise StatusError(f"{address} is not a gateway of this project: its answer names no models")
     return document
 
 

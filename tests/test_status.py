@@ -1,4 +1,4 @@
-"""`python -m serve_app status` against documents of the shape that the shell makes."""
+"""`python -m serve_app status` against documents with the fields of a live scheduler's."""
 
 import json
 import threading
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serve_app.cli import main
-from serve_app.status import StatusError, fetched
+from serve_app.status import StatusError, ask
 
 STATUS: dict[str, Any] = {
     "models": [
@@ -62,7 +62,7 @@ QUEUE: dict[str, Any] = {
 }
 
 
-FROZEN: list[str] = []
+POSTED: list[str] = []
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -71,22 +71,21 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(401)
             return
         documents = {"/debug/status": STATUS, "/debug/queue": QUEUE, "/other/debug/status": {"hello": 1}}
-        body = json.dumps(documents[self.path]).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.answer(documents[self.path])
 
     def do_POST(self) -> None:
-        body = json.dumps({"models": [{"model": "demo", "asked": self.path}]}).encode()
-        FROZEN.append(self.path)
+        POSTED.append(self.path)
+        self.answer({"models": [{"model": "demo", "asked": self.path}]})
+
+    def answer(self, document: object) -> None:
+        body = json.dumps(document).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Not into the output of the test."""
+        """Keep the log out of the test's output."""
 
 
 @pytest.fixture
@@ -126,24 +125,24 @@ def test_json_is_what_the_application_says(url: str, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out) == {"status": STATUS, "queue": QUEUE}
 
 
-def test_a_key_that_may_not_look_is_told_so(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_without_admin_is_refused_with_the_remedy(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--url", url, "--api-key", "k2"]) == 2
     assert "401" in (message := capsys.readouterr().err)
     assert "admin" in message
 
 
-def test_what_is_no_gateway_is_named(url: str) -> None:
-    with pytest.raises(StatusError, match="no gateway of ours"):
-        fetched(f"{url}/other", "/debug/status", "k1")
+def test_an_address_without_a_gateway_is_refused(url: str) -> None:
+    with pytest.raises(StatusError, match="not a gateway of this project"):
+        ask(f"{url}/other", "/debug/status", "k1")
     with pytest.raises(StatusError, match="http://"):
-        fetched("file:///etc/passwd", "/x", None)
+        ask("file:///etc/passwd", "/x", None)
     with pytest.raises(StatusError, match="does not answer"):
-        fetched("http://127.0.0.1:9", "/debug/status", None)
+        ask("http://127.0.0.1:9", "/debug/status", None)
 
 
 def test_one_command_freezes_and_thaws_every_tuner(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    FROZEN.clear()
+    POSTED.clear()
     assert main(["status", "--url", url, "--api-key", "k1", "--freeze-tuner"]) == 0
     assert main(["status", "--url", url, "--api-key", "k1", "--thaw-tuner"]) == 0
-    assert FROZEN == ["/debug/tuner/freeze", "/debug/tuner/thaw"]
+    assert POSTED == ["/debug/tuner/freeze", "/debug/tuner/thaw"]
     assert capsys.readouterr().out == "demo: freeze\ndemo: thaw\n"

@@ -1,6 +1,6 @@
-"""How does a live endpoint do under load? An open-loop client, cheap enough not to be what is measured.
+"""An open-loop load client for a live endpoint, cheap enough not to distort what it measures.
 
-Read `bodies` (what is sent), `answer` (what is read from the answer), `connection` (HTTP at protocol level),
-`load` (the open loop), `closed_loop` (a fixed number of clients, for overhead), `report` and `plots`,
-`provenance`, and `command` (`python -m serve_app bench`).
+Read `bodies` (requests), `connection` (HTTP at protocol level), `answer` (reading answers), `load` (the open
+loop), `endpoint` (models and engine metrics of the endpoint), `report` and `plots` (output), and `command`
+with `arguments` (`python -m serve_app bench`).
 """

@@ -1,8 +1,8 @@
-"""What became of a request, read from the answer's bytes as they come.
+"""The outcome of a request, read from the bytes of its answer as they arrive.
 
-Until the first generated token each event is decoded; after it nothing is looked at but the last bytes, in
-which usage, an error and the end mark stand. An answer counts as completed only when it came to its own end:
-HTTP message complete, status 200, `[DONE]` for a stream, no error inside.
+Each event is decoded until the first generated token. After it only the last bytes are read, which hold the
+usage, an error and the end mark. An answer counts as completed only at its proper end: a complete HTTP
+message with status 200, `[DONE]` for a stream, and no error inside.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ import msgspec
 
 from serve_app.errors import HTTP_STATUS, Outcome
 
-# The last events (usage, error, end mark) fit in this; an error message of an engine may be long.
+# Enough for the last events (usage, error, end mark); an engine's error message may be long.
 _TAIL_BYTES = 8192
-# What a client keeps of an error or an unstreamed answer.
+# Kept bytes of an error or of an answer that is not a stream.
 _WHOLE_BYTES = 16 * 1024 * 1024
 
 _OUTCOME_OF_CODE = {
@@ -26,7 +26,7 @@ _OUTCOME_OF_CODE = {
     "queue_timeout": Outcome.EXPIRED,
     "model_not_found": Outcome.REJECTED_UNKNOWN_MODEL,
 }
-# Where several outcomes share a status the first one stands for it.
+# Of several outcomes with one status, the first counts.
 _OUTCOME_OF_STATUS = {status: outcome for outcome, status in reversed(HTTP_STATUS.items())}
 
 
@@ -67,17 +67,16 @@ class Answer:
 
     Args:
         stream: whether the request asked for a stream.
-        on_end: called once, when the answer has ended in whatever way.
+        on_end: called once, at the end of the answer, completed or not.
 
     Attributes:
         status: HTTP status, 0 before it is known.
         headers: by lower-case name.
-        first_token_at: when the first generated token came.
-        finished_at: when it ended.
-        prompt_tokens: as the engine counted, None when it did not say.
-        output_tokens: the same.
-        outcome: None until it ended.
-        detail: why it did not complete.
+        first_token_at: arrival of the first generated token.
+        finished_at: end of the answer.
+        prompt_tokens, output_tokens: the engine's counts; None when it sent none.
+        outcome: None until the end.
+        detail: the reason when it did not complete.
     """
 
     __slots__ = (
@@ -108,7 +107,7 @@ class Answer:
         self._bytes = b""
 
     def header(self, name: bytes) -> str:
-        """A header of the answer, empty when it is absent."""
+        """A header of the answer; empty when absent."""
         return self.headers.get(name, b"").decode("latin-1")
 
     def on_body(self, piece: bytes, now: float) -> None:
@@ -124,7 +123,7 @@ class Answer:
                 self._bytes = self._bytes[-_TAIL_BYTES:]
 
     def on_complete(self, now: float) -> None:
-        """The HTTP message came to its end."""
+        """The HTTP message is complete."""
         if self.status != 200:
             self._refused(now)
         elif self._stream:
@@ -133,13 +132,14 @@ class Answer:
             self._document_ended(now)
 
     def fail(self, detail: str, now: float, outcome: Outcome = Outcome.FAILED) -> None:
-        """It ended without being complete; the first end counts."""
+        """End the answer as not completed; only the first end counts."""
         self._end(outcome, now, detail)
 
     def _has_token(self) -> bool:
-        """Whether a whole event so far carries generated text.
+        """Whether a complete event holds generated text.
 
-        What is looked at is dropped, but for the last event (it may be the end mark) and an error.
+        Events are dropped after they are read, except for the last one, which may be the end mark, and an
+        error.
         """
         *events, rest = self._bytes.replace(b"\r\n", b"\n").split(b"\n\n")
         for position, raw in enumerate(events):
@@ -194,7 +194,7 @@ class Answer:
 
 
 def _event(raw: bytes) -> _Event:
-    """One server-sent event; an empty one when it is no JSON object of the expected form."""
+    """One server-sent event; an empty one when it is not a JSON object of the expected form."""
     data = raw.strip().removeprefix(b"data:").strip()
     try:
         return _decode(data)

@@ -73,7 +73,7 @@ def _configure_results(group: "argparse._ArgumentGroup") -> None:
 
 
 def workload(args: argparse.Namespace) -> WorkloadSettings:
-    """Which requests are sent, and when."""
+    """The requests, with their arrival times."""
     return WorkloadSettings(
         trace=args.trace,
         rate_per_s=args.rate,
@@ -87,7 +87,7 @@ def workload(args: argparse.Namespace) -> WorkloadSettings:
 
 
 def body_settings(args: argparse.Namespace, models: list[str]) -> BodySettings:
-    """What is sent for a request.
+    """The contents of request bodies.
 
     Raises:
         BenchError: the endpoint does not serve the model.
@@ -109,12 +109,12 @@ def body_settings(args: argparse.Namespace, models: list[str]) -> BodySettings:
 
 
 def load_settings(args: argparse.Namespace) -> LoadSettings:
-    """The bounds of the run."""
+    """The limits of the run."""
     return LoadSettings(timeout_s=args.timeout_s, max_in_flight=args.max_in_flight, stream=not args.no_stream)
 
 
 def rules(args: argparse.Namespace) -> SummaryRules:
-    """How records are read."""
+    """The rules of the summary."""
     return SummaryRules(
         slo=Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s), short_at_tokens=args.short_at
     )

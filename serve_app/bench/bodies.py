@@ -1,8 +1,8 @@
-"""What is sent for a trace request: a body of the right size, without a tokenizer.
+"""HTTP requests for the requests of a trace, with text of the right size and without a tokenizer.
 
-The text is real-looking words, cut to `prompt_tokens * bytes_per_token` bytes, so that a gateway which
-estimates tokens from bytes has something true to estimate. No two requests begin alike, unless the trace says
-that they share a prefix. Bodies are put together from bytes; nothing is encoded as JSON at sending time.
+The text consists of common words and has `prompt_tokens * bytes_per_token` bytes, so that a gateway that
+estimates tokens from bytes has realistic input. No two prompts begin alike, unless the trace says that they
+share a prefix. Bodies are joined from bytes; no JSON is encoded when a request is sent.
 """
 
 import enum
@@ -15,7 +15,7 @@ from serve_app.request import PriorityClass
 from serve_app.workloads.streams import stream
 from serve_app.workloads.trace import PREFIX_BLOCK_TOKENS, TraceRequest
 
-# Lines of common words; cut at spaces once, when the module loads.
+# Common words, split once when the module is loaded.
 _WORDS = " ".join(
     (
         "the of and to in a is that for it as was with be by on not he his but at are this have from or had",
@@ -34,10 +34,10 @@ _TEXT_BYTES = 1 << 20
 
 
 class BodyKind(enum.StrEnum):
-    """How an engine learns how many tokens a request is meant to have."""
+    """How an engine gets the token counts of a request."""
 
     EMULATED = "emulated"
-    """By the extra fields that emulated engines honour: exact counts, whatever the text."""
+    """By the extra fields of emulated engines: exact counts, whatever the text."""
     TEXT = "text"
     """By the text itself and `max_tokens`: for real engines."""
 
@@ -54,10 +54,11 @@ class BodySettings:
     """How bodies and headers are made.
 
     Attributes:
-        bytes_per_token: text per prompt token. Common English words come to about 5 with current tokenizers;
-            an emulated engine is told its count, so there it sets how far a gateway's estimate starts off.
-        max_tokens: the limit that clients state; None states the true length of the answer, 0 states none.
-        ignore_eos: ask a real engine for answers of exactly `max_tokens` (a vLLM extension).
+        bytes_per_token: bytes of text per prompt token. Common English words have about 5 with current
+            tokenizers. An emulated engine gets exact counts, so there it sets the initial error of a
+            gateway's estimate.
+        max_tokens: limit in the request; None states the true length of the answer, 0 states none.
+        ignore_eos: ask a real engine for answers of exactly `max_tokens` (an extension of vLLM).
         api_key: sent as a bearer token.
     """
 
@@ -82,11 +83,11 @@ class BodySettings:
 
 
 class BodyFactory:
-    """Makes the bytes of each request, head and body.
+    """Makes the bytes of each HTTP request.
 
     Args:
         host: value of the Host header.
-        path_prefix: path in front of `/v1`, without a slash at its end.
+        path_prefix: path before `/v1`, without a slash at its end.
     """
 
     def __init__(self, settings: BodySettings, host: str, path_prefix: str = "") -> None:
@@ -108,7 +109,7 @@ class BodyFactory:
         self._after_text = b'"}]}' if chat else b'"}'
 
     def make(self, number: int, request: TraceRequest) -> bytes:
-        """The whole HTTP request of the `number`-th trace request."""
+        """The HTTP request of the `number`-th trace request."""
         body = b"".join(
             (
                 self._opening,
@@ -126,7 +127,7 @@ class BodyFactory:
         return b"%s%sContent-Length: %d\r\n\r\n%s" % (self._head, b"".join(lines), len(body), body)
 
     def text(self, number: int, request: TraceRequest) -> bytes:
-        """The prompt: blocks that the trace says are shared, then words of its own."""
+        """The prompt: blocks that it shares according to the trace, then words of its own."""
         wanted = max(1, round(request.prompt_tokens * self._settings.bytes_per_token))
         block_bytes = round(PREFIX_BLOCK_TOKENS * self._settings.bytes_per_token)
         shared = b"".join(self._slice(block, block_bytes) for block in request.prefix)[:wanted]
@@ -139,11 +140,11 @@ class BodyFactory:
         if self._settings.kind is BodyKind.TEXT:
             return stated
         stated += b',"ewsjf_output_tokens":%d' % request.output_tokens
-        # A prompt of a stated length takes no part in the prefix cache, so a shared one goes by its text.
+        # A prompt of stated length does not use the prefix cache, so one with a shared prefix states none.
         return stated if request.prefix else stated + b',"ewsjf_prompt_tokens":%d' % request.prompt_tokens
 
     def _slice(self, number: int, length: int) -> bytes:
-        """Words from another place for each number; a stride prime to the text's length spreads them."""
+        """Words from a different position for each number; the stride is prime to the text's length."""
         start = number * 7919 % len(self._text)
         piece = self._text[start : start + length]
         while len(piece) < length:
@@ -152,7 +153,7 @@ class BodyFactory:
 
 
 def _name(number: int) -> bytes:
-    """Words that no other number has: a prompt that begins with them shares no first block with another."""
+    """Words that are unique to a number, so that prompts do not share their first block."""
     words = []
     for _ in range(4):
         number, index = divmod(number, len(_WORDS))

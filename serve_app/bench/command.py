@@ -1,4 +1,4 @@
-"""`python -m serve_app bench`: an open-loop run against a live endpoint: table, JSON, records and plots."""
+"""The command `python -m serve_app bench`: an open-loop run against a live endpoint."""
 
 import argparse
 import asyncio
@@ -26,7 +26,7 @@ from serve_app.workloads.trace import Trace
 _EXAMPLE = """example:
   python -m serve_app bench --url http://127.0.0.1:8000 --trace azure-conv --rate 20 --duration 60
 """
-# Secrets, and what belongs to the command line itself.
+# Secrets, and arguments of the command line itself.
 _NOT_SETTINGS = frozenset({"api_key", "command"})
 
 
@@ -55,7 +55,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _allow_connections(wanted: int) -> None:
-    """Raise the soft limit of open files as far as it may go; each request under way takes one."""
+    """Raise the soft limit of open files, because each request under way has a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + 64
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -92,7 +92,7 @@ def _write(args: argparse.Namespace, trace: Trace, load: LoadResult, summary: Su
     if args.records is not None:
         write_records(args.records, load.records)
     if args.plot is not None:
-        # Loading the plotting library takes half a second, which a run without plots need not wait for.
+        # The plotting library takes half a second to load, which runs without plots need not wait for.
         from serve_app.bench.plots import write_plots  # noqa: PLC0415 - see above
 
         write_plots(args.plot, load.records, f"{args.label}: {trace.name}", args.short_at)
@@ -104,16 +104,16 @@ def _warnings(load: LoadResult) -> Iterator[str]:
         yield "interrupted: the figures are of the requests that had been sent"
     if client.late > total / 100:
         yield (
-            f"the client was late: {client.late:,} of {total:,} requests left more than "
+            f"the client was late: {client.late:,} of {total:,} requests were sent more than "
             f"{LATE_AFTER_S * 1000:.0f} ms after their time, which counts as latency: lower the rate, or "
             "give the client a core of its own"
         )
     if client.held_back:
         yield f"{client.held_back:,} requests were held back at the limit: raise --max-in-flight"
     if client.wrong_length:
-        yield f"{client.wrong_length:,} answers are not as long as the trace says"
+        yield f"{client.wrong_length:,} answers do not have the length in the trace"
     if client.without_usage:
-        yield f"{client.without_usage:,} answers carry no usage: token counts are those of the trace"
+        yield f"{client.without_usage:,} answers have no usage: token counts are those of the trace"
 
 
 COMMAND = Command(

@@ -1,10 +1,13 @@
-"""The cheapest HTTP/1.1 client that is still right: a protocol object per connection, parsed by httptools.
+"""A cheap HTTP/1.1 client: a protocol object per connection, over the parser of httptools.
 
-A request on a kept connection starts without a task or a future. A kept connection that idled for longer than
-`IDLE_LIMIT_S` is not used again: servers close theirs after a few seconds, and a request that races
-with that would be lost through no fault of the endpoint.
+A request on an idle connection starts without a task or a future. A connection that was idle for longer than
+`IDLE_LIMIT_S` is not used again: servers close theirs after a few seconds, and a request on a closing
+connection would be lost without a fault of the endpoint.
 
-Times are read from `time.monotonic`: the clock of a uvloop loop advances in whole milliseconds.
+It differs from the gateway's upstream client on purpose. That one slows the engine down when a client reads
+slowly; this one never waits, reads the clock at every arrival of bytes, and supports TLS.
+
+Times are read from `time.monotonic`: the clock of a uvloop event loop advances in whole milliseconds.
 """
 
 import asyncio
@@ -26,12 +29,12 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class BenchError(ServeAppError):
-    """A benchmark cannot be run; the message names the reason and the remedy."""
+    """A benchmark cannot be run; the message states the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go."""
+    """The address of the endpoint."""
 
     host: str
     port: int
@@ -40,10 +43,10 @@ class Target:
 
     @classmethod
     def parse(cls, url: str) -> "Target":
-        """Read `http://host:port[/prefix]`; a `/v1` at the end is taken as part of the API.
+        """Parse `http://host:port[/prefix]`; a `/v1` at the end counts as part of the API.
 
         Raises:
-            BenchError: the URL is not such.
+            BenchError: the URL has another form.
         """
         try:
             parts = urlsplit(url)
@@ -64,29 +67,28 @@ class Target:
 
     @property
     def base_url(self) -> str:
-        """The URL in front of `/v1`."""
+        """The URL before `/v1`."""
         return f"{'https' if self.tls else 'http'}://{self.authority}{self.path_prefix}"
 
 
 class Connection(asyncio.Protocol):
-    """One connection; carries one request at a time and hands the answer's bytes to its `Answer`.
+    """One connection, for one request at a time; it passes the answer's bytes to its `Answer`.
 
     Attributes:
         is_open: as far as this side knows.
-        idle_since: when its last answer was complete.
-        reads: how often bytes came; tells whether the tokens of a stream came one by one.
+        idle_since: end of its last answer.
+        reads: number of arrivals of bytes, which tells whether the tokens of a stream arrived one by one.
     """
 
     __slots__ = (
-        *("_answer", "_loop", "_now", "_on_idle", "_parser", "_transport"),
+        *("_answer", "_now", "_on_idle", "_parser", "_transport"),
         *("idle_since", "is_open", "reads"),
     )
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_idle: Callable[["Connection"], object]) -> None:
+    def __init__(self, on_idle: Callable[["Connection"], object]) -> None:
         self.is_open = False
         self.idle_since = 0.0
         self.reads = 0
-        self._loop = loop
         self._on_idle = on_idle
         self._answer: Answer | None = None
         self._now = 0.0
@@ -94,14 +96,14 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def start(self, request: bytes, answer: Answer) -> None:
-        """Send a request; `answer` is fed from now on, and ended exactly once."""
+        """Send a request; `answer` gets all bytes from now on, and ends exactly once."""
         assert self._transport is not None
         assert self._answer is None
         self._answer = answer
         self._transport.write(request)
 
     def close(self) -> None:
-        """Cut the connection, whatever is under way."""
+        """Cut the connection at once."""
         self.is_open = False
         self._answer = None
         if self._transport is not None:
@@ -116,7 +118,7 @@ class Connection(asyncio.Protocol):
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of the answer; all they complete happens at this one time."""
+        """Bytes of the answer; everything in them counts as arrived at this instant."""
         self._now = time.monotonic()
         self.reads += 1
         try:
@@ -125,7 +127,7 @@ class Connection(asyncio.Protocol):
             self._break(f"the answer is not valid HTTP/1.1: {exc}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The endpoint closed, or the network broke."""
+        """The endpoint or the network closed the connection."""
         self._now = time.monotonic()
         self._break(f"the connection closed before the answer was complete ({exc or 'end of stream'})")
 
@@ -153,7 +155,7 @@ class Connection(asyncio.Protocol):
             self._answer.on_body(body, self._now)
 
     def on_message_complete(self) -> None:
-        """The answer is complete; the connection may carry the next request."""
+        """The answer is complete; the connection may serve the next request."""
         answer = self._answer
         if answer is None or 100 <= answer.status < 200:
             return
@@ -167,7 +169,7 @@ class Connection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """Connections to one target, the latest used first.
+    """Connections to one target; the latest used one is taken first.
 
     Attributes:
         opened: connections made so far.
@@ -185,7 +187,7 @@ class ConnectionPool:
         return f"<ConnectionPool {self._target.authority} opened={self.opened} idle={len(self._idle)}>"
 
     def take_idle(self) -> Connection | None:
-        """A kept connection that is fit for use; None when there is none."""
+        """An idle connection that may be used; None when there is none."""
         now = time.monotonic()
         while self._idle:
             connection = self._idle.pop()
@@ -199,11 +201,11 @@ class ConnectionPool:
 
         Raises:
             OSError: the target cannot be reached.
-            TimeoutError: it does not answer.
+            TimeoutError: it does not answer in time.
         """
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, connection = await self._loop.create_connection(
-                lambda: Connection(self._loop, self._idle.append),
+                lambda: Connection(self._idle.append),
                 self._target.host,
                 self._target.port,
                 ssl=self._tls,
@@ -214,7 +216,7 @@ class ConnectionPool:
         return connection
 
     def discard(self, connection: Connection) -> None:
-        """Cut a connection and forget it."""
+        """Cut a connection and drop it."""
         connection.close()
         self._all.discard(connection)
 

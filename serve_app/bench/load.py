@@ -1,10 +1,11 @@
-"""An open loop: requests leave when the trace says so, however the endpoint is doing.
+"""The open loop: requests are sent at the times in the trace, whatever the endpoint does.
 
-A client that waits for answers before it sends more would hide the very queue that is to be measured. So
-arrivals follow the schedule, latencies count from the schedule, and how late the client itself was is
-recorded with each request. Everything is bounded: requests under way by `max_in_flight` (those due meanwhile
-are held back, counted, and their lag shows), each request by `timeout_s`. Every request that was sent ends in
-exactly one record, and unless the run is interrupted every one is sent.
+A client that waits for answers before it sends more requests hides the queue that it should measure. So
+arrivals follow the schedule, latencies count from the schedule, and each record holds the client's own delay.
+
+`max_in_flight` limits the requests under way; requests that are due meanwhile are held back and counted, and
+their delay is recorded. `timeout_s` limits each request. Every request that was sent ends in exactly one
+record, and every request is sent unless the run is interrupted.
 """
 
 import asyncio
@@ -21,15 +22,15 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.workloads.trace import Trace, TraceRequest
 
 LATE_AFTER_S = 0.05
-"""A request sent later than this after its time on the schedule counts as late."""
+"""Delay behind the schedule from which a request counts as sent late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings:
-    """Bounds of a run.
+    """Limits of a run.
 
     Attributes:
-        timeout_s: longest time from sending to the end of an answer; the client then goes away.
+        timeout_s: longest time from sending to the end of an answer; the client then disconnects.
         max_in_flight: requests under way at once; each takes a connection and a file descriptor.
         stream: whether the requests ask for streams.
     """
@@ -47,16 +48,16 @@ class LoadSettings:
 
 @dataclass(slots=True)
 class ClientFigures:
-    """How the client itself did: a saturated client measures itself.
+    """Figures of the client itself, because a saturated client measures itself.
 
     Attributes:
         late: requests sent more than `LATE_AFTER_S` after their time.
-        held_back: requests that had to wait for one of `max_in_flight` places.
+        held_back: requests that were held back by `max_in_flight`.
         peak_in_flight: most requests under way at once.
         connections: opened in all.
-        wrong_length: completed answers with another number of tokens than the trace says.
-        without_usage: completed answers in which the engine counted no tokens; the trace's numbers stand in.
-        interrupted: the run was stopped before its end.
+        wrong_length: completed answers with another number of tokens than in the trace.
+        without_usage: completed answers without token counts; the trace's numbers replace them.
+        interrupted: whether the run was stopped before its end.
     """
 
     late: int = 0
@@ -70,7 +71,7 @@ class ClientFigures:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What a run left behind; records in the order in which the requests ended."""
+    """The records of a run, in the order in which the requests ended, and the client's figures."""
 
     records: list[RequestRecord]
     client: ClientFigures
@@ -78,7 +79,7 @@ class LoadResult:
 
 @dataclass(slots=True)
 class _Sent:
-    """A request on its way."""
+    """A request under way."""
 
     number: int
     request: TraceRequest
@@ -91,10 +92,10 @@ class _Sent:
 
 @dataclass(slots=True)
 class OpenLoop:
-    """Drives one trace against one target.
+    """Sends one trace to one target.
 
     Args:
-        on_record: told of each record, for a progress bar.
+        on_record: called with each record, for a progress bar.
     """
 
     pool: ConnectionPool
@@ -110,9 +111,9 @@ class OpenLoop:
     _expected: int = field(init=False, default=0)
 
     async def run(self, trace: Trace) -> LoadResult:
-        """Send every request of `trace` at its time and wait for all answers.
+        """Send every request of `trace` at its time, and wait for all answers.
 
-        Cancelling it ends the requests that are under way as cancelled; it then returns what there is.
+        When it is cancelled, requests under way end as cancelled, and it returns the records so far.
         """
         self._expected = len(trace.requests)
         try:
@@ -131,7 +132,7 @@ class OpenLoop:
         for number, request in enumerate(trace.requests):
             due = start + request.arrival_s
             ahead = due - time.monotonic()
-            # Requests due at once leave in one go; every so often the loop must still see to the answers.
+            # Requests that are due are sent without a pause, but the event loop must still handle answers.
             if ahead > 0 or number % 16 == 0:
                 await asyncio.sleep(max(ahead, 0))
             if len(self._under_way) < self.settings.max_in_flight:
@@ -143,7 +144,7 @@ class OpenLoop:
     def _send(self, number: int, request: TraceRequest, due: float) -> None:
         now = time.monotonic()
         self._figures.late += now - due > LATE_AFTER_S
-        # The timer of the pacer may fire a hair early; nothing is sent before its time.
+        # A timer may fire slightly early; a request never counts as sent before its time.
         sent = _Sent(number, request, due, max(now, due))
         answer = Answer(stream=self.settings.stream, on_end=self._ended)
         self._under_way[answer] = sent
@@ -172,11 +173,11 @@ class OpenLoop:
         answer.fail(detail, time.monotonic(), Outcome.CANCELLED)
 
     def _ended(self, answer: Answer) -> None:
-        """The one place where a request turns into a record."""
+        """Turn a request that has ended into its record; there is no other place for it."""
         sent = self._under_way.pop(answer)
         if sent.timer is not None:
             sent.timer.cancel()
-        # When the opening task itself reports the failure this is its own last step, not one to cancel.
+        # The opening task itself may have reported the failure; it is not cancelled then.
         if sent.opening is not None and sent.opening is not asyncio.current_task():
             sent.opening.cancel()
         if answer.outcome is Outcome.CANCELLED and sent.connection is not None:
@@ -218,7 +219,7 @@ class OpenLoop:
 
 
 def _number(header: str) -> float:
-    """A header's number; 0 when it is none, as no header of a server may end a benchmark."""
+    """A header's number; 0 when it is invalid, so that a server's header cannot end a benchmark."""
     try:
         return float(header)
     except ValueError:

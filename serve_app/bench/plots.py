@@ -1,4 +1,4 @@
-"""Pictures of a run: how TTFT is distributed, and how the run went over time."""
+"""Plots of a run: the distribution of TTFT, and a timeline."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,16 +9,13 @@ from matplotlib.figure import Figure
 from serve_app.metrics.record import RequestRecord
 
 
-def write_plots(
-    folder: Path, records: Sequence[RequestRecord], title: str, short_at_tokens: int
-) -> list[Path]:
-    """Write `ttft_cdf.png` and `timeline.png` into `folder`, which is made when it is not there.
+def write_plots(folder: Path, records: Sequence[RequestRecord], title: str, short_at_tokens: int) -> None:
+    """Write `ttft_cdf.png` and `timeline.png` into `folder`, which is created if necessary.
 
     Args:
-        folder: where the pictures go.
         records: on a clock that starts with the first arrival.
-        title: what was run, for the reader of the picture.
-        short_at_tokens: the border between the curves of short and long prompts.
+        title: of both plots.
+        short_at_tokens: longest prompt in the curve of short prompts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cdf = Figure(figsize=(7, 4.5), layout="constrained")
@@ -27,12 +24,9 @@ def write_plots(
     above, below = timeline.subplots(2, sharex=True)
     _in_flight(above, records)
     _ttft_over_time(below, records)
-    paths = []
     for name, figure in (("ttft_cdf.png", cdf), ("timeline.png", timeline)):
         figure.suptitle(title)
         figure.savefig(folder / name, dpi=120)
-        paths.append(folder / name)
-    return paths
 
 
 def _ttft_cdf(axes: Axes, records: Sequence[RequestRecord], short_at_tokens: int) -> None:
@@ -56,7 +50,7 @@ def _ttft_cdf(axes: Axes, records: Sequence[RequestRecord], short_at_tokens: int
 
 
 def _in_flight(axes: Axes, records: Sequence[RequestRecord]) -> None:
-    """Requests that have arrived and not ended, and those of them that have no token yet."""
+    """Requests that have arrived and not ended, and those of them without a token."""
     ends = [(record.arrived_at, record.finished_at) for record in records]
     waits = [(record.arrived_at, record.first_token_at or record.finished_at) for record in records]
     for label, spans in (("in the system", ends), ("without a token yet", waits)):

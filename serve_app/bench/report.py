@@ -1,4 +1,4 @@
-"""Records and results on disk, and as a table for people."""
+"""Output of a run: raw records, JSON, and a table."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ _FIGURES = ("mean", "p50", "p95", "p99", "max")
 
 
 def from_zero(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """The same records on a clock that starts with the first arrival, by arrival."""
+    """The records in order of arrival, on a clock that starts with the first arrival."""
     if not records:
         return []
     start = min(record.arrived_at for record in records)
@@ -37,7 +37,7 @@ def from_zero(records: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 
 def run_as_json(summary: Summary, load: LoadResult, rules: SummaryRules, cpu_s: float) -> dict[str, object]:
-    """What one run adds to its metrics: outcomes, and how the client itself did."""
+    """Metrics and outcomes of a run, with the figures of the client itself."""
     lag = Distribution.of(record.schedule_lag_s for record in load.records)
     return {
         "metrics": summary.as_json(),
@@ -55,7 +55,7 @@ def run_as_json(summary: Summary, load: LoadResult, rules: SummaryRules, cpu_s: 
 
 
 def write_records(path: Path, records: Iterable[RequestRecord]) -> None:
-    """Write raw records, one JSON object a line, in the fields of `RequestRecord`."""
+    """Write raw records, one JSON object per line, with the fields of `RequestRecord`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for record in records:
@@ -63,7 +63,7 @@ def write_records(path: Path, records: Iterable[RequestRecord]) -> None:
 
 
 def table(summary: Summary) -> str:
-    """The figures in columns."""
+    """The summary as aligned columns."""
     latencies = {
         "TTFT ms": summary.ttft_s,
         "TPOT ms": summary.tpot_s,
