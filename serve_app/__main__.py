@@ -1,4 +1,4 @@
-"""`python -m serve_app`."""
+"""The entry point of `python -m serve_app`."""
 
 import sys
 

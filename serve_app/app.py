@@ -1,10 +1,10 @@
-"""The composition of an application: the only place where deployments are bound to each other.
+"""The composition of an application: the only module that binds deployments to each other.
 
     serve run configs/local.yaml        import_path: serve_app.app:build_app, args: see `WrittenApplication`
 
-For each model one scheduler, one deployment per pool, and a tuner where there is something to learn; for all
-of them the gateways, which are the ingress.
-Nothing random or timed goes into a deployment's arguments: deploying the same settings again changes nothing.
+Each model has one scheduler, one deployment per pool, and a tuner where there is something to learn. All
+models share the gateways, which are the ingress. Arguments of deployments contain nothing random or timed, so
+a second deployment of the same settings changes nothing.
 """
 
 import re
@@ -26,9 +26,9 @@ from serve_app.settings.application import AppSettings, ModelSettings
 from serve_app.settings.loading import settings_of
 from serve_app.settings.pools import PoolSettings
 
-# After its last answer a replica has to end its server and its engine, before Ray ends the process.
+# Time for a replica to end its server and its engine after its last answer, before Ray ends the process.
 _STOP_MARGIN_S = 30.0
-# Our own verdict comes first, because its message names the engine.
+# The replica's own health check times out before Ray's, because its message names the engine.
 _HEALTH_RATIO = 0.8
 
 
@@ -45,7 +45,7 @@ def application_of(settings: AppSettings) -> Application:
     """The application with these settings.
 
     Raises:
-        SettingsError: two deployments would bear one name, or vLLM is installed here and would refuse the
+        SettingsError: two deployments would have one name, or vLLM is installed here and refuses the
             arguments of an engine.
     """
     _refuse_shared_names(settings)
@@ -68,7 +68,7 @@ def application_of(settings: AppSettings) -> Application:
         graceful_shutdown_timeout_s=settings.gateways.drain_timeout_s,
         ray_actor_options={"num_cpus": settings.gateways.num_cpus},
     )(serve.ingress()(GatewayDeployment))
-    # Bound to it so that they belong to the application; what they have to say goes over other roads.
+    # Bound to the gateway so that they belong to the application; they communicate by other means.
     others = [*pools.values(), *tuners]
     return deployment.bind(settings.gateway, settings.channel, schedulers, names, others)
 
@@ -84,7 +84,7 @@ def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
     )
     deployment = serve.deployment(
         name=_deployment_name("scheduler", model.name),
-        # Mostly idle: it decides in some ten microseconds per request.
+        # Mostly idle: a decision takes microseconds.
         ray_actor_options={"num_cpus": 0.1},
         **SCHEDULER_DEPLOYMENT_OPTIONS,
     )(SchedulerDeployment)
@@ -94,7 +94,7 @@ def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
 def _tuner(model: ModelSettings, scheduler: Application, state_uri: str | None) -> Application:
     deployment = serve.deployment(
         name=_deployment_name("tuner", model.name),
-        # A tenth of a second of work now and then; a search keeps to its own share of a core.
+        # Mostly idle as well; a search limits itself to its share of a core.
         ray_actor_options={"num_cpus": 0.1},
         **TUNER_DEPLOYMENT_OPTIONS,
     )(TunerDeployment)
@@ -116,7 +116,7 @@ def _pool(name: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Ap
         name=name,
         health_check_timeout_s=pool.health_check_timeout_s,
         graceful_shutdown_timeout_s=pool.drain_timeout_s + _STOP_MARGIN_S,
-        # Serve counts no request here, so it has none to wait for before it lets the replica drain.
+        # Serve counts no requests here, so it need not wait before the replica drains.
         graceful_shutdown_wait_loop_s=0.1,
         **_scale(pool),
         **_resources(pool),
@@ -151,7 +151,7 @@ def _pool_names(model: ModelSettings) -> list[str]:
 
 
 def _deployment_name(kind: str, model: str) -> str:
-    """A name that is fit for metrics' labels, URLs and `serve status`."""
+    """A name that is valid in metric labels, URLs and `serve status`."""
     return f"{kind}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', model)}"
 
 

@@ -24,14 +24,14 @@ COMMANDS: tuple[Command, ...] = (
     CALIBRATE,
     STATUS,
 )
-"""A new sub-command is one module with a `Command`, and its name here."""
+"""All sub-commands. To add one, write a module with a `Command`, and name it here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command.
 
     Returns:
-        The exit status: the command's own, 2 for what the user can put right, 130 when interrupted.
+        The exit status: the command's own, 2 for an error that the user can correct, 130 when interrupted.
     """
     args = _parser().parse_args(argv)
     command: Command = args.command

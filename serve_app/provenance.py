@@ -1,4 +1,4 @@
-"""Under what circumstances were these figures measured? Written into every result file."""
+"""The provenance of a result: commit, settings, trace, seeds and machine, for every result file."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def provenance(trace: Trace, settings: Mapping[str, object], seeds: Sequence[int]) -> dict[str, object]:
-    """Commit, settings, trace and seeds, with the machine and how busy it is now."""
+    """Commit, settings, trace and seeds, with the machine and its present load."""
     return {
         "commit": commit(),
         "version": serve_app.__version__,
@@ -53,7 +53,7 @@ def hardware() -> dict[str, object]:
 
 
 def load_average() -> list[float] | None:
-    """Runnable processes over the last 1, 5 and 15 minutes: tells whether others were busy as well."""
+    """Runnable processes over the last 1, 5 and 15 minutes, which show other work on the machine."""
     try:
         return [round(load, 2) for load in os.getloadavg()]
     except OSError:
@@ -61,7 +61,7 @@ def load_average() -> list[float] | None:
 
 
 def _git(*arguments: str) -> str:
-    # The checkout's own git; the arguments are constants.
+    # The arguments are constants, and git is that of the user.
     done = subprocess.run(  # noqa: S603 - see above
         ["git", "-C", str(_ROOT), *arguments],  # noqa: S607 - whichever git the user has
         capture_output=True,

@@ -1,8 +1,7 @@
-"""How far are the played distributions from the measured ones?
+"""The accuracy of a replay: the errors of statistics of its latencies against the measured ones.
 
-An error is that of a statistic of the distribution: the mean (or median, p90, p99) of what the model played
-against the same statistic of what was measured, `played / measured - 1`. It is not the mean of the errors of
-single requests, which preemptions exchange among neighbours.
+The error of a statistic (mean, median, p90 or p99) is `played / measured - 1`, of the whole distribution. It
+is not the mean error of single requests, because a preemption may hit another request in the replay.
 """
 
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ METRICS = ("ttft_s", "tpot_s", "e2e_s")
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of one metric over some requests."""
+    """Statistics of one metric over some requests, in seconds or as relative errors."""
 
     mean: float
     p50: float
@@ -39,7 +38,7 @@ class Accuracy:
 
 
 def compare(played: Timings, measured: Timings) -> dict[str, Accuracy]:
-    """The accuracy of each metric, by its name; metrics that no request has are left out."""
+    """The accuracy of each metric by its name, without metrics that no request has."""
     found = {}
     for metric in METRICS:
         ours, theirs = getattr(played, metric), getattr(measured, metric)

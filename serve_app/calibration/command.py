@@ -1,4 +1,4 @@
-"""`python -m serve_app calibrate`: request timestamps of a real engine in, an engine profile out."""
+"""The command `python -m serve_app calibrate`: an engine profile from the request timestamps of an engine."""
 
 import argparse
 import json
@@ -19,13 +19,13 @@ _EXAMPLE = """example:
   python -m serve_app calibrate --measurements requests.jsonl --kv-tokens 41408 --max-model-len 16384 \\
       --out my-model-my-gpu-tp1.yaml
 
-The error is that on the requests which were not fitted: their arrivals and lengths are replayed, their
-timings are compared. It is that of the distributions' statistics (mean against mean, p90 against p90).
+The errors are those on the requests that were not fitted: their arrivals and lengths are replayed, and their
+timings compared. They are errors of the distributions' statistics (mean against mean, p90 against p90).
 """
-# Without --fit-first: two thirds show the engine filling up and at its limits, and a third is enough to judge
-# a p90 by.
+# Without --fit-first: two thirds show the engine filling up and at its limits, and a third gives a stable
+# p90.
 _DEFAULT_FIT_RATIO = 2 / 3
-# What is not fitted has to have a p90.
+# Enough requests for a p90.
 _MIN_UNSEEN = 10
 _LIMITS = ("kv_tokens", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpus")
 
@@ -38,9 +38,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write profile and errors as JSON")
     limits = parser.add_argument_group(
-        "limits of the engine", "taken from --profile, and from these flags, which go first"
+        "limits of the engine", "taken from --profile; these flags override them"
     )
-    limits.add_argument("--profile", metavar="NAME", help="of its profile only the limits are used")
+    limits.add_argument("--profile", metavar="NAME", help="a profile, of which only the limits are used")
     limits.add_argument("--kv-tokens", type=positive_int, metavar="TOKENS")
     limits.add_argument("--max-model-len", type=positive_int, metavar="TOKENS")
     limits.add_argument("--max-num-seqs", type=positive_int, metavar="N")
@@ -57,13 +57,13 @@ def _run(args: argparse.Namespace) -> int:
     profile = _limits(args, measurements, fit_first)
     settings = profile.model_settings()
     with progress_bar("replays", EXPECTED_REPLAYS) as on_replay:
-        fit = fit_step_time(requests, fit_first, settings, on_replay)
-    profile = replace(profile, step_time=fit.step_time)
+        step_time = fit_step_time(requests, fit_first, settings, on_replay)
+    profile = replace(profile, step_time=step_time)
     unseen = slice(fit_first, None)
-    played = replay(requests, settings, fit.step_time, part=unseen)
+    played = replay(requests, settings, step_time, part=unseen)
     accuracy = compare(played, measured(requests[unseen]))
     say(_table(accuracy, fit_first, len(requests)))
-    say(f"for prefill isolation, give the engine long_prefill_token_threshold {fit.step_time.chunk_tokens()}")
+    say(f"for prefill isolation, give the engine long_prefill_token_threshold {step_time.chunk_tokens()}")
     save_profile(profile, args.out, source=_source(args.measurements, accuracy, fit_first, len(requests)))
     if args.json:
         document = _document(profile, accuracy, measurements, fit_first)
@@ -72,9 +72,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Refuse before the work what would be refused after it."""
+    """Check the output files before the work."""
     if args.out.suffix not in {".yaml", ".yml"}:
-        raise SettingsError(f"--out {args.out}: a profile is found by its ending, let it end in .yaml")
+        raise SettingsError(f"--out {args.out}: the name of a profile's file must end in .yaml")
     for path in (args.out, args.json):
         if path and not path.parent.is_dir():
             raise SettingsError(f"{path}: there is no directory {path.parent}")
@@ -98,11 +98,11 @@ def _fit_first(wanted: int | None, available: int) -> int:
 
 
 def _limits(args: argparse.Namespace, measurements: Measurements, fit_first: int) -> EngineProfile:
-    """The engine's limits, with a step-time model that is yet to be fitted.
+    """The engine's limits, with the step-time model from which the fit starts.
 
     Raises:
         SettingsError: a limit is missing.
-        CalibrationError: the measured engine cannot have had such limits.
+        CalibrationError: the limits contradict the measurements.
     """
     given: dict[str, Any] = {name: getattr(args, name) for name in _LIMITS if getattr(args, name) is not None}
     step_time = starting_point(measurements.requests[:fit_first])

@@ -1,13 +1,13 @@
-"""Coefficients under which the engine model plays the measured requests as the real engine did.
+"""The fit of the step-time model: coefficients under which a replay has the measured latencies.
 
-All requests are replayed at their queued times, since those that come later compete with those fitted; only
-the timings of the fitted ones are looked at. Misses are relative, and of three kinds: request by request,
-quantile by quantile, and of the mean, for TTFT, TPOT and E2E each.
+All requests are replayed at their queued times, because later requests compete with the fitted ones. Only the
+timings of the fitted requests count. Residuals are relative, for TTFT, TPOT and E2E each, and of three kinds:
+per request, per quantile, and of the mean.
 
-The misses are not smooth. A small change moves an arrival into another step, or a preemption to another
-request, and everything after it. So the fit goes downhill in three stages: least squares with wide
-differences and a wide notion of what is no outlier, the same more finely, then a simplex search, which needs
-no derivatives. Every stage is deterministic.
+The residuals are not smooth: a small change moves an arrival into another step, or a preemption to another
+request, and everything after it. So the fit has three stages. The first is least squares with wide
+differences and a wide tolerance for outliers, the second the same with narrow ones, the third a simplex
+search, which needs no derivatives. Every stage is deterministic.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,26 +21,26 @@ from serve_app.calibration.start import starting_point, typical_step_s
 from serve_app.engine_model.settings import EngineModelSettings
 from serve_app.engine_model.step_time import StepTimeModel
 
-# Fewer requests do not tell six coefficients.
+# Fewer requests do not determine six coefficients.
 MIN_FITTED = 20
 
-# Request timings do not tell these from the coefficients beside them: they stay 0.
+# Request timings do not separate these from the other coefficients: they stay 0.
 _NOT_FITTED = {"decode_compute_s", "expert_read_s", "expert_share"}
 _NAMES = tuple(field.name for field in fields(StepTimeModel) if field.name not in _NOT_FITTED)
 _QUANTILES = np.linspace(2.5, 97.5, 39)
-# A mean counts as much as this many requests: it is what a plan is made of.
+# The weight of a mean, in requests: plans are made from means.
 _MEAN_WEIGHT = 5.0
-# An arrival waits for the step under way, whose end the model cannot know: differences of a few steps in a
-# TTFT are chance. Relative misses are taken from this many steps up.
+# An arrival waits for the step under way, whose end is unknown, so differences of a few steps in a TTFT are
+# noise. A TTFT of fewer steps than this counts little in relative residuals.
 _CHANCE_STEPS = 10.0
 _FLOOR_SHARES = (0.05, 0.02, 0.02)
-# Pull towards the start, for coefficients that the data do not tell; the base of prefills shows only on an
-# engine that is otherwise idle.
-_PULL = 0.01
-_PULLS = {"prefill_base_s": 0.1}
-# Coefficients move by a factor of up to e^5 from the start.
+# Regularisation towards the start, for coefficients that the data do not determine; the base of prefills
+# shows only on an otherwise idle engine.
+_REGULARISATION = 0.01
+_REGULARISATION_OF = {"prefill_base_s": 0.1}
+# A coefficient changes by a factor of at most e^5 from the start.
 _MAX_LOG_FACTOR = 5.0
-# From which relative miss on a request counts as an outlier.
+# Relative residual from which a request counts as an outlier.
 _TOLERANCE = 0.03
 _SIMPLEX_REPLAYS = 150
 _SIMPLEX_STEPS = {"decode_base_s": 0.05, "prefill_per_token_s": 0.05}
@@ -58,21 +58,8 @@ class _Stage:
 
 _STAGES = (_Stage(0.05, 0.1, 6), _Stage(0.02, _TOLERANCE, 8))
 
-# What a progress bar is told to expect; least squares may stop early.
+# For a progress bar; least squares may stop early.
 EXPECTED_REPLAYS = sum(stage.steps for stage in _STAGES) * (len(_NAMES) + 1) + _SIMPLEX_REPLAYS
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationFit:
-    """The outcome of a fit.
-
-    Attributes:
-        step_time: the coefficients.
-        replays: how often the requests were replayed.
-    """
-
-    step_time: StepTimeModel
-    replays: int
 
 
 def fit_step_time(
@@ -80,12 +67,12 @@ def fit_step_time(
     fit_first: int,
     settings: EngineModelSettings,
     on_replay: Callable[[], object] = lambda: None,
-) -> CalibrationFit:
-    """CalibrationFit the step-time model to the timings of the first requests.
+) -> StepTimeModel:
+    """Fit the step-time model to the timings of the first requests.
 
     Args:
-        requests: all that the engine served, in the order of arrival.
-        fit_first: how many of them to look at.
+        requests: all requests of the engine, in order of arrival.
+        fit_first: number of requests to fit.
         settings: limits of the engine.
         on_replay: called after each replay, for a progress bar.
 
@@ -97,20 +84,19 @@ def fit_step_time(
             f"cannot fit {fit_first} of {len(requests)} requests: at least {MIN_FITTED} are needed to tell "
             f"{len(_NAMES)} coefficients"
         )
-    misses = _Misses(requests, fit_first, settings, on_replay)
+    residuals = _Residuals(requests, fit_first, settings, on_replay)
     position = np.zeros(len(_NAMES))
     for stage in _STAGES:
-        position = _least_squares(misses, position, stage)
-    position = _simplex(misses, position)
-    return CalibrationFit(misses.step_time(position), misses.replays)
+        position = _least_squares(residuals, position, stage)
+    return residuals.step_time(_simplex(residuals, position))
 
 
-def _least_squares(misses: "_Misses", position: Floats, stage: _Stage) -> Floats:
-    # scipy takes as long to load as all the rest of the command line, which other commands need not wait for.
+def _least_squares(residuals: "_Residuals", position: Floats, stage: _Stage) -> Floats:
+    # scipy doubles the start-up time of the command line, which other commands need not wait for.
     from scipy.optimize import least_squares  # noqa: PLC0415
 
     found: Floats = least_squares(
-        misses,
+        residuals,
         position,
         bounds=(-_MAX_LOG_FACTOR, _MAX_LOG_FACTOR),
         diff_step=stage.width,
@@ -121,7 +107,7 @@ def _least_squares(misses: "_Misses", position: Floats, stage: _Stage) -> Floats
     return found
 
 
-def _simplex(misses: "_Misses", position: Floats) -> Floats:
+def _simplex(residuals: "_Residuals", position: Floats) -> Floats:
     from scipy.optimize import minimize  # noqa: PLC0415 - as above
 
     steps = np.diag([_SIMPLEX_STEPS.get(name, _SIMPLEX_STEP) for name in _NAMES])
@@ -130,17 +116,14 @@ def _simplex(misses: "_Misses", position: Floats) -> Floats:
         "maxfev": _SIMPLEX_REPLAYS,
         "adaptive": True,
     }
-    found: Floats = minimize(misses.total, position, method="Nelder-Mead", options=options).x
+    found: Floats = minimize(residuals.total, position, method="Nelder-Mead", options=options).x
     return found
 
 
-class _Misses:
-    """How far a replay is from the measurement, as a function of the coefficients.
+class _Residuals:
+    """The differences of a replay from the measurement, as a function of the coefficients.
 
     A position is the logarithm of each coefficient over its start: all stay positive, and steps are relative.
-
-    Attributes:
-        replays: done so far.
     """
 
     def __init__(
@@ -151,7 +134,6 @@ class _Misses:
         on_replay: Callable[[], object],
     ) -> None:
         seen = requests[:fit_first]
-        self.replays = 0
         self._requests = requests
         self._part = slice(fit_first)
         self._settings = settings
@@ -162,14 +144,14 @@ class _Misses:
         medians = [float(np.median(values)) for values in _of(self._measured)]
         ttft, tpot, e2e = (share * median for share, median in zip(_FLOOR_SHARES, medians, strict=True))
         self._floors = (ttft + chance_s, tpot, e2e)
-        self._pulls = np.array([_PULLS.get(name, _PULL) for name in _NAMES])
+        weights = [_REGULARISATION_OF.get(name, _REGULARISATION) for name in _NAMES]
+        self._regularisation = np.array(weights)
 
     def __call__(self, position: Floats) -> Floats:
-        """All misses, as logarithms of ratios."""
+        """All residuals, as logarithms of ratios."""
         played = replay(self._requests, self._settings, self.step_time(position), part=self._part)
-        self.replays += 1
         self._on_replay()
-        parts = [self._pulls * position]
+        parts = [self._regularisation * position]
         for ours, theirs, floor in zip(_of(played), _of(self._measured), self._floors, strict=True):
             parts.append(np.log((ours + floor) / (theirs + floor)))
             quantiles = np.percentile(ours, _QUANTILES) + floor, np.percentile(theirs, _QUANTILES) + floor
@@ -178,7 +160,7 @@ class _Misses:
         return np.concatenate(parts)
 
     def total(self, position: Floats) -> float:
-        """One figure: quadratic in small misses, linear in outliers."""
+        """The loss: quadratic in small residuals, linear in outliers."""
         return float(np.sum(np.sqrt(1.0 + (self(position) / _TOLERANCE) ** 2) - 1.0))
 
     def step_time(self, position: Floats) -> StepTimeModel:

@@ -1,8 +1,8 @@
-"""What was measured: one row per request, with the instants that the engine itself noted.
+"""Measured requests: one row per request, with the timestamps of the engine itself.
 
 A file holds one JSON object per line, with `queued_ts`, `scheduled_ts`, `first_token_ts`, `last_token_ts`
-(seconds on one clock), `input_toks` and `output_toks`; vLLM notes these instants for its metrics. Other keys
-are ignored.
+(seconds on one clock), `input_toks` and `output_toks`. vLLM takes these timestamps for its metrics. Other
+keys are ignored.
 """
 
 import json
@@ -24,15 +24,14 @@ class CalibrationError(ServeAppError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRequest:
-    """One request as the engine saw it; instants are seconds on one clock.
+    """One request in the engine; times are seconds on one clock.
 
     Attributes:
         prompt_tokens: length of its prompt.
-        output_tokens: tokens it generated.
-        queued_at: it entered the engine's waiting queue.
-        scheduled_at: it was first part of a batch.
-        first_token_at: its first token.
-        last_token_at: its last token.
+        output_tokens: generated tokens.
+        queued_at: entry to the engine's waiting queue.
+        scheduled_at: start of its first step.
+        first_token_at, last_token_at: generation of those tokens.
     """
 
     prompt_tokens: int
@@ -59,7 +58,7 @@ class Measurements:
     """The readable rows of a file.
 
     Attributes:
-        requests: in the order of their arrival.
+        requests: in order of arrival.
         skipped: rows that could not be read, counted by reason.
     """
 
@@ -68,10 +67,10 @@ class Measurements:
 
 
 def read_measurements(path: Path) -> Measurements:
-    """Read a file of measured requests; rows that cannot be read are counted, with their reasons.
+    """Read a file of measured requests; unreadable rows are counted by reason.
 
     Raises:
-        CalibrationError: there is no such file, or no row of it can be read.
+        CalibrationError: the file does not exist, or no row of it can be read.
     """
     measurements = Measurements([])
     try:

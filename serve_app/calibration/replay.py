@@ -1,6 +1,6 @@
-"""What would the engine model have done with the same arrivals?
+"""A replay of measured arrivals in the engine model, and the timings of both.
 
-TTFT and E2E count from `queued_at`, so the time before the engine (network, tokenizer) is in neither.
+TTFT and E2E count from `queued_at`, so neither includes the time before the engine (network, tokenizer).
 """
 
 import itertools
@@ -16,21 +16,21 @@ from serve_app.engine_model.sequences import EngineSequence
 from serve_app.engine_model.settings import EngineModelSettings
 from serve_app.engine_model.step_time import StepTimeModel
 
-# Iterations that may pass in one leap while nothing but decoding happens.
-_LEAP = 1_000_000
+# Longest run of pure decode iterations that the model computes at once.
+_MAX_STEPS = 1_000_000
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Of the same requests, in the same order, all in seconds.
+    """Timings of requests, in seconds and in the order of the requests.
 
     Attributes:
         ttft_s: first token - queued.
         tpot_s: (last token - first token) / (output tokens - 1); only of requests with two tokens or more.
         e2e_s: last token - queued.
-        preemptions: in the replay; 0 in a measurement, which does not tell.
+        preemptions: in the replay; 0 in a measurement, which does not contain them.
     """
 
     ttft_s: Floats
@@ -53,15 +53,15 @@ def replay(
     *,
     part: slice = slice(None),
 ) -> Timings:
-    """Play all requests through the engine model, and return the timings of a part of them.
+    """Play all requests through the engine model; returns the timings of a part of them.
 
     Args:
-        requests: in the order of their arrival; of their instants only `queued_at` is used.
+        requests: in order of arrival; of their timestamps only `queued_at` is used.
         settings: limits of the engine.
         step_time: duration of its iterations.
-        part: the requests to return timings of.
+        part: the requests whose timings are returned.
     """
-    # A clock that starts near 0 keeps the rounding of small steps out of large timestamps.
+    # On a clock that starts near 0, small steps are not lost to the rounding of large timestamps.
     origin = requests[0].queued_at
     sequences = [_sequence(number, request, origin) for number, request in enumerate(requests)]
     model = EngineModel(settings, step_time)
@@ -70,7 +70,7 @@ def replay(
         for sequence in together:
             model.add(sequence, arrived_at)
         if model.ends_at is None:
-            model.begin_step(arrived_at, max_steps=_LEAP)
+            model.begin_step(arrived_at, max_steps=_MAX_STEPS)
     _advance(model, float("inf"))
     first = np.array([_instant(sequence.first_token_at) for sequence in sequences]) + origin
     last = np.array([_instant(sequence.finished_at) for sequence in sequences]) + origin
@@ -85,10 +85,10 @@ def _sequence(number: int, request: MeasuredRequest, origin: float) -> EngineSeq
 
 
 def _advance(model: EngineModel, until: float) -> None:
-    """Let the engine work until `until`; a step that ends at that instant is left to see who arrives."""
+    """Run the engine until `until`; a step that ends at that instant stays open for arrivals then."""
     while model.ends_at is not None and model.ends_at < until:
         ended_at = model.end_step().ended_at
-        model.begin_step(ended_at, max_steps=_LEAP)
+        model.begin_step(ended_at, max_steps=_MAX_STEPS)
 
 
 def _instant(instant: float | None) -> float:

@@ -1,9 +1,8 @@
-"""Where the fit starts: coefficients read off the timestamps, and usual proportions where they do not tell.
+"""The start of the fit: coefficients from the timestamps, and usual proportions where these do not suffice.
 
-The duration of a typical decode step and the pace of prefills can be read off directly. How a decode step
-divides into its base, its sequences and its context cannot, while the engine is saturated: its cache is full
-then, so all three hardly vary. The proportions below are those of measured GPUs; the fit moves them as far as
-the data say.
+The timestamps give the duration of a typical decode step and the pace of prefills. They do not give the
+shares of base, sequences and context in a decode step of a saturated engine: its cache is full then, so all
+three hardly vary. The proportions below are those of measured GPUs; the fit adjusts them to the data.
 """
 
 from collections.abc import Sequence
@@ -13,24 +12,24 @@ import numpy as np
 from serve_app.calibration.measurements import CalibrationError, MeasuredRequest
 from serve_app.engine_model.step_time import StepTimeModel
 
-# Per sequence, of the base of a decode step: an 8B model on one RTX 4090 shows 0.4 %, a 70B one on four H100
-# 1.2 %.
+# Per sequence, of the base of a decode step: 0.4 % for an 8B model on one RTX 4090, 1.2 % for a 70B model on
+# four H100.
 _SEQUENCE_SHARE = 0.005
 # Per token of context: its KV entries (128 KiB) against 16 GB of weights, both read from the same memory.
 _CONTEXT_SHARE = 5e-6
-# Attention in a prefill against its matrix products, at the mean prompt.
+# Attention in a prefill, of its matrix products, at the mean prompt.
 _PAIR_SHARE = 0.05
-# Prefills take turns with decoding, so a prompt's pace in a busy engine is a little above its own cost.
+# Prefills share steps with decoding, so a prompt in a busy engine takes a little more than its own cost.
 _OWN_PREFILL_SHARE = 0.9
-# A preempted request decodes slowly, so does one in a prefill burst: the quicker quarter shows steps alone.
+# Preempted requests and those in a prefill burst decode slowly; the fastest quarter shows pure decode steps.
 _TYPICAL_PERCENTILE = 25.0
 
 
 def starting_point(requests: Sequence[MeasuredRequest]) -> StepTimeModel:
-    """Rough coefficients, right to a factor of about two.
+    """Rough coefficients, within a factor of about two.
 
     Raises:
-        CalibrationError: no request generated two tokens, so there is no decode step to see.
+        CalibrationError: no request generated two tokens, so there is no decode step.
     """
     decoding = [request for request in requests if request.output_tokens > 1]
     if not decoding:
@@ -49,7 +48,7 @@ def starting_point(requests: Sequence[MeasuredRequest]) -> StepTimeModel:
 
 
 def typical_step_s(requests: Sequence[MeasuredRequest]) -> float:
-    """Seconds of a usual decode step, from requests of two tokens or more."""
+    """Seconds of a typical decode step, from requests with two tokens or more."""
     paces = [
         (request.last_token_at - request.first_token_at) / (request.output_tokens - 1)
         for request in requests
@@ -59,7 +58,7 @@ def typical_step_s(requests: Sequence[MeasuredRequest]) -> float:
 
 
 def _decode_load(requests: Sequence[MeasuredRequest]) -> float:
-    """What sequences and context add to a typical step, as a share of its base."""
+    """The time that sequences and context add to a typical step, as a share of its base."""
     begin = min(request.first_token_at for request in requests)
     span_s = max(request.last_token_at for request in requests) - begin
     sequences = context_tokens = 0.0
@@ -71,9 +70,9 @@ def _decode_load(requests: Sequence[MeasuredRequest]) -> float:
 
 
 def _prefill_pace_s(requests: Sequence[MeasuredRequest]) -> float:
-    """Seconds per prompt token: the median, over requests, of the wait from scheduling to the first token.
+    """Seconds per prompt token: the median over requests of the time from scheduling to the first token.
 
-    Each wait is divided by the prompts that were completed in it, its own among them.
+    Each time is divided by the tokens of all prompts that were completed in it, the request's own included.
     """
     scheduled = np.array([request.scheduled_at for request in requests])
     first = np.array([request.first_token_at for request in requests])

@@ -33,7 +33,7 @@ def measured_request(**changes: float) -> MeasuredRequest:
 
 
 def engine_run(count: int, *, per_s: float, seed: int = 1, origin: float = 27_000.0) -> list[MeasuredRequest]:
-    """Poisson arrivals at an engine that behaves as `TRUTH` says, one step at a time."""
+    """Poisson arrivals at an engine with the step times `TRUTH`, one step at a time."""
     rng = np.random.default_rng(seed)
     arrivals = rng.exponential(1 / per_s, count).cumsum()
     prompts, outputs = rng.integers(30, 3_000, count), rng.integers(1, 500, count)

@@ -71,7 +71,7 @@ def test_without_a_split_two_thirds_are_fitted_and_limits_come_from_a_profile(
         ([*LIMITS, "--json", "/nowhere/at/all.json"], "there is no directory /nowhere/at"),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused_in_one_line(
+def test_invalid_input_is_refused_in_one_line(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
 ) -> None:
     out = tmp_path / "mine.yaml"
@@ -86,7 +86,7 @@ def test_a_profile_that_could_not_be_found_again_is_refused(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert calibrate(rows, tmp_path / "mine.json", *LIMITS) == 2
-    assert "let it end in .yaml" in capsys.readouterr().err
+    assert "must end in .yaml" in capsys.readouterr().err
 
 
 def test_too_few_measurements_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Fits of what the engine model itself has done, where the truth is known, and of what a real engine did."""
+"""Fits to runs of the engine model itself, where the coefficients are known, and to a real engine."""
 
 import functools
 from dataclasses import asdict
@@ -27,7 +27,7 @@ def run(load: str) -> list[MeasuredRequest]:
 
 @functools.cache
 def fitted(load: str) -> StepTimeModel:
-    return fit_step_time(run(load), 120, LIMITS).step_time
+    return fit_step_time(run(load), 120, LIMITS)
 
 
 @pytest.mark.parametrize("load", RUNS)
@@ -66,10 +66,10 @@ def test_a_fit_is_the_same_every_time_and_reports_its_replays() -> None:
     first = fit_step_time(requests, 40, LIMITS, on_replay=lambda: calls.append(1))
     second = fit_step_time(requests, 40, LIMITS)
     assert first == second
-    assert len(calls) == first.replays <= EXPECTED_REPLAYS
+    assert 0 < len(calls) <= EXPECTED_REPLAYS
 
 
-def test_the_timings_of_requests_that_are_not_fitted_are_not_looked_at() -> None:
+def test_the_timings_of_requests_that_are_not_fitted_are_not_used() -> None:
     requests = run("light")[:60]
     disguised = requests[:40] + [
         measured_request(
@@ -126,7 +126,7 @@ def assert_predicted(requests: list[MeasuredRequest], step_time: StepTimeModel, 
 
 def test_a_real_engine_is_predicted_from_its_timestamps_alone(real_requests: list[MeasuredRequest]) -> None:
     settings = load_profile("llama31-8b-rtx4090-tp1").model_settings()
-    step_time = fit_step_time(real_requests, 200, settings).step_time
+    step_time = fit_step_time(real_requests, 200, settings)
     assert_predicted(real_requests, step_time, slice(200, None))
 
 

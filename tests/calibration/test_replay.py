@@ -8,7 +8,7 @@ from tests.calibration.builders import LIMITS, TRUTH, engine_run, measured_reque
 
 
 def test_a_replay_with_the_true_coefficients_repeats_the_measurement() -> None:
-    # Enough load for waiting and preemption; the replay leaps where the measurement went step by step.
+    # Enough load for waiting and preemption; the replay combines steps that the measurement made singly.
     requests = engine_run(80, per_s=2.5)
     ours, theirs = replay(requests, LIMITS, TRUTH), measured(requests)
     assert ours.preemptions > 0
