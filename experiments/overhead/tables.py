@@ -52,10 +52,11 @@ def _first(row: Row) -> list[str]:
 def _circumstances(rows: Sequence[Row]) -> str:
     settings = rows[0].settings
     kinds = [
-        f"{name}: {kind['output_tokens']} tokens, {'a stream' if kind['stream'] else 'no stream'}"
+        f"{name} asks for {kind['output_tokens']}, {'streamed' if kind['stream'] else 'not streamed'}"
         for name, kind in settings["kinds"].items()
     ]
-    return f"Medians of {settings['repeats']} repeats; {'; '.join(kinds)}. {load_note(rows)}".rstrip()
+    tokens = f"Of tokens, {'; '.join(kinds)}"
+    return f"Medians of {settings['repeats']} repeats. {tokens}. {load_note(rows)}".rstrip()
 
 
 _NOTE = "Live, one emulated engine; client, engine and application share the machine"
