@@ -1,0 +1,1 @@
+"""Token estimates on real text with real tokenizers."""

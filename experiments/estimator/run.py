@@ -1,0 +1,240 @@
+"""How good are token estimates on real text with real tokenizers, after how many observations?
+
+Bodies are made of pieces of real texts, and pass the gateway's own parser. Observations come from the first
+half of every text and are judged on its second half.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar
+
+from experiments.common.experiment import STRICT, Context, Experiment, Measurement
+from experiments.estimator.bodies import Sample
+from experiments.estimator.cost import call_costs_us
+from experiments.estimator.judgement import OUTPUT_TOKENS, figures_of, judge
+from experiments.estimator.lessons import Lessons, fixed_ratio, learn, seeded
+from experiments.estimator.texts import CORPORA_VARIABLE, corpora, read_texts, text_sources
+from experiments.estimator.tokenizers import missing_packages, tokenizers
+from serve_app.command import progress_bar
+from serve_app.errors import SettingsError
+from serve_app.request import TextCategory
+from serve_app.routing.estimation.bytes_per_token import RatioSettings
+from serve_app.routing.estimation.estimate import EstimatorSettings, TokenEstimator
+from serve_app.routing.pools import RoutingSettings
+
+ALL = "all"
+FIXED = "fixed"
+# Observations of each category before bodies are judged by kind and source.
+_BODIES_AFTER = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioVariant:
+    """Other settings of the estimate.
+
+    Attributes:
+        ratio: changes of `RatioSettings`.
+        cut_margin_ratio: the router's own margin; None is the default.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
+
+    ratio: Mapping[str, float] = field(default_factory=dict)
+    cut_margin_ratio: float | None = None
+
+    def settings(self) -> EstimatorSettings:
+        """Of the estimator."""
+        ratio: RatioSettings = replace(EstimatorSettings().ratio, **dict(self.ratio))  # type: ignore[arg-type]
+        return EstimatorSettings(ratio=ratio)
+
+    @property
+    def margin(self) -> float:
+        """Of the router."""
+        return RoutingSettings().cut_margin_ratio if self.cut_margin_ratio is None else self.cut_margin_ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimatorExperiment:
+    """What is measured.
+
+    Attributes:
+        after: observations of each category after which estimates are judged, ascending.
+        variants: settings by the name that they have in the table.
+        variants_after: observations of each category before variants are judged.
+        drift: observations of half of the sources, then of the others, on which `drift` is judged.
+        prompts: bodies to observe, and again as many to judge.
+        longest_bytes: of the text in a body.
+        fixed_bytes_per_token: the papers' comparison.
+        seeds: orders of observation; the bodies stay the same.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
+
+    after: tuple[int, ...]
+    variants: Mapping[str, RatioVariant]
+    variants_after: int
+    drift: tuple[int, int]
+    prompts: int
+    seeds: int
+    longest_bytes: int = 40_000
+    b_short_tokens: int = 4_096
+    fixed_bytes_per_token: float = 4.0
+    bodies_seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A tokenizer with its samples."""
+
+    name: str
+    lessons: Lessons
+    experiment: EstimatorExperiment
+
+    def judged(
+        self, estimator: TokenEstimator, samples: Sequence[Sample], variant: RatioVariant | None = None
+    ) -> Mapping[str, float]:
+        """The columns of one estimator on some samples."""
+        margin = (variant or RatioVariant()).margin
+        return figures_of(judge(estimator, samples, self.experiment.b_short_tokens, margin))
+
+
+def play(experiment: EstimatorExperiment, context: Context) -> Iterator[Measurement]:
+    """Tokenizer by tokenizer.
+
+    Raises:
+        SettingsError: texts or tokenizers are not there.
+    """
+    if (missing := unavailable()) is not None:
+        raise SettingsError(missing)
+    folder = corpora()
+    assert folder is not None
+    texts, sources = read_texts(folder), text_sources(folder)
+    all_tokenizers = list(tokenizers())
+    with progress_bar("estimator", len(all_tokenizers)) as advance:
+        for tokenizer in all_tokenizers:
+            lessons = Lessons.of(
+                tokenizer,
+                texts,
+                seed=experiment.bodies_seed,
+                prompts=experiment.prompts,
+                longest_bytes=experiment.longest_bytes,
+            )
+            subject = Subject(tokenizer.name, lessons, experiment)
+            for row in (*_learning(subject), _bodies(subject), *_variants(subject)):
+                yield replace(row, traces=sources)
+            advance()
+    if not context.has({"cost": "calls"}):
+        yield Measurement(key={"cost": "calls"}, figures=call_costs_us(texts), traces=sources)
+
+
+def unavailable() -> str | None:
+    """What is missing on this machine."""
+    if corpora() is None:
+        return f"the corpora are not here: README.md names them, {CORPORA_VARIABLE} their folder"
+    missing = missing_packages()
+    return f"no tokenizer is here: pip install {' '.join(missing)}" if missing else None
+
+
+def _settings(experiment: EstimatorExperiment, variant: RatioVariant | None = None) -> dict[str, Any]:
+    """Of one row, resolved."""
+    variant = variant or RatioVariant()
+    shared = ("prompts", "longest_bytes", "bodies_seed", "b_short_tokens", "variants_after", "drift")
+    return {
+        **{name: getattr(experiment, name) for name in shared},
+        "output_tokens": OUTPUT_TOKENS,
+        "ratio": asdict(variant.settings().ratio),
+        "cut_margin_ratio": variant.margin,
+    }
+
+
+# Learning
+
+
+def _learning(subject: Subject) -> Iterator[Measurement]:
+    """For each number of observations, a row with the columns of every category, a value for each order."""
+    experiment = subject.experiment
+    found: dict[int, list[Mapping[str, Mapping[str, float]]]] = {count: [] for count in experiment.after}
+    for seed in range(experiment.seeds):
+        for count, estimator in subject.lessons.learning(experiment.after, seeded(seed)):
+            found[count].append(_by_category(subject, estimator))
+    for count, by_seed in found.items():
+        yield Measurement(
+            key={"tokenizer": subject.name, "after": str(count)},
+            seeds=range(experiment.seeds),
+            figures={
+                category: {name: [one[category][name] for one in by_seed] for name in by_seed[0][category]}
+                for category in by_seed[0]
+            },
+            settings=_settings(experiment),
+        )
+    fixed = _by_category(subject, fixed_ratio(experiment.fixed_bytes_per_token))
+    yield Measurement(
+        key={"tokenizer": subject.name, "after": FIXED},
+        figures={name: {of: [value] for of, value in one.items()} for name, one in fixed.items()},
+        settings=_settings(experiment) | {"bytes_per_token": experiment.fixed_bytes_per_token},
+    )
+
+
+def _by_category(subject: Subject, estimator: TokenEstimator) -> Mapping[str, Mapping[str, float]]:
+    unseen = subject.lessons.unseen
+    groups = {
+        category.value: [one for one in unseen if one.shape.category is category] for category in TextCategory
+    }
+    return {
+        name: subject.judged(estimator, samples)
+        for name, samples in (groups | {ALL: list(unseen)}).items()
+        if samples
+    }
+
+
+# Bodies
+
+
+def _bodies(subject: Subject) -> Measurement:
+    """By kind of body and by source of its text."""
+    lessons = subject.lessons
+    estimator = lessons.taught(EstimatorSettings(), _BODIES_AFTER, seeded(0))
+    learn(estimator, lessons.seen_images)
+    groups: dict[str, list[Sample]] = {}
+    for one in (*lessons.unseen, *lessons.unseen_images):
+        groups.setdefault(one.kind, []).append(one)
+    for one in lessons.unseen:
+        groups.setdefault(f"text of {one.source}", []).append(one)
+    return Measurement(
+        key={"tokenizer": subject.name, "bodies_after": _BODIES_AFTER},
+        seeds=(0,),
+        figures={name: subject.judged(estimator, samples) for name, samples in sorted(groups.items())},
+        settings=_settings(subject.experiment),
+    )
+
+
+# Settings
+
+
+def _variants(subject: Subject) -> Iterator[Measurement]:
+    """For each variant, its columns after some observations, and after a drift to other sources."""
+    experiment = subject.experiment
+    for name, variant in experiment.variants.items():
+        by_seed = [_of_variant(subject, variant, seed) for seed in range(experiment.seeds)]
+        yield Measurement(
+            key={"tokenizer": subject.name, "variant": name},
+            seeds=range(experiment.seeds),
+            figures={
+                when: {of: [one[when][of] for one in by_seed] for of in by_seed[0][when]}
+                for when in by_seed[0]
+            },
+            settings=_settings(experiment, variant),
+        )
+
+
+def _of_variant(subject: Subject, variant: RatioVariant, seed: int) -> Mapping[str, Mapping[str, float]]:
+    experiment, lessons, settings = subject.experiment, subject.lessons, variant.settings()
+    taught = lessons.taught(settings, experiment.variants_after, seeded(seed))
+    drifted, samples = lessons.drifted(settings, *experiment.drift, seeded(seed))
+    return {
+        "learned": subject.judged(taught, lessons.unseen, variant),
+        "drift": subject.judged(drifted, samples, variant),
+    }
+
+
+EXPERIMENT = Experiment(settings=EstimatorExperiment, play=play, unavailable=unavailable)
