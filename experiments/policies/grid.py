@@ -161,7 +161,7 @@ def _run(grid: PolicyGrid, cell: GridCell, variant: PolicyVariant, seed: int) ->
         seed=seed,
         disclosure=Disclosure(output_known=case.output_known),
         noise=LengthNoise(relative_error=case.length_noise),
-        world=case.world,
+        simulation=case.world,
         scheduler=variant.scheduler,
         partition=partition_source(variant.partition, LearnedPartitions()),
         slo=SloByLength(short_at_tokens=case.short_at_tokens),

@@ -1,4 +1,4 @@
-"""Many runs at once, each in a process of its own; results come in the order in which they were asked for."""
+"""Many runs in several processes; results come in the order of the runs."""
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +20,14 @@ def run_all(runs: Sequence[RunSettings], *, jobs: int, keep_records: bool = Fals
 
     Args:
         jobs: processes; 1 plays them one after the other in this one.
-        keep_records: bring the records of each request back too, which pictures need; a large part of the
-            work when there are many.
+        keep_records: return the records of each request too, which plots need; sending them between
+            processes is a large part of the work when there are many.
     """
-    yield from parallel(_with_records if keep_records else _figures_only, runs, jobs)
+    yield from parallel(simulate if keep_records else _figures_only, runs, jobs)
 
 
 def at_load(runs: Sequence[RunSettings], load: float, *, jobs: int) -> list[RunSettings]:
-    """The runs at a share of what their replicas carry, see `simulation.load`."""
+    """The runs at a share of the rate that saturates their replicas, see `load`."""
     return [
         replace(run, rate_per_s=load * rate, load=load)
         for run, rate in zip(runs, saturated_rates(runs, jobs=jobs), strict=True)
@@ -71,10 +71,6 @@ def parallel(work: Callable[[Item], Result], items: Sequence[Item], jobs: int) -
 
 def _saturated_rate(run: RunSettings) -> float:
     return saturated_rate_per_s(run.fleet, run.trace, run.seed)
-
-
-def _with_records(run: RunSettings) -> RunResult:
-    return simulate(run)
 
 
 def _figures_only(run: RunSettings) -> RunResult:

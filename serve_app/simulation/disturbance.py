@@ -1,4 +1,4 @@
-"""What goes wrong in life: bursts, and a mix of lengths that turns into its opposite half-way."""
+"""Disturbances of a trace: other arrival patterns, and a mix of lengths that flips half-way."""
 
 from dataclasses import replace
 
@@ -42,24 +42,24 @@ def _arrivals(pattern: str, rate_per_s: float) -> Arrivals:
     raise TraceError(f"no arrivals {pattern!r}: write poisson, gamma:3.5 or on-off:400,300")
 
 
-def with_flipped_mix(trace: Trace, border_tokens: int, rng: np.random.Generator) -> Trace:
-    """The second half has as large a share of long prompts as it had of short ones, and the other way round.
+def with_flipped_mix(trace: Trace, short_at_tokens: int, rng: np.random.Generator) -> Trace:
+    """The same trace, with the shares of short and long prompts exchanged in its second half.
 
     Args:
-        border_tokens: longest prompt that counts as short.
+        short_at_tokens: longest prompt that counts as short.
 
     Raises:
         TraceError: all prompts are of one kind.
     """
-    short = [one for one in trace.requests if one.prompt_tokens <= border_tokens]
-    long = [one for one in trace.requests if one.prompt_tokens > border_tokens]
+    short = [one for one in trace.requests if one.prompt_tokens <= short_at_tokens]
+    long = [one for one in trace.requests if one.prompt_tokens > short_at_tokens]
     if not short or not long:
         raise TraceError(
-            f"no mix to flip: all prompts of {trace.name!r} are on one side of {border_tokens} tokens"
+            f"no mix to flip: all prompts of {trace.name!r} are on one side of {short_at_tokens} tokens"
         )
     middle = len(trace.requests) // 2
     flipped = trace.requests[:middle] + tuple(
-        _sized_like(one, long if one.prompt_tokens <= border_tokens else short, rng)
+        _sized_like(one, long if one.prompt_tokens <= short_at_tokens else short, rng)
         for one in trace.requests[middle:]
     )
     return replace(trace, requests=flipped, source=f"{trace.source}, mix flipped from request {middle:,} on")

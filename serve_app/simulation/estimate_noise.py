@@ -1,4 +1,4 @@
-"""An estimator that errs: the scheduler sees prompt lengths that are off, engines see the true ones."""
+"""Estimate noise: the scheduler sees wrong prompt lengths, while engines see the true ones."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from serve_app.routing.estimation.estimate import EstimatorSettings, TokenEstima
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthNoise:
-    """How far estimates of prompt lengths are off.
+    """The error of estimated prompt lengths.
 
     Attributes:
         relative_error: standard deviation of the logarithm of estimate over truth: at 0.3, two of three
@@ -41,10 +41,10 @@ class NoisyEstimator(TokenEstimator):
         self._factors = factors
 
     def estimate(self, request: Request) -> TokenEstimate:
-        """What the scheduler takes the request for."""
+        """The exact estimate, times the factor of the request."""
         exact = super().estimate(request)
         factor = self._factors[request.request_id]
         seen = max(1, round(exact.expected_prompt_tokens * factor))
-        # A real estimator keeps the least length below the truth, so that nothing is refused that would fit.
+        # A real estimator keeps the lower bound below the truth, so that no request that fits is refused.
         least = min(seen, exact.least_prompt_tokens)
         return replace(exact, prompt_tokens=seen, expected_prompt_tokens=seen, least_prompt_tokens=least)

@@ -1,4 +1,4 @@
-"""Which replicas are simulated? How many in each pool, of which profile, with what changed in its engine."""
+"""The fleet of a run: the number of replicas in each pool, their profile, and changes to their engines."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -13,15 +13,15 @@ from serve_app.settings_base import settings
 from serve_app.simulation.replica import ReplicaPlan
 
 ONE_POOL = "all"
-"""Name of the pool of a fleet that is not divided."""
+"""Name of the only pool of a fleet."""
 
 
 @settings
 class EngineChanges:
-    """What is changed in the profile's engine, named as in `EngineModelSettings`; None changes nothing.
+    """Changes to the profile's engine, named as in `EngineModelSettings`; None changes nothing.
 
-    But for the chunk limit of long prefills: under a policy that isolates them, None is the profile's own
-    (`StepTimeModel.chunk_tokens`), which belongs to the method; 0 is no limit.
+    The chunk limit of long prefills is an exception. Under a policy that isolates them, None is the profile's
+    own limit (`StepTimeModel.chunk_tokens`), which belongs to the method; 0 is no limit.
     """
 
     max_num_seqs: int | None = None
@@ -34,12 +34,12 @@ class EngineChanges:
 
 @settings
 class PoolChanges:
-    """How the engines of one pool differ from the others'.
+    """Differences of the engines of one pool.
 
     Attributes:
         profile: name or path of their own engine profile, such as one of another tensor-parallel degree;
             None is the fleet's.
-        engine: what is changed in them, on top of what is changed in every engine.
+        engine: changes to them, on top of the changes to every engine.
     """
 
     profile: str | None = None
@@ -55,11 +55,11 @@ class FleetSettings:
 
     Attributes:
         profile: name or path of an engine profile.
-        replicas: number of replicas by pool; a single pool goes by any name, two are `short` and `long`.
-        b_short_tokens: with two pools, the token budget up to which a request is at home in the short one,
-            and the context of its engines unless they are given another.
-        engine: what is changed in every engine.
-        by_pool: how single pools differ; a pool that is not in it does not.
+        replicas: number of replicas by pool; a single pool has any name, two are `short` and `long`.
+        b_short_tokens: with two pools, the largest token budget of a request that belongs to the short one,
+            and the context of its engines unless they have another.
+        engine: changes to every engine.
+        by_pool: differences of single pools.
     """
 
     profile: str
@@ -83,16 +83,16 @@ class FleetSettings:
 
     @property
     def routing(self) -> RoutingSettings:
-        """What the scheduler is told of the pools."""
+        """The routing settings that follow from the pools."""
         return RoutingSettings(pools=tuple(self.replicas), b_short_tokens=self.b_short_tokens)
 
     @property
     def gpus(self) -> int:
-        """GPUs under the whole fleet."""
+        """Number of GPUs in the whole fleet."""
         return sum(count * load_profile(self.profile_of(pool)).gpus for pool, count in self.replicas.items())
 
     def without_chunk_limits(self) -> "FleetSettings":
-        """The same replicas, with the chunk limit for long prefills in no engine changed."""
+        """The same replicas, without changes to the chunk limit for long prefills."""
         by_pool = {
             pool: replace(changes, engine=replace(changes.engine, long_prefill_token_threshold=None))
             for pool, changes in self.by_pool.items()
@@ -100,7 +100,7 @@ class FleetSettings:
         return replace(
             self,
             engine=replace(self.engine, long_prefill_token_threshold=None),
-            # Without those that change nothing any more, equal replicas are equal settings.
+            # Pools without any changes left are dropped, so that equal replicas are equal settings.
             by_pool={pool: changes for pool, changes in by_pool.items() if changes != _UNCHANGED},
         )
 
@@ -112,7 +112,7 @@ class FleetSettings:
         """One plan for each replica, pool by pool.
 
         Args:
-            isolated: long prefills are kept apart, so the engine's chunk limit is set unless it is given.
+            isolated: whether long prefills are isolated, so that the chunk limit is set unless it is given.
 
         Raises:
             SettingsError: there is no such profile.

@@ -1,8 +1,8 @@
-"""What is load 1.0? The rate at which replicas finish requests when there is always more to do.
+"""Load 1.0: the rate at which replicas finish requests when there is always more to do.
 
-All requests wait from the start, and the gateway serves them first come first served. The rate is counted
-from when every engine's batch has turned over twice until the last request is dispatched: at both ends the
-batches are full and as much work is begun and not finished, so neither filling nor emptying them counts.
+All requests wait from the start, and the scheduler serves them first come first served. The rate is counted
+from the time when every engine's batch has turned over twice until the last request is dispatched. At both
+ends the batches are full, so neither filling nor emptying them counts.
 
 Nothing of the method under test goes into it: neither its policy, nor its scheduler settings, nor its chunk
 limit for long prefills in the engine. So one load is one arrival rate, and policies at one load see the same
@@ -20,9 +20,9 @@ from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace,
 from serve_app.workloads.trace import Trace
 from serve_app.workloads.transform import take
 
-# A short trace is repeated to so many times what the batches hold.
-_LEAST_TURNOVERS = 10
-_LEAST_REQUESTS = 4_000
+# A short trace is repeated to at least so many times the capacity of the batches.
+_MIN_TURNOVERS = 10
+_MIN_REQUESTS = 4_000
 _TURNOVERS_TO_FILL = 2
 
 
@@ -36,7 +36,7 @@ def saturated_rate_per_s(fleet: FleetSettings, choice: TraceChoice, seed: int) -
 
 
 class _Key:
-    """A fleet as a key of the cache: dictionaries have no hash."""
+    """A fleet as a cache key; its dictionaries have no hash."""
 
     def __init__(self, fleet: FleetSettings) -> None:
         self.fleet = fleet
@@ -54,7 +54,7 @@ def _measured(key: _Key, choice: TraceChoice, seed: int) -> float:
 
 
 def saturated_rate_of(fleet: FleetSettings, trace: Trace) -> float:
-    """As `saturated_rate_per_s`, for requests that no name stands for; nothing of it is remembered.
+    """As `saturated_rate_per_s`, for the requests of any trace; not cached.
 
     Args:
         fleet: without a chunk limit for long prefills, unless that is to count.
@@ -62,7 +62,7 @@ def saturated_rate_of(fleet: FleetSettings, trace: Trace) -> float:
     plans = fleet.plans()
     in_batches = sum(plan.engine.max_num_seqs for plan in plans)
     fitted = fit(trace, max(plan.engine.max_model_len for plan in plans)).trace
-    backlog = _backlog(fitted, max(_LEAST_REQUESTS, _LEAST_TURNOVERS * in_batches))
+    backlog = _backlog(fitted, max(_MIN_REQUESTS, _MIN_TURNOVERS * in_batches))
     requests = list(requests_of(backlog, Disclosure(), plans[0].engine.block_size))
     records = Simulation(scheduler_settings("fcfs", fleet.routing, {}), plans).run(requests)
     ends = sorted(record.finished_at for record in records if record.completed)
@@ -72,7 +72,7 @@ def saturated_rate_of(fleet: FleetSettings, trace: Trace) -> float:
     return (last - first) / (ends[last] - ends[first])
 
 
-def _backlog(trace: Trace, least: int) -> Trace:
-    """All requests at once, and enough of them."""
-    enough = take(trace, max(least, len(trace.requests)))
+def _backlog(trace: Trace, at_least: int) -> Trace:
+    """All requests at once, repeated if there are too few."""
+    enough = take(trace, max(at_least, len(trace.requests)))
     return replace(enough, requests=tuple(replace(one, arrival_s=0.0) for one in enough.requests))

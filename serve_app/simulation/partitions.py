@@ -1,7 +1,7 @@
-"""Where do the length queues of a run come from? Learned while it goes on, read from a file, or the prior.
+"""The sources of length queues in a run: a learner, a file, or the prior.
 
-The learner itself is made elsewhere (`serve_app.tuning.partition.strategic_loop`); here is what the
-simulated world asks of one.
+The learner itself is `serve_app.tuning.partition.strategic_loop`; here stands what the simulation needs of
+one.
 """
 
 from dataclasses import dataclass, field
@@ -20,10 +20,10 @@ PRIOR = "prior"
 
 
 class PartitionLearner(Protocol):
-    """Sees the prompts that arrive, and now and then asks for other queues."""
+    """Observes the prompts that arrive, and now and then changes the queues."""
 
     def observe(self, prompt_tokens: int) -> None:
-        """A prompt has arrived, of this length as the scheduler estimates it."""
+        """Note a prompt that arrived, by its length as the scheduler estimates it."""
         ...
 
     def due(self, now: float) -> Partition | None:
@@ -32,10 +32,10 @@ class PartitionLearner(Protocol):
 
 
 class PartitionSource(Protocol):
-    """A value that makes a learner for each run; it travels to other processes and into results."""
+    """Makes a learner for each run; a plain value that can be sent to other processes and into results."""
 
     def learner(self) -> PartitionLearner:
-        """A new one, that has seen nothing."""
+        """A new learner that has observed nothing."""
         ...
 
 
@@ -46,28 +46,28 @@ class FixedPartition:
     partition: Partition
 
     def learner(self) -> PartitionLearner:
-        """One that has nothing to learn."""
-        return _Given(self.partition)
+        """A learner that returns the partition at its first call."""
+        return _FixedLearner(self.partition)
 
 
 @dataclass(slots=True)
-class _Given:
+class _FixedLearner:
     partition: Partition | None
 
     def observe(self, prompt_tokens: int) -> None:
-        """Is not interested."""
+        """Ignores all prompts."""
 
     def due(self, now: float) -> Partition | None:  # noqa: ARG002 - at once, whenever that is
         """The partition, once."""
-        given, self.partition = self.partition, None
-        return given
+        partition, self.partition = self.partition, None
+        return partition
 
 
 def partition_source(text: str, learned: PartitionSource) -> PartitionSource | None:
-    """What `--partition` means: `learned`, `prior` (None) or a file.
+    """The source that `--partition` names: `learned`, `prior` (None) or a file.
 
     Raises:
-        SettingsError: it is a file and holds no partition.
+        SettingsError: the file holds no partition.
     """
     if text == LEARNED:
         return learned
@@ -75,8 +75,8 @@ def partition_source(text: str, learned: PartitionSource) -> PartitionSource | N
 
 
 @settings
-class _Row:
-    """An interval as a file has it."""
+class _IntervalRow:
+    """An interval in a file."""
 
     min: int
     max: int
@@ -84,14 +84,14 @@ class _Row:
     count: int = field(default=1)
 
 
-_ROWS = TypeAdapter(list[_Row])
+_ROWS = TypeAdapter(list[_IntervalRow])
 
 
 def read_partition(path: Path) -> Partition:
     """Read a YAML list of `{min, max, mean, count}`, in tokens, the shortest lengths first.
 
     Raises:
-        SettingsError: the file cannot be read, or its intervals are none.
+        SettingsError: the file cannot be read, or its intervals make no partition.
     """
     try:
         rows = _ROWS.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
@@ -109,7 +109,7 @@ def read_partition(path: Path) -> Partition:
 
 
 def write_partition(path: Path, partition: Partition) -> None:
-    """Write what `read_partition` reads."""
+    """Write a file that `read_partition` reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = partition_as_json(partition)
     path.write_text(yaml.safe_dump(rows, sort_keys=False, default_flow_style=None), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A replica in the simulator: the emulated engine's own model, and what it tells the scheduler."""
+"""A replica in the simulator: the model of the emulated engine, and the reports that it makes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +11,8 @@ from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.simulation.timeline import Rank, Timeline
 
-# Iterations that may pass in one leap while nothing but decoding happens; the model cuts a leap short at any
-# change.
-_LEAP = 1_000_000
+# Decoding iterations that one event may cover; the model ends a step at any change.
+_MAX_STEPS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +26,7 @@ class ReplicaPlan:
 
     @property
     def spec(self) -> ReplicaSpec:
-        """What the scheduler is told of it."""
+        """What the replica registers with."""
         return ReplicaSpec(
             replica_id=self.replica_id,
             pool=self.pool,
@@ -38,7 +37,7 @@ class ReplicaPlan:
 
 
 class SimulatedReplica:
-    """Drives one engine model: begins a step when there is work, and passes on what each step brings."""
+    """Drives one engine model: begins a step when there is work, and passes on the outcome of each step."""
 
     def __init__(
         self,
@@ -55,22 +54,22 @@ class SimulatedReplica:
         self._token_gaps = 0
         self._token_gaps_s = 0.0
         self._tpot.note(0.0, 0, timeline.now)
-        # The end that is planned; another one in the model means that the step under way was cut short.
+        # The planned end of the step under way; another end in the model means that the step was cut short.
         self._planned_end: float | None = None
 
     def accept(self, sequence: EngineSequence) -> None:
-        """A request has reached the engine."""
+        """Add a request that has reached the engine."""
         self._received += 1
         self.model.add(sequence, self._timeline.now)
         self._go_on()
 
     def abort(self, sequence: EngineSequence) -> None:
-        """The client has gone."""
+        """Abort a request whose client is gone."""
         self.model.abort(sequence, self._timeline.now)
         self._go_on()
 
     def report(self) -> ReplicaReport:
-        """What the replica says of itself now."""
+        """The state of the replica now."""
         snapshot = self.model.snapshot(self._timeline.now)
         return ReplicaReport(
             received=self._received,
@@ -84,7 +83,7 @@ class SimulatedReplica:
         now = self._timeline.now
         ends_at = self.model.ends_at
         if ends_at is None:
-            ends_at = self.model.begin_step(now, max_steps=_LEAP)
+            ends_at = self.model.begin_step(now, max_steps=_MAX_STEPS)
         if ends_at is not None and ends_at != self._planned_end:
             self._planned_end = ends_at
             self._timeline.at(max(ends_at, now), Rank.ENGINE, lambda: self._step_ends(ends_at))

@@ -1,9 +1,9 @@
-"""One run: a policy, a fleet, a trace at a rate, a seed; raw records and figures out.
+"""One simulated run: a policy, a fleet, a trace at a rate and a seed give raw records and figures.
 
 The same settings give the same decisions, to the byte. Every policy serves the same requests to their end,
 and the same ones are measured: all but the first tenth by arrival, during which queues fill and estimators
-learn. Those that arrive last are measured as well, and the run goes on until the last one is done: cutting
-the end off would hide exactly what a policy has put off.
+learn. The last arrivals are measured as well, and the run goes on until the last one is done. Cutting the end
+off would hide the very requests that a policy has delayed.
 """
 
 import time
@@ -37,18 +37,19 @@ from serve_app.simulation.workload import (
 from serve_app.workloads.streams import plain_stream
 
 DIRECT = "direct"
-"""The policy that is none: no gateway."""
+"""The baseline without a gateway."""
 ORACLE = "oracle"
-"""The policy that is told how long each answer will be; nobody could deploy it."""
+"""The policy that knows the length of each answer, which nobody could deploy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloByLength(Slo):
-    """An SLO whose TTFT limit depends on the prompt: nobody expects a book to be read in a second.
+    """An SLO whose TTFT limit depends on the length of the prompt.
 
     Attributes:
         ttft_s: for short prompts.
         long_ttft_s: for all others.
+        short_at_tokens: longest short prompt.
     """
 
     ttft_s: float | None = 1.0
@@ -70,10 +71,10 @@ class RunSettings:
     Attributes:
         rate_per_s: mean arrival rate; None keeps the trace's own.
         load: the rate as a share of the saturated one, for the reader of results; None when it is not known.
-        scheduler: settings that are not the defaults, by dotted path (`backpressure.target_waiting`).
-        partition: where a policy that learns queues has them from; None keeps the prior.
+        scheduler: settings that differ from the defaults, by dotted path (`backpressure.target_waiting`).
+        partition: source of the queues for a policy that learns them; None keeps the prior.
         warm_up_ratio: share of requests, the first by arrival, that is not measured.
-        label: what the policy goes by in results; its name unless given.
+        label: name of the policy in results; by default that of the policy.
     """
 
     policy: str
@@ -84,7 +85,7 @@ class RunSettings:
     load: float | None = None
     disclosure: Disclosure = field(default_factory=Disclosure)
     noise: LengthNoise = field(default_factory=LengthNoise)
-    world: SimulationSettings = field(default_factory=SimulationSettings)
+    simulation: SimulationSettings = field(default_factory=SimulationSettings)
     scheduler: Mapping[str, object] = field(default_factory=dict)
     partition: PartitionSource | None = None
     balance: Balance = Balance.LEAST_OUTSTANDING
@@ -106,13 +107,13 @@ class RunSettings:
 
     @property
     def name(self) -> str:
-        """What the policy goes by in results."""
+        """The name of the policy in results."""
         return self.label or self.policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
         workload: the requests that were played, and how many were left out.
@@ -121,7 +122,7 @@ class RunResult:
         summary: the figures of those measured.
         whole: the figures of all, for work and time without any cut.
         partitions: the learned queues that were put in force, each with its time.
-        wall_s: real time that it took.
+        wall_s: real time of the run.
     """
 
     settings: RunSettings
@@ -209,8 +210,8 @@ def _play(
     if settings.partition is not None and learns_queues(settings.policy, SIMULATED_POLICIES):
         learner = settings.partition.learner()
     estimator = _noisy_estimator(settings, scheduler, requests) if settings.noise.relative_error else None
-    world = Simulation(scheduler, plans, settings.world, on_decision, learner, estimator)
-    return world.run(requests), tuple(world.partitions)
+    simulation = Simulation(scheduler, plans, settings.simulation, on_decision, learner, estimator)
+    return simulation.run(requests), tuple(simulation.partitions)
 
 
 def _noisy_estimator(

@@ -1,9 +1,9 @@
-"""The scheduler's settings in an experiment: those of production, with two exceptions.
+"""The scheduler's settings in a simulated run: those of production, with two exceptions.
 
-Nobody is turned away, since a policy that refuses work would look fast. And nothing is held back for its time
-per output token (`backpressure.tpot_gate_s`), since that trades throughput for pace, which is the owner's
-choice and no part of an order: at load 1.1 of the paper's mix (70B on H100) the usual 150 ms cost FCFS 7 %
-of its throughput, and ours nothing, as it stays below.
+No request is denied for a full queue, because a policy that refuses work would look fast. And the gate on the
+time per output token (`backpressure.tpot_gate_s`) is off. It trades throughput for decoding speed, which is
+the operator's choice and no part of an ordering policy. Its price is paid by the policies whose time per
+output token reaches it.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ def scheduler_settings(
     }
     for path, value in changes.items():
         _plant(tree, path, value)
-    # The last word on these two is the caller's: the fleet decides which pools there are.
+    # These follow from the arguments: the fleet decides which pools there are.
     for owned in ("policy", "model", "routing.pools", "routing.b_short_tokens"):
         if owned in changes:
             raise SettingsError(f"{owned} is not to be set: it follows from the policy and the fleet")

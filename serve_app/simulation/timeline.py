@@ -1,7 +1,7 @@
-"""The simulator's clock: a heap of what will happen, in a total order that is written down.
+"""The simulator's clock: a heap of planned actions in a total order.
 
-Two things at one instant happen by rank, then in the order in which they were planned. Same plan, same order:
-a run can be replayed to the byte.
+Two actions of one instant are carried out by rank, then in the order in which they were planned. The same
+plan gives the same order, so a run can be replayed to the byte.
 """
 
 import enum
@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 
 class Rank(enum.IntEnum):
-    """Who goes first in one instant.
+    """The order of actions in one instant.
 
-    Engines move before anybody looks at them; news from engines reaches the scheduler before new work does,
-    so that a place that becomes free at the very instant of an arrival is there for it; the scheduler's own
-    wake-ups come last.
+    Engines move first, so that all others see their new state. Feedback from engines reaches the scheduler
+    before arrivals do, so capacity that becomes free at the instant of an arrival is available to it. The
+    scheduler's own wake-ups come last.
     """
 
     ENGINE = 0
@@ -51,7 +51,7 @@ class Timeline:
         heapq.heappush(self._heap, (time, rank, next(self._sequence), action))
 
     def run(self, *, until: float | None = None) -> None:
-        """Carry out everything planned, and all that gets planned meanwhile, to the end or to `until`."""
+        """Carry out all planned actions, also those planned meanwhile, to the end or to `until`."""
         heap = self._heap
         while heap and (until is None or heap[0][0] <= until):
             self.now, _, _, action = heapq.heappop(heap)

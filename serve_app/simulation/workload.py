@@ -1,4 +1,4 @@
-"""From a trace to the requests of a run: cut to size, fitted to the engines, told to the scheduler or not."""
+"""The workload of a run: the requests of a trace, fitted to the engines and disclosed to the scheduler."""
 
 import itertools
 import math
@@ -18,20 +18,22 @@ from serve_app.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceError
 from serve_app.workloads.transform import merge, scale_to_rate, take
 
 MODEL = "simulated"
-# What is merged from generators covers the hour that the public traces cover.
+# Merged generators cover an hour, as the public traces do.
 _MERGED_SPAN_S = 3_600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceChoice:
-    """Which requests come.
+    """The choice of a trace, and how it is changed.
 
     Attributes:
         name: as in `workloads.catalog`; several joined by `+` are merged on one clock.
         requests: how many; None for all of a file, or the generator's default.
         tenants, priorities: shares, as in `workloads.catalog`.
+        folder: where trace files lie; None is the default folder.
         arrivals: a pattern that replaces the trace's own, see `disturbance`.
-        flip_mix_at: border between short and long prompts, whose shares are exchanged half-way; None: never.
+        flip_mix_at: longest short prompt, when the shares of short and long prompts are exchanged half-way;
+            None: they are not.
     """
 
     name: str
@@ -45,7 +47,7 @@ class TraceChoice:
 
 @dataclass(frozen=True, slots=True)
 class FittedTrace:
-    """A trace as the engines can take it.
+    """A trace that fits the engines.
 
     Attributes:
         dropped: requests left out, because no engine can hold their prompt and one token.
@@ -59,11 +61,11 @@ class FittedTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disclosure:
-    """What the scheduler is told of a request.
+    """What the scheduler is told about requests.
 
     Attributes:
         output_known: `max_tokens` states the true length of the answer; otherwise it is absent.
-        queue_timeout_s: how long a request waits at most; infinite, so that all policies do the same work.
+        queue_timeout_s: longest time in the queue; infinite by default, so all policies do the same work.
         model: the name that requests ask for.
     """
 
@@ -112,7 +114,7 @@ def _settings(choice: TraceChoice, name: str, seed: int, *, requests: int | None
 
 
 def _whole(choice: TraceChoice, name: str, seed: int) -> Trace:
-    """All of a file, so that what came together stays together; a stretch of what is generated."""
+    """All of a file, so that requests that arrived together stay together; an hour of a generator."""
     settings = replace(_settings(choice, name, seed, requests=None), tenants=None, priorities=None)
     trace = resolve(settings)
     is_from_file = trace.skipped is not None
@@ -120,18 +122,19 @@ def _whole(choice: TraceChoice, name: str, seed: int) -> Trace:
 
 
 def fit(trace: Trace, max_model_len: int) -> FittedTrace:
-    """Leave out what no engine could take, and end answers where the engine would.
+    """Leave out requests that no engine could take, and end answers where the engine would.
 
     Raises:
         TraceError: nothing is left.
     """
     kept, clipped = [], 0
     for one in trace.requests:
-        room = max_model_len - one.prompt_tokens
-        if room < 1:
+        max_output_tokens = max_model_len - one.prompt_tokens
+        if max_output_tokens < 1:
             continue
-        clipped += one.output_tokens > room
-        kept.append(one if one.output_tokens <= room else replace(one, output_tokens=room))
+        is_clipped = one.output_tokens > max_output_tokens
+        clipped += is_clipped
+        kept.append(replace(one, output_tokens=max_output_tokens) if is_clipped else one)
     if not kept:
         raise TraceError(
             f"every prompt of {trace.name!r} is longer than the engines' context of {max_model_len:,} tokens"
@@ -143,7 +146,7 @@ def fit(trace: Trace, max_model_len: int) -> FittedTrace:
 
 
 def at_rate(trace: Trace, rate_per_s: float | None) -> Trace:
-    """Scaled in time; None keeps the trace's own rate."""
+    """The trace scaled in time to a rate; None keeps its own."""
     return trace if rate_per_s is None else scale_to_rate(trace, rate_per_s)
 
 
@@ -177,14 +180,14 @@ def requests_of(trace: Trace, disclosure: Disclosure, block_size: int) -> Iterat
 
 
 def _gateway_blocks(prefix: tuple[int, ...], prompt_tokens: int) -> Iterator[int]:
-    """Hashes as a gateway makes them; where ids of the trace are equal, so is all text up to there."""
+    """Hashes as a gateway makes them: where the trace's ids are equal, all text up to there is equal."""
     known_tokens = min(prompt_tokens, len(prefix) * PREFIX_BLOCK_TOKENS)
     for place, end in enumerate(itertools.takewhile(lambda end: end <= known_tokens, BLOCK_ENDS)):
         yield prefix[(end - 1) // PREFIX_BLOCK_TOKENS] * len(BLOCK_ENDS) + place
 
 
 def _engine_blocks(prefix: tuple[int, ...], prompt_tokens: int, block_size: int) -> Iterator[int]:
-    """Hashes of the engine's full blocks, of which one id of the trace covers many."""
+    """Hashes of the engine's full blocks; one id of the trace covers many."""
     per_id = PREFIX_BLOCK_TOKENS // block_size
     for place in range(min(len(prefix) * per_id, prompt_tokens // block_size)):
         yield prefix[place // per_id] * per_id + place % per_id

@@ -1,4 +1,4 @@
-"""The arguments of `python -m serve_app tune`, and the twin that they make."""
+"""The arguments of `python -m serve_app tune`, and the twin plan that they describe."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ from serve_app.tuning.objective.objective import ObjectiveSettings
 from serve_app.tuning.objective.service_class import ClassTarget, ClassTargets
 from serve_app.tuning.search.optimiser import METHODS
 from serve_app.tuning.search.search_space import SearchSpace, Values
-from serve_app.tuning.search.study_settings import StudySettings
+from serve_app.tuning.search.study import StudySettings
 from serve_app.tuning.search.tunable import Tunable, parameters_of, space_of, started_from
 from serve_app.tuning.twin.digital_twin import TwinPlan, TwinSettings, with_speed
 
@@ -66,7 +66,7 @@ def _configure_system(group: "argparse._ArgumentGroup") -> None:
         "--speed-factor",
         type=positive_float,
         default=1.0,
-        help="engines take so many times as long as their profile says (%(default)s)",
+        help="step times of the engines over those of their profile (%(default)s)",
     )
 
 
@@ -105,7 +105,7 @@ def _configure_search(group: "argparse._ArgumentGroup") -> None:
 
 
 def plan_of(args: argparse.Namespace) -> TwinPlan:
-    """The twin that is asked for.
+    """The plan of the twin in which the search takes place.
 
     Raises:
         ServeAppError: no twin can be made of these arguments.
@@ -124,7 +124,7 @@ def plan_of(args: argparse.Namespace) -> TwinPlan:
         run = replace(run, rate_per_s=args.load * saturated_rate_per_s(fleet, run.trace, args.seed))
     return TwinPlan(
         tunable=tunable,
-        space=space_of(tunable, context_of_short=args.b_short, only=_names(args.only)),
+        space=space_of(tunable, max_b_short_tokens=args.b_short, only=_names(args.only)),
         engines=with_speed(fleet.plans(isolated=run.isolates), args.speed_factor),
         traffic=fitted_trace(run).trace,
         objective=_objective(args),
@@ -133,7 +133,7 @@ def plan_of(args: argparse.Namespace) -> TwinPlan:
 
 
 def anchors_of(args: argparse.Namespace, space: SearchSpace) -> list[Values]:
-    """What is tried first besides what is in force: the product's defaults, as far as they are tuned."""
+    """Candidates to try first, after the values in force: the product's defaults of the tuned parameters."""
     if args.no_defaults:
         return []
     defaults = Tunable(scheduler=scheduler_settings(args.policy, _fleet(args).routing, {}))
@@ -141,7 +141,7 @@ def anchors_of(args: argparse.Namespace, space: SearchSpace) -> list[Values]:
 
 
 def study_of(args: argparse.Namespace) -> StudySettings:
-    """How long is searched."""
+    """The settings of the study."""
     return StudySettings(trials=args.trials)
 
 

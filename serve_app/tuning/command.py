@@ -1,4 +1,4 @@
-"""`python -m serve_app tune`: better settings for a trace, found in the digital twin, if there are any."""
+"""The command `python -m serve_app tune`: search better settings for a trace in the digital twin."""
 
 import argparse
 import math
@@ -8,8 +8,8 @@ from serve_app.command import Command, given_arguments, progress_bar, say, write
 from serve_app.provenance import provenance
 from serve_app.tuning import arguments
 from serve_app.tuning.search.optimiser import make_optimiser
-from serve_app.tuning.search.recommendation import as_json, report
 from serve_app.tuning.search.study import Study
+from serve_app.tuning.search.study_report import StudyReport
 from serve_app.tuning.search.study_run import Budget, run_study
 from serve_app.tuning.twin.digital_twin import TwinPlan
 from serve_app.tuning.twin.processes import TwinProcesses
@@ -26,19 +26,18 @@ def _run(args: argparse.Namespace) -> int:
         args.search, plan.space, seed=args.seed, anchors=arguments.anchors_of(args, plan.space)
     )
     study = Study(optimiser, settings, independent_windows=plan.independent_windows)
-    # What it took to read the trace and to find load 1.0 is no part of the search, but of the user's time.
+    # Reading the trace and finding load 1.0 took part of the user's time, but none of the search's.
     left_s = None if args.seconds is None else max(1.0, args.seconds - (time.monotonic() - began))
     budget = Budget(clock=time.monotonic, seconds=left_s)
     rounds = math.ceil((args.trials - 1) / settings.batch)
     with progress_bar("rounds", rounds) as advance, TwinProcesses(plan, jobs=args.jobs) as twin:
         course = run_study(study, settings, twin, budget, lambda _: advance())
-    finding = study.finding
-    assert finding is not None
-    say(f"{_heading(plan)}\n\n{report(plan, settings, finding, course)}")
+    assert study.finding is not None
+    report = StudyReport(plan.space, settings, study.finding, course)
+    say(f"{_heading(plan)}\n\n{report.as_text()}")
     if args.json is not None:
-        document = as_json(plan, settings, finding, course)
         found = provenance(plan.traffic, given_arguments(args), [args.seed])
-        write_json(args.json, document | {"provenance": found})
+        write_json(args.json, report.as_json() | {"provenance": found})
     return 0
 
 

@@ -1,8 +1,8 @@
 """The live scheduler and the simulated one are the same object, and decide the same.
 
-One trace goes through two worlds: the simulator, and the live scheduler that the scheduler actor runs,
-with its desks, its messages and its alarm clock, on an event loop whose clock jumps. The engines are the
-same model in both. What is compared is every decision with its time, to the last bit.
+One trace goes through both: the simulator, and the live scheduler that the scheduler actor runs, with its
+gateway sessions, messages and wake-ups, on an event loop whose clock jumps. The engines are the same model in
+both. What is compared is every decision with its time, to the last bit.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from tests.parity.jumping_loop import LoopTimeline, run_jumping
 from tests.simulation.builders import mixed_requests, plan
 
 TIMEOUT_S = 4.0
-WORLD = SimulationSettings(control_latency_s=0.0013, report_interval_s=0.2)
+SIMULATION = SimulationSettings(control_latency_s=0.0013, report_interval_s=0.2)
 Decisions = list[tuple[float, tuple[Command, ...]]]
 
 
@@ -70,21 +70,18 @@ def plans() -> list[ReplicaPlan]:
 
 
 def trace(rate_per_s: float, seed: int) -> list[SimulatedRequest]:
-    requests = mixed_requests(300, rate_per_s=rate_per_s, seed=seed)
-    for simulated in requests:
-        object.__setattr__(simulated.request, "expires_at", simulated.request.arrived_at + TIMEOUT_S)
-    return requests
+    return mixed_requests(300, rate_per_s=rate_per_s, seed=seed, timeout_s=TIMEOUT_S)
 
 
 def simulated_decisions(
     requests: list[SimulatedRequest], policy: str = "fcfs", learner: PartitionLearner | None = None
 ) -> Decisions:
     log: list[Decision] = []
-    Simulation(scheduler_settings(policy), plans(), WORLD, log.append, learner).run(requests)
+    Simulation(scheduler_settings(policy), plans(), SIMULATION, log.append, learner).run(requests)
     return [(step.now, step.commands) for step in log if step.commands]
 
 
-class LiveWorld:
+class LiveSystem:
     """Gateway, engines and wires around the real live scheduler; and a tuner without a pull interval."""
 
     def __init__(
@@ -117,7 +114,7 @@ class LiveWorld:
         self.say(SnapshotEnd())
         all_plans = plans()
         for number, each in enumerate(all_plans):
-            self.add_replica(each, WORLD.report_interval_s * number / len(all_plans))
+            self.add_replica(each, SIMULATION.report_interval_s * number / len(all_plans))
         for simulated in self.requests.values():
             self.timeline.at(simulated.request.arrived_at, Rank.ARRIVAL, partial(self.submit, simulated))
         await self.over.wait()
@@ -136,7 +133,7 @@ class LiveWorld:
         self.later(
             Rank.REPORT, partial(self.live._replicas.on_message, replica_id, cast("Link", self), message)
         )
-        next_at = self.timeline.now + WORLD.report_interval_s
+        next_at = self.timeline.now + SIMULATION.report_interval_s
         self.timeline.at(next_at, Rank.REPORT, partial(self.report, replica))
 
     def submit(self, simulated: SimulatedRequest) -> None:
@@ -174,19 +171,19 @@ class LiveWorld:
         )
 
     def step_ended(self, outcome: StepOutcome) -> None:
-        news: list[Message] = [First(sequence.sequence_id) for sequence in outcome.first_tokens]
+        feedback: list[Message] = [First(sequence.sequence_id) for sequence in outcome.first_tokens]
         for sequence in outcome.finished:
             usage = Usage(
                 prompt_tokens=sequence.prompt_tokens,
                 output_tokens=sequence.target_tokens,
                 cached_tokens=sequence.cached_tokens,
             )
-            news.append(Finish(sequence.sequence_id, Outcome.COMPLETED, usage))
-        if news:
-            self.later(Rank.FEEDBACK, partial(self.deliver, news))
+            feedback.append(Finish(sequence.sequence_id, Outcome.COMPLETED, usage))
+        if feedback:
+            self.later(Rank.FEEDBACK, partial(self.deliver, feedback))
 
-    def deliver(self, news: list[Message]) -> None:
-        for message in news:
+    def deliver(self, feedback: list[Message]) -> None:
+        for message in feedback:
             self.say(message)
         self.end_when_done()
 
@@ -196,7 +193,7 @@ class LiveWorld:
             self.over.set()
 
     def later(self, rank: Rank, action: Action) -> None:
-        self.timeline.at(self.timeline.now + WORLD.control_latency_s, rank, action)
+        self.timeline.at(self.timeline.now + SIMULATION.control_latency_s, rank, action)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +210,7 @@ def test_the_live_shell_and_the_simulator_decide_the_same(
     expected = simulated_decisions(trace(rate_per_s, seed))
 
     async def live() -> Decisions:
-        return await LiveWorld(trace(rate_per_s, seed)).run()
+        return await LiveSystem(trace(rate_per_s, seed)).run()
 
     decisions: Decisions = run_jumping(live)
     outcomes = {c.conclusion.outcome for _, commands in expected for c in commands if isinstance(c, Conclude)}
@@ -227,7 +224,7 @@ def test_they_decide_the_same_with_queues_that_are_learned_on_the_way() -> None:
     expected = simulated_decisions(trace(15.0, 4), "ewsjf", LEARNED.learner())
 
     async def live() -> Decisions:
-        return await LiveWorld(trace(15.0, 4), "ewsjf", LEARNED.learner()).run()
+        return await LiveSystem(trace(15.0, 4), "ewsjf", LEARNED.learner()).run()
 
     assert run_jumping(live) == expected
     # Without what was learned they decide otherwise.

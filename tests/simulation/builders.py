@@ -1,4 +1,4 @@
-"""Small worlds to simulate."""
+"""Small fleets and requests to simulate."""
 
 import random
 
@@ -30,7 +30,9 @@ def plan(
     return ReplicaPlan(replica_id=replica_id, pool=pool, engine=engine, step_time=STEP_TIME)
 
 
-def mixed_requests(count: int, *, rate_per_s: float, seed: int) -> list[SimulatedRequest]:
+def mixed_requests(
+    count: int, *, rate_per_s: float, seed: int, timeout_s: float = 300.0
+) -> list[SimulatedRequest]:
     """Mostly short, some long, exact lengths, Poisson arrivals."""
     rng = random.Random(seed)
     now, requests = 0.0, []
@@ -46,7 +48,7 @@ def mixed_requests(count: int, *, rate_per_s: float, seed: int) -> list[Simulate
                     max_output_tokens=100,
                     tenant="default",
                     arrived_at=now,
-                    expires_at=now + 300.0,
+                    expires_at=now + timeout_s,
                 ),
                 output_tokens=rng.randint(1, 100),
             )

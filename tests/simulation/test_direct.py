@@ -7,8 +7,8 @@ from tests.simulation.builders import mixed_requests, plan
 
 
 def test_round_robin_gives_every_engine_its_turn() -> None:
-    world = DirectSimulation([plan(name, "all", max_model_len=8_000) for name in "abc"], Balance.ROUND_ROBIN)
-    records = world.run(mixed_requests(90, rate_per_s=5.0, seed=1))
+    direct = DirectSimulation([plan(name, "all", max_model_len=8_000) for name in "abc"], Balance.ROUND_ROBIN)
+    records = direct.run(mixed_requests(90, rate_per_s=5.0, seed=1))
     assert Counter(record.replica for record in records) == {"a": 30, "b": 30, "c": 30}
 
 
@@ -35,28 +35,28 @@ def test_least_outstanding_prefers_the_engine_that_has_less_to_do() -> None:
 
 
 def test_equally_idle_engines_take_turns() -> None:
-    world = DirectSimulation([plan(name, "all", max_model_len=8_000) for name in "ab"])
-    records = world.run(mixed_requests(40, rate_per_s=0.05, seed=3))
+    direct = DirectSimulation([plan(name, "all", max_model_len=8_000) for name in "ab"])
+    records = direct.run(mixed_requests(40, rate_per_s=0.05, seed=3))
     assert Counter(record.replica for record in records) == {"a": 20, "b": 20}
 
 
 def test_a_request_goes_only_where_it_fits() -> None:
-    world = DirectSimulation(
+    direct = DirectSimulation(
         [plan("short", "all", max_model_len=700), plan("long", "all", max_model_len=4_000)]
     )
-    records = world.run(mixed_requests(100, rate_per_s=5.0, seed=4))
+    records = direct.run(mixed_requests(100, rate_per_s=5.0, seed=4))
     assert len(records) == 100
     assert all(record.replica == "long" for record in records if record.prompt_tokens >= 700)
 
 
 def test_a_request_that_fits_nowhere_is_refused_aloud() -> None:
-    world = DirectSimulation([plan("short", "all", max_model_len=300)])
+    direct = DirectSimulation([plan("short", "all", max_model_len=300)])
     with pytest.raises(ValueError, match="fits no engine"):
-        world.run(mixed_requests(50, rate_per_s=5.0, seed=5))
+        direct.run(mixed_requests(50, rate_per_s=5.0, seed=5))
 
 
 def test_nothing_is_left_behind() -> None:
-    world = DirectSimulation([plan("a", "all", max_model_len=4_000)])
-    world.run(mixed_requests(100, rate_per_s=50.0, seed=6))
-    assert not any(replica.model.has_work for replica in world.replicas)
-    assert len(world.timeline) == 0
+    direct = DirectSimulation([plan("a", "all", max_model_len=4_000)])
+    direct.run(mixed_requests(100, rate_per_s=50.0, seed=6))
+    assert not any(replica.model.has_work for replica in direct.replicas)
+    assert len(direct.timeline) == 0

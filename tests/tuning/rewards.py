@@ -1,15 +1,15 @@
-"""Records, small spaces and studies for the tests of the tuner."""
+"""Rewards, small search spaces, studies and search results for the tests of the tuner."""
 
 import math
 from collections.abc import Callable, Mapping
 
-from serve_app.tuning.search.study_settings import StudySettings
-
 from serve_app.tuning.objective.objective import Reward
 from serve_app.tuning.objective.service_class import ClassFigures
-from serve_app.tuning.search.optimiser import make_optimiser
+from serve_app.tuning.online.parameter_search import SearchResult
+from serve_app.tuning.search.comparison import Comparison
+from serve_app.tuning.search.optimiser import Proposal, make_optimiser
 from serve_app.tuning.search.search_space import Parameter, Scale, SearchSpace, Values
-from serve_app.tuning.search.study import Study
+from serve_app.tuning.search.study import Finding, Study, StudySettings
 
 PARAMETERS = (
     Parameter(name="a", path="ewsjf.weights.a_u", low=-1.0, high=1.0),
@@ -27,10 +27,11 @@ def space(current: Values | None = None) -> SearchSpace:
 
 
 def bowl(values: Values, window: int) -> float:
-    """Best at `BEST`, with a luck that all candidates of a window share and some of their own."""
-    units, best = space().units(values), space().units(BEST)
-    miss = sum((units[name] - best[name]) ** 2 for name in best)
-    own = math.sin(1_000.0 * window + sum(units.values()))
+    """Best at `BEST`, with noise that all candidates of a window share and some of their own."""
+    units = [each.unit(values[each.name]) for each in PARAMETERS]
+    best = [each.unit(BEST[each.name]) for each in PARAMETERS]
+    miss = sum((unit - goal) ** 2 for unit, goal in zip(units, best, strict=True))
+    own = math.sin(1_000.0 * window + sum(units))
     return -miss + 0.5 * math.sin(window) + 0.01 * own
 
 
@@ -59,3 +60,17 @@ def told(value: float | None, classes: Mapping[str, tuple[int, float]] | None = 
             for name, (count, ratio) in (classes or {}).items()
         },
     )
+
+
+def search_result(values: Values, *, confident: bool = True, seconds: float = 1.0) -> SearchResult:
+    """A search that found these values, whatever the traffic."""
+    gain = Comparison(mean=0.1, low=0.05, high=0.15, windows=4)
+    finding = Finding(
+        best=Proposal(1, values),
+        search=gain,
+        confirmation=gain,
+        confident=confident,
+        reason="for the test",
+        trials=2,
+    )
+    return SearchResult(finding=finding, speed_factor=1.0, seconds=seconds)

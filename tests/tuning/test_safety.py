@@ -1,10 +1,9 @@
-"""From the twin to production and back: what a wrong twin can do to requests. Production is simulated too."""
+"""What a wrong twin can do to requests, from the twin to a simulated production and back."""
 
 import statistics
 from dataclasses import replace
 
 import pytest
-from serve_app.tuning.search.study_settings import StudySettings
 
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.scheduler_settings import scheduler_settings
@@ -13,10 +12,11 @@ from serve_app.tuning.online.rollout import Rollout
 from serve_app.tuning.online.rollout_settings import Act, RolloutSettings
 from serve_app.tuning.search.optimiser import make_optimiser
 from serve_app.tuning.search.search_space import Values
-from serve_app.tuning.search.study import Study
+from serve_app.tuning.search.study import Study, StudySettings
 from serve_app.tuning.search.tunable import Tunable, space_of
 from serve_app.tuning.twin.digital_twin import DigitalTwin, TwinPlan, TwinSettings, with_speed
 from serve_app.workloads.transform import scale_to_rate
+from tests.tuning.production import Production
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 1})
 ROLLOUT = RolloutSettings(mode="on", max_step=0.5, slice_s=10.0, settle_s=0.0, pairs=4, cool_down_s=0.0)
@@ -50,22 +50,22 @@ def recommended(twin: DigitalTwin, around: TwinPlan) -> Values | None:
     return best.values if best is not None and study.finding.confident else None
 
 
-def serve(rollout: Rollout, production: DigitalTwin, slices: int) -> tuple[float, int]:
+def serve(production: Production, twin: DigitalTwin, slices: int) -> tuple[float, int]:
     """Serve so many slices of traffic; mean reward less that of the first incumbent, and slices on trial."""
-    first = dict(rollout.incumbent)
+    rollout, first = production.rollout, dict(production.rollout.incumbent)
     losses, tried = [], 0
     for number in range(slices):
         now = 10.0 * number
-        values = dict(rollout.in_force)
-        reward = production.play(values, 1_000 + number).reward
-        usual = production.play(first, 1_000 + number).reward
+        reward = twin.play(production.values, 1_000 + number).reward
+        usual = twin.play(first, 1_000 + number).reward
         assert reward.value is not None
         assert usual.value is not None
         losses.append(reward.value - usual.value)
-        tried += values == rollout.target
-        rollout.tick(now + 10.0)
-        for part in rollout.to_judge(now + 10.0, now + 10.0):
-            rollout.judged(part, reward, now + 10.0, now + 10.0)
+        tried += production.values == rollout.target
+        now += 10.0
+        production.carry_out(rollout.tick(now), now)
+        for part in rollout.to_judge(now, now):
+            production.carry_out(rollout.judge(part, reward, now, now), now)
     return statistics.fmean(losses), tried
 
 
@@ -73,9 +73,10 @@ def test_a_candidate_that_a_wrong_twin_praises_is_taken_back_within_two_pairs() 
     good = plan({})
     rollout = Rollout(good.space, good.space.current, replace(ROLLOUT, max_step=1.0))
     rollout.propose({**good.space.current, **AWFUL}, 0.0, "poisoned")
-    loss, tried = serve(rollout, DigitalTwin(good), 12)
+    production = Production(rollout)
+    loss, tried = serve(production, DigitalTwin(good), 12)
     assert [each.act for each in rollout.audit][-1] is Act.ROLLED_BACK
-    assert rollout.in_force == good.space.current
+    assert production.values == good.space.current
     assert tried <= 3
     assert loss > -ROLLOUT.margin
 
@@ -98,5 +99,5 @@ def test_a_twin_that_is_wrong_by_two_in_speed_leaves_production_within_the_margi
     candidate = recommended(DigitalTwin(wrong), wrong)
     if candidate is not None:
         rollout.propose(candidate, 0.0, "won in the twin")
-    loss, _ = serve(rollout, DigitalTwin(true), 10)
+    loss, _ = serve(Production(rollout), DigitalTwin(true), 10)
     assert loss > -ROLLOUT.margin

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.scheduling.policies.partition import Partition
-from serve_app.tuning.partition.partition_distance import distance
 from serve_app.tuning.partition.refine_and_prune import refine_and_prune
 from serve_app.tuning.partition.settings import PAPER, RefineAndPruneSettings
+from serve_app.tuning.partition.strategic_loop import partition_distance
 from serve_app.workloads.catalog import WorkloadSettings, resolve
 from tests.tuning.builders import Sample, heavy_tail, paper_mix
 
@@ -53,7 +53,7 @@ def test_queues_stay_nearly_the_same_from_500_to_50000_requests(
         for seed in range(4):
             found = refine_and_prune(traffic(count, seed), STABLE)
             assert abs(len(found) - len(reference)) <= allowed_difference(len(reference))
-            assert distance(found, reference, prompts) <= DISTANCE
+            assert partition_distance(found, reference, prompts) <= DISTANCE
             assert holds_the_least_share(found, count)
 
 
@@ -65,14 +65,14 @@ def test_queues_stay_nearly_the_same_where_only_few_are_allowed() -> None:
     for seed in range(4):
         found = refine_and_prune(lmsys(1000, seed), few)
         assert 7 <= len(found) <= 8
-        assert distance(found, reference, lmsys(4000, 101)) <= 0.1
+        assert partition_distance(found, reference, lmsys(4000, 101)) <= 0.1
 
 
 def test_the_published_refinement_does_not_keep_to_the_same_tolerance() -> None:
     reference = refine_and_prune(lmsys(MANY, 100), PAPER)
     found = refine_and_prune(lmsys(1000, 1), PAPER)
 
-    assert distance(found, reference, lmsys(4000, 101)) > 5 * DISTANCE
+    assert partition_distance(found, reference, lmsys(4000, 101)) > 5 * DISTANCE
 
 
 @st.composite
@@ -106,7 +106,7 @@ def test_any_traffic_gives_nearly_the_same_queues_at_any_size(
     found = refine_and_prune(traffic(count, seed), STABLE)
 
     assert abs(len(found) - len(reference)) <= allowed_difference(len(reference))
-    assert distance(found, reference, traffic(4000, 3000)) <= DISTANCE_OF_ANY
+    assert partition_distance(found, reference, traffic(4000, 3000)) <= DISTANCE_OF_ANY
     assert holds_the_least_share(found, count)
     assert holds_the_least_share(reference, MANY)
 

@@ -27,7 +27,7 @@ from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.state.keeper import StateKeeper
 from serve_app.serving.state.store import StateStore
-from serve_app.tuning.online.retune import Retune
+from serve_app.tuning.online.rollout_settings import Retune
 
 logger = logging.getLogger("ray.serve")
 

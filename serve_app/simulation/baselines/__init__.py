@@ -1,6 +1,6 @@
-"""Research baselines: orders that only a simulation can play, beside those of production.
+"""Research baselines: ordering policies that only a simulation can play, beside those of production.
 
-`random_order` is the control, `oracle` the bound.
+`random_order` is the control, `oracle` the upper bound.
 """
 
 from collections.abc import Mapping

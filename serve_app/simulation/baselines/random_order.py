@@ -1,6 +1,6 @@
-"""A random order, as control: part of what any reordering gains, it gains as well.
+"""A random order, the control: any reordering gains something, and this one shows how much.
 
-Question: none. Inputs: the request's id. Ties: the order of arrival. Starves by bad luck.
+Question: none. Inputs: the request's id. Ties: the order of arrival. Starves requests by chance.
 """
 
 import zlib
@@ -10,10 +10,10 @@ from serve_app.scheduling.request import ScheduledRequest
 
 
 class RandomOrder(OrderingPolicy):
-    """By a hash of the request's id: no chance of its own, and no meaning either. Starves by bad luck."""
+    """Orders by a hash of the request's id, which needs no random generator."""
 
     def key(self, scheduled: ScheduledRequest) -> float:
-        """A number that has nothing to do with the request."""
+        """A number that does not depend on the content of the request."""
         return float(zlib.crc32(scheduled.request.request_id.encode()))
 
     def score(self, head: ScheduledRequest, now: float) -> float:

@@ -146,7 +146,7 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
                 output_known=args.max_output == "known", queue_timeout_s=args.queue_timeout_s
             ),
             noise=LengthNoise(relative_error=args.length_noise),
-            world=SimulationSettings(
+            simulation=SimulationSettings(
                 control_latency_s=args.control_latency, report_interval_s=args.report_interval
             ),
             scheduler=dict(setting(text, "--set") for text in args.set),

@@ -1,4 +1,4 @@
-"""`python -m serve_app simulate`: policies side by side on simulated replicas: table, JSON and pictures."""
+"""The command `python -m serve_app simulate`: policies side by side, as a table, JSON and plots."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from serve_app.command import Command, given_arguments, progress_bar, say, warn,
 from serve_app.errors import SettingsError
 from serve_app.provenance import provenance
 from serve_app.scheduling.decision_log import Decision, encode_decision, encode_header
-from serve_app.simulation.batch import run_all, saturated_rates
+from serve_app.simulation.batch import at_load, run_all, saturated_rates
 from serve_app.simulation.command import arguments
 from serve_app.simulation.command.results import Row, markdown_table, run_as_json, unequal_work
 from serve_app.simulation.partitions import PartitionSource, write_partition
@@ -47,13 +47,12 @@ def _run(args: argparse.Namespace, learned: PartitionSource) -> int:
 
 def _placed(runs: list[RunSettings], args: argparse.Namespace) -> list[RunSettings]:
     """The runs at their rate, with the load that it means."""
+    if args.load is not None:
+        return at_load(runs, args.load, jobs=args.jobs)
     placed = []
     for run, saturated in zip(runs, saturated_rates(runs, jobs=args.jobs), strict=True):
-        if args.load is not None:
-            placed.append(replace(run, load=args.load, rate_per_s=args.load * saturated))
-        else:
-            rate = run.rate_per_s or choose_trace(run.trace, run.seed).rate_per_s
-            placed.append(replace(run, load=None if rate is None else rate / saturated))
+        rate = run.rate_per_s or choose_trace(run.trace, run.seed).rate_per_s
+        placed.append(replace(run, load=None if rate is None else rate / saturated))
     return placed
 
 

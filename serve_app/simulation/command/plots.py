@@ -1,4 +1,4 @@
-"""Pictures of simulated runs: short against long prompts, distributions of TTFT; queues: `queue_plot`."""
+"""Plots of simulated runs: short against long prompts, and distributions of TTFT (queues: `queue_plot`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -57,7 +57,7 @@ def _legend(result: RunResult) -> str:
 
 
 def _look(by_policy: _ByPolicy) -> dict[str, tuple[str, str]]:
-    """Colour and marker of each policy, the same in all pictures."""
+    """Colour and marker of each policy, the same in all plots."""
     return {
         policy: (_COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)])
         for place, policy in enumerate(by_policy)
@@ -135,7 +135,7 @@ def _draw_front(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
 
 
 def _logarithmic(axes: Axes, *names: str) -> None:
-    """Axes that count 1, 2, 5, 10 and write it as people do, with a grid."""
+    """Make axes logarithmic, with ticks at 1, 2, 5 and 10 in plain numbers, and a grid."""
     axes.grid(visible=True, alpha=0.4)
     for name in names:
         axes.set(**{f"{name}scale": "log"})
@@ -151,10 +151,10 @@ def _logarithmic(axes: Axes, *names: str) -> None:
 def _cdfs(by_policy: _ByPolicy) -> Figure:
     figure = Figure(figsize=(11.5, 5.2), layout="constrained")
     runs = next(iter(by_policy.values()))
-    border = runs[0].settings.short_at_tokens
+    short_at_tokens = runs[0].settings.short_at_tokens
     panels: tuple[tuple[str, Callable[[RequestRecord], bool]], ...] = (
-        (f"short: at most {border} tokens", lambda record: record.prompt_tokens <= border),
-        ("long: all others", lambda record: record.prompt_tokens > border),
+        (f"short: at most {short_at_tokens} tokens", lambda record: record.prompt_tokens <= short_at_tokens),
+        ("long: all others", lambda record: record.prompt_tokens > short_at_tokens),
     )
     for axes, (name, belongs) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
         count = _cdf_panel(axes, by_policy, belongs)

@@ -1,8 +1,8 @@
-"""The queues of a simulated run over time: who waits where, and when queues were learned.
+"""The plot of the queues of a simulated run over time, with the times at which queues were learned.
 
-A row is a length queue, the shortest prompts below. After queues have been learned, the rows are those that
-are in force at the end, also for what waited before or in a bubble: then a row is the range from the
-beginning of its queue to that of the next.
+A row is a length queue, the shortest prompts at the bottom. After queues have been learned, the rows are the
+queues in force at the end, also for requests that waited before or in a bubble queue. A row is then the range
+from the beginning of its queue to that of the next.
 """
 
 import bisect
@@ -20,7 +20,7 @@ from serve_app.simulation.run import RunResult
 
 _TIME_BINS = 240
 # More rows than this cannot be told apart; such queues are drawn by length instead.
-_MOST_QUEUES = 32
+_MAX_QUEUES = 32
 _OCTAVE_PARTS = 2
 
 
@@ -46,7 +46,7 @@ def _rows(records: Sequence[RequestRecord]) -> dict[str, list[RequestRecord]]:
     by_queue: dict[str, list[RequestRecord]] = {}
     for record in records:
         by_queue.setdefault(record.length_queue, []).append(record)
-    if len(by_queue) > _MOST_QUEUES:
+    if len(by_queue) > _MAX_QUEUES:
         by_queue = _by_length(records)
 
     def middle(name: str) -> float:
@@ -58,7 +58,7 @@ def _rows(records: Sequence[RequestRecord]) -> dict[str, list[RequestRecord]]:
 def _by_learned_queue(
     records: Sequence[RequestRecord], partition: Partition
 ) -> dict[str, list[RequestRecord]]:
-    """All learned queues, also those in which nobody waited."""
+    """All learned queues, also those in which no request waited."""
     starts = [queue.min_tokens for queue in partition.intervals]
     rows: list[list[RequestRecord]] = [[] for _ in starts]
     for record in records:
@@ -80,10 +80,10 @@ def _queue_map(
     figure: Figure, axes: Axes, rows: Mapping[str, Sequence[RequestRecord]], edges: NDArray[np.float64]
 ) -> None:
     waiting = np.array([_waiting(members, edges) for members in rows.values()] or [np.zeros(_TIME_BINS)])
-    # A linear scale would show nothing but the worst moment; nobody waiting must be white all the same.
+    # A linear scale would show the worst moment only. Empty queues are white.
     norm = PowerNorm(0.5, vmin=0, vmax=max(1.0, float(waiting.max())))
-    some = np.where(waiting < 0.005, np.nan, waiting)
-    mesh = axes.pcolormesh(edges, np.arange(len(waiting) + 1), some, cmap="YlOrRd", norm=norm)
+    not_empty = np.where(waiting < 0.005, np.nan, waiting)
+    mesh = axes.pcolormesh(edges, np.arange(len(waiting) + 1), not_empty, cmap="YlOrRd", norm=norm)
     bar = figure.colorbar(mesh, ax=axes, pad=0.01)
     bar.set_label("waiting")
     axes.set_yticks(
@@ -101,11 +101,11 @@ def _row_label(name: str, members: Sequence[RequestRecord]) -> str:
 
 
 def _waiting_lines(
-    axes: Axes, records: Sequence[RequestRecord], border: int, edges: NDArray[np.float64]
+    axes: Axes, records: Sequence[RequestRecord], short_at_tokens: int, edges: NDArray[np.float64]
 ) -> None:
     classes = {
-        "short": [record for record in records if record.prompt_tokens <= border],
-        "long": [record for record in records if record.prompt_tokens > border],
+        "short": [record for record in records if record.prompt_tokens <= short_at_tokens],
+        "long": [record for record in records if record.prompt_tokens > short_at_tokens],
     }
     middles = (edges[:-1] + edges[1:]) / 2
     for (name, members), colour in zip(classes.items(), ("tab:blue", "tab:red"), strict=True):
@@ -115,16 +115,16 @@ def _waiting_lines(
 
 
 def _waiting(records: Sequence[RequestRecord], edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Mean number that waits in each bin of time: seconds waited in it, by its width."""
+    """Mean number of waiting requests in each bin of time: seconds waited in it, by its width."""
     arrived = np.array([record.arrived_at for record in records])
-    left = np.array([record.dispatched_at for record in records], dtype=np.float64)
+    dispatched = np.array([record.dispatched_at for record in records], dtype=np.float64)
     # The integral of the number waiting, up to each edge.
-    waited_s = [float(np.sum(np.clip(np.minimum(left, edge) - arrived, 0.0, None))) for edge in edges]
+    waited_s = [float(np.sum(np.clip(np.minimum(dispatched, edge) - arrived, 0.0, None))) for edge in edges]
     return np.diff(waited_s) / np.diff(edges)
 
 
 def _mark_changes(axes: Axes, times_s: Sequence[float]) -> None:
-    """A line where queues were learned or adjusted."""
+    """Draw a line where queues were learned or adjusted."""
     for number, at_s in enumerate(times_s):
         axes.axvline(at_s, color="tab:green", lw=1, ls="--", label=None if number else "queues learned")
     if times_s:

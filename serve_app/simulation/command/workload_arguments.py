@@ -1,4 +1,4 @@
-"""The arguments that say what is played, and on how many replicas; several commands share them."""
+"""The arguments for the workload and the number of replicas, which several commands share."""
 
 import argparse
 from pathlib import Path
@@ -12,10 +12,10 @@ _ARRIVALS = "poisson, gamma:CV or on-off:ON,OFF in requests (the trace's own)"
 def configure_workload(
     group: "argparse._ArgumentGroup", *, requests_help: str, requests: int | None = None
 ) -> None:
-    """Add what `trace_choice` reads, and the rate or the load.
+    """Add the arguments that `trace_choice` reads, and the rate or the load.
 
     Args:
-        requests: how many, unless it is said.
+        requests: default of their number.
     """
     configure_trace(group)
     rate = group.add_mutually_exclusive_group()
@@ -29,10 +29,10 @@ def configure_workload(
 def configure_trace(
     group: "argparse._ArgumentGroup", *, arrivals: str | None = None, arrivals_help: str = _ARRIVALS
 ) -> None:
-    """Add `--trace`, where it lies, and how its requests arrive.
+    """Add `--trace`, its folder, and its arrival pattern.
 
     Args:
-        arrivals: of which kind they are, unless it is said; None keeps the trace's own.
+        arrivals: default of the pattern; None keeps the trace's own.
     """
     group.add_argument(
         "--trace",
@@ -44,7 +44,7 @@ def configure_trace(
 
 
 def configure_max_output(group: "argparse._ArgumentGroup") -> None:
-    """Add what requests tell of their answers' length."""
+    """Add whether requests state the length of their answers."""
     group.add_argument(
         "--max-output",
         choices=("default", "known"),
@@ -54,7 +54,7 @@ def configure_max_output(group: "argparse._ArgumentGroup") -> None:
 
 
 def configure_replicas(group: "argparse._ArgumentGroup", *, b_short_help: str) -> None:
-    """Add the engines' profile, their number in one pool or two, and the border between two."""
+    """Add the engines' profile, their number in one pool or two, and `b_short` between two."""
     group.add_argument("--profile", default="llama2-70b-h100-tp4", help="name or YAML file (%(default)s)")
     size = group.add_mutually_exclusive_group()
     size.add_argument("--replicas", type=positive_int, default=4, help="in one pool (%(default)s)")

@@ -1,8 +1,8 @@
-"""How well was a stretch of traffic served? One number, the reward, from request records.
+"""The reward: one number for how well the requests of an interval were served.
 
-The digital twin and the live canary call the same function, so that what wins in the one is what counts in
-the other. A reward that cannot be measured is None, never a number: too few requests, or too few of them with
-the times that it is made of, say nothing, and nothing must not look like an improvement.
+The digital twin and the live canary call the same function, so a candidate wins in both by the same measure.
+A reward that cannot be measured is None, never a number. Too few requests, or too few of them with the
+necessary timestamps, say nothing, and that must not look like an improvement.
 
 Two objectives:
 
@@ -29,29 +29,29 @@ class ObjectiveSettings:
     """What the tuner works for.
 
     Attributes:
-        kind: which of the two.
-        targets: limits by class; both objectives report against them, only `slo` is made of them.
+        kind: which of the two objectives.
+        targets: limits by class; both objectives report against them, only `slo` is computed from them.
     """
 
     kind: Kind = "slo"
     targets: ClassTargets = field(default_factory=ClassTargets)
     slo: SloObjective = field(default_factory=SloObjective)
     paper: PaperObjective = field(default_factory=PaperObjective)
-    # Below it a stretch says nothing: the share of 30 requests is known to a tenth or two.
+    # Fewer requests say nothing: a share of 30 requests is known to a tenth or two.
     min_requests: Annotated[int, at_least(1)] = 30
-    # Requests that completed and have no time to first token (answers that were not streamed) tell neither
-    # good nor bad. When fewer than this share of them have one, the rest is no sample of the traffic.
+    # Share of the completed requests that must have a time to first token. Answers that are not streamed have
+    # none, and where most have none, the others are no sample of the traffic.
     min_measured_ratio: Annotated[float, POSITIVE_SHARE] = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """The reward of a stretch of traffic.
+    """The reward of an interval.
 
     Attributes:
         value: higher is better; None when it could not be measured.
-        terms: what it is made of, by name, before any weight.
-        classes: figures of each class of requests, by its name.
+        terms: its terms by name, without weights.
+        classes: figures of each service class, by its name.
         requests: how many were judged.
         reason: why there is no value; empty when there is one.
     """
@@ -67,15 +67,20 @@ class Reward:
         return asdict(self)
 
 
+def finite(reward: float | None) -> float | None:
+    """The reward; None when it is None or not finite, as from a broken objective."""
+    return reward if reward is not None and math.isfinite(reward) else None
+
+
 def reward_of(records: Sequence[RequestRecord], settings: ObjectiveSettings) -> Reward:
     """The reward of these requests.
 
     Args:
-        records: every request that arrived in the stretch exactly once, in any order, each with its outcome.
+        records: every request that arrived in the interval exactly once, in any order, with its outcome.
     """
     counted = judged(records, settings.targets)
     classes = by_class(counted, settings.targets)
-    reason = _objection(records, counted, settings)
+    reason = _why_unmeasured(records, counted, settings)
     if reason:
         return Reward(value=None, classes=classes, requests=len(counted), reason=reason)
     if settings.kind == "paper":
@@ -90,7 +95,7 @@ def reward_of(records: Sequence[RequestRecord], settings: ObjectiveSettings) -> 
     return Reward(value=value, terms=terms, classes=classes, requests=len(counted))
 
 
-def _objection(
+def _why_unmeasured(
     records: Sequence[RequestRecord], counted: Sequence[RequestRecord], settings: ObjectiveSettings
 ) -> str:
     """Why these requests have no reward; empty when they have one."""
@@ -101,7 +106,7 @@ def _objection(
     if measured_ratio < settings.min_measured_ratio:
         return f"only {measured_ratio:.0%} of the completed requests have a time to first token"
     sent = [record for record in counted if record.dispatched_at is not None]
-    # Without names there would seem to be no queues at all, which the paper's objective takes for ideal.
+    # Without names there would seem to be no queues at all, which the paper's objective takes as ideal.
     if settings.kind == "paper" and sum(not record.length_queue for record in sent) > len(sent) / 2:
-        return "most requests do not say in which length queue they waited"
+        return "most requests lack the name of the length queue in which they waited"
     return ""

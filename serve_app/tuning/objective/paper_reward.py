@@ -1,4 +1,4 @@
-"""The reward of the paper: how well the queues fit, and how long requests wait.
+"""The paper's reward: how well the queues fit the lengths, and how long requests wait.
 
     R = l1 * C + l2 * L - l3 * S - l4 * U        (Eq 5)
 
@@ -9,10 +9,10 @@
 - S, queue proliferation: queues that got requests, over `max_queues`. From near 0 up; 1 at the limit.
 - U, latency: mean wait in the queue over 10 s. From 0 up, without a bound.
 
-Sources: EWSJF (arXiv 2601.21758), section 4.4; the weights 1, 1, 0.5, 1 and the forms of C, L, S and U are
-those in use in secondary readings. That v is averaged over requests is ours: the sources name the variance
-only. Queues are known by the name under which a request was dispatched, so one stretch should see one
-partition.
+Sources: EWSJF (arXiv 2601.21758), section 4.4. The weights 1, 1, 0.5, 1 and the forms of C, L, S and U are
+those of secondary readings. Averaging v over requests is our choice: the sources name the variance only.
+Queues are told apart by the name under which a request was dispatched, so the partition should not change
+within the interval.
 """
 
 import statistics
@@ -25,14 +25,19 @@ from serve_app.settings_base import FINITE_NOT_NEGATIVE, FINITE_POSITIVE, settin
 
 @settings(block="objective.paper")
 class PaperObjective:
-    """Weights of Eq 5, and what its terms are divided by."""
+    """Weights of Eq 5, and the scales of its terms."""
 
+    # Of C, how alike the lengths inside a queue are.
     compactness_weight: Annotated[float, FINITE_NOT_NEGATIVE] = 1.0
+    # Of L, how evenly the queues are used.
     balance_weight: Annotated[float, FINITE_NOT_NEGATIVE] = 1.0
+    # Of S, how many queues are used.
     proliferation_weight: Annotated[float, FINITE_NOT_NEGATIVE] = 0.5
+    # Of U, how long requests wait.
     latency_weight: Annotated[float, FINITE_NOT_NEGATIVE] = 1.0
     # Tokens squared at which C is one half.
     variance_scale: Annotated[float, FINITE_POSITIVE] = 1e6
+    # Used queues at which S is 1.
     max_queues: Annotated[int, FINITE_POSITIVE] = 32
     # Seconds of mean wait at which U is 1.
     wait_scale_s: Annotated[float, FINITE_POSITIVE] = 10.0
@@ -50,7 +55,7 @@ class PaperObjective:
 def paper_terms(counted: Sequence[RequestRecord], settings: PaperObjective) -> dict[str, float]:
     """C, L, S and U of these requests, at least one.
 
-    Whoever was never dispatched waited until its end, and was in no queue that is known.
+    A request that was never dispatched waited to its end, and is in no known queue.
     """
     queues: dict[str, list[int]] = {}
     for record in counted:
@@ -68,12 +73,12 @@ def paper_terms(counted: Sequence[RequestRecord], settings: PaperObjective) -> d
 
 
 def _variance_inside(queues: Sequence[Sequence[int]]) -> float:
-    """Tokens squared; each request counts alike, or a queue of three would weigh as one of a thousand."""
+    """Tokens squared, as a mean over requests: over queues, a queue of 3 would weigh as one of 1,000."""
     members = sum(map(len, queues))
     squares = sum(len(lengths) * statistics.pvariance(lengths) for lengths in queues)
     return squares / members if members else 0.0
 
 
 def _variation(sizes: Sequence[int]) -> float:
-    """Standard deviation over mean; 0 for one queue, or none."""
+    """The coefficient of variation; 0 for one queue, or none."""
     return statistics.pstdev(sizes) / statistics.fmean(sizes) if sizes else 0.0

@@ -1,7 +1,7 @@
-"""In which class does a request count, and what was due to it? Priority class by size, with targets for each.
+"""Service classes: priority class by prompt size, with latency targets and figures for each.
 
-The size is part of the class because nobody expects a book to be read in a second; and because the whole
-method trades short requests against long ones, a figure of both together would hide who pays.
+Size is part of the class for two reasons. Nobody expects the answer to a long prompt within a second. And the
+method trades short requests against long ones, so a figure of both together would hide who pays.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,16 +26,16 @@ NOT_OURS = frozenset(
         Outcome.REJECTED_RATE_LIMITED,
     }
 )
-"""What no order of service could have changed."""
+"""Outcomes that no order of service could have changed."""
 
 
 @settings(block="targets")
 class ClassTarget:
-    """Upper limits of one priority class, in seconds.
+    """Latency limits of one priority class, in seconds.
 
     Attributes:
         ttft_s: time to first token of short prompts.
-        long_ttft_s: of all others.
+        long_ttft_s: time to first token of all others.
         tpot_s: time per output token after the first; None sets no limit.
     """
 
@@ -46,7 +46,7 @@ class ClassTarget:
 
 @settings(block="targets")
 class ClassTargets:
-    """What is due to each class.
+    """The targets of every priority class.
 
     Attributes:
         short_at_tokens: longest short prompt.
@@ -54,7 +54,7 @@ class ClassTargets:
 
     interactive: ClassTarget = field(default_factory=ClassTarget)
     default: ClassTarget = field(default_factory=ClassTarget)
-    # Nobody waits for a batch answer; a minute and five keep the class from being forgotten altogether.
+    # Nobody waits for a batch answer; one minute and five keep the class from being starved.
     batch: ClassTarget = field(
         default_factory=lambda: ClassTarget(ttft_s=60.0, long_ttft_s=300.0, tpot_s=None)
     )
@@ -79,10 +79,10 @@ class ClassTargets:
         return slo.met_by(record)
 
     def lateness(self, record: RequestRecord) -> float:
-        """`ttft / (ttft + limit)`: 0 at once, 0.5 at the limit, 1 for whoever got no answer.
+        """`ttft / (ttft + limit)`: 0 at once, 0.5 at the limit, 1 without an answer.
 
-        Unlike seconds it is bounded, so that one lost request cannot outweigh a thousand; and unlike the SLO
-        it falls with every second saved, also where all limits are kept, or none.
+        Unlike seconds it is bounded, so one lost request cannot outweigh a thousand. Unlike the SLO it falls
+        with every second saved, also where all limits are kept, or none.
         """
         if not record.completed or record.ttft_s is None:
             return 1.0
@@ -100,7 +100,7 @@ class ClassFigures:
     Attributes:
         requests: judged, whatever their outcome.
         attainment_ratio: share of them within the targets.
-        ttft_p50_s, ttft_p99_s: of those that completed; None without any.
+        ttft_p50_s, ttft_p99_s: of those that completed; None if none did.
     """
 
     requests: int
@@ -114,11 +114,11 @@ class ClassFigures:
 
 
 def judged(records: Iterable[RequestRecord], targets: ClassTargets) -> list[RequestRecord]:
-    """The requests that say something of the order of service.
+    """The requests whose latency depends on the order of service.
 
-    Left out are those that were refused for what they are, and those that completed without a known first
-    token. A client that went away counts when it had waited past its limit for a first token; before that,
-    it had its own reasons.
+    Left out are requests that were refused for what they are, and those that completed without a known first
+    token. A cancelled request counts when it had waited past its limit for a first token; before that, the
+    client had its own reasons.
     """
     return [record for record in records if _counts(record, targets)]
 
@@ -135,14 +135,14 @@ def _counts(record: RequestRecord, targets: ClassTargets) -> bool:
 
 
 def by_class(counted: Sequence[RequestRecord], targets: ClassTargets) -> dict[str, ClassFigures]:
-    """The figures of each class that there is, by name."""
+    """The figures of each class that occurs, by name."""
     return {
         name: _figures(members, targets) for name, members in sorted(members_of(counted, targets).items())
     }
 
 
 def members_of(counted: Sequence[RequestRecord], targets: ClassTargets) -> dict[str, list[RequestRecord]]:
-    """The requests of each class."""
+    """The requests of each class that occurs, by name."""
     members: dict[str, list[RequestRecord]] = {}
     for record in counted:
         members.setdefault(targets.class_of(record), []).append(record)

@@ -1,15 +1,17 @@
-"""The reward that asks for what clients feel: targets kept, nobody very late, tenants alike. Ours.
+"""The default reward, from what clients notice: targets kept, no very late answers, tenants treated alike.
 
     R = attainment - w_tail * tail - w_slowness * slowness - w_unfairness * unfairness
 
 All four terms lie between 0 and 1 and have no unit:
 
-- `attainment`: share of the requests served within the targets of their class: goodput over offered load, so
-  that windows of different rates compare.
+- `attainment`: share of the requests served within the targets of their class. It is goodput over offered
+  load, so windows of different rates compare.
 - `tail`: the worst class's 99th percentile of lateness (`ClassTargets.lateness`): 0.5 is a p99 at its target.
-- `slowness`: mean lateness, each class counting alike. It is what still tells settings apart when all targets
-  are kept, or none; and as a mean it has far less noise than a percentile.
-- `unfairness`: 1 less Jain's index over what tenants got of their fair share (`metrics.fairness`).
+- `slowness`: mean lateness, each class counting alike. It still tells settings apart when all targets are
+  kept, or none, and as a mean it has far less noise than a percentile.
+- `unfairness`: 1 less Jain's index over each tenant's part of its fair share (`metrics.fairness`).
+
+The definition is our own.
 """
 
 import statistics
@@ -27,12 +29,14 @@ from serve_app.tuning.objective.service_class import ClassTargets, members_of
 class SloObjective:
     """Weights of the terms."""
 
-    # A p99 that moves from its target to three times that costs as much as 1 request of 16 out of its SLO.
+    # At 0.25, a p99 that grows from its target to three times that costs as much as 1 request of 16 out of
+    # its SLO.
     tail_weight: Annotated[float, FINITE_NOT_NEGATIVE] = 0.25
-    # Halving everybody's time to first token, from the target on, is worth 4 requests of 100 within the SLO.
+    # At 0.25, halving every time to first token from its target is worth 4 requests of 100 within the SLO.
     slowness_weight: Annotated[float, FINITE_NOT_NEGATIVE] = 0.25
+    # At 0.25, one of two tenants getting all service costs as much as 1 request of 8 out of its SLO.
     unfairness_weight: Annotated[float, FINITE_NOT_NEGATIVE] = 0.25
-    # Below it a class has no p99 to speak of: that of 20 requests is nearly their longest.
+    # A smaller class has no meaningful p99: that of 20 requests is nearly their maximum.
     min_class_requests: Annotated[int, at_least(1)] = 20
 
     def value(self, terms: Mapping[str, float]) -> float:
@@ -64,6 +68,6 @@ def slo_terms(
         "attainment": sum(map(targets.met_by, counted)) / len(counted),
         "tail": max(percentile(each, 99) for each in large),
         "slowness": statistics.fmean(statistics.fmean(each) for each in large),
-        # Nothing served at all says nothing of how evenly.
+        # Without any service, there is no unevenness.
         "unfairness": 0.0 if jain is None else 1.0 - jain,
     }

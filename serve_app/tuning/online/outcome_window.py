@@ -1,8 +1,8 @@
-"""What became of the requests since the tuner last asked: lengths, classes, tenants and times, no text.
+"""The outcomes of requests since the tuner last asked: lengths, classes, tenants and times, no text.
 
-Noted from events and commands alone, so that it costs the scheduler a dictionary entry for each request. All
-of it is soft: without a tuner old outcomes make room for new ones. Requests that were refused at the door are
-not here, since they come again as others, nor are those that an earlier scheduler had let in.
+They are noted from events and commands alone, so they cost the scheduler a dictionary entry for each request.
+Losing them does no harm: without a tuner, new outcomes replace old ones. Requests refused on arrival are
+missing, because they are retried under other ids, and so are those that an earlier scheduler admitted.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from serve_app.scheduling.events import Event, Finished, FirstToken
 from serve_app.scheduling.request import ScheduledRequest
 
 _KEPT = 10_000
-"""Outcomes kept between two pulls: ten seconds at 1,000 requests/s; about 3 MB."""
+"""Outcomes kept between two pulls of the tuner: ten seconds at 1,000 requests/s; about 3 MB."""
 
 # In the order of `_row`. Tuples travel between actors at a third of the cost of objects.
 Row = tuple[str, float, float | None, float | None, float, str, int, int, str, str, str, str, str]
@@ -24,7 +24,7 @@ Row = tuple[str, float, float | None, float | None, float, str, int, int, str, s
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is not over."""
+    """A request that is still open."""
 
     arrived_at: float
     prompt_tokens: int
@@ -44,18 +44,18 @@ class OutcomeWindow:
         self._open: dict[str, _Open] = {}
         self._rows: deque[Row] = deque(maxlen=_KEPT)
 
-    def on_arrival(self, entry: ScheduledRequest) -> None:
-        """A request was let in."""
-        request = entry.request
+    def on_arrival(self, scheduled: ScheduledRequest) -> None:
+        """Note a request that was admitted."""
+        request = scheduled.request
         self._open[request.request_id] = _Open(
             arrived_at=request.arrived_at,
-            prompt_tokens=entry.estimate.expected_prompt_tokens,
+            prompt_tokens=scheduled.estimate.expected_prompt_tokens,
             tenant=request.tenant,
             priority=request.priority,
         )
 
-    def fed(self, event: Event, commands: list[Command], now: float) -> None:
-        """The scheduler has handled an event."""
+    def on_event(self, event: Event, commands: list[Command], now: float) -> None:
+        """Note an event that the scheduler has handled, with its commands."""
         if isinstance(event, FirstToken):
             started = self._open.get(event.request_id)
             if started is not None and started.first_token_at is None:
@@ -64,7 +64,7 @@ class OutcomeWindow:
             if isinstance(command, Dispatch):
                 sent = self._open.get(command.request_id)
                 if sent is not None:
-                    # Sent again after a replica was lost, it waits for its first token anew.
+                    # A request dispatched again after a replica was lost waits for its first token anew.
                     sent.dispatched_at, sent.first_token_at = now, None
                     sent.pool, sent.replica = command.pool, command.replica_id
                     sent.length_queue = command.length_queue
@@ -74,11 +74,11 @@ class OutcomeWindow:
                     self._rows.append(_row(command, over, event, now))
 
     def settled_until(self, now: float) -> float:
-        """When the oldest request arrived that is not over yet; `now`, when none is open."""
+        """Arrival of the oldest request that is still open; `now`, when none is."""
         return min((each.arrived_at for each in self._open.values()), default=now)
 
     def take(self) -> list[Row]:
-        """All outcomes since the last call, in order; they are kept no longer."""
+        """All outcomes since the last call, in order, which are then dropped."""
         rows = list(self._rows)
         self._rows.clear()
         return rows
@@ -87,7 +87,7 @@ class OutcomeWindow:
         return len(self._rows)
 
     def __repr__(self) -> str:
-        return f"<OutcomeWindow {len(self._rows)} outcomes, {len(self._open)} requests under way>"
+        return f"<OutcomeWindow {len(self._rows)} outcomes, {len(self._open)} open requests>"
 
 
 def _row(command: Conclude, over: _Open, event: Event, now: float) -> Row:
@@ -100,7 +100,7 @@ def _row(command: Conclude, over: _Open, event: Event, now: float) -> Row:
         over.dispatched_at,
         over.first_token_at,
         now,
-        command.outcome.value,
+        command.conclusion.outcome.value,
         prompt_tokens,
         output_tokens,
         over.tenant,

@@ -1,8 +1,8 @@
-"""Better values for the settings of a running scheduler, as a machine without a clock.
+"""The tuning loop of a running scheduler, as a machine without a clock.
 
-What was seen goes in, orders for the scheduler come out, and now and then a search to carry out. The tuner
-actor drives it beside a live scheduler (`serving.parameter_tuner`), and `tuned_world` beside a simulated
-one; what is measured there is the code that runs.
+Observations go in; orders for the scheduler come out, and now and then a search or a replay to carry out. The
+tuner actor drives it beside a live scheduler (`serving.tuner.parameter_tuner`), and `tuned_simulation` beside
+a simulated one, so experiments measure the code that runs in production.
 
 All times are on the scheduler's clock. A new scheduler has another clock, and is given the values that an
 earlier one had for good (`begin`).
@@ -21,24 +21,18 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.routing.snapshot import Snapshot
 from serve_app.scheduling import SchedulerSettings
-from serve_app.simulation.replica import ReplicaPlan
-from serve_app.tuning.objective.objective import Reward, reward_of
-from serve_app.tuning.online.control_variate import control_of
-from serve_app.tuning.online.parameter_search import ParameterTuningSettings, Searched, SearchTask, engines_of
-from serve_app.tuning.online.replay import LEAD_SLICES, MOST_REQUESTS, Replayed, ReplayTask
-from serve_app.tuning.online.retune import Retune
-from serve_app.tuning.online.rollout import Rollout
-from serve_app.tuning.online.rollout_settings import Apply
-from serve_app.tuning.online.slice_noise import (
-    SLICES,
-    Interval,
-    Measured,
-    Neighbours,
-    neighbours_in,
-    rewards_in,
-    slice_noise_of,
-    steady_slices,
+from serve_app.tuning.objective.objective import reward_of
+from serve_app.tuning.online.parameter_search import (
+    ParameterTuningSettings,
+    SearchResult,
+    SearchTask,
+    engines_of,
 )
+from serve_app.tuning.online.replay import ReplayResult, ReplayTask
+from serve_app.tuning.online.rollout import Rollout
+from serve_app.tuning.online.rollout_settings import Apply, Retune
+from serve_app.tuning.online.slice_noise import rewards_in, steady_slices
+from serve_app.tuning.online.trial_replays import TrialReplays
 from serve_app.tuning.search.search_space import SearchSpace, SettingPart
 from serve_app.tuning.search.tunable import Tunable, parameters_of, space_of
 from serve_app.tuning.twin.digital_twin import TwinPlan, with_speed
@@ -52,12 +46,12 @@ _STUDIES_KEPT = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What the scheduler has seen since the last time.
+class Observation:
+    """What the scheduler has observed since the last time.
 
     Attributes:
-        at: now, on the scheduler's clock, which all times here are on.
-        settled_until: when the oldest request arrived that is not over yet; `at`, when none is open.
+        at: now, on the scheduler's clock, as all times here.
+        settled_until: arrival of the oldest request that is still open; `at`, when none is.
         records: of the requests that were concluded.
         replicas: those that are connected.
         frozen: why nothing may be tried; empty when something may.
@@ -77,36 +71,27 @@ class ParameterLoop:
         configured: the settings that it began with.
 
     Attributes:
-        rollout: what is in force and on trial, and the decisions so far.
+        rollout: the values in force and on trial, and the decisions so far.
     """
 
     def __init__(self, configured: SchedulerSettings, settings: ParameterTuningSettings, now: float) -> None:
         self._settings = settings
         self._studies: deque[dict[str, Any]] = deque(maxlen=_STUDIES_KEPT)
         self._searching = self._replaying = False
-        # By how much engines were slower than their profile when that was measured last.
+        # Step times of the engines over those of their profile, as last measured.
         self._speed_factor = 1.0
         self._start(configured, now)
 
     def _start(self, configured: SchedulerSettings, now: float) -> None:
         self._configured, self._now = configured, now
-        space = _space(configured)
-        self.rollout = Rollout(space, space.current, self._settings.rollout)
-        # Times of a scheduler before are on another clock.
+        self._space = _space(configured)
+        self.rollout = Rollout(self._space, self._space.current, self._settings.rollout)
+        # Times of an earlier scheduler are on another clock.
         self._traffic, self._next_search_at = TrafficLog(), now
         self._recent: deque[RequestRecord] = deque(maxlen=_RECENT)
-        # Since when nothing was changed, and until when all that came is over.
+        # The time of the last change, and the arrival of the oldest open request.
         self._steady_since = self._settled_until = now
-        # Slices before the last trial, what came of them, and those of them that are to be replayed.
-        self._steady: tuple[Reward, ...] = ()
-        self._to_replay: tuple[Interval, ...] = ()
-        # Neighbouring slices of one side that the twin was asked of, the latest.
-        self._neighbours: deque[Neighbours] = deque(maxlen=SLICES)
-        # The replay that a trial waits for, since when, what came of its slices if they are steady ones, and
-        # whether it is still to be handed out.
-        self._awaited: ReplayTask | None = None
-        self._awaited_for: tuple[Reward, ...] = ()
-        self._awaited_since, self._is_replay_due = now, False
+        self._replays = TrialReplays(self._settings.rollout, self.rollout, self._traffic, self._twin)
 
     def __repr__(self) -> str:
         searching = " searching" if self._searching else ""
@@ -114,20 +99,20 @@ class ParameterLoop:
 
     @property
     def is_searching(self) -> bool:
-        """Whether a search was ordered that has not ended."""
+        """Whether a search was handed out that has not ended."""
         return self._searching
 
-    # What happens
+    # Events
 
     def begin(self, configured: SchedulerSettings, now: float, state: Snapshot | None = None) -> list[Retune]:
-        """A scheduler that has not heard of this loop: give it what the one before had for good.
+        """Begin with a new scheduler: give it the values that the one before had for good.
 
         Args:
             state: what `state` returned, of an earlier loop; None: of this one.
 
         Raises:
-            ValueError: the state is of other settings than those of today, or broken; nothing of it is taken
-                over then, and the loop has begun without it.
+            ValueError: the state is of other settings, or broken; nothing of it is taken over then, and the
+                loop has begun without it.
         """
         known = self.state() if state is None else state
         rollout, studies = known.get("rollout"), known.get("studies")
@@ -136,72 +121,61 @@ class ParameterLoop:
             self._studies.extend(studies)
         return self._orders(self.rollout.restore(rollout, now)) if isinstance(rollout, Mapping) else []
 
-    def see(self, seen: Seen) -> list[Retune]:
-        """Time has passed and requests are over; to be called every second or so."""
-        now = self._now = seen.at
-        self._settled_until = seen.settled_until
+    def observe(self, observation: Observation) -> list[Retune]:
+        """Take in what happened since the last call; to be called every second or so."""
+        now = self._now = observation.at
+        self._settled_until = observation.settled_until
         applies: list[Apply] = []
-        for record in seen.records:
+        for record in observation.records:
             self._traffic.add(record)
             self._recent.append(record)
-        if seen.frozen and not self.rollout.frozen:
-            applies += self.rollout.freeze(now, seen.frozen)
-        elif self.rollout.frozen and not seen.frozen:
+        if observation.frozen and not self.rollout.frozen:
+            applies += self.rollout.freeze(now, observation.frozen)
+        elif self.rollout.frozen and not observation.frozen:
             applies += self.rollout.thaw(now)
         applies += self.rollout.tick(now)
-        for part in self.rollout.to_judge(now, seen.settled_until):
+        for part in self.rollout.to_judge(now, observation.settled_until):
             arrived = [each for each in self._recent if part.start <= each.arrived_at < part.end]
             reward = reward_of(arrived, self._settings.objective)
-            applies += self.rollout.judged(part, reward, now, seen.settled_until)
-        return self._orders(applies + self._await_replay(seen))
+            applies += self.rollout.judge(part, reward, now, observation.settled_until)
+        applies += self._replays.advance(now, observation.settled_until, observation.replicas)
+        return self._orders(applies)
 
     def replay_due(self) -> ReplayTask | None:
-        """Slices to replay now; `replayed` or `replay_failed` has to follow before there is another."""
-        if self._replaying or not self._is_replay_due:
-            return None
-        self._replaying, self._is_replay_due = True, False
-        return self._awaited
+        """Slices to replay now; their result or failure has to follow before there are others."""
+        task = None if self._replaying else self._replays.take_due()
+        self._replaying = self._replaying or task is not None
+        return task
 
-    def replayed(self, result: Replayed, now: float) -> list[Retune]:
-        """The replay has ended: what the twin expects of some slices."""
+    def on_replay_result(self, result: ReplayResult, now: float) -> list[Retune]:
+        """Take in what the twin expects of some slices."""
         self._replaying = False
-        if result.task is not self._awaited:
-            return []
-        self._awaited = None
-        if not result.task.numbers:
-            measured = map(Measured, self._awaited_for, result.expected)
-            self._neighbours.extend(neighbours_in(measured))
-            return self._orders(self.rollout.controlled(control_of(self._neighbours), now))
-        expected = dict(zip(result.task.numbers, result.expected, strict=True))
-        return self._orders(self.rollout.expected(result.task.trial, expected, now))
+        return self._orders(self._replays.on_result(result, now))
 
-    def replay_failed(self, now: float) -> list[Retune]:
-        """The replay has ended without a result; the trial goes on without."""
+    def on_replay_failure(self, now: float) -> list[Retune]:
+        """Go on without the result of a replay."""
         self._replaying = False
-        if self._awaited is None:
-            return []
-        self._awaited = None
-        return self._orders(self.rollout.not_expected(now))
+        return self._orders(self._replays.on_failure(now))
 
-    def search_due(self, seen: Seen) -> SearchTask | None:
-        """A search to carry out now; `searched` or `search_failed` has to follow before there is another."""
-        if self._searching or seen.at < self._next_search_at or not seen.replicas:
+    def search_due(self, observation: Observation) -> SearchTask | None:
+        """A search to carry out now; its result or failure has to follow before there is another."""
+        if self._searching or observation.at < self._next_search_at or not observation.replicas:
             return None
-        if not self.rollout.is_ready(seen.at):
+        if not self.rollout.is_ready(observation.at):
             return None
-        traffic = self._traffic.trace(seen.settled_until)
+        traffic = self._traffic.trace(observation.settled_until)
         if traffic is None or len(traffic.requests) < self._settings.min_requests:
             return None
         self._searching = True
-        plan = self._plan_of(traffic, engines_of(seen.replicas, self._settings.profile))
+        plan = self._twin_of_profile(traffic, observation.replicas)
         plan = replace(plan, settings=replace(plan.settings, seed=len(self._studies)))
-        # Of this very traffic: those of an earlier mix would say that the engines have changed their pace.
-        observed = tuple(self._traffic.recent(seen.settled_until))
-        return SearchTask(plan=plan, observed=observed, settled_until=seen.settled_until)
+        # Only of this traffic: records of an earlier mix would suggest that the engines changed their speed.
+        recent = tuple(self._traffic.recent(observation.settled_until))
+        return SearchTask(plan=plan, observed=recent, settled_until=observation.settled_until)
 
-    def searched(self, result: Searched, now: float) -> list[Retune]:
-        """The search has ended: propose what it found."""
-        self._end_search(now)
+    def on_search_result(self, result: SearchResult, now: float) -> list[Retune]:
+        """Propose what a search has found."""
+        self.on_search_failure(now)
         finding, found = result.finding, result.finding.confirmation
         self._studies.append(
             {
@@ -217,31 +191,25 @@ class ParameterLoop:
             return []
         self._speed_factor = result.speed_factor
         reason = f"reward {found.mean:+.4f} in the twin, over {finding.trials} candidates"
-        self._neighbours.extend(self.rollout.take_neighbours())
         slices = steady_slices(self._steady_since, self._settled_until, self._settings.rollout)
-        self._steady = rewards_in(slices, self._recent, self._settings.objective)
-        self._to_replay = slices if self._settings.rollout.control_variates and len(slices) > 1 else ()
-        known = deque(self._neighbours, maxlen=SLICES)
-        known.extend(neighbours_in(Measured(reward) for reward in self._steady))
-        control = control_of(self._neighbours) if self._settings.rollout.control_variates else None
-        applies = self.rollout.propose(finding.best.values, now, reason, slice_noise_of(known), control)
-        if self.rollout.target is None:
-            self._to_replay = ()
-        return self._orders(applies)
+        rewards = rewards_in(slices, self._recent, self._settings.objective)
+        noise, control = self._replays.prepare_trial(slices, rewards)
+        return self._orders(self.rollout.propose(finding.best.values, now, reason, noise, control))
 
-    def search_failed(self, now: float) -> None:
-        """The search has ended without a result; the next one comes when it would have come."""
-        self._end_search(now)
+    def on_search_failure(self, now: float) -> None:
+        """Note that a search has ended; the next one comes after the usual interval."""
+        self._searching = False
+        self._next_search_at = now + self._settings.every_s
 
     # For people, and for a restart
 
     def document(self) -> dict[str, Any]:
-        """What this loop does, for people."""
+        """The state of the loop, for people."""
         state = "searching" if self._searching else "watching"
         if self.rollout.target is not None:
             state = "trying a step"
         return {
-            "mode": self.rollout.mode,
+            "mode": self._settings.rollout.mode,
             "state": state,
             "audit": [
                 {
@@ -257,87 +225,34 @@ class ParameterLoop:
         }
 
     def state(self) -> dict[str, Any]:
-        """What a restart has to know, in plain values."""
+        """What a restart needs, in plain values."""
         return {"rollout": self.rollout.state(self._now), "studies": list(self._studies)}
 
-    def _await_replay(self, seen: Seen) -> list[Apply]:
-        """Ask for what the trial waits for, and do without what does not come."""
-        if self._awaited is not None:
-            if seen.at - self._awaited_since <= self._settings.rollout.judge_limit_s:
-                return []
-            self._awaited, self._is_replay_due = None, False
-            return self.rollout.not_expected(seen.at)
-        # Asked first, since this is done every second, and a trace of the traffic costs milliseconds.
-        if self.rollout.target is None or not (self._to_replay or self.rollout.to_expect()):
-            return []
-        # First how far the twin is to be believed, then what it expects.
-        steady, self._to_replay = self._to_replay, ()
-        task = self._steady_task(seen, steady) if steady else self._pairs_task(seen)
-        if task is not None:
-            self._awaited, self._awaited_since, self._is_replay_due = task, seen.at, True
-        elif not steady:
-            return self.rollout.not_expected(seen.at)
-        return []
+    def _twin(self, traffic: Trace, replicas: Sequence[ReplicaSpec]) -> TwinPlan:
+        """The twin of the values in force, at the real speed of the engines."""
+        plan = self._twin_of_profile(traffic, replicas)
+        return replace(plan, engines=with_speed(plan.engines, self._speed_factor))
 
-    def _steady_task(self, seen: Seen, slices: Sequence[Interval]) -> ReplayTask | None:
-        """The replay of the time before the trial; as much of it as is known and not too much."""
-        for first in range(len(slices) - 1):
-            task = self._task_of(seen, slices[first:])
-            if task is not None:
-                self._awaited_for = self._steady[first:]
-                return task
-        return None
-
-    def _pairs_task(self, seen: Seen) -> ReplayTask | None:
-        """The replay of what the trial waits for."""
-        parts = self.rollout.to_expect()
-        task = self._task_of(seen, [Interval(part.start, part.end) for part in parts])
-        if task is None:
-            return None
-        return replace(task, numbers=tuple(part.number for part in parts), trial=self.rollout.trials)
-
-    def _plan_of(self, traffic: Trace, engines: tuple[ReplicaPlan, ...]) -> TwinPlan:
-        """The twin of what is in force."""
-        tunable = Tunable(scheduler=self._configured)
-        tunable = tunable.with_values(self.rollout.incumbent, _space(self._configured))
+    def _twin_of_profile(self, traffic: Trace, replicas: Sequence[ReplicaSpec]) -> TwinPlan:
+        """The twin of the values in force, with the step times of the profile."""
+        tunable = Tunable(scheduler=self._configured).with_values(self.rollout.incumbent, self._space)
         return TwinPlan(
             tunable=tunable,
             space=_space(tunable.scheduler),
-            engines=engines,
+            engines=engines_of(replicas, self._settings.profile),
             traffic=traffic,
             objective=self._settings.objective,
             settings=self._settings.twin,
         )
 
-    def _task_of(self, seen: Seen, slices: Sequence[Interval]) -> ReplayTask | None:
-        """The replay of some slices; None when not all that came in them is known, or it is too much."""
-        settings = self._settings.rollout
-        lead_s = settings.settle_s + LEAD_SLICES * settings.slice_s
-        traffic = self._traffic.trace(seen.settled_until)
-        known = [
-            arrivals
-            for each in slices
-            if (arrivals := self._traffic.stretch(each.start - lead_s, each.end)) is not None
-        ]
-        if traffic is None or not seen.replicas or len(known) < len(slices):
-            return None
-        engines = with_speed(engines_of(seen.replicas, self._settings.profile), self._speed_factor)
-        task = ReplayTask(plan=self._plan_of(traffic, engines), slices=tuple(known), lead_s=lead_s)
-        return task if task.requests <= MOST_REQUESTS else None
-
-    def _end_search(self, now: float) -> None:
-        self._searching = False
-        self._next_search_at = now + self._settings.every_s
-
     def _orders(self, applies: Sequence[Apply]) -> list[Retune]:
         if applies:
             self._steady_since = self._now
-        paths = {each.name: each.path for each in _space(self._configured)}
         latest = self.rollout.audit[-1] if self.rollout.audit else None
         reason = f"{latest.act.value}: {latest.reason}" if latest else "tuned before"
         return [
             Retune(
-                values={paths[name]: value for name, value in apply.values.items()},
+                values={self._space[name].path: value for name, value in apply.values.items()},
                 valid_s=apply.valid_s,
                 reason=reason,
             )
@@ -346,6 +261,6 @@ class ParameterLoop:
 
 
 def _space(settings: SchedulerSettings) -> SearchSpace:
-    """What can be tried under a running scheduler."""
+    """The parameters that can be tried under a running scheduler."""
     names = [each.name for each in parameters_of(settings) if each.part is SettingPart.SCHEDULER]
     return space_of(Tunable(scheduler=settings), only=names)

@@ -1,4 +1,4 @@
-"""One search for better values beside a running scheduler: how large, on which engines, at whose expense."""
+"""A search for better values beside a running scheduler, on the twin of its engines, at a share of a core."""
 
 import threading
 import time
@@ -12,12 +12,11 @@ from serve_app.routing.replica import ReplicaSpec
 from serve_app.settings_base import FINITE_POSITIVE, POSITIVE_SHARE, at_least, settings
 from serve_app.simulation.replica import ReplicaPlan
 from serve_app.tuning.objective.objective import ObjectiveSettings
-from serve_app.tuning.online.replay import Replayed, ReplayTask, replay
+from serve_app.tuning.online.replay import ReplayResult, ReplayTask, replay
 from serve_app.tuning.online.rollout_settings import RolloutSettings
 from serve_app.tuning.search.optimiser import make_optimiser
-from serve_app.tuning.search.study import Finding, Study
-from serve_app.tuning.search.study_run import Budget, Twin, run_study
-from serve_app.tuning.search.study_settings import StudySettings
+from serve_app.tuning.search.study import Finding, Study, StudySettings
+from serve_app.tuning.search.study_run import Budget, WindowPlayer, run_study
 from serve_app.tuning.twin.digital_twin import TwinPlan, TwinSettings, with_speed
 from serve_app.tuning.twin.engine_pace import engine_pace
 from serve_app.tuning.twin.processes import TwinProcesses
@@ -28,19 +27,21 @@ class ParameterTuningSettings:
     """How one model's settings are tuned while it runs.
 
     Attributes:
-        profile: the engine profile of the twin, by name or path; for emulated engines their own. How much
-            slower or faster the real engines are is measured and made up for.
-        rollout: its `mode` says whether what wins is tried (`on`), recorded (`advise`) or nothing is (`off`).
+        profile: the engine profile of the twin, by name or path; for emulated engines their own. The speed of
+            the real engines against it is measured and corrected.
+        rollout: its `mode` says whether a winner is tried (`on`), recorded (`advise`) or ignored (`off`).
     """
 
     profile: str
-    # Between the end of a search and the next one.
+    # Seconds between the end of a search and the next one.
     every_s: Annotated[float, FINITE_POSITIVE] = 300.0
-    # Requests that must have been seen: fewer are no sample of the traffic.
+    # Requests seen before a search: fewer are no sample of the traffic.
     min_requests: Annotated[int, at_least(1)] = 600
-    # CPU seconds of a search, and the share of a core that it takes meanwhile.
+    # CPU seconds of a search, and the share of a core that it uses meanwhile.
     search_cpu_s: Annotated[float, FINITE_POSITIVE] = 40.0
+    # See `search_cpu_s`.
     core_share: Annotated[float, POSITIVE_SHARE] = 0.25
+    # `tpe` proposes by what earlier candidates achieved, `random` draws them independently.
     search: Literal["tpe", "random"] = "tpe"
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     twin: TwinSettings = field(default_factory=TwinSettings)
@@ -48,12 +49,12 @@ class ParameterTuningSettings:
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
 
     def __post_init__(self) -> None:
-        # Raises for a profile that is not there, which is better told at the start than after ten minutes.
+        # Raises for a profile that does not exist: better at the start than after ten minutes.
         load_profile(self.profile)
 
 
 def engines_of(replicas: Sequence[ReplicaSpec], profile: str) -> tuple[ReplicaPlan, ...]:
-    """Simulated replicas like those that are connected, at the pace of a profile."""
+    """Simulated replicas like those that are connected, with the step times of a profile."""
     known = load_profile(profile)
     return tuple(
         ReplicaPlan(
@@ -77,9 +78,9 @@ class SearchTask:
     """A search to carry out.
 
     Attributes:
-        plan: the twin, of engines at the pace of their profile.
-        observed: how the requests of its traffic were served in production.
-        settled_until: when the oldest request arrived that was not over yet.
+        plan: the twin, with the step times of the profile.
+        observed: records of its traffic from production.
+        settled_until: arrival of the oldest request that was still open.
     """
 
     plan: TwinPlan
@@ -88,12 +89,12 @@ class SearchTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Searched:
-    """What came of a search.
+class SearchResult:
+    """The result of a search.
 
     Attributes:
-        speed_factor: by how much the engines are slower than their profile.
-        seconds: that the study took, on the clock of its budget.
+        speed_factor: step times of the engines over those of their profile.
+        seconds: duration of the study, on the clock of its budget.
     """
 
     finding: Finding
@@ -102,19 +103,19 @@ class Searched:
 
 
 class StoppedError(Exception):
-    """The tuner ends, and its search with it."""
+    """The tuner was stopped, and its search with it."""
 
 
 def search(
     task: SearchTask,
     settings: ParameterTuningSettings,
     budget: Budget,
-    watched: Callable[[Twin], Twin] = lambda twin: twin,
-) -> Searched:
-    """A whole study, in this thread.
+    wrap: Callable[[WindowPlayer], WindowPlayer] = lambda player: player,
+) -> SearchResult:
+    """Carry out a whole study in this thread.
 
     Args:
-        watched: wraps the twin, for whoever wants to see its windows.
+        wrap: puts an observer around the twin.
     """
     plan = task.plan
     factor = engine_pace(task.observed, plan.engines, task.settled_until, budget.rest) or 1.0
@@ -122,32 +123,36 @@ def search(
     optimiser = make_optimiser(settings.search, plan.space, seed=plan.settings.seed)
     study = Study(optimiser, settings.study, independent_windows=plan.independent_windows)
     with TwinProcesses(plan) as twin:
-        course = run_study(study, settings.study, watched(twin), budget)
+        course = run_study(study, settings.study, wrap(twin), budget)
     assert study.finding is not None
-    return Searched(finding=study.finding, speed_factor=factor, seconds=course.seconds)
+    return SearchResult(finding=study.finding, speed_factor=factor, seconds=course.seconds)
 
 
-def search_aside(task: SearchTask, settings: ParameterTuningSettings, stop: threading.Event) -> Searched:
-    """A search in this thread, at its share of a core.
+def throttled_search(
+    task: SearchTask, settings: ParameterTuningSettings, stop: threading.Event
+) -> SearchResult:
+    """Carry out a search in this thread, at its share of a core.
 
     Raises:
         StoppedError: `stop` was set meanwhile.
     """
-    rest = _rests(settings.core_share, stop)
+    rest = _throttle(settings.core_share, stop)
     return search(task, settings, Budget(clock=time.thread_time, seconds=settings.search_cpu_s, rest=rest))
 
 
-def replay_aside(task: ReplayTask, settings: ParameterTuningSettings, stop: threading.Event) -> Replayed:
-    """A replay in this thread, at its share of a core.
+def throttled_replay(
+    task: ReplayTask, settings: ParameterTuningSettings, stop: threading.Event
+) -> ReplayResult:
+    """Carry out a replay in this thread, at its share of a core.
 
     Raises:
         StoppedError: `stop` was set meanwhile.
     """
-    return replay(task, _rests(settings.core_share, stop))
+    return replay(task, _throttle(settings.core_share, stop))
 
 
-def _rests(core_share: float, stop: threading.Event) -> Callable[[], None]:
-    """What to call now and then, so that this thread takes no more than its share of a core."""
+def _throttle(core_share: float, stop: threading.Event) -> Callable[[], None]:
+    """A function to call now and then: it waits so that this thread uses no more than its share of a core."""
     worked_s = time.thread_time()
 
     def rest() -> None:

@@ -1,11 +1,12 @@
-"""What would the values in force have made of the requests that came in some slices? Played in the twin.
+"""The replay of slices in the twin: what the values in force would have made of their requests.
 
-The same requests at the same times, through the production scheduler on simulated engines: each slice by
-itself, after a lead of two more, on a fleet that is empty before that. So what is expected depends on what
-arrived and on nothing that either side of a trial has left behind, and no slice of a pair has a longer lead
-than the other. (A longer lead, or one that begins with what was under way, explains less: near saturation
-what is left of one side's queue goes over into the other side's slice, and a fleet that had neither knows
-nothing of it.) What it is good for is said in `control_variate`.
+The same requests arrive at the same times, at the production scheduler on simulated engines. Each slice is
+played by itself, after a lead of two more slices, on a fleet that is empty before that. So the expectation
+depends on the arrivals alone and not on what either side of a trial left behind, and both slices of a pair
+have leads of the same length. A longer lead, or one that begins with the requests under way, explains less:
+near saturation the rest of one side's queue would reach into the other side's slice.
+
+The purpose is explained in `control_variate`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +17,9 @@ from serve_app.tuning.twin.digital_twin import DigitalTwin, TwinPlan
 from serve_app.workloads.trace import Trace
 
 LEAD_SLICES = 2
-"""Slices that are played before each that is asked for."""
-MOST_REQUESTS = 30_000
-"""Played for one task: some fifteen seconds of a core."""
+"""Slices that are played as a lead before each slice of a task."""
+MAX_REQUESTS = 30_000
+"""Requests simulated for one task at most: some fifteen seconds of a core."""
 _REST_EVERY = 2_000
 """Events of the scheduler between two rests: some 50 ms of work."""
 
@@ -28,11 +29,11 @@ class ReplayTask:
     """Slices to play.
 
     Attributes:
-        plan: the twin, with what is in force, at the pace of the engines.
+        plan: the twin, with the values in force, at the speed of the engines.
         slices: each with its lead.
-        lead_s: how long that is; what came later is measured.
-        numbers: what the asker calls them, if they are of a trial.
-        trial: what the asker calls the trial that they are of.
+        lead_s: length of the lead; later arrivals are measured.
+        numbers: numbers of the slices in their trial; empty for slices before a trial.
+        trial: number of that trial.
     """
 
     plan: TwinPlan
@@ -43,18 +44,18 @@ class ReplayTask:
 
     @property
     def requests(self) -> int:
-        """To be simulated."""
+        """Requests to simulate."""
         return sum(len(trace.requests) for trace in self.slices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """What came of it.
+class ReplayResult:
+    """The result of a replay.
 
     Attributes:
         expected: the reward of each slice.
         requests: simulated.
-        seconds: that it took.
+        seconds: duration of the replay.
     """
 
     task: ReplayTask
@@ -63,15 +64,15 @@ class Replayed:
     seconds: float = 0.0
 
 
-def replay(task: ReplayTask, rest: Callable[[], object] = lambda: None) -> Replayed:
+def replay(task: ReplayTask, rest: Callable[[], object] = lambda: None) -> ReplayResult:
     """Play the slices, in this thread.
 
     Args:
-        rest: called now and then: where whoever may take only a share of a core waits.
+        rest: called now and then; a driver that may use only a share of a core waits there.
     """
     events = 0
 
-    def now_and_then(_: object) -> None:
+    def count_event(_: object) -> None:
         nonlocal events
         events += 1
         if events % _REST_EVERY == 0:
@@ -79,9 +80,9 @@ def replay(task: ReplayTask, rest: Callable[[], object] = lambda: None) -> Repla
 
     twin, expected, requests = DigitalTwin(task.plan), list[Reward](), 0
     for arrivals in task.slices:
-        records = twin.serve(task.plan.space.current, arrivals, now_and_then)
+        records = twin.serve(task.plan.space.current, arrivals, count_event)
         requests += len(records)
         measured = [record for record in records if record.arrived_at >= task.lead_s]
         expected.append(reward_of(measured, task.plan.objective))
         rest()
-    return Replayed(task=task, expected=expected, requests=requests)
+    return ReplayResult(task=task, expected=expected, requests=requests)

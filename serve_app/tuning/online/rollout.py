@@ -1,20 +1,20 @@
-"""How does a candidate come into production without harm? In bounded steps, on trial, with a way back.
+"""The roll-out of a candidate into production: in bounded steps, on trial, with a way back.
 
-Theory of operation. The roll-out is a machine without a clock. A candidate that won in the twin is proposed;
-a step towards it, no longer than allowed, is tried in time slices against what is in force (`canary`), and
-either adopted or dropped. Every call returns what to put in force now, often nothing; every decision is
+Theory of operation. The roll-out is a machine without a clock. A candidate that won in the twin is proposed.
+A step towards it, no longer than allowed, is tried in time slices against the values in force (`canary`), and
+either adopted or rolled back. Every call returns what to put in force now, often nothing. Every decision is
 noted with its reason and figures (`audit`).
 
 Rules:
-- At any time either the incumbent is in force, or one step away from it, within all bounds.
-- The candidate's values are handed out for the length of a slice and a little more. Whoever applies them
-  returns to the incumbent's when that time is over and nothing else was said.
-- Whatever ends a trial, be it a verdict, a freeze, another mode, other settings from outside, or a restart,
-  the incumbent is put in force in the same call, unless the step was adopted.
-- Adopted is what was proven better, as soon as the pairs prove it: a reward above the incumbent's by more
-  than the traffic's own slice_noise explain; no class that lost more than its margin and these. A missing reward,
-  a constant one, or one that is not finite adopts nothing.
-- After a step nothing is tried for a while, after one that looked no better longer; and never while frozen.
+- At any time either the incumbent is in force, or values one step away from it, within all bounds.
+- The candidate's values are handed out for a little longer than a slice. Whoever applies them returns to the
+  incumbent's when that time is over and no other command came.
+- A trial ends by a verdict, a freeze or a restart. The incumbent is put in force in the same call, unless the
+  step was adopted.
+- A step is adopted as soon as the pairs prove it better: its reward exceeds the incumbent's by more than the
+  slice noise explains, and no class lost more than its margin and noise. A missing reward, a constant one, or
+  one that is not finite adopts nothing.
+- After a step nothing is tried for a while, longer after one that looked no better; and never while frozen.
 """
 
 from collections import deque
@@ -22,18 +22,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from serve_app.errors import SettingsError
-from serve_app.routing.snapshot import Snapshot, number, text
+from serve_app.routing.snapshot import Snapshot, number, section, text
 from serve_app.tuning.objective.objective import Reward
-from serve_app.tuning.online.canary import Canary, TrialStatus, Verdict
-from serve_app.tuning.online.control_variate import Control
-from serve_app.tuning.online.rollout_settings import Act, Apply, Audit, Mode, RolloutSettings, Slice
+from serve_app.tuning.online.canary import Canary
+from serve_app.tuning.online.control_variate import ControlVariate
+from serve_app.tuning.online.rollout_settings import Act, Apply, Audit, RolloutSettings, Slice
 from serve_app.tuning.online.slice_noise import Neighbours, SliceNoise
-from serve_app.tuning.search.history import values_in
+from serve_app.tuning.online.trial_verdict import TrialStatus, Verdict
 from serve_app.tuning.search.search_space import SearchSpace, Values
 
 _VERSION = 1
 _AUDITS_KEPT = 1_000
-# A slice may end a little late, since whoever drives the machine looks only now and then.
+# Validity of the candidate's values in slices: a slice may end a little late, because the driver calls only
+# now and then.
 _GRACE = 1.5
 
 
@@ -41,19 +42,17 @@ class Rollout:
     """The roll-out of one model.
 
     Args:
-        incumbent: the values in force, as the settings have them; they may be beyond the bounds of the space.
+        incumbent: the values of the settings; they may be beyond the bounds of the space.
 
     Attributes:
         incumbent: the values to return to.
         target: the step on trial; None between trials.
         frozen: the reason, while nothing may be tried; empty otherwise.
-        mode: see `RolloutSettings`.
         trials: how many were begun.
     """
 
     def __init__(self, space: SearchSpace, incumbent: Values, settings: RolloutSettings) -> None:
         self._space, self._settings = space, settings
-        self.mode: Mode = settings.mode
         self._configured = self.incumbent = space.checked(incumbent)
         self.target: dict[str, float] | None = None
         self.frozen = ""
@@ -66,12 +65,7 @@ class Rollout:
 
     def __repr__(self) -> str:
         doing = f"trying {self._canary}" if self._canary else "idle"
-        return f"<Rollout {self.mode} {doing}{' frozen' if self.frozen else ''}>"
-
-    @property
-    def in_force(self) -> Values:
-        """The values that were put in force last."""
-        return self._in_force
+        return f"<Rollout {self._settings.mode} {doing}{' frozen' if self.frozen else ''}>"
 
     @property
     def audit(self) -> tuple[Audit, ...]:
@@ -79,8 +73,8 @@ class Rollout:
         return tuple(self._audits)
 
     def is_ready(self, now: float) -> bool:
-        """Whether a candidate would be tried, or in mode `advise` recorded, now."""
-        return self._objection(now) == ""
+        """Whether a candidate would be tried now, or recorded in mode `advise`."""
+        return self._why_not(now) == ""
 
     # What happens
 
@@ -90,25 +84,25 @@ class Rollout:
         now: float,
         reason: str = "",
         slice_noise: SliceNoise | None = None,
-        control: Control | None = None,
+        control: ControlVariate | None = None,
     ) -> list[Apply]:
-        """A candidate has won in the twin.
+        """Try a candidate that won in the twin.
 
         Args:
             reason: how it won, for the audit.
-            slice_noise: what slices under the incumbent differ by themselves; None is strict.
-            control: how to clear slices of what the twin expects, as far as is known; `expected` has to tell
-                then. None: nobody will.
+            slice_noise: noise of slices under the incumbent; None is the strictest.
+            control: how to clear slices of what the twin expects, as known so far; `expect` has to follow for
+                `to_expect`. None: there will be no expectations.
         """
-        if denial := self._objection(now):
-            return self._note(now, Act.REFUSED, denial, candidate)
+        if refusal := self._why_not(now):
+            return self._note(now, Act.REFUSED, refusal, candidate)
         try:
             step = self._space.step(self.incumbent, candidate, self._settings.max_step)
         except SettingsError as error:
             return self._note(now, Act.REFUSED, str(error))
         if step == self.incumbent:
-            return self._note(now, Act.REFUSED, "it is what is in force", step)
-        if self.mode == "advise":
+            return self._note(now, Act.REFUSED, "these values are in force", step)
+        if self._settings.mode == "advise":
             self._rests_until = now + self._settings.cool_down_s
             return self._note(now, Act.ADVISED, reason, step)
         self.target, self._canary = step, Canary(self._settings, now, slice_noise, control)
@@ -116,26 +110,26 @@ class Rollout:
         return self._note(now, Act.STARTED, reason, step)
 
     def tick(self, now: float) -> list[Apply]:
-        """Time has passed; to be called every second or so."""
+        """Advance the trial, if there is one; to be called every second or so."""
         if self._canary is None or not self._canary.advance(now):
             return []
         return self._side_due()
 
     def to_judge(self, now: float, settled_until: float) -> list[Slice]:
-        """Slices to tell of with `judged`: those whose requests are over, and those that took too long.
+        """Slices for `judge`: those whose requests are over, and those that took too long.
 
         Args:
-            settled_until: when the oldest request arrived that is not over yet; `now`, when none is open.
+            settled_until: arrival of the oldest request that is still open; `now`, when none is.
         """
         return [] if self._canary is None else self._canary.to_judge(now, settled_until)
 
-    def judged(self, part: Slice, reward: Reward, now: float, settled_until: float) -> list[Apply]:
-        """What came of a slice, one of `to_judge`.
+    def judge(self, part: Slice, reward: Reward, now: float, settled_until: float) -> list[Apply]:
+        """Note the reward of a slice of `to_judge`.
 
         Args:
             reward: of the requests that arrived in it.
-            settled_until: as for `to_judge`; a slice with open requests has no reward, whatever it seems,
-                since those that are over are the quick ones.
+            settled_until: as for `to_judge`. A slice with open requests counts as not measured, because those
+                that are over are the quick ones.
         """
         if self._canary is None or self.target is None:
             return []
@@ -149,29 +143,29 @@ class Rollout:
         return self._concluded(verdict, now)
 
     def to_expect(self) -> list[Slice]:
-        """Slices to tell of with `expected`: those that the trial waits for."""
+        """Slices for `expect`: those whose expectation the trial waits for."""
         return [] if self._canary is None else self._canary.to_expect()
 
-    def expected(self, trial: int, rewards: Mapping[int, Reward], now: float) -> list[Apply]:
-        """What the incumbent would have made of some slices, by their numbers.
+    def expect(self, trial: int, rewards: Mapping[int, Reward], now: float) -> list[Apply]:
+        """Note what the incumbent would have made of some slices, by their numbers.
 
         Args:
-            trial: as `trials` was when they were asked for; what is said of another is not listened to.
+            trial: the value of `trials` when they were asked for; those of another trial are ignored.
         """
         if self._canary is None or trial != self.trials:
             return []
         return self._concluded(self._canary.expect(rewards), now)
 
-    def controlled(self, control: Control, now: float) -> list[Apply]:
-        """How to clear slices of what the twin expects, now that the time before is known better."""
-        return [] if self._canary is None else self._concluded(self._canary.clear_by(control), now)
+    def use_control(self, control: ControlVariate, now: float) -> list[Apply]:
+        """Clear slices by another control variate, fitted to the time before the trial."""
+        return [] if self._canary is None else self._concluded(self._canary.use_control(control), now)
 
-    def not_expected(self, now: float) -> list[Apply]:
-        """Nobody can say what the incumbent would have made of the slices; the trial goes on without."""
-        return [] if self._canary is None else self._concluded(self._canary.expect_nothing(), now)
+    def drop_control(self, now: float) -> list[Apply]:
+        """Go on with the trial without expectations."""
+        return [] if self._canary is None else self._concluded(self._canary.drop_control(), now)
 
     def take_neighbours(self) -> list[Neighbours]:
-        """Neighbouring slices of one side in trials that have ended since the last call."""
+        """Neighbouring slices of one side in the last trial that has ended since the last call."""
         taken, self._neighbours = self._neighbours, []
         return taken
 
@@ -179,42 +173,18 @@ class Rollout:
         """Return to the incumbent, and try nothing until `thaw`."""
         self.frozen = reason or "by command"
         self._note(now, Act.FROZEN, self.frozen)
-        return self._give_up(now, f"frozen: {self.frozen}")
+        return self._roll_back(now, f"frozen: {self.frozen}")
 
     def thaw(self, now: float) -> list[Apply]:
         """Candidates may be tried again."""
         self.frozen = ""
         return self._note(now, Act.THAWED, "by command")
 
-    def set_mode(self, mode: Mode, now: float) -> list[Apply]:
-        """Another mode; a trial ends with anything but `on`.
-
-        Raises:
-            ValueError: there is no such mode.
-        """
-        if mode not in ("off", "advise", "on"):
-            raise ValueError(f"mode must be off, advise or on, got {mode!r}")
-        self.mode = mode
-        self._note(now, Act.MODE, mode)
-        return [] if mode == "on" else self._give_up(now, f"mode {mode}")
-
-    def replace_incumbent(self, values: Values, now: float, reason: str) -> list[Apply]:
-        """Somebody has put other values in force; a trial ends, and they are what is returned to from now on.
-
-        Raises:
-            SettingsError: they are not those of this space.
-        """
-        new = self._space.checked(values)
-        self._end_trial()
-        self._configured = self.incumbent = self._in_force = new
-        self._note(now, Act.REPLACED, reason, new)
-        return [Apply(values=new)]
-
     # Decisions
 
-    def _objection(self, now: float) -> str:
+    def _why_not(self, now: float) -> str:
         """Why nothing may be tried now; empty when something may."""
-        if self.mode == "off":
+        if self._settings.mode == "off":
             return "mode off"
         if self.frozen:
             return f"frozen: {self.frozen}"
@@ -225,13 +195,13 @@ class Rollout:
         return ""
 
     def _concluded(self, verdict: Verdict, now: float) -> list[Apply]:
-        if verdict.trial_status is TrialStatus.FAILED:
-            return self._give_up(now, verdict.reason, verdict)
-        if verdict.trial_status is TrialStatus.UNPROVEN:
-            applies = self._give_up(now, verdict.reason, verdict)
+        if verdict.status is TrialStatus.FAILED:
+            return self._roll_back(now, verdict.reason, verdict)
+        if verdict.status is TrialStatus.UNPROVEN:
+            applies = self._roll_back(now, verdict.reason, verdict)
             self._rests_until = now + self._settings.cool_down_s
             return applies
-        if verdict.trial_status is TrialStatus.OPEN:
+        if verdict.status is TrialStatus.OPEN:
             return []
         assert self.target is not None
         self.incumbent = self._in_force = self.target
@@ -240,7 +210,7 @@ class Rollout:
         self._rests_until = now + self._settings.cool_down_s
         return [Apply(values=self.incumbent)]
 
-    def _give_up(self, now: float, reason: str, verdict: Verdict | None = None) -> list[Apply]:
+    def _roll_back(self, now: float, reason: str, verdict: Verdict | None = None) -> list[Apply]:
         """End a trial, if there is one, with the incumbent in force."""
         if self._canary is None or self.target is None:
             return []
@@ -256,7 +226,7 @@ class Rollout:
         self._canary, self.target = None, None
 
     def _side_due(self) -> list[Apply]:
-        """The side whose turn it is, if it is not in force or its time has to be renewed."""
+        """The side whose turn it is, if it is not in force or has to be renewed."""
         assert self._canary is not None
         assert self.target is not None
         if self._canary.is_candidates_turn:
@@ -275,7 +245,7 @@ class Rollout:
         values: Values | None = None,
         figures: Any = None,
     ) -> list[Apply]:
-        """Write a decision down; changes nothing."""
+        """Note a decision; puts nothing in force."""
         self._audits.append(
             Audit(at=now, act=act, reason=reason, values=dict(values or {}), figures=dict(figures or {}))
         )
@@ -284,10 +254,10 @@ class Rollout:
     # Storage
 
     def state(self, now: float) -> dict[str, Any]:
-        """What a restart has to know, in plain values. A trial is not resumed; times are told as spans."""
+        """What a restart needs, in plain values. A trial is not resumed; times are given as durations."""
         rests_s = self._rests_until - now
         if self._canary is not None:
-            # Whether it would have held, nobody knows any more.
+            # Its verdict is lost, so it counts as failed.
             rests_s = self._settings.failure_cool_down_s
         return {
             "version": _VERSION,
@@ -299,21 +269,19 @@ class Rollout:
         }
 
     def restore(self, state: Snapshot, now: float) -> list[Apply]:
-        """Take over what `state` returned; the incumbent is put in force, since nobody knows what is.
-
-        The mode is not part of it: it is what the settings say.
+        """Take over what `state` returned, and put its incumbent in force.
 
         Raises:
-            ValueError: it is of another space or release, of other settings than those of today, has values
-                beyond the bounds, or is broken; nothing is taken over then.
+            ValueError: it is of another space or release or of other settings, has values beyond the bounds,
+                or is broken; nothing is taken over then.
         """
         if int(number(state, "version")) != _VERSION:
             raise ValueError(f"learned state: no roll-out of format {_VERSION}; delete it to begin anew")
-        if values_in(state, "configured", self._space) != self._configured:
+        if self._values_in(state, "configured") != self._configured:
             raise ValueError(
-                "learned state: the settings have changed since; what was tuned on top is dropped"
+                "learned state: the settings have changed since; the values tuned before are dropped"
             )
-        incumbent = values_in(state, "incumbent", self._space)
+        incumbent = self._values_in(state, "incumbent")
         if incumbent != self._configured and not self._space.is_within(incumbent):
             raise ValueError(
                 f"learned state: values beyond their bounds: {incumbent}; delete it to begin anew"
@@ -325,3 +293,21 @@ class Rollout:
         if state.get("on_trial") is True:
             self._note(now, Act.ROLLED_BACK, "the tuner was restarted in the middle of a trial")
         return [Apply(values=incumbent)]
+
+    def _values_in(self, state: Snapshot, name: str) -> dict[str, float]:
+        """Values of all parameters under `name`.
+
+        Raises:
+            ValueError: there are none, or not those of this space.
+        """
+        found = section(state, name)
+        if set(found) != set(self._space.names):
+            raise ValueError(
+                f"learned state: it is of the parameters {', '.join(sorted(found))}, and those to tune are "
+                f"{', '.join(self._space.names)}; delete the state to begin anew"
+            )
+        return {each.name: _typed(number(found, each.name), integer=each.integer) for each in self._space}
+
+
+def _typed(value: float, *, integer: bool) -> float:
+    return int(value) if integer and value.is_integer() else value

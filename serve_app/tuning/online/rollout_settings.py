@@ -1,4 +1,4 @@
-"""How carefully does a candidate come into production? The settings, and what a roll-out speaks in."""
+"""The settings of a roll-out, and the messages that it exchanges with its surroundings."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -28,37 +28,40 @@ class RolloutSettings:
     """
 
     mode: Mode = "advise"
-    # The farthest that a parameter moves at once, as a share of its range; a whole number may always move by
-    # 1. A candidate farther away is reached in several steps, each of which has to win.
+    # The farthest that a parameter moves in one step, as a share of its range; a whole number may always move
+    # by 1. A candidate farther away is reached in several steps, each of which has to win.
     max_step: Annotated[float, POSITIVE_SHARE] = 0.25
-    # Seconds that one side is in force. Shorter ones meet more alike traffic, and lose more to `settle_s`.
+    # Seconds that one side is in force. Shorter slices meet more similar traffic and lose more to `settle_s`.
     slice_s: Annotated[float, FINITE_POSITIVE] = 60.0
-    # Of each, the first seconds that are not judged: what was sent before still fills the engines.
+    # The first seconds of a slice, which are not judged: requests of the other side still fill the engines.
     settle_s: float = 10.0
-    # Pairs of slices, one of each side, at most: what is clear is decided sooner. Eight are a quarter of an
-    # hour in all.
+    # Pairs of slices, one of each side, at most: a clear result is decided sooner. Eight pairs of 60 s take a
+    # quarter of an hour.
     pairs: Annotated[int, at_least(2).hint("one pair is chance")] = 8
-    # Pairs that may come to nothing for lack of figures before the trial is given up.
+    # Void pairs, those without a reward, before the trial is given up.
     void_pairs: Annotated[int, NOT_NEGATIVE] = 3
-    # Requests that are not over so long after their slice leave it without figures.
+    # Requests that are still open so long after their slice leave it without a reward.
     judge_limit_s: Annotated[float, FINITE_POSITIVE] = 120.0
-    # By how much the mean reward may be below the incumbent's while a trial goes on: noise, not harm.
+    # Distance of the mean reward below the incumbent's that a trial tolerates as noise.
     margin: Annotated[float, FINITE_POSITIVE] = 0.03
-    # The same for the share within its targets of any class, from so many requests of it on either side: of
-    # 100 requests, that share is known to 2 or 3 of 100.
+    # The same for the attainment of any class with at least `min_class_requests` on either side. Of 100
+    # requests, attainment is known to 2 or 3 of 100.
     attainment_margin: Annotated[float, FINITE_POSITIVE] = 0.05
+    # See `attainment_margin`.
     min_class_requests: Annotated[int, at_least(1)] = 100
-    # Both margins are widened by so many standard errors of what neighbouring slices differ by themselves
-    # (`slice_noise`). 0 takes every step back that looks worse, which near saturation is chance.
+    # Both margins are widened by so many standard errors of the noise of neighbouring slices (`slice_noise`).
+    # 0 rolls back every step that looks worse, which near saturation is chance.
     noise_allowance: Annotated[float, FINITE_NOT_NEGATIVE] = 1.0
-    # Whether differences are cleared of what the twin expects of the same requests (`control_variate`). Costs
-    # some CPU seconds for each pair, within the tuner's share of a core.
+    # Whether differences are cleared of what the twin expects of the same requests (`control_variate`). This
+    # costs some CPU seconds for each pair, within the tuner's share of a core.
     control_variates: bool = True
-    # At most with this chance a step that changes nothing is adopted, however often it is looked at
-    # meanwhile; harm of half a noise has a tenth of it. 1 adopts every step that looks better.
+    # Largest chance that a step without effect is adopted, however often it is judged meanwhile; a step that
+    # harms by half the noise has a tenth of that chance. 1 adopts every step that looks better.
     false_adoption: Annotated[float, POSITIVE_SHARE] = 0.1
-    # After a step was adopted or looked better without proof, and after one that looked no better.
+    # Seconds without trials after a step that was adopted or looked better without proof; and after one that
+    # looked no better.
     cool_down_s: Annotated[float, FINITE_NOT_NEGATIVE] = 600.0
+    # See `cool_down_s`.
     failure_cool_down_s: Annotated[float, FINITE_NOT_NEGATIVE] = 1_800.0
 
     def __post_init__(self) -> None:
@@ -71,11 +74,12 @@ class RolloutSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apply:
-    """Put these values in force now.
+    """A command of the roll-out: put these values in force now.
 
     Attributes:
-        valid_s: for how long; then whoever applied them returns to the values before, unless it hears
-            otherwise. So a tuner that dies in the middle of a trial leaves nothing behind. None: for good.
+        values: by the short names of the parameters.
+        valid_s: for how long; None: for good. When the time is over, the values before come back, unless
+            another command came. So a tuner that dies in the middle of a trial leaves nothing behind.
     """
 
     values: Values
@@ -83,12 +87,28 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Retune:
+    """An order to the scheduler: put these values in force.
+
+    Attributes:
+        values: by the paths of the settings (`isolation.max_long_prefills`); all that are tuned, not only
+            those that change.
+        valid_s: as in `Apply`.
+        reason: for the log.
+    """
+
+    values: Mapping[str, float]
+    valid_s: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A stretch of time to judge: the requests that arrived from `start` to `end`.
+    """A time slice to judge: the requests that arrived from `start` to `end`.
 
     Attributes:
         number: counts from 0.
-        of_candidate: which side was in force.
+        of_candidate: whether the candidate was in force.
     """
 
     number: int
@@ -98,7 +118,7 @@ class Slice:
 
 
 class Act(StrEnum):
-    """What was decided."""
+    """The kind of a decision."""
 
     REFUSED = "refused"
     ADVISED = "advised"
@@ -108,8 +128,6 @@ class Act(StrEnum):
     ADOPTED = "adopted"
     FROZEN = "frozen"
     THAWED = "thawed"
-    MODE = "mode"
-    REPLACED = "replaced"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +135,7 @@ class Audit:
     """One decision, with its reason and the figures that it rests on.
 
     Attributes:
-        at: seconds on the clock of whoever drives the roll-out.
+        at: seconds on the clock of the roll-out's driver.
         values: those that the decision is about.
     """
 

@@ -1,9 +1,9 @@
-"""How much do neighbouring slices of traffic differ by themselves? Asked before a trial, of what is in force.
+"""Slice noise: how much neighbouring slices of traffic differ under the same values.
 
-Near saturation a queue builds up for a minute and drains for another, and rewards noise by ten times what a
-candidate could change. A trial whose first pair looks bad by less than that has told nothing yet, nor has one
-that ends a little better. So harm and gain are both measured against the noise of one pair (`canary`): the
-root mean square of the differences of neighbouring slices, of the same length, under the values in force.
+Near saturation a queue builds up for a minute and drains for another, and rewards vary by ten times the
+effect of a candidate. A first pair that looks bad by less than that has shown nothing yet, nor has a trial
+that ends a little better. So harm and gain are both measured against the noise of one pair (`trial_verdict`):
+the root mean square of the differences of neighbouring slices, of the same length, under the values in force.
 """
 
 import itertools
@@ -17,18 +17,18 @@ from serve_app.tuning.objective.objective import ObjectiveSettings, Reward, rewa
 from serve_app.tuning.online.rollout_settings import RolloutSettings
 
 SLICES = 12
-"""Slices that are looked back at: a root mean square of 11 differences is known to a quarter."""
+"""Slices before a trial that are used: a root mean square of 11 differences is known to a quarter."""
 
 
 class Interval(NamedTuple):
-    """A stretch of time: from `start` to `end`, which is not included."""
+    """A time interval from `start` to `end`, which is not included."""
 
     start: float
     end: float
 
 
 class Measured(NamedTuple):
-    """What came of a slice.
+    """The reward of a slice.
 
     Attributes:
         expected: what the twin expected of it, if it was asked.
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
 
 
 Neighbours = tuple[Measured, Measured]
-"""Two slices of one side, one after the other."""
+"""Two successive slices of one side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class SliceNoise:
 
 
 def steady_slices(begin: float, end: float, settings: RolloutSettings) -> tuple[Interval, ...]:
-    """The last slices from `begin`, since when nothing was changed, to `end`; each without its beginning."""
+    """The last slices from `begin`, the time of the last change, to `end`; each without its beginning."""
     slice_s = settings.slice_s
     count = max(0, min(SLICES, int((end - begin) // slice_s)))
     starts = [end - (count - place) * slice_s for place in range(count)]
@@ -64,18 +64,18 @@ def steady_slices(begin: float, end: float, settings: RolloutSettings) -> tuple[
 
 
 def rewards_in(
-    stretches: Sequence[Interval], records: Iterable[RequestRecord], objective: ObjectiveSettings
+    intervals: Sequence[Interval], records: Iterable[RequestRecord], objective: ObjectiveSettings
 ) -> tuple[Reward, ...]:
-    """The reward of the requests that arrived in each stretch.
+    """The reward of the requests that arrived in each interval.
 
     Args:
-        stretches: one after the other.
-        records: of these requests, in any order, and others.
+        intervals: disjoint, in order of time.
+        records: of these requests and others, in any order.
     """
-    parts: list[list[RequestRecord]] = [[] for _ in stretches]
+    parts: list[list[RequestRecord]] = [[] for _ in intervals]
     for record in records:
-        for part, stretch in zip(parts, stretches, strict=True):
-            if stretch.start <= record.arrived_at < stretch.end:
+        for part, interval in zip(parts, intervals, strict=True):
+            if interval.start <= record.arrived_at < interval.end:
                 part.append(record)
                 break
     return tuple(reward_of(part, objective) for part in parts)
@@ -87,11 +87,11 @@ def neighbours_in(slices: Iterable[Measured]) -> list[Neighbours]:
 
 
 def slice_noise_of(neighbours: Sequence[Neighbours]) -> SliceNoise:
-    """The slice_noise of slices under the same values."""
+    """The noise of slices under the same values."""
     return SliceNoise(
-        reward=_swing([(before.reward.value, after.reward.value) for before, after in neighbours]),
+        reward=_root_mean_square([(before.reward.value, after.reward.value) for before, after in neighbours]),
         attainment={
-            name: _swing(
+            name: _root_mean_square(
                 [
                     (attainment(before.reward, name), attainment(after.reward, name))
                     for before, after in neighbours
@@ -103,17 +103,17 @@ def slice_noise_of(neighbours: Sequence[Neighbours]) -> SliceNoise:
 
 
 def classes_of(neighbours: Sequence[Neighbours]) -> list[str]:
-    """The classes that any of them had requests of."""
+    """The service classes that occur in any of these slices."""
     return sorted({name for pair in neighbours for measured in pair for name in measured.reward.classes})
 
 
 def attainment(reward: Reward, name: str) -> float | None:
-    """The share of a class within its targets; None when none of it came."""
+    """The share of a class within its targets; None when it does not occur."""
     figures = reward.classes.get(name)
     return None if figures is None else figures.attainment_ratio
 
 
-def _swing(pairs: Sequence[tuple[float | None, float | None]]) -> float:
-    """Root mean square of the differences of those that are both known; 0 without any."""
+def _root_mean_square(pairs: Sequence[tuple[float | None, float | None]]) -> float:
+    """Root mean square of the differences whose ends are both known; 0 without any."""
     squares = [(after - before) ** 2 for before, after in pairs if before is not None and after is not None]
     return math.sqrt(math.fsum(squares) / len(squares)) if squares else 0.0

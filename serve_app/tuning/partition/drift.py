@@ -1,16 +1,16 @@
-"""Do prompts still have the lengths from which the queues were learned?
+"""The drift test: whether prompts still have the lengths from which the queues were learned.
 
-A two-sample Kolmogorov-Smirnov test: the statistic D is the largest difference between the two empirical
-distribution functions, in words: the largest share of requests that moved across some length. The lengths
-have drifted when both hold:
+It is a two-sample Kolmogorov-Smirnov test. The statistic D is the largest difference between the two
+empirical distribution functions: the largest share of requests that moved across some length. The lengths
+have drifted when both conditions hold:
 
-- **It matters**: D is at least `min_shift`. With enough requests any difference becomes significant; this is
-  what keeps trifles from starting a new run.
-- **It is no accident**: as large a D has a probability of at most `significance` under equal distributions
-  (asymptotic, with the correction of Stephens, 1970). Equal lengths make the test more careful, never less.
+- **The shift matters**: D is at least `min_shift`. With enough requests any difference becomes significant,
+  so this condition keeps small ones from starting a new run.
+- **The shift is significant**: so large a D has a probability of at most `significance` under equal
+  distributions (asymptotic, with the correction of Stephens, 1970). Ties make the test more conservative.
 
 What it cannot see: a few very long prompts are much work but a small share of the requests. They get bubble
-queues, and the run that is due after some minutes in any case.
+queues until the next run by interval.
 """
 
 import math
@@ -24,8 +24,8 @@ import numpy.typing as npt
 from serve_app.settings_base import INNER_SHARE, at_least, settings
 
 _TERMS = 100
-"""Terms of Kolmogorov's series; its terms vanish far earlier wherever it is used."""
-_LEAST_ARGUMENT = 0.3
+"""Terms of Kolmogorov's series; in the range used here they vanish far earlier."""
+_MIN_ARGUMENT = 0.3
 """Below it the probability is 1 to six places, and the series converges slowly."""
 
 
@@ -33,26 +33,25 @@ _LEAST_ARGUMENT = 0.3
 class DriftSettings:
     """When to say that lengths have drifted."""
 
-    # Share of requests across some length. Queues are 20 % wide, and routing bridges another 10 %: a smaller
-    # shift changes the queue of few. Lower follows traffic faster, and re-routes more often.
+    # Share of requests that moved across some length. Queues are 20 % wide and routing bridges another 10 %,
+    # so a smaller shift changes the queue of few. Lower follows traffic faster and re-routes more often.
     min_shift: Annotated[float, INNER_SHARE] = 0.1
-    # Chance of a false alarm per test. Arrivals come in spells, so that real samples vary more than
-    # independent ones do.
+    # Chance of a false alarm per test. Real arrivals are bursty, so samples vary more than independent ones.
     significance: Annotated[float, INNER_SHARE] = 0.001
-    # Of either sample; fewer say nothing.
+    # Lengths in either sample; fewer say nothing.
     min_sample: Annotated[int, at_least(1).hint("200 is usual")] = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """What the test found.
+    """The result of the test.
 
     Attributes:
-        drifted: whether queues should be learned anew.
+        drifted: whether queues should be learned again.
         shift: D, the largest share of requests that moved across some length; 0 to 1.
         p_value: probability of such a shift between two samples of the same traffic.
         at_tokens: the length across which they moved; the shortest of several.
-        enough: whether both samples were large enough to be judged; if not, nothing has drifted.
+        enough: whether both samples were large enough; if not, nothing has drifted.
     """
 
     drifted: bool
@@ -96,7 +95,7 @@ def kolmogorov_p_value(shift: float, first_count: int, second_count: int) -> flo
     """Probability that two samples of one continuous distribution differ by `shift` or more."""
     root = math.sqrt(first_count * second_count / (first_count + second_count))
     argument = (root + 0.12 + 0.11 / root) * shift
-    if argument < _LEAST_ARGUMENT:
+    if argument < _MIN_ARGUMENT:
         return 1.0
     terms = (math.exp(-2 * (term * argument) ** 2) for term in range(1, _TERMS))
     series = sum(size if index % 2 == 0 else -size for index, size in enumerate(terms))

@@ -1,12 +1,10 @@
-"""Where have the lengths inside the queues moved since these were learned? The light step between full runs.
+"""The light adjustment between full runs: each queue follows its recent members a part of the way.
 
-No queue comes, goes or is split; each follows its own recent members a part of the way. The mean follows both
-ways, because the score reads it. The bounds only widen, over the lengths that routing lets into the queue
-already: a part of a queue in which nobody arrives costs nothing, whereas a bound drawn in after a small
-sample would send the next length beyond it into a bubble.
+No queue is added, removed or split. The mean follows in both directions, because the score reads it. The
+bounds only widen, over lengths that routing lets into the queue already. A part of a queue without arrivals
+costs nothing, whereas a bound narrowed after a small sample would send the next length into a bubble queue.
 
-Source: the online loop of EWSJF (arXiv 2601.21758); the sources name it and give no rule, so this one is
-ours.
+Source: the online loop of EWSJF (arXiv 2601.21758). The sources name it and give no rule; this one is ours.
 """
 
 import math
@@ -27,11 +25,11 @@ class AdjustmentSettings:
 
     # Seconds between two steps.
     interval_s: Annotated[float, FINITE_POSITIVE.hint("60 is usual")] = 60.0
-    # Share of the way that a step goes. At a quarter, steps of the same traffic average out, and a queue has
-    # come half-way to new members after three.
+    # Share of the way that a step goes. At a quarter, steps on the same traffic average out, and a queue is
+    # half-way to its new members after three.
     rate: Annotated[float, SHARE.hint("0 is no adjustment")] = 0.25
-    # Recent members below which a queue stays as it is: the mean of 20 lengths in a queue that is 20 % wide
-    # is known to about 1 %.
+    # A queue with fewer recent members stays as it is. The mean of 20 lengths in a queue that is 20 % wide is
+    # known to about 1 %.
     min_members: Annotated[int, at_least(1)] = 20
     # `partition_distance` from the queues in force at which the moved ones replace them. Steps on unchanged
     # traffic stay below 0.01.
@@ -57,9 +55,9 @@ def adjusted(
 def _routed(
     partition: Partition, lengths: npt.NDArray[np.int64], tolerance_ratio: float
 ) -> npt.NDArray[np.int64]:
-    """The place of each length's queue by Dynamic Queue Routing, -1 for a bubble's."""
+    """The index of each length's queue by Dynamic Queue Routing, -1 for a bubble queue."""
     starts = np.array([queue.min_tokens for queue in partition.intervals])
-    # What no queue reaches: below the first one, and above the last.
+    # The end of the queue below each start; below the first queue there is none.
     ends = np.array([-1, *(queue.max_tokens for queue in partition.intervals)])
     below = np.searchsorted(starts, lengths, side="right") - 1
     in_lower = lengths <= ends[below + 1] * (1 + tolerance_ratio)
@@ -73,8 +71,8 @@ def _stepped(
     if len(members) < settings.min_members:
         return queue
     shortest, longest, rate = int(members[0]), int(members[-1]), settings.rate
-    # Rounded towards the members, or a bound one token away would never be reached; never beyond them, which
-    # keeps queues apart, as a length belongs to one of them only.
+    # Rounded towards the members, or a bound one token away would never be reached. Never beyond them, so
+    # queues stay apart, because a length belongs to one queue only.
     low = queue.min_tokens - math.ceil(rate * max(0, queue.min_tokens - shortest))
     high = queue.max_tokens + math.ceil(rate * max(0, longest - queue.max_tokens))
     mean = queue.mean_tokens + rate * (float(members.mean()) - queue.mean_tokens)

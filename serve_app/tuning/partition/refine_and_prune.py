@@ -1,10 +1,10 @@
-"""Which length queues does the recent traffic ask for?
+"""Refine-and-Prune: length queues from prompt lengths, by k-means, significant gaps and pruning.
 
-Refine-and-Prune: a coarse k-means, refined at significant gaps, pruned by utility. Input are prompt lengths,
-output is a `Partition`; the order of the lengths does not matter, and the same lengths give the same queues.
+A coarse k-means is refined at significant gaps and pruned by utility. The input is a sample of prompt
+lengths, the output a `Partition`. The same lengths give the same queues, in whatever order they come.
 
-Source: EWSJF (arXiv 2601.21758), section 4.2. `mode="paper"` follows it to the letter where the sources
-agree; `mode="stable"` (ours, the default) is described in `stable_refinement`.
+Source: EWSJF (arXiv 2601.21758), section 4.2. `mode="paper"` follows it where the sources agree;
+`mode="stable"` (ours, the default) is described in `stable_refinement`.
 """
 
 import itertools
@@ -37,11 +37,11 @@ def refine_and_prune(
     Raises:
         LengthsError: there is no length, or one that is not a whole number from 1 to 2**53.
     """
-    # Widening may end with a cluster or two too many.
+    # After widening there may still be a queue or two too many.
     merge: Merge = "merge-highest" if settings.prune == "widen" else settings.prune
     queues = prune(refine(lengths, settings), settings.max_queues, merge)
     if settings.bounds == "midpoint":
-        queues = _meeting_half_way(queues)
+        queues = _without_gaps(queues)
     return Partition(tuple(queues))
 
 
@@ -97,13 +97,13 @@ def _interval(members: Lengths) -> LengthInterval:
     return LengthInterval(
         min_tokens=shortest,
         max_tokens=longest,
-        # The mean of equal numbers can differ from them in the last place.
+        # Rounding can put the mean of equal numbers beside them.
         mean_tokens=min(max(float(members.mean()), shortest), longest),
         count=len(members),
     )
 
 
-def _meeting_half_way(queues: list[LengthInterval]) -> list[LengthInterval]:
+def _without_gaps(queues: list[LengthInterval]) -> list[LengthInterval]:
     """The same queues, each reaching to the middle of the gaps beside it."""
     middles = [(lower.max_tokens + upper.min_tokens) // 2 for lower, upper in itertools.pairwise(queues)]
     starts = [queues[0].min_tokens, *(middle + 1 for middle in middles)]

@@ -1,4 +1,4 @@
-"""How are queues to be learned from prompt lengths? Every point that the sources leave open is a switch here.
+"""The settings of Refine-and-Prune: every point that the sources leave open is a switch.
 
 The figures beside the defaults are measured by `experiments/partition`.
 """
@@ -22,23 +22,23 @@ Smooth = Literal["cut", "keep"]
 
 @settings(block="refine_and_prune")
 class RefineAndPruneSettings:
-    """The knobs of Refine-and-Prune.
+    """How queues are learned from prompt lengths.
 
     Attributes:
-        mode: `paper` refines the raw lengths as published, and follows the size of the sample; `stable`
-            refines what is the same in any sample of the traffic (see `stable_refinement`).
+        mode: `paper` refines the raw lengths as published, and depends on the size of the sample; `stable`
+            refines quantities that are alike in any sample of the traffic (see `stable_refinement`).
         alpha: a gap is significant when it is wider than so many mean gaps of its cluster.
         relative_range: a cluster whose lengths differ by less than this share of their mean is not split.
         prune: what happens while there are too many queues. `merge-highest`: the neighbours of the highest
             utility (Eq 3: dense and close together) become one, as the released code does in effect;
             `merge-lowest`: those of the lowest; `widen`: all are learned again, a quarter wider; mode
             `stable` only.
-        bounds: a queue ends at its own shortest and longest length, which leaves gaps that bubble queues
-            serve; or half-way to its neighbour, so that no gap is left.
+        bounds: `data` ends a queue at its own shortest and longest length, which leaves gaps that bubble
+            queues serve; `midpoint` ends it half-way to its neighbour, which leaves none.
         min_cluster_size: a cluster of fewer lengths is not split; mode `paper` only.
         sample_size: how many lengths, evenly spaced in rank, stand for the whole; mode `stable` only.
-        min_share: the least share of the sample that a queue holds; mode `stable` only.
-        smooth: what becomes of a stretch without significant gaps that is wider than `relative_range`: it is
+        min_share: smallest share of the sample in a queue; mode `stable` only.
+        smooth: what happens to a range without significant gaps that is wider than `relative_range`: it is
             cut on fixed lines, or kept whole; mode `stable` only.
         seed: of k-means.
     """
@@ -73,7 +73,7 @@ class RefineAndPruneSettings:
 
 
 PAPER = RefineAndPruneSettings(mode="paper", prune="merge-highest")
-"""Raw lengths, alpha as the paper is read."""
+"""The published method, with the paper's alpha."""
 
 RELEASED = RefineAndPruneSettings(mode="paper", prune="merge-highest", alpha=5.5)
-"""The same with the alpha of the code that the authors released."""
+"""The published method, with the alpha of the code that the authors released."""

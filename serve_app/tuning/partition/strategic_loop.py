@@ -1,21 +1,20 @@
-"""Which length queues should be in force now? The strategic loop: when to learn, and whether it matters.
+"""The strategic loop: when to learn length queues again, and whether the result is worth a change.
 
-Lengths go in one by one, `due` is asked now and then, and answers with a partition when a new one should
-replace the one in force. Without a clock: time is an argument; so the same lengths at the same times give the
-same partitions.
+Lengths go in one by one. `due` is called now and then, and answers with a partition when a new one should
+replace the one in force. Time is an argument, so the same lengths at the same times give the same partitions.
 
 A full run of Refine-and-Prune happens
 
 - `first`: as soon as `first_after` lengths have been seen;
-- `interval`: `interval_s` after the last one, on the whole sample;
-- `drift`: when the lengths have drifted since the last one (`tuning.drift`, looked at every `drift_every`
-  lengths), on the recent lengths alone. The older ones are of other traffic and are forgotten. A run in the
-  middle of a change learns a mixture of both, which drifts again, and the next run puts it right.
+- `interval`: `interval_s` after the last run, on the whole sample;
+- `drift`: when the lengths have drifted since the last run (`drift`, tested every `drift_every` lengths), on
+  the recent lengths alone. Older ones belong to other traffic and are dropped. A run in the middle of a
+  change learns a mixture of both, which drifts again, and the next run corrects it.
 
-Between full runs the queues follow their members a little (`tuning.online_adjustment`, `adjusted`).
+Between full runs the queues follow their members by small steps (`online_adjustment`).
 
-Whatever a run finds, it is put in force only if prompts would see noticeably different queues
-(`tuning.partition_distance`): each change queues everybody anew, and renames the queues that people watch.
+A new partition is put in force only if prompts would see noticeably different queues (`partition_distance`).
+Each change routes all waiting requests again, and renames the queues in dashboards.
 """
 
 import math
@@ -24,12 +23,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
+import numpy as np
+import numpy.typing as npt
+
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.settings_base import FINITE_POSITIVE, at_least, settings
 from serve_app.tuning.partition.drift import DriftSettings, has_drifted
 from serve_app.tuning.partition.length_sample import DEFAULT_CAPACITY, LengthSample
 from serve_app.tuning.partition.online_adjustment import AdjustmentSettings, adjusted
-from serve_app.tuning.partition.partition_distance import distance
 from serve_app.tuning.partition.refine_and_prune import refine_and_prune
 from serve_app.tuning.partition.settings import RefineAndPruneSettings
 
@@ -41,13 +42,14 @@ class StrategicSettings:
     # Lengths kept to learn from.
     sample_size: Annotated[int, at_least(1)] = DEFAULT_CAPACITY
     # Lengths seen before the first run. From 500 the queues are 2 to 4 % away from those of a large sample
-    # (`experiments/partition`, column moved); a few dozen say nothing of queues of 1 % each.
+    # (`experiments/partition`, column moved); a few dozen say nothing about queues of 1 % each.
     first_after: Annotated[int, at_least(1)] = 500
     # About ten minutes in the paper. A run takes some 80 ms for 10,000 lengths, outside of the scheduler.
     interval_s: Annotated[float, FINITE_POSITIVE] = 600.0
-    # Lengths between two looks for drift, and how many of the last ones are looked at. At 10 requests/s a
+    # Lengths between two tests for drift, and how many of the last ones are tested. At 10 requests/s a
     # changed mix is noticed within half a minute.
     drift_every: Annotated[int, at_least(1)] = 250
+    # See `drift_every`.
     drift_window: Annotated[int, at_least(1)] = 500
     # `partition_distance` at which a learned partition replaces the one in force. Two samples of 500 of the
     # same traffic give up to 0.04, two of 10,000 up to 0.03; the paper's mix with its shares exchanged, whose
@@ -77,11 +79,11 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionChange:
-    """What was put in force, and why.
+    """A partition that was put in force, and why.
 
     Attributes:
-        at: time, on the clock of whoever asks `due`.
-        lengths: how many it was learned from, or adjusted by.
+        at: time, on the clock of the caller of `due`.
+        lengths: number of lengths that it was learned from, or adjusted by.
         distance: from the partition before, see `partition_distance`; infinite for the first.
     """
 
@@ -92,12 +94,33 @@ class PartitionChange:
     distance: float
 
 
+def partition_distance(
+    first: Partition, second: Partition, lengths: Sequence[int] | npt.NDArray[np.integer]
+) -> float:
+    """How differently two partitions see the same prompts.
+
+    The score of a request depends on its queue through the queue's mean length. The distance is the mean over
+    prompts of |ln(mean in the one / mean in the other)|: at 0.05, lengths seem about 5 % different.
+    """
+    ratios = queue_means(first, lengths) / queue_means(second, lengths)
+    return float(np.abs(np.log(ratios)).mean())
+
+
+def queue_means(
+    partition: Partition, lengths: Sequence[int] | npt.NDArray[np.integer]
+) -> npt.NDArray[np.float64]:
+    """The mean length of each prompt's queue; one in a gap counts to the queue of shorter lengths."""
+    starts = [queue.min_tokens for queue in partition.intervals]
+    means = np.array([queue.mean_tokens for queue in partition.intervals], dtype=np.float64)
+    return means[np.clip(np.searchsorted(starts, lengths, side="right") - 1, 0, None)]
+
+
 class StrategicLoop:
-    """One model's loop.
+    """The loop of one model.
 
     Attributes:
         change: the latest one; None until there is one.
-        full_runs: how often Refine-and-Prune ran, changed or not.
+        full_runs: how often Refine-and-Prune ran, whether or not it changed anything.
     """
 
     def __init__(self, settings: StrategicSettings) -> None:
@@ -116,14 +139,14 @@ class StrategicLoop:
         return f"<StrategicLoop queues={queues} full_runs={self.full_runs} {self._sample}>"
 
     def observe(self, prompt_tokens: int) -> None:
-        """Take in the length of a prompt that arrived, as the scheduler estimates it."""
+        """Note the length of a prompt that arrived, as the scheduler estimates it."""
         self._sample.add(prompt_tokens)
 
     def due(self, now: float) -> Partition | None:
         """The partition to put in force now; None when the present one stays. Cheap when nothing is due.
 
         Args:
-            now: seconds; never less than at the call before.
+            now: seconds, on a clock that never goes back.
         """
         reason = self._reason_to_learn(now)
         if reason is not None:
@@ -144,7 +167,7 @@ class StrategicLoop:
 
     def _learn(self, reason: Reason, now: float) -> Partition | None:
         if reason is Reason.DRIFT:
-            self._forget_all_but(self._settings.drift_window)
+            self._drop_all_but(self._settings.drift_window)
         lengths = self._sample.lengths()
         found = refine_and_prune(lengths, self._settings.refine_and_prune)
         self.full_runs += 1
@@ -153,7 +176,7 @@ class StrategicLoop:
         self._looked = self._adjusted = self._sample.observed
         return self._put_in_force(found, reason, now, lengths)
 
-    def _forget_all_but(self, last: int) -> None:
+    def _drop_all_but(self, last: int) -> None:
         kept = self._sample.lengths(last=last)
         self._sample = LengthSample(self._settings.sample_size)
         self._sample.extend(kept)
@@ -171,25 +194,27 @@ class StrategicLoop:
     def _put_in_force(
         self, found: Partition, reason: Reason, now: float, lengths: Sequence[int]
     ) -> Partition | None:
-        """The partition found, if prompts of these lengths would notice."""
+        """The partition found, if it is far enough from the one in force for prompts of these lengths."""
         settings = self._settings
         least = settings.adjustment.min_distance if reason is Reason.ADJUSTED else settings.min_distance
-        moved = math.inf if self.change is None else distance(found, self.change.partition, lengths)
-        if moved < least:
+        distance = math.inf
+        if self.change is not None:
+            distance = partition_distance(found, self.change.partition, lengths)
+        if distance < least:
             return None
         self._moving = found
         self.change = PartitionChange(
-            partition=found, reason=reason, at=now, lengths=len(lengths), distance=moved
+            partition=found, reason=reason, at=now, lengths=len(lengths), distance=distance
         )
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedPartitions:
-    """A loop for each run that asks for one; a plain value, so that it travels to other processes."""
+    """Makes a loop for each run; a plain value, so it can be sent to other processes."""
 
     settings: StrategicSettings = field(default_factory=StrategicSettings)
 
     def learner(self) -> StrategicLoop:
-        """A new loop, that has seen nothing."""
+        """A new loop that has seen no lengths."""
         return StrategicLoop(self.settings)

@@ -1,12 +1,12 @@
-"""Which neighbouring queues become one when there are too many?
+"""Pruning: neighbouring queues are merged by utility while there are too many.
 
 Source: EWSJF (arXiv 2601.21758), section 4.2, step 3 and Eq 3:
 
     U(i, i+1) = (rho_i + rho_{i+1}) / (|b_bar_{i+1} - b_bar_i| + eps)
 
-with rho a queue's density (requests per token of width) and b_bar its mean length: high for two queues that
-are dense and close together. Counts scale all utilities alike, so the order of merging does not depend on the
-size of the sample.
+with rho a queue's density (requests per token of width) and b_bar its mean length. It is high for two queues
+that are dense and close together. Counts scale all utilities alike, so the order of merging does not depend
+on the size of the sample.
 """
 
 import itertools

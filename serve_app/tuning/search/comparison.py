@@ -1,12 +1,12 @@
-"""Is a candidate better than what is in force, or was it lucky? Paired differences over the same windows.
+"""The paired comparison of a candidate with the incumbent over the same windows.
 
-Both meet the same requests at the same times, so what a window has of good or bad luck cancels out, and the
-interval is of the difference. Student's t at 95 %, two-sided; a candidate wins when the lower bound is above
-zero, which at worst one in forty candidates that are no better does.
+Both meet the same requests at the same times, so the luck of a window cancels out of the difference. The
+interval of the mean difference is Student's t at 95 %, two-sided. A candidate wins when the lower bound is
+above zero. At worst one in forty candidates that are no better does so by chance.
 
-Windows are drawn from one stretch of traffic. More windows than that stretch amounts to say ever more exactly
-what is better *on it*, but not on the next: so the standard error never goes below that of as many windows as
-the traffic is long (bootstrap of m out of n).
+All windows are drawn from the same minutes of traffic. Drawing more of them tells ever more exactly what is
+better on *those* minutes, but not on the next. So the standard error never goes below that of as many windows
+as the traffic is long (bootstrap of m out of n).
 """
 
 import math
@@ -23,10 +23,10 @@ class Comparison:
     """Candidate less incumbent, in rewards.
 
     Attributes:
-        mean: over the windows that both have a reward for; 0 without any.
-        low, high: the 95 % interval; None when it takes more windows.
-        windows: how many both have a reward for.
-        missing: how many one of them has none for.
+        mean: over the windows in which both have a reward; 0 without any.
+        low, high: the 95 % interval; None with fewer than two windows.
+        windows: in which both have a reward.
+        missing: windows in which one of them has none.
     """
 
     mean: float
@@ -37,13 +37,8 @@ class Comparison:
 
     @property
     def is_win(self) -> bool:
-        """Whether the candidate is better with confidence. Where a reward is missing, nobody wins."""
+        """Whether the candidate is better with confidence; never when a reward is missing."""
         return self.low is not None and self.low > 0 and not self.missing
-
-    @property
-    def is_loss(self) -> bool:
-        """Whether the candidate is worse with confidence."""
-        return self.high is not None and self.high < 0
 
     def as_json(self) -> dict[str, Any]:
         """The figures by name."""
@@ -60,7 +55,7 @@ def compare(
 
     Args:
         candidate, incumbent: rewards by window; None, or not finite, where there is none.
-        independent_windows: how many windows the traffic amounts to that they were drawn from; at least 1.
+        independent_windows: length of the traffic that they were drawn from, in windows; at least 1.
     """
     differences = []
     for window, reward in candidate.items():

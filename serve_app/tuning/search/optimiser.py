@@ -1,114 +1,96 @@
-"""Which values should be tried next? Ask and tell: whoever asks tries them whenever and wherever it likes.
+"""Optimisers that propose the values to try next, behind one ask/tell protocol.
 
-Two methods behind one protocol: TPE (hyperopt), and random search as the control that any method has to beat.
-Both begin with the values in force, then with the `anchors` they are given, such as the product's defaults;
-and both draw from the prior of the search space.
+Two methods: TPE (hyperopt), and random search as the control that any method has to beat. Both begin with the
+values in force, then with the `anchors` they are given, such as the product's defaults. Both draw from the
+prior of the search space.
 
-No state but the trials: proposal n follows from the seed, n and what was told before, so that an optimiser
-that was stored and restored goes on with the very proposals that it would have made.
+An optimiser keeps no state but its trials: proposal n follows from the seed, n and the rewards told before.
+So one that is asked as often and told the same rewards goes on with the same proposals.
 """
 
 import abc
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from serve_app.errors import SettingsError
-from serve_app.routing.snapshot import Snapshot, number, text
-from serve_app.tuning.search.history import Proposal, Trial, finite, trials_as_json, trials_in
+from serve_app.tuning.objective.objective import finite
 from serve_app.tuning.search.search_space import SearchSpace, Values
 from serve_app.workloads.streams import plain_stream
 
 METHODS = ("tpe", "random")
 
-_VERSION = 1
 # Whole numbers and four digits may lead two draws to the same values; trying them twice tells nothing new.
 _REDRAWS = 5
 
 
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Values to try.
+
+    Attributes:
+        number: counts from 0; the first has the values in force.
+    """
+
+    number: int
+    values: Values
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A proposal and its reward; None when it was not measured, or not told yet."""
+
+    proposal: Proposal
+    reward: float | None
+
+
 class Optimiser(Protocol):
-    """Proposes values, and learns from what came of them."""
+    """Proposes values, and learns from their rewards."""
 
     def ask(self) -> Proposal:
         """Values to try next; several may be asked for before any is told."""
         ...
 
     def tell(self, proposal: Proposal, reward: float | None) -> None:
-        """What came of a proposal, higher is better; None when that could not be measured."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Everything learned, in plain values."""
-        ...
-
-    def restore(self, state: Snapshot) -> None:
-        """Take over what `state` returned; ValueError when it is of another search, or broken."""
+        """The reward of a proposal, higher is better; None when it could not be measured."""
         ...
 
 
 class _Search(abc.ABC):
-    """What both methods share: the beginning, the memory, and how draws become values."""
-
-    method = ""
+    """What both methods share: the first proposals, the trials, and how draws become values."""
 
     def __init__(self, space: SearchSpace, *, seed: int = 0, anchors: Sequence[Values] = ()) -> None:
         self._space, self._seed = space, seed
         first = [space.current, *map(space.clipped, anchors)]
         self._first = [values for place, values in enumerate(first) if values not in first[:place]]
+        # By the proposal's number, which counts from 0.
         self._trials: dict[int, Trial] = {}
-        self._asked = 0
 
     def __repr__(self) -> str:
         told = sum(trial.reward is not None for trial in self._trials.values())
-        return f"<{type(self).__name__} asked={self._asked} told={told}>"
+        return f"<{type(self).__name__} asked={len(self._trials)} told={told}>"
 
     def ask(self) -> Proposal:
         """The values in force first, then the anchors, then what the method proposes."""
-        number = self._asked
-        self._asked += 1
+        number = len(self._trials)
         values = self._first[number] if number < len(self._first) else self._fresh(number)
         proposal = Proposal(number, values)
         self._trials[number] = Trial(proposal, None)
         return proposal
 
     def tell(self, proposal: Proposal, reward: float | None) -> None:
-        """A reward that is not finite counts as none.
+        """Note a reward; one that is not finite counts as none.
 
         Raises:
-            ValueError: it was never proposed.
+            ValueError: this optimiser never proposed it.
         """
         if proposal.number not in self._trials:
             raise ValueError(f"proposal {proposal.number} was not made here: tell only what was asked for")
         self._trials[proposal.number] = Trial(proposal, finite(reward))
 
-    def state(self) -> dict[str, Any]:
-        """Everything that the next proposals depend on."""
-        return {
-            "version": _VERSION,
-            "method": self.method,
-            "seed": self._seed,
-            "asked": self._asked,
-            "trials": trials_as_json(self._trials),
-        }
-
-    def restore(self, state: Snapshot) -> None:
-        """Take over what `state` returned; nothing is taken over when it is refused.
-
-        Raises:
-            ValueError: it is of another method, seed, space or release, or broken.
-        """
-        found = (int(number(state, "version")), text(state, "method"), int(number(state, "seed")))
-        if found != (_VERSION, self.method, self._seed):
-            raise ValueError(
-                f"learned state: it is of {found[1]} with seed {found[2]}, format {found[0]}, and not of "
-                f"{self.method} with seed {self._seed}, format {_VERSION}; delete it to begin anew"
-            )
-        trials = trials_in(state, self._space)
-        self._asked = int(number(state, "asked", at_least=len(trials)))
-        self._trials = {trial.proposal.number: trial for trial in trials}
-
     def _fresh(self, number: int) -> dict[str, float]:
-        """Values that were not proposed before, unless that takes too long."""
+        """Values that were not proposed before, unless several draws in a row give known ones."""
         known = [trial.proposal.values for trial in self._trials.values()]
         values: dict[str, float] = {}
         for attempt in range(_REDRAWS):
@@ -124,9 +106,7 @@ class _Search(abc.ABC):
 
 
 class RandomSearch(_Search):
-    """Draws from the prior, whatever came of earlier draws."""
-
-    method = "random"
+    """Draws from the prior and ignores all rewards."""
 
     def _draws(self, number: int, chance: random.Random) -> dict[str, float]:  # noqa: ARG002 - see `_Search`
         return {name: chance.random() for name in self._space.names}
@@ -135,17 +115,14 @@ class RandomSearch(_Search):
 class TpeSearch(_Search):
     """Tree-structured Parzen estimator: draws where good trials are dense and bad ones are not.
 
-    Trials that were asked for and not told, or could not be measured, count as bad, so that proposals made at
-    once differ.
+    Trials without a reward count as bad, so that proposals made at the same time differ.
 
     Source: Bergstra, Bardenet, Bengio, Kegl, Algorithms for Hyper-Parameter Optimization (NIPS 2011), in the
     implementation of hyperopt.
 
     Args:
-        startup: trials drawn from the prior before the estimator has its say.
+        startup: trials drawn from the prior before the estimator is used.
     """
-
-    method = "tpe"
 
     def __init__(
         self, space: SearchSpace, *, seed: int = 0, anchors: Sequence[Values] = (), startup: int = 12
@@ -173,7 +150,7 @@ class TpeSearch(_Search):
         return {name: float(drawn[name][0]) for name in self._space.names}
 
     def _document(self, trial: Trial) -> dict[str, Any]:
-        """A trial as hyperopt keeps it; it minimises."""
+        """A trial as hyperopt keeps it; hyperopt minimises a loss."""
         tid = trial.proposal.number
         draws = self._space.draws_of(trial.proposal.values)
         loss = float("inf") if trial.reward is None else -trial.reward

@@ -1,30 +1,14 @@
-"""What every candidate got in every window so far, and how they compare."""
+"""The rewards of every candidate in every window so far, and their comparison with the incumbent."""
 
 import statistics
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
-from serve_app.routing.snapshot import Snapshot, number, sections
+from serve_app.tuning.objective.objective import finite
 from serve_app.tuning.search.comparison import Comparison, compare
-from serve_app.tuning.search.history import Proposal, finite, reward_in, values_in
-from serve_app.tuning.search.search_space import SearchSpace, Values
+from serve_app.tuning.search.optimiser import Proposal
 
 INCUMBENT = 0
-"""The number of the proposal that is in force."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One window to play.
-
-    Attributes:
-        candidate: number of the proposal; 0 is what is in force.
-        window: number of the window, the same traffic for all candidates.
-    """
-
-    candidate: int
-    window: int
-    values: Values
+"""The number of the proposal that has the values in force."""
 
 
 class Scoreboard:
@@ -36,7 +20,7 @@ class Scoreboard:
 
     Attributes:
         candidates: by their number, the incumbent first.
-        rewards: by candidate and window; None where there is none.
+        rewards: by candidate and window; None for a window that was played and could not be measured.
     """
 
     def __init__(self, search_windows: int, independent_windows: float) -> None:
@@ -51,16 +35,16 @@ class Scoreboard:
         return f"<Scoreboard {len(self)} candidates, leader {self.leader()}>"
 
     def admit(self, proposal: Proposal) -> None:
-        """A new candidate."""
+        """Add a candidate."""
         self.candidates[proposal.number] = proposal
         self.rewards[proposal.number] = {}
 
     def note(self, candidate: int, window: int, reward: float | None) -> None:
-        """A reward; what is not finite counts as none."""
+        """Note a reward; one that is not finite counts as none."""
         self.rewards[candidate][window] = finite(reward)
 
     def has_played(self, candidate: int, window: int) -> bool:
-        """Whether something is known of that window, be it that it cannot be measured."""
+        """Whether the candidate played that window, measured or not."""
         return window in self.rewards[candidate]
 
     def mean_over(self, candidate: int, windows: range) -> float | None:
@@ -76,51 +60,21 @@ class Scoreboard:
 
     def over_search(self, candidate: int) -> Comparison:
         """Against the incumbent, on the search windows that the candidate played."""
-        rewards = self.rewards[candidate].items()
-        played = {window: reward for window, reward in rewards if window < self._search_windows}
-        return compare(played, self.rewards[INCUMBENT], independent_windows=self._independent)
+        return self._against_incumbent(self._rewards_in(candidate, fresh=False))
 
     def over_fresh(self, candidate: int) -> Comparison | None:
         """Against the incumbent, on the fresh windows; None before the candidate played any."""
-        rewards = self.rewards[candidate].items()
-        played = {window: reward for window, reward in rewards if window >= self._search_windows}
-        if not played:
-            return None
-        return compare(played, self.rewards[INCUMBENT], independent_windows=self._independent)
+        rewards = self._rewards_in(candidate, fresh=True)
+        return self._against_incumbent(rewards) if rewards else None
 
     def whole(self) -> list[int]:
         """Candidates with a reward for every search window, the incumbent among them."""
         windows = range(self._search_windows)
         return [each for each in self.candidates if self.mean_over(each, windows) is not None]
 
-    def as_json(self) -> list[dict[str, Any]]:
-        """Everything, in plain values."""
-        return [
-            {
-                "number": each.number,
-                "values": dict(each.values),
-                "rewards": [
-                    {"window": window, "reward": reward}
-                    for window, reward in self.rewards[each.number].items()
-                ],
-            }
-            for each in self.candidates.values()
-        ]
+    def _rewards_in(self, candidate: int, *, fresh: bool) -> dict[int, float | None]:
+        rewards = self.rewards[candidate].items()
+        return {window: reward for window, reward in rewards if (window >= self._search_windows) is fresh}
 
-    def restored(self, state: Snapshot, name: str, space: SearchSpace) -> "Scoreboard":
-        """A board like this one with what `as_json` returned, under `name`.
-
-        Raises:
-            ValueError: there is none, or none of this space.
-        """
-        board = Scoreboard(self._search_windows, self._independent)
-        for each in sections(state, name):
-            candidate = int(number(each, "number", at_least=0))
-            board.admit(Proposal(candidate, values_in(each, "values", space)))
-            for told in sections(each, "rewards"):
-                board.note(candidate, int(number(told, "window", at_least=0)), reward_in(told))
-        if INCUMBENT not in board.candidates:
-            raise ValueError(
-                f"learned state: {name!r} lacks the values in force; delete the state to begin anew"
-            )
-        return board
+    def _against_incumbent(self, rewards: Mapping[int, float | None]) -> Comparison:
+        return compare(rewards, self.rewards[INCUMBENT], independent_windows=self._independent)

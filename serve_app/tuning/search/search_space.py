@@ -1,21 +1,19 @@
-"""What may be tuned, within which bounds, and how do values of such different sizes compare?
+"""The search space: parameters with bounds and scales, and the prior around their current values.
 
-Each parameter has a short name, the path of its setting, bounds and a scale, by which its range is laid on
-[0, 1]: the *unit* in which steps are measured and distances compared. a_u and a_f live on a scale of 1e-3,
-while a queue count goes into the tens; in units they are alike.
+Each parameter has a short name, the path of its setting, bounds and a scale. The scale lays its range on
+[0, 1]: the *unit* in which steps are measured and distances compared. a_u and a_f have values around 1e-3,
+while a queue count goes into the tens; in units they compare.
 
-The optimiser draws from another [0, 1], the *draw*, uniformly. What lies between is the prior: `spread` of
-its mass is uniform, the rest rises towards the current value (a triangle). So a search begins near what is in
-force, and still reaches every corner, as it must when what is in force is bad. With c the unit of the current
-value and s the spread, for u up to c:
+The optimiser draws uniformly from another [0, 1], the *draw*. Between draw and unit lies the prior: `spread`
+of its mass is uniform, the rest rises towards the current value (a triangle). So a search begins near the
+values in force, and still reaches every corner, as it must when the values in force are bad. With c the unit
+of the current value and s the spread, for u up to c:
 
     F(u) = s * u + (1 - s) * u^2 / c          and, mirrored, above c
 
 so that F(c) = c, and its inverse is a square root.
 
-Sources: the paper's theta = {a_u, b_u, a_f, b_f, alpha} and its ranges (EWSJF, arXiv 2601.21758, section
-4.4), with b_u and b_f from 0.01 up, as ours needs less urgency than the paper's. The rest is what this
-scheduler adds. The lower bounds of b_u and b_f are floors: no weight of the score is ever tuned away.
+The parameters themselves stand in `tunable`.
 """
 
 import math
@@ -29,7 +27,7 @@ Values = Mapping[str, float]
 """Values of parameters by short name."""
 
 DEFAULT_SPREAD = 0.3
-"""Near the current value the prior is then nearly six times as dense as far from it."""
+"""At it, the prior is nearly six times as dense near the current value as far from it."""
 
 _DIGITS = 4
 """Significant digits of a value: more only make settings hard to read."""
@@ -43,7 +41,7 @@ class Scale(StrEnum):
 
 
 class SettingPart(StrEnum):
-    """Whose setting it is, as a model's settings name it."""
+    """The part of a model's settings that a parameter belongs to, by its path."""
 
     SCHEDULER = "scheduler"
     PARTITION = "tuner.strategic.refine_and_prune"
@@ -79,20 +77,20 @@ class Parameter:
 
     @property
     def model_path(self) -> str:
-        """Where the setting stands in the settings of a model."""
+        """The path of the setting in the settings of a model."""
         return f"{self.part.value}.{self.path}"
 
     def clipped(self, value: float) -> float:
-        """The nearest value within the bounds that the parameter can have."""
+        """The nearest value that the parameter can have."""
         return self._rounded(min(max(value, self.low), self.high))
 
     def unit(self, value: float) -> float:
-        """Where a value stands between the bounds, 0 to 1; beyond them, at the nearer one."""
+        """Where a value lies between the bounds, 0 to 1; beyond them, at the nearer one."""
         at, low, high = self._scaled(min(max(value, self.low), self.high)), *self._ends()
         return (at - low) / (high - low)
 
     def at_unit(self, unit: float) -> float:
-        """The value that stands there."""
+        """The value at a unit, the inverse of `unit`."""
         low, high = self._ends()
         at = low + min(max(unit, 0.0), 1.0) * (high - low)
         return self.clipped(math.exp(at) if self.scale is Scale.LOG else at)
@@ -114,7 +112,7 @@ class SearchSpace:
     """Parameters with the values in force.
 
     Args:
-        current: a value for each parameter; one beyond the bounds is where a search begins at the bound.
+        current: a value for each parameter; for one beyond the bounds, the search begins at the bound.
         spread: share of the prior's mass that is uniform.
 
     Raises:
@@ -148,11 +146,11 @@ class SearchSpace:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all parameters, in order."""
+        """The names of all parameters, in order."""
         return tuple(self._parameters)
 
     def checked(self, values: Values) -> dict[str, float]:
-        """The values of all parameters and no others, in order, as they are.
+        """The values unchanged, in the order of the parameters.
 
         Raises:
             SettingsError: one is missing, unknown or no finite number.
@@ -180,29 +178,25 @@ class SearchSpace:
         return self.clipped(values) == self.checked(values)
 
     def from_draws(self, draws: Mapping[str, float]) -> dict[str, float]:
-        """The values of uniform draws from [0, 1]."""
+        """The values that uniform draws from [0, 1] lead to."""
         return {
             name: self[name].at_unit(_quantile(draws[name], self._centre(name), self._spread))
             for name in self.names
         }
 
     def draws_of(self, values: Values) -> dict[str, float]:
-        """The draws that lead to these values, those beyond the bounds to the bound."""
+        """The draws that lead to these values; beyond the bounds, to the bound."""
         return {
             name: _distribution(self[name].unit(value), self._centre(name), self._spread)
             for name, value in self.checked(values).items()
         }
 
-    def units(self, values: Values) -> dict[str, float]:
-        """Where each value stands between its bounds."""
-        return {name: self[name].unit(value) for name, value in self.checked(values).items()}
-
     def step(self, start: Values, towards: Values, largest: float) -> dict[str, float]:
-        """Values on the way, none of which has moved by more than `largest` units.
+        """A step towards other values, in which no parameter moves by more than `largest` units.
 
-        Each parameter goes the same share of its way, or as near to it as whole numbers allow. One that can
-        only have whole numbers moves by 1 at least, or it could never move at all; a start beyond the bounds
-        is at the bound.
+        Each parameter goes the same share of its way, or as near to it as whole numbers allow. A parameter of
+        whole numbers moves by at least 1, or it could never move at all. A start beyond the bounds counts as
+        the bound.
 
         Args:
             largest: above 0, at most 1.
@@ -222,7 +216,7 @@ class SearchSpace:
 
 
 def _between(parameter: Parameter, begin: float, end: float, share: float) -> float:
-    """That share of the way, never further."""
+    """The value after that share of the way, never further."""
     if begin == end:
         return begin
     first, last = parameter.unit(begin), parameter.unit(end)

@@ -1,19 +1,17 @@
-"""A search from its first window to its verdict, as a machine without a clock: jobs out, rewards in.
+"""A search from its first window to its verdict, as a machine without a clock: jobs go out, rewards come in.
 
-Theory of operation. `jobs()` names the windows to play next, `tell` brings their rewards, and when all of a
-round are told, the study takes its next decision. Whoever drives it plays the jobs, one after the other or
-side by side, here or elsewhere, and may stop after any of them; `end_search` says that time is up.
+Theory of operation. `jobs()` names the windows to play next, and `tell` takes in the reward of each. When all
+rewards of a round are in, the study takes its next decision. A driver plays the jobs in any order, on any
+number of processes, and may stop after any of them. `end_search` says that time is up.
 
-1. *Incumbent*: what is in force plays all search windows. The reward of a candidate is told to the optimiser
-   as the incumbent's mean plus the paired difference, so that candidates compare although most of them never
-   play all windows.
-2. *Search*, in rounds of `batch` candidates: all play the windows of the first rung. Those among the best
-   `keep_ratio` of all that ever came so far play those of the next; the others stop (successive halving, in
-   the stopping form). How a round goes does not depend on how many processes play it.
-3. *Confirmation*: the best candidates that played all search windows, one after the other, against the
-   incumbent on *fresh* windows: on the windows that they were chosen by, the best of many looks better than
-   it is. The first that wins with confidence (`comparison`) is the recommendation; if none does, what is in
-   force stands.
+1. *Incumbent*: the values in force play all search windows. The optimiser is told a candidate's reward as the
+   incumbent's mean plus the paired difference. So candidates compare although most never play all windows.
+2. *Search*, in rounds of `batch` candidates. All play the windows of the first rung. A candidate goes on to
+   the next rung when it is among the best `keep_ratio` of all that ever came that far; the others stop. This
+   is successive halving in its stopping form. A round does not depend on the number of processes.
+3. *Confirmation*: the best candidates that played all search windows meet the incumbent on *fresh* windows,
+   one after the other. On the windows it was chosen by, the best of many looks better than it is. The first
+   that wins with confidence (`comparison`) is the recommendation. If none does, the values in force stand.
 
 Sources: Li et al., A System for Massively Parallel Hyperparameter Tuning (MLSys 2020), for the rungs; common
 random numbers as in any textbook of simulation.
@@ -23,17 +21,50 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated
 
-from serve_app.routing.snapshot import Snapshot, number, section, text
+from serve_app.settings_base import POSITIVE_SHARE, at_least, settings
 from serve_app.tuning.search.comparison import Comparison
-from serve_app.tuning.search.history import Proposal
-from serve_app.tuning.search.optimiser import Optimiser
-from serve_app.tuning.search.scoreboard import INCUMBENT, Job, Scoreboard
-from serve_app.tuning.search.search_space import SearchSpace
-from serve_app.tuning.search.study_settings import StudySettings
+from serve_app.tuning.search.optimiser import Optimiser, Proposal
+from serve_app.tuning.search.scoreboard import INCUMBENT, Scoreboard
+from serve_app.tuning.search.search_space import Values
 
-_VERSION = 1
+
+@settings(block="study")
+class StudySettings:
+    """How long a study searches, and what a candidate needs to win."""
+
+    # Candidates, the one in force among them.
+    trials: Annotated[int, at_least(1)] = 60
+    # Windows after which poor candidates stop. The last number is how many windows all are compared on.
+    rungs: tuple[int, ...] = (1, 2, 4, 8)
+    # Share of candidates that go on at a rung. Lower searches wider; higher trusts a single window less.
+    keep_ratio: Annotated[float, POSITIVE_SHARE] = 0.4
+    # Candidates to a round: at least as many as processes, or some idle.
+    batch: Annotated[int, at_least(1)] = 4
+    # Fresh windows on which a candidate has to win.
+    confirm_windows: Annotated[int, at_least(2).hint("with one, nobody can win")] = 12
+    # Candidates that get the chance. Each has one in forty to win without being better.
+    finalists: Annotated[int, at_least(1)] = 2
+
+    def __post_init__(self) -> None:
+        ordered = list(self.rungs) == sorted(set(self.rungs))
+        if not self.rungs or self.rungs[0] < 1 or not ordered:
+            raise ValueError(f"study.rungs must be numbers of windows in ascending order, got {self.rungs}")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One window to play.
+
+    Attributes:
+        candidate: number of the proposal; 0 has the values in force.
+        window: number of the window, the same traffic for all candidates.
+    """
+
+    candidate: int
+    window: int
+    values: Values
 
 
 class Phase(StrEnum):
@@ -50,10 +81,10 @@ class Finding:
     """What a study came to.
 
     Attributes:
-        best: the best candidate; None when none looked better than what is in force.
-        search: how it compares on the windows that it was chosen by; optimistic.
-        confirmation: how it compares on fresh windows; None when it never came to that.
-        confident: whether it is to be recommended.
+        best: the best candidate; None when none looked better than the values in force.
+        search: its comparison on the windows that it was chosen by, which is optimistic.
+        confirmation: its comparison on fresh windows; None when it was never confirmed.
+        confident: whether `best` is recommended.
         reason: the verdict in words.
         trials: candidates that were tried.
     """
@@ -73,9 +104,9 @@ class Study:
         independent_windows: see `comparison.compare`.
 
     Attributes:
-        phase: where it stands.
-        board: what every candidate got.
-        finding: the verdict; None before there is one.
+        phase: where the study stands.
+        board: the rewards of every candidate.
+        finding: the verdict; None until the study is over.
     """
 
     def __init__(
@@ -86,7 +117,7 @@ class Study:
         self.phase = Phase.INCUMBENT
         self.board = Scoreboard(settings.rungs[-1], independent_windows)
         self.finding: Finding | None = None
-        # The round under way: its candidates, how far they are, and what is still to be told.
+        # The round under way: its candidates, their rung, and the jobs whose rewards are missing.
         self._racing: list[int] = []
         self._rung = 0
         self._pending: dict[tuple[int, int], Job] = {}
@@ -104,9 +135,9 @@ class Study:
         return tuple(self._pending.values())
 
     def tell(self, job: Job, reward: float | None) -> None:
-        """What came of a job; None, or a number that is not finite, when it could not be measured.
+        """The reward of a job; None or a number that is not finite when it could not be measured.
 
-        A job that is not waited for, because its round was given up, changes nothing.
+        A job of a round that was given up changes nothing.
         """
         if self._pending.pop((job.candidate, job.window), None) is None:
             return
@@ -115,7 +146,7 @@ class Study:
             self._go_on()
 
     def end_search(self) -> None:
-        """Time is up: try no more candidates. The confirmation follows, if there is anything to confirm."""
+        """Try no more candidates: time is up. The confirmation follows, if a candidate looks better."""
         self._search_ended = True
         if self.phase is Phase.SEARCH:
             self._pending.clear()
@@ -124,7 +155,7 @@ class Study:
     # Decisions
 
     def _plan(self, candidates: list[int], windows: Iterable[int]) -> None:
-        """Window by window, so that candidates have played about the same when a round is cut short."""
+        """Plan window by window, so that a round that is cut short has treated candidates about alike."""
         for window in windows:
             for each in candidates:
                 if not self.board.has_played(each, window):
@@ -143,7 +174,7 @@ class Study:
     def _begin_search(self) -> None:
         reward = self.board.mean_over(INCUMBENT, self._search_windows)
         if reward is None:
-            self._end("what is in force cannot be measured, so nothing can be compared with it")
+            self._end("the values in force cannot be measured, so nothing can be compared with them")
             return
         self._optimiser.tell(self.board.candidates[INCUMBENT], reward)
         self.phase = Phase.SEARCH
@@ -154,11 +185,11 @@ class Study:
         if self._pending:
             return
         self._end_batch()
-        room = self._settings.trials - len(self.board)
-        if self._search_ended or room < 1:
+        untried = self._settings.trials - len(self.board)
+        if self._search_ended or untried < 1:
             self._begin_confirmation()
         else:
-            self._begin_batch(min(self._settings.batch, room))
+            self._begin_batch(min(self._settings.batch, untried))
 
     def _begin_batch(self, size: int) -> None:
         proposals = [self._optimiser.ask() for _ in range(size)]
@@ -168,7 +199,7 @@ class Study:
         self._plan(self._racing, range(self._settings.rungs[0]))
 
     def _next_rung(self) -> None:
-        """Let the best of the batch go on, if there is a rung to go to."""
+        """Plan the next rung for the best of the batch; the last rung has none."""
         if self._rung + 1 >= len(self._settings.rungs):
             return
         windows = range(self._settings.rungs[self._rung])
@@ -183,7 +214,7 @@ class Study:
         self._plan([each for each in self._racing if each in best], range(self._settings.rungs[self._rung]))
 
     def _end_batch(self) -> None:
-        """Tell the optimiser what came of the batch, as far as it came."""
+        """Tell the optimiser the rewards of the batch, as far as it was played."""
         base = self.board.mean_over(INCUMBENT, self._search_windows)
         assert base is not None
         for each in self._racing:
@@ -203,7 +234,7 @@ class Study:
             self._end(
                 "no candidate won with confidence on fresh windows"
                 if self._refuted
-                else "no candidate looked better than what is in force"
+                else "no candidate looked better than the values in force"
             )
             return
         candidate, first = self._finalists[0], self._settings.rungs[-1]
@@ -227,71 +258,3 @@ class Study:
             trials=len(self.board),
         )
         self.phase = Phase.DONE
-
-    # Storage
-
-    def state(self) -> dict[str, Any]:
-        """Everything known, in plain values; a study that is over has a verdict, and nothing to resume."""
-        return {
-            "version": _VERSION,
-            "phase": self.phase.value,
-            "optimiser": self._optimiser.state(),
-            "board": self.board.as_json(),
-            "racing": list(self._racing),
-            "rung": self._rung,
-            "finalists": list(self._finalists),
-            "refuted": list(self._refuted),
-            "pending": [list(key) for key in self._pending],
-            "search_ended": self._search_ended,
-        }
-
-    def restore(self, state: Snapshot, space: SearchSpace) -> None:
-        """Take over what `state` returned; jobs that were not told are to be played again.
-
-        Nothing is taken over when it is refused.
-
-        Raises:
-            ValueError: it is of another space, search or release, is over, or is broken.
-        """
-        if int(number(state, "version")) != _VERSION or text(state, "phase") not in set(Phase) - {Phase.DONE}:
-            raise ValueError(
-                "learned state: it is of no study under way in this format; delete it to begin anew"
-            )
-        board = self.board.restored(state, "board", space)
-        known = {"racing", "finalists", "refuted"}
-        lists = {name: _candidates(state, name, board) for name in known}
-        pending = _pending(state, board)
-        rung = int(number(state, "rung", at_least=0))
-        if rung >= len(self._settings.rungs) or not pending:
-            raise ValueError("learned state: the study's round is broken; delete the state to begin anew")
-        self._optimiser.restore(section(state, "optimiser"))
-        self.board, self._rung, self._pending = board, rung, pending
-        self.phase = Phase(text(state, "phase"))
-        self._racing, self._finalists, self._refuted = lists["racing"], lists["finalists"], lists["refuted"]
-        self._search_ended = state.get("search_ended") is True
-
-
-def _candidates(state: Snapshot, name: str, board: Scoreboard) -> list[int]:
-    """Numbers of candidates under `name`."""
-    found = state.get(name)
-    if not isinstance(found, list) or not all(each in board.candidates for each in found):
-        raise ValueError(
-            f"learned state: {name!r} should be a list of candidates, got {str(found)[:80]!r}; delete the "
-            "state to begin anew"
-        )
-    return list(found)
-
-
-def _pending(state: Snapshot, board: Scoreboard) -> dict[tuple[int, int], Job]:
-    """The jobs of the round that were not told."""
-    pairs = state.get("pending")
-    jobs = {}
-    for pair in pairs if isinstance(pairs, list) else [None]:
-        if not isinstance(pair, list) or len(pair) != 2 or pair[0] not in board.candidates:
-            raise ValueError(
-                f"learned state: 'pending' should list pairs of candidate and window, got "
-                f"{str(pairs)[:80]!r}; delete the state to begin anew"
-            )
-        candidate, window = int(pair[0]), int(pair[1])
-        jobs[candidate, window] = Job(candidate, window, board.candidates[candidate].values)
-    return jobs

@@ -1,36 +1,47 @@
-"""Plays a study to its verdict within a budget of seconds, and keeps what happened on the way.
+"""The run of a study to its verdict, within a budget of seconds, with a record of each round.
 
-The study and the twin know no clock; this is where they meet one. The clock is an argument all the same.
+The study and the twin know no clock; this is where they meet one, and the clock is an argument all the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from serve_app.tuning.search.scoreboard import INCUMBENT, Job
-from serve_app.tuning.search.study import Phase, Study
-from serve_app.tuning.search.study_settings import StudySettings
-from serve_app.tuning.twin.digital_twin import Played
+from serve_app.tuning.objective.objective import Reward
+from serve_app.tuning.search.scoreboard import INCUMBENT
+from serve_app.tuning.search.study import Job, Phase, Study, StudySettings
 
 
-class Twin(Protocol):
-    """Plays windows, as `twin_processes.TwinProcesses` does."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowResult:
+    """What a candidate made of a window.
 
-    def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Played]]:
-        """Each job with what came of it, in their order."""
+    Attributes:
+        requests: simulated, the unmeasured ones among them: the cost of the window.
+    """
+
+    reward: Reward
+    requests: int
+
+
+class WindowPlayer(Protocol):
+    """Plays windows, as `twin.processes.TwinProcesses` does."""
+
+    def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, WindowResult]]:
+        """Each job with its result, in the order of the jobs."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """How far a search was after a round.
+class Round:
+    """How far a search was after one of its rounds.
 
     Attributes:
-        seconds: since it began.
+        seconds: since the search began.
         requests: simulated so far.
         trials: candidates so far.
-        leader: number of the best one; 0 is what is in force.
-        gain: its mean paired difference to what is in force, on the search windows.
+        leader: number of the best one; 0 has the values in force.
+        gain: its mean paired difference to the incumbent, on the search windows.
     """
 
     seconds: float
@@ -45,23 +56,23 @@ class Course:
     """What happened in a study.
 
     Attributes:
-        steps: one for each round of the search.
-        played: what came of each window, by candidate and window.
-        seconds: that it took in all.
+        rounds: one entry for each round of the search.
+        results: by candidate and window.
+        seconds: the study took in all.
     """
 
-    steps: list[Step] = field(default_factory=list)
-    played: dict[tuple[int, int], Played] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+    results: dict[tuple[int, int], WindowResult] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
     def requests(self) -> int:
         """Simulated in all."""
-        return sum(each.requests for each in self.played.values())
+        return sum(each.requests for each in self.results.values())
 
-    def rounds_of(self, candidate: int, windows: range) -> list[Played]:
-        """What a candidate came to in these windows, as far as it played them."""
-        return [self.played[candidate, window] for window in windows if (candidate, window) in self.played]
+    def results_of(self, candidate: int, windows: range) -> list[WindowResult]:
+        """A candidate's results in these windows, as far as it played them."""
+        return [self.results[candidate, window] for window in windows if (candidate, window) in self.results]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +82,7 @@ class Budget:
     Attributes:
         seconds: for all of it; the search ends early enough for the confirmation. None sets no limit.
         clock: seconds, on any clock that only goes forward.
-        rest: called after each window: where whoever may take only a share of a core waits.
+        rest: called after each window; a driver that may use only a share of a core waits there.
     """
 
     clock: Callable[[], float]
@@ -82,23 +93,23 @@ class Budget:
 def run_study(
     study: Study,
     settings: StudySettings,
-    twin: Twin,
+    player: WindowPlayer,
     budget: Budget,
-    on_step: Callable[[Step], object] = lambda _: None,
+    on_round: Callable[[Round], object] = lambda _: None,
 ) -> Course:
     """Play until there is a verdict (`study.finding`).
 
     Args:
-        on_step: called after each round of the search.
+        on_round: called after each round of the search.
     """
     course, began = Course(), budget.clock()
     first_s = 0.0
-    for _ in _rounds(study):
+    while study.jobs():
         searching = study.phase in (Phase.INCUMBENT, Phase.SEARCH)
         # A round of the search may be given up in the middle when time is up; a confirmation may not.
-        for job, played in twin.play(study.jobs()):
-            course.played[job.candidate, job.window] = played
-            study.tell(job, played.reward.value)
+        for job, result in player.play(study.jobs()):
+            course.results[job.candidate, job.window] = result
+            study.tell(job, result.reward.value)
             budget.rest()
             seconds = budget.clock() - began
             first_s = first_s or seconds
@@ -107,31 +118,26 @@ def run_study(
                 break
         course.seconds = budget.clock() - began
         if searching and study.phase is not Phase.INCUMBENT:
-            course.steps.append(_step(study, course))
-            on_step(course.steps[-1])
+            course.rounds.append(_round(study, course))
+            on_round(course.rounds[-1])
     return course
 
 
-def _rounds(study: Study) -> Iterator[None]:
-    while study.jobs():
-        yield
-
-
 def _each_s(course: Course, seconds: float) -> float:
-    """Seconds for each window so far, with all processes at work; without the first, which started them."""
-    return seconds / max(1, len(course.played) - 1)
+    """Seconds for each window so far; without the first, in which the processes started."""
+    return seconds / max(1, len(course.results) - 1)
 
 
 def _is_over(budget: Budget, settings: StudySettings, seconds: float, each_s: float) -> bool:
-    """Whether what is left of the time is needed to confirm candidates."""
+    """Whether the remaining time is needed to confirm candidates."""
     if budget.seconds is None:
         return False
     return seconds + each_s * settings.confirm_windows * (1 + settings.finalists) >= budget.seconds
 
 
-def _step(study: Study, course: Course) -> Step:
+def _round(study: Study, course: Course) -> Round:
     leader = study.board.leader()
-    return Step(
+    return Round(
         seconds=course.seconds,
         requests=course.requests,
         trials=len(study.board),

@@ -1,11 +1,16 @@
-"""Which settings of a model does the tuner touch, and what are they now?
+"""The settings of a model that the tuner may change, and the search space around their values in force.
 
-A `Tunable` is what a candidate changes: the scheduler's settings, and those of Refine-and-Prune. `space_of`
-names the parameters that matter under its policy and pools, with their values in force.
+A `Tunable` holds what a candidate changes: the scheduler's settings, and those of Refine-and-Prune.
+`parameters_of` names the parameters that have an effect under its policy and pools.
+
+Sources: the paper's theta = {a_u, b_u, a_f, b_f, alpha} and its ranges (EWSJF, arXiv 2601.21758, section
+4.4). b_u and b_f go from 0.01 up, because our score needs less urgency than the paper's. Their lower bounds
+are floors: no weight of the score is ever tuned away. All other parameters are this scheduler's own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from serve_app.errors import SettingsError
@@ -17,6 +22,8 @@ from serve_app.tuning.partition.settings import RefineAndPruneSettings
 from serve_app.tuning.search.search_space import Parameter, Scale, SearchSpace, SettingPart, Values
 from serve_app.tuning.search.settings_path import value_at, with_value
 
+_count = partial(Parameter, scale=Scale.LOG, integer=True)
+
 _WEIGHTS = (
     Parameter(name="a_u", path="ewsjf.weights.a_u", low=-1e-3, high=1e-2),
     Parameter(name="b_u", path="ewsjf.weights.b_u", low=0.01, high=5.0, scale=Scale.LOG),
@@ -25,48 +32,19 @@ _WEIGHTS = (
 )
 _QUEUES = (
     Parameter(name="alpha", path="alpha", low=0.5, high=3.0, part=SettingPart.PARTITION),
-    Parameter(
-        name="max_queues",
-        path="max_queues",
-        low=4,
-        high=64,
-        scale=Scale.LOG,
-        integer=True,
-        part=SettingPart.PARTITION,
-    ),
+    _count(name="max_queues", path="max_queues", low=4, high=64, part=SettingPart.PARTITION),
 )
 _ISOLATION = (
-    Parameter(
-        name="max_long_prefills",
-        path="isolation.max_long_prefills",
-        low=1,
-        high=8,
-        scale=Scale.LOG,
-        integer=True,
-    ),
-    Parameter(
-        name="max_longest_prefills",
-        path="isolation.max_longest_prefills",
-        low=1,
-        high=8,
-        scale=Scale.LOG,
-        integer=True,
-    ),
+    _count(name="max_long_prefills", path="isolation.max_long_prefills", low=1, high=8),
+    _count(name="max_longest_prefills", path="isolation.max_longest_prefills", low=1, high=8),
     Parameter(name="short_work_share", path="isolation.short_work_share", low=0.05, high=0.6),
     Parameter(name="longest_work_share", path="isolation.longest_work_share", low=0.1, high=0.8),
 )
-_TARGET_WAITING = Parameter(
-    name="target_waiting",
-    path="backpressure.target_waiting",
-    low=1,
-    high=16,
-    scale=Scale.LOG,
-    integer=True,
-)
+_TARGET_WAITING = _count(name="target_waiting", path="backpressure.target_waiting", low=1, high=16)
 # An engine that orders its own queue may have a longer one, which has a setting of its own.
 _PRIORITY_TARGET_WAITING = replace(_TARGET_WAITING, path="engine_priority.target_waiting", high=64)
 
-_LEAST_B_SHORT = 256
+_MIN_B_SHORT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +55,7 @@ class Tunable:
     refine_and_prune: RefineAndPruneSettings = field(default_factory=RefineAndPruneSettings)
 
     def __post_init__(self) -> None:
-        # Weights that are not given are the policy's; to change one of them, all have to be written down.
+        # Weights that are not given are the policy's; to change one of them, all have to be given.
         object.__setattr__(self, "scheduler", with_weights(self.scheduler))
 
     def value(self, parameter: Parameter) -> float:
@@ -86,7 +64,7 @@ class Tunable:
         return value
 
     def with_values(self, values: Values, parameters: Iterable[Parameter]) -> "Tunable":
-        """The same with other values.
+        """The same tunable with other values of these parameters.
 
         Raises:
             SettingsError: the settings cannot have one of them.
@@ -97,7 +75,7 @@ class Tunable:
         return tuned
 
     def with_setting(self, parameter: Parameter, value: object) -> "Tunable":
-        """The same with another value of one parameter.
+        """The same tunable with another value of one parameter.
 
         Raises:
             SettingsError: the settings cannot have it.
@@ -112,7 +90,7 @@ class Tunable:
 
 
 def with_weights(settings: SchedulerSettings) -> SchedulerSettings:
-    """The same settings with the weights of the score written down: the policy's, if none are given."""
+    """The same settings with every weight of the score given; by default the policy's."""
     policy = make_policy(settings.policy)
     if not isinstance(policy, EwsjfPaper):
         return settings
@@ -120,12 +98,14 @@ def with_weights(settings: SchedulerSettings) -> SchedulerSettings:
     return replace(settings, ewsjf=replace(settings.ewsjf, weights=weights))
 
 
-def parameters_of(settings: SchedulerSettings, context_of_short: int | None = None) -> tuple[Parameter, ...]:
-    """The parameters that change something under these settings.
+def parameters_of(
+    settings: SchedulerSettings, max_b_short_tokens: int | None = None
+) -> tuple[Parameter, ...]:
+    """The parameters that have an effect under these settings.
 
     Args:
-        context_of_short: with two pools, the context limit of the shorter one in tokens; None leaves the
-            budget that is at home there as it is.
+        max_b_short_tokens: upper bound of `b_short_tokens`: with two pools, the context limit of the short
+            one, in tokens. None leaves `b_short_tokens` as it is.
     """
     policy = make_policy(settings.policy)
     engine_orders = settings.engine_priority.enabled
@@ -134,41 +114,39 @@ def parameters_of(settings: SchedulerSettings, context_of_short: int | None = No
         *(_QUEUES if policy.learns_queues else ()),
         *(_ISOLATION if policy.isolates and settings.isolation.max_long_prefills else ()),
         _PRIORITY_TARGET_WAITING if engine_orders else _TARGET_WAITING,
-        *_pools(settings, context_of_short),
+        *_pools(settings, max_b_short_tokens),
     )
 
 
-def _pools(settings: SchedulerSettings, context_of_short: int | None) -> Iterator[Parameter]:
+def _pools(settings: SchedulerSettings, max_b_short_tokens: int | None) -> Iterator[Parameter]:
     routing = settings.routing
-    # A border that moves by itself would undo whatever is set.
+    # A boundary that adapts by itself would undo whatever is set.
     if len(routing.pools) < 2 or routing.adaptive_b_short.enabled:
         return
-    if context_of_short is None or context_of_short <= _LEAST_B_SHORT:
+    if max_b_short_tokens is None or max_b_short_tokens <= _MIN_B_SHORT_TOKENS:
         return
-    # What is at home in the short pool must fit there.
-    yield Parameter(
+    # Every request up to b_short must fit the engines of the short pool.
+    yield _count(
         name="b_short_tokens",
         path="routing.b_short_tokens",
-        low=_LEAST_B_SHORT,
-        high=context_of_short,
-        scale=Scale.LOG,
-        integer=True,
+        low=_MIN_B_SHORT_TOKENS,
+        high=max_b_short_tokens,
     )
 
 
 def space_of(
-    tunable: Tunable, *, context_of_short: int | None = None, only: Sequence[str] = ()
+    tunable: Tunable, *, max_b_short_tokens: int | None = None, only: Sequence[str] = ()
 ) -> SearchSpace:
-    """The search space around the settings in force.
+    """The search space around the values in force.
 
     Args:
-        context_of_short: see `parameters_of`.
-        only: names of the parameters to tune; all that matter, when it is empty.
+        max_b_short_tokens: see `parameters_of`.
+        only: names of the parameters to tune; when it is empty, all that have an effect.
 
     Raises:
         SettingsError: there is no parameter of such a name.
     """
-    parameters = {each.name: each for each in parameters_of(tunable.scheduler, context_of_short)}
+    parameters = {each.name: each for each in parameters_of(tunable.scheduler, max_b_short_tokens)}
     if unknown := set(only) - set(parameters):
         raise SettingsError(
             f"cannot tune {', '.join(sorted(unknown))}: under policy {tunable.scheduler.policy} there are "
@@ -179,7 +157,7 @@ def space_of(
 
 
 def as_model_settings(space: SearchSpace, values: Values) -> dict[str, Any]:
-    """What to write into a model's settings so that it has these values."""
+    """The part of a model's settings that gives these values, as a nested mapping."""
     tree: dict[str, Any] = {}
     for parameter in space:
         _plant(tree, parameter.model_path, values[parameter.name])
@@ -194,7 +172,7 @@ def _plant(tree: dict[str, Any], path: str, value: object) -> None:
 
 
 def started_from(tunable: Tunable, parameters: Sequence[Parameter], start: Mapping[str, object]) -> Tunable:
-    """The same with some values changed, by short name or by the path of the setting.
+    """The same tunable with some values changed, by short name or by the path of the setting.
 
     Raises:
         SettingsError: there is no such parameter, or it cannot have this value.

@@ -1,5 +1,5 @@
 """The digital twin: recorded traffic played on simulated engines under other settings.
 
-`traffic` keeps what arrived and draws windows from it, `digital_twin` plays one window, `processes` plays
-several at once, `engine_pace` corrects the profile by what the real engines took.
+`traffic` keeps recent requests and draws windows from them. `digital_twin` plays a window, `processes` plays
+several at once. `engine_pace` measures how much slower the real engines are than their profile.
 """

@@ -1,64 +1,68 @@
-"""How would traffic like that of the last minutes be served with other settings? Played, not guessed.
+"""The digital twin: recent traffic, played again on simulated engines under other settings.
 
-The twin runs the production scheduler (`simulation.world`) on simulated replicas, and scores the records by
-the very objective that the live system is scored by. What production has learned by now, the twin knows from
-its first request on: output lengths, what a prefill costs, where "long" begins, and the length queues that
+The twin runs the production scheduler (`simulation.simulation`) on simulated replicas, and scores the records
+by the objective of the live system. It knows from the first request on what production has learned by now:
+output lengths, the cost of a prefill, and where "long" begins. The length queues are those that
 Refine-and-Prune finds under the candidate's own parameters.
 
-What it does not know: prefixes, so it has no cache hits; requests that wait when a window begins, so each
-begins with an empty fleet and a first part that is not measured; and how far the engine model is from the
-engines, which `with_speed` corrects as a whole by what `engine_pace` measures.
+Three things it does not know. Prefixes: it has no cache hits. The requests that wait when a window begins: it
+starts with an empty fleet and does not measure the first part. The error of the engine model: `with_speed`
+corrects it as a whole, by the factor that `engine_pace` measures.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated
 
 from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.metrics.record import RequestRecord
 from serve_app.request import Usage
+from serve_app.scheduling.decision_log import Decision
 from serve_app.scheduling.policies import learns_queues
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.settings_base import NOT_NEGATIVE, at_least, settings, share_below
 from serve_app.simulation.partitions import FixedPartition
 from serve_app.simulation.replica import ReplicaPlan
-from serve_app.simulation.simulation import Decision, SimulatedRequest, Simulation, SimulationSettings
+from serve_app.simulation.simulation import SimulatedRequest, Simulation, SimulationSettings
 from serve_app.simulation.workload import Disclosure, fit, requests_of
-from serve_app.tuning.objective.objective import ObjectiveSettings, Reward, reward_of
+from serve_app.tuning.objective.objective import ObjectiveSettings, reward_of
 from serve_app.tuning.partition.refine_and_prune import refine_and_prune
 from serve_app.tuning.partition.settings import RefineAndPruneSettings
 from serve_app.tuning.search.search_space import SearchSpace, Values
+from serve_app.tuning.search.study_run import WindowResult
 from serve_app.tuning.search.tunable import Tunable
 from serve_app.tuning.twin.traffic import resampled
-from serve_app.workloads.trace import Trace
+from serve_app.workloads.trace import Trace, TraceRequest
 
 
 @settings(block="twin")
 class TwinSettings:
     """How windows are drawn and played."""
 
-    # Requests in a window. At 10 requests/s a minute of traffic: queues build up and drain within it. More
-    # has less noise per window and takes longer.
+    # Requests in a window: at 10 requests/s a minute of traffic, in which queues build up and drain. More
+    # requests mean less noise per window and more time.
     window_requests: Annotated[int, at_least(1)] = 600
-    # Requests that stay together. Shorter blocks make windows more alike than real minutes are.
+    # Requests that stay together when windows are drawn. Shorter blocks make windows more alike than real
+    # minutes are.
     block_requests: Annotated[int, at_least(1)] = 100
     # Share of a window, the first by arrival, that is not measured: the fleet fills during it.
     warm_up_ratio: Annotated[float, share_below(1)] = 0.15
-    # Prompts and answers that the scheduler of the twin has learned from before a window begins.
+    # Requests that the twin's scheduler has learned from before a window begins.
     learned_requests: Annotated[int, NOT_NEGATIVE] = 500
+    # Of the windows that are drawn.
     seed: Annotated[int, NOT_NEGATIVE] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwinPlan:
-    """Everything that a twin depends on; a plain value, so that it travels to other processes.
+    """Everything that a twin depends on; a plain value, so it can be sent to other processes.
 
     Attributes:
         tunable: the settings in force; a candidate changes some of them.
         space: the parameters that candidates have values for.
         engines: one plan for each replica, as they are now.
-        traffic: what to draw windows from, at its own rate.
+        traffic: requests to draw windows from, at their own rate.
     """
 
     tunable: Tunable
@@ -67,24 +71,12 @@ class TwinPlan:
     traffic: Trace
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     settings: TwinSettings = field(default_factory=TwinSettings)
-    world: SimulationSettings = field(default_factory=SimulationSettings)
+    simulation: SimulationSettings = field(default_factory=SimulationSettings)
 
     @property
     def independent_windows(self) -> float:
-        """How many windows of this size the traffic itself amounts to: drawing more of them adds no more."""
+        """Length of the traffic, in windows: drawing more windows adds no information."""
         return max(1.0, len(self.traffic.requests) / self.settings.window_requests)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """What came of a window.
-
-    Attributes:
-        requests: simulated, the unmeasured ones among them: what it cost.
-    """
-
-    reward: Reward
-    requests: int
 
 
 class DigitalTwin:
@@ -96,8 +88,8 @@ class DigitalTwin:
         self._lengths = tuple(one.prompt_tokens for one in self._plan.traffic.requests)
         self._estimates = self._learned_estimates()
 
-    def play(self, values: Values, number: int) -> Played:
-        """The reward of window `number` under these values.
+    def play(self, values: Values, number: int) -> WindowResult:
+        """The result of window `number` under these values.
 
         Raises:
             SettingsError: the settings cannot have these values.
@@ -105,7 +97,7 @@ class DigitalTwin:
         records = self.records(values, number)
         skipped = round(self._plan.settings.warm_up_ratio * len(records))
         reward = reward_of(records[skipped:], self._plan.objective)
-        return Played(reward=reward, requests=len(records))
+        return WindowResult(reward=reward, requests=len(records))
 
     def records(self, values: Values, number: int) -> list[RequestRecord]:
         """Every request of window `number` under these values, by arrival."""
@@ -117,7 +109,7 @@ class DigitalTwin:
             seed=settings.seed,
             number=number,
         )
-        return self._served(values, window)
+        return self.serve(values, window)
 
     def serve(
         self, values: Values, arrivals: Trace, on_decision: Callable[[Decision], None] | None = None
@@ -127,33 +119,29 @@ class DigitalTwin:
         Args:
             on_decision: called with every decision of the scheduler.
         """
-        return self._served(values, fit(arrivals, self._longest).trace, on_decision)
-
-    def _served(
-        self, values: Values, arrivals: Trace, on_decision: Callable[[Decision], None] | None = None
-    ) -> list[RequestRecord]:
+        arrivals = fit(arrivals, self._longest).trace
         plan = self._plan
         tunable = plan.tunable.with_values(values, plan.space)
         learner = None
         if learns_queues(tunable.scheduler.policy):
             learner = FixedPartition(_partition(self._lengths, tunable.refine_and_prune)).learner()
-        world = Simulation(tunable.scheduler, plan.engines, plan.world, on_decision, learner)
-        self._teach(world)
-        played = world.run(list(self._requests(arrivals)))
-        return sorted(played, key=lambda record: (record.arrived_at, record.request_id))
+        simulation = Simulation(tunable.scheduler, plan.engines, plan.simulation, on_decision, learner)
+        self._teach(simulation)
+        records = simulation.run(list(self._requests(arrivals)))
+        return sorted(records, key=lambda record: (record.arrived_at, record.request_id))
 
     def _requests(self, arrivals: Trace) -> Iterator[SimulatedRequest]:
         timeouts = self._plan.tunable.scheduler.queue_timeout_s
-        for simulated in requests_of(arrivals, Disclosure(), self._plan.engines[0].engine.block_size):
+        disclosure = Disclosure(model=self._plan.tunable.scheduler.model)
+        for simulated in requests_of(arrivals, disclosure, self._plan.engines[0].engine.block_size):
             request = simulated.request
             expires_at = request.arrived_at + timeouts.of(request.priority)
-            named = replace(request, expires_at=expires_at, model=self._plan.tunable.scheduler.model)
-            yield replace(simulated, request=named)
+            yield replace(simulated, request=replace(request, expires_at=expires_at))
 
     def _learned_estimates(self) -> dict[str, object]:
-        """What an estimator knows after this traffic."""
-        world = Simulation(self._plan.tunable.scheduler, self._plan.engines, self._plan.world)
-        estimator = world.scheduler.estimator
+        """The state of an estimator that has seen this traffic."""
+        plan = self._plan
+        estimator = Simulation(plan.tunable.scheduler, plan.engines, plan.simulation).scheduler.estimator
         recent = replace(self._plan.traffic, requests=self._recent())
         for simulated in requests_of(recent, Disclosure(), self._plan.engines[0].engine.block_size):
             prompt_tokens = simulated.request.shape.prompt_tokens or 0
@@ -163,28 +151,28 @@ class DigitalTwin:
             )
         return estimator.state()
 
-    def _teach(self, world: Simulation) -> None:
-        """Tell a new scheduler what the one in production has learned."""
-        scheduler = world.scheduler
+    def _teach(self, simulation: Simulation) -> None:
+        """Give a new scheduler what the one in production has learned."""
+        scheduler = simulation.scheduler
         scheduler.estimator.restore(self._estimates)
         engine = self._plan.engines[0]
         budget = engine.engine.max_num_batched_tokens
         recent = self._recent()
         for one in recent:
             scheduler.isolation.observe(one.prompt_tokens)
-        # A few dozen outweigh the prior; each costs a sum over its chunks.
+        # A few dozen observations outweigh the prior; each costs a sum over its chunks.
         for one in recent[:: max(1, len(recent) // 64)]:
             seconds = engine.step_time.prefill_s(one.prompt_tokens, max_num_batched_tokens=budget)
             scheduler.prefill_cost.observe(one.prompt_tokens, seconds)
 
-    def _recent(self) -> tuple[Any, ...]:
+    def _recent(self) -> tuple[TraceRequest, ...]:
         learned = self._plan.settings.learned_requests
         return self._plan.traffic.requests[-learned:] if learned else ()
 
 
 @lru_cache(maxsize=256)
 def _partition(lengths: tuple[int, ...], settings: RefineAndPruneSettings) -> Partition:
-    """Queues of the traffic; many candidates share their parameters."""
+    """Queues of the traffic; cached, because many candidates share their partition parameters."""
     return refine_and_prune(lengths, settings)
 
 
@@ -202,7 +190,7 @@ def with_speed(engines: Sequence[ReplicaPlan], factor: float) -> tuple[ReplicaPl
 
 
 def _scaled(model: StepTimeModel, factor: float) -> StepTimeModel:
-    # All that are seconds are named so; shares of anything stay.
+    # The fields that are seconds are named so; all others are shares, and stay.
     seconds = {
         each.name: factor * getattr(model, each.name) for each in fields(model) if each.name.endswith("_s")
     }

@@ -1,11 +1,12 @@
-"""By how much are the engines slower than their model? Asked by sending the model what they were sent.
+"""The pace of real engines against their model, measured by replaying the dispatches that they received.
 
-The time per output token grows with the batch, and the batch with whatever waits: an engine under a backlog
-looks twice as slow as the same engine in a twin that begins empty. So the model is not given the traffic but
-the *dispatches*: each engine's requests at the times at which it got them. If the engines are as fast as
-their model, batches are the same, and so is the median TPOT; if not, the model's pace is scaled until it is.
+The time per output token grows with the batch, and the batch with the backlog. So an engine under a backlog
+looks twice as slow as the same engine in a twin that begins empty. Therefore the model is not given the
+traffic but the *dispatches*: each engine's requests at the times at which it got them. If the engines are as
+fast as their model, the batches are the same, and so is the median TPOT. If not, the model's step times are
+scaled until it is.
 
-What it takes for granted: an order of service within the engine as in the model, and no prefix cache hits.
+Two assumptions: the engine serves in the same order as the model, and there are no prefix cache hits.
 """
 
 import math
@@ -20,12 +21,12 @@ from serve_app.simulation.timeline import Rank, Timeline
 from serve_app.tuning.twin.digital_twin import with_speed
 
 SLOWEST, FASTEST = 0.25, 4.0
-"""A factor beyond these is a mistake of measurement or the wrong profile; neither is put right by scaling."""
+"""A factor beyond these means a measurement error or the wrong profile, which scaling cannot correct."""
 
 _REPLAYED = 900
-"""Requests that are sent again: enough for a median within a few percent, and a second of work."""
+"""Requests that are replayed: enough for a median within a few percent, and a second of work."""
 _WARM_UP_RATIO = 1 / 3
-"""Of these, the first that are not measured: the real engines were busy when the first of them came."""
+"""Share of these, the first by dispatch, that is not measured: the real engines were busy at the start."""
 _TOLERANCE = 0.03
 _ATTEMPTS = 7
 
@@ -39,15 +40,15 @@ def engine_pace(
     """The factor for `digital_twin.with_speed`: 2 for engines that take twice as long as their model.
 
     Args:
-        records: all that were dispatched in some stretch of time before `until`, in any order. Those of
-            replicas that are not among the engines are left out.
-        engines: those of the profile, under the names that the records have.
-        until: when the oldest request arrived that is not over yet. What was answered by then shared its
-            engine with none that there is no record of.
+        records: all requests dispatched in some interval before `until`, in any order. Those of other
+            replicas are left out.
+        engines: those of the profile, with the replica ids of the records.
+        until: arrival of the oldest request that is still open. A request that was answered by then shared
+            its engine with recorded requests only.
         rest: called after each replay; there are at most seven.
 
     Returns:
-        The factor, kept within 0.25 and 4; None when nothing that was completed has a TPOT.
+        The factor, kept within 0.25 and 4; None when no completed request has a TPOT.
     """
     sent = _sent(records, engines, until)
     real = {
@@ -59,7 +60,7 @@ def engine_pace(
         return None
 
     def excess(factor: float) -> float:
-        """Logarithm of the model's median over the real one; grows with the factor."""
+        """Logarithm of the model's median TPOT over the real one; grows with the factor."""
         paces = _replayed(sent, with_speed(engines, factor))
         rest()
         return math.log(statistics.median(paces[each] for each in real) / statistics.median(real.values()))
@@ -68,10 +69,10 @@ def engine_pace(
 
 
 def _root(excess: Callable[[float], float]) -> float:
-    """Where a growing function is 0, to a few percent: secants within bounds, in the logarithm of the factor.
+    """The factor at which a growing function is 0, to a few percent, within the bounds.
 
-    The Illinois variant of the false position: an end that stays is given half its weight, so that the other
-    one moves.
+    The Illinois variant of the false position method, in the logarithm of the factor: an end that stays gets
+    half its weight, so that the other end moves.
     """
     at_one = excess(1.0)
     if abs(at_one) <= _TOLERANCE:
@@ -98,7 +99,7 @@ def _root(excess: Callable[[float], float]) -> float:
 def _sent(
     records: Sequence[RequestRecord], engines: Sequence[ReplicaPlan], until: float
 ) -> list[RequestRecord]:
-    """The last that were dispatched to these engines and fit them, in that order."""
+    """The last requests that were dispatched to these engines and fit them, in the order of dispatch."""
     limits = {engine.replica_id: engine.engine.max_model_len for engine in engines}
     sent = sorted(
         (
@@ -114,16 +115,16 @@ def _sent(
 
 
 def _replayed(sent: Sequence[RequestRecord], engines: Sequence[ReplicaPlan]) -> dict[str, float]:
-    """The TPOT of each request, from engines that get them when the real ones did; 0 of a single token."""
+    """The TPOT of each request on engines that get it when the real ones did; 0 for a single token."""
     timeline, paces = Timeline(), dict[str, float]()
 
-    def ended(outcome: StepOutcome) -> None:
+    def on_step_end(outcome: StepOutcome) -> None:
         for one in outcome.finished:
             assert one.first_token_at is not None
             assert one.finished_at is not None
             paces[one.sequence_id] = (one.finished_at - one.first_token_at) / max(1, one.target_tokens - 1)
 
-    replicas = {engine.replica_id: SimulatedReplica(engine, timeline, ended) for engine in engines}
+    replicas = {engine.replica_id: SimulatedReplica(engine, timeline, on_step_end) for engine in engines}
     begin = sent[0].dispatched_at or 0.0
     for record in sent:
         at = (record.dispatched_at or 0.0) - begin

@@ -1,7 +1,7 @@
-"""Windows in several processes: the twin of `digital_twin`, once in each.
+"""The digital twin in several processes, one twin in each.
 
-Each process gets the plan once, when it starts, so that a job is no more than some numbers. Results come in
-the order in which they were asked for, whatever the number of processes; so a search takes the same course.
+Each process gets the plan once, when it starts, so a job is no more than some numbers. Results come in the
+order of the jobs, whatever the number of processes, so a search takes the same course.
 """
 
 import multiprocessing
@@ -11,18 +11,19 @@ from concurrent.futures import ProcessPoolExecutor
 from types import TracebackType
 
 from serve_app.tuning.objective.objective import Reward
-from serve_app.tuning.search.scoreboard import Job
-from serve_app.tuning.twin.digital_twin import DigitalTwin, Played, TwinPlan
+from serve_app.tuning.search.study import Job
+from serve_app.tuning.search.study_run import WindowResult
+from serve_app.tuning.twin.digital_twin import DigitalTwin, TwinPlan
 
 _twin: DigitalTwin | None = None
-"""The twin of a process that was started for it."""
+"""The twin of a worker process."""
 
 
 class TwinProcesses:
     """A twin in each of `jobs` processes; with one job, in this process. To be closed, or used in `with`.
 
     Args:
-        niceness: added to that of each process, so that it gives way to whatever else the machine does.
+        niceness: added to that of each process, so that it gives way to other work of the machine.
     """
 
     def __init__(self, plan: TwinPlan, *, jobs: int = 1, niceness: int = 0) -> None:
@@ -46,12 +47,12 @@ class TwinProcesses:
         self.close()
 
     def close(self) -> None:
-        """End the processes; what they were at is lost."""
+        """End the processes; unfinished jobs are lost."""
         if self._processes is not None:
             self._processes.shutdown(cancel_futures=True)
 
-    def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Played]]:
-        """Each job with what came of it, in their order."""
+    def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, WindowResult]]:
+        """Each job with its result, in the order of the jobs."""
         if self._own is not None:
             for job in jobs:
                 yield job, _played(self._own, job)
@@ -66,14 +67,15 @@ def _begin(plan: TwinPlan, niceness: int) -> None:
     _twin = DigitalTwin(plan)
 
 
-def _play(job: Job) -> Played:
+def _play(job: Job) -> WindowResult:
     assert _twin is not None
     return _played(_twin, job)
 
 
-def _played(twin: DigitalTwin, job: Job) -> Played:
-    """What came of a job; one that fails has no reward, which never counts as good, and says why."""
+def _played(twin: DigitalTwin, job: Job) -> WindowResult:
+    """The result of a job; one that fails has no reward, which never counts as good, and the reason."""
     try:
         return twin.play(job.values, job.window)
     except Exception as error:  # noqa: BLE001 - one candidate must not end the search, whatever it breaks
-        return Played(reward=Reward(value=None, reason=f"{type(error).__name__}: {error}"), requests=0)
+        reason = f"{type(error).__name__}: {error}"
+        return WindowResult(reward=Reward(value=None, reason=reason), requests=0)

@@ -1,10 +1,10 @@
-"""What arrived lately, and what else might have: real traffic, and windows drawn from it.
+"""Recent traffic, and windows drawn from it.
 
-`TrafficLog` keeps lengths, classes, tenants and times of requests that are over; no text. `resampled` draws
-a window from them by the block bootstrap: blocks of consecutive requests, with the gaps between them, put one
-after the other. Inside a block bursts, and which lengths come together, stay as they were; what is longer
-than a block is mixed. A window of one seed and number is the same for every candidate (common random
-numbers), so that two candidates differ by what they do and not by what they met.
+`TrafficLog` keeps lengths, classes, tenants and times of requests that are over, and no text. `resampled`
+draws a window from a trace by the block bootstrap: blocks of consecutive requests, with their gaps, are put
+one after the other. Bursts and length patterns shorter than a block stay as they were; longer ones are mixed.
+A window of one seed and number is the same for every candidate (common random numbers). So candidates differ
+by what they do and not by what they met.
 
 Source of the block bootstrap: Kuensch, The Jackknife and the Bootstrap for General Stationary Observations
 (Annals of Statistics, 1989); blocks wrap around the end, so that each request is drawn as often as any other.
@@ -31,8 +31,8 @@ class TrafficLog:
     """The requests of the last minutes.
 
     Args:
-        span_s: requests that arrived longer before the latest one are forgotten.
-        capacity: more requests than that are not kept, whatever the span.
+        span_s: requests that arrived longer before the latest one are left out.
+        capacity: requests kept at most, whatever the span.
     """
 
     def __init__(self, *, span_s: float = DEFAULT_SPAN_S, capacity: int = DEFAULT_CAPACITY) -> None:
@@ -48,16 +48,16 @@ class TrafficLog:
         return f"<TrafficLog {len(self)} requests>"
 
     def add(self, record: RequestRecord) -> None:
-        """Take in a request that is over; one that no engine would have taken is no traffic."""
+        """Add a request that is over, unless it was refused for what it is."""
         if record.outcome not in NOT_OURS and record.prompt_tokens >= 1:
             self._records.append(record)
 
     def between(self, start: float, end: float) -> list[RequestRecord]:
-        """The requests that arrived in a stretch of time, `end` not included."""
+        """The requests that arrived from `start` to `end`, which is not included."""
         return [record for record in self._records if start <= record.arrived_at < end]
 
     def recent(self, until: float) -> list[RequestRecord]:
-        """The requests of the span that ends with the last arrival before `until`, by arrival."""
+        """The requests of the span up to the last arrival before `until`, by arrival."""
         records = [record for record in self._records if record.arrived_at < until]
         latest = max((record.arrived_at for record in records), default=0.0)
         return sorted(
@@ -68,26 +68,26 @@ class TrafficLog:
     def trace(self, until: float) -> Trace | None:
         """The requests that arrived before `until` as a trace that begins at 0; None when there are none.
 
-        Answers that never came to their end get the length of one that did, whose prompt is of about the same
-        length: nobody knows how long they would have become.
+        An answer that did not complete gets the length of a completed one to a prompt of about the same
+        length, because its own is unknown.
 
         Args:
-            until: when the oldest request came that is not over yet, on the clock of the records. After it,
-                only those are known that were served quickly, which is no sample of what came.
+            until: arrival of the oldest request that is still open, on the clock of the records. Of later
+                arrivals only the quickly served ones are known, which are no sample of the traffic.
         """
         kept = self.recent(until)
         return _trace(kept, kept[0].arrived_at) if kept else None
 
-    def stretch(self, start: float, end: float) -> Trace | None:
-        """The requests that arrived in a stretch of time as a trace in which `start` is 0.
+    def trace_between(self, start: float, end: float) -> Trace | None:
+        """The requests that arrived from `start` to `end`, as a trace in which `start` is 0.
 
-        None when there are none, and when some of them may be forgotten already.
+        None when there are none, and when some of them may have been dropped already.
         """
-        is_whole = len(self._records) < (self._records.maxlen or 0)
-        if not is_whole and start < min(record.arrived_at for record in self._records):
+        is_complete = len(self._records) < (self._records.maxlen or 0)
+        if not is_complete and start < min(record.arrived_at for record in self._records):
             return None
-        came = sorted(self.between(start, end), key=_by_arrival)
-        return _trace(came, start) if came else None
+        arrived = sorted(self.between(start, end), key=_by_arrival)
+        return _trace(arrived, start) if arrived else None
 
 
 def _by_arrival(record: RequestRecord) -> tuple[float, str]:
@@ -95,7 +95,7 @@ def _by_arrival(record: RequestRecord) -> tuple[float, str]:
 
 
 def _trace(records: list[RequestRecord], start: float) -> Trace:
-    """A trace of them in which `start` is 0."""
+    """A trace of these requests in which `start` is 0."""
     outputs = _RecordedOutputs(records)
     requests = tuple(
         TraceRequest(
@@ -111,7 +111,7 @@ def _trace(records: list[RequestRecord], start: float) -> Trace:
 
 
 class _RecordedOutputs:
-    """How long is an answer? As it was, or as that to the nearest prompt of those that completed."""
+    """Answer lengths: as recorded, or that of the completed request with the nearest prompt length."""
 
     def __init__(self, records: list[RequestRecord]) -> None:
         self._known = sorted(
@@ -119,9 +119,7 @@ class _RecordedOutputs:
         )
 
     def of(self, record: RequestRecord) -> int:
-        if record.completed:
-            return max(1, record.output_tokens)
-        if not self._known:
+        if record.completed or not self._known:
             return max(1, record.output_tokens)
         place = bisect.bisect_left(self._known, (record.prompt_tokens, 0))
         _, output = min(
@@ -131,7 +129,7 @@ class _RecordedOutputs:
 
 
 def resampled(traffic: Trace, requests: int, block: int, *, seed: int, number: int) -> Trace:
-    """Window `number` of a seed: so many requests, drawn in blocks.
+    """Window `number` of a seed: `requests` requests of the traffic, drawn in blocks.
 
     Args:
         block: requests in a block; a shorter trace is one block.
@@ -143,7 +141,7 @@ def resampled(traffic: Trace, requests: int, block: int, *, seed: int, number: i
     places = (starts[:, None] + np.arange(block)[None, :]).ravel()[:requests] % have
     arrivals = np.array([one.arrival_s for one in traffic.requests])
     mean_gap = traffic.span_s / max(1, have - 1)
-    # Before the first request lies no gap that is known.
+    # The gap before the first request is unknown.
     gaps = np.diff(arrivals, prepend=arrivals[0] - mean_gap)
     times = np.cumsum(gaps[places])
     times -= times[0]

@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 
 from serve_app.cli import main
+from serve_app.scheduling.commands import Dispatch
+from serve_app.scheduling.decision_log import read_runs
 from serve_app.simulation.command.results import markdown_table
 
 SMALL = ["--profile", "laptop", "--replicas", "2", "--requests", "150", "--jobs", "1"]
@@ -61,17 +63,12 @@ def test_the_same_command_writes_the_same_log_to_the_byte(tmp_path: Path) -> Non
         assert simulate("--policy", "fcfs", "--load", "1.1", "--seeds", "2", "--log", str(log)) == 0
     first, second = (log.read_bytes() for log in logs)
     assert first == second
-    lines = [json.loads(line) for line in first.splitlines()]
-    heads = [line["run"] for line in lines if "run" in line]
-    assert [head["seed"] for head in heads] == [0, 1]
-    sent = [
-        command["Dispatch"]["request_id"]
-        for line in lines
-        if "run" not in line
-        for command in line["commands"]
-        if "Dispatch" in command
-    ]
-    assert sorted(sent) == sorted(2 * [f"r{number}" for number in range(150)])
+    runs = list(read_runs(first.decode().splitlines()))
+    assert [run.header.run["seed"] for run in runs] == [0, 1]
+    for run in runs:
+        commands = [command for _, decision in run.decisions for command in decision.commands]
+        sent = [command.request_id for command in commands if isinstance(command, Dispatch)]
+        assert sorted(sent) == sorted(f"r{number}" for number in range(150))
 
 
 def test_a_rate_is_shown_with_the_load_that_it_means(tmp_path: Path) -> None:

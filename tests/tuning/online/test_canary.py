@@ -1,29 +1,43 @@
+from collections.abc import Sequence
 from random import Random
 
 import pytest
 
 from serve_app.tuning.objective.objective import Reward
-from serve_app.tuning.online.canary import Canary, TrialStatus, Verdict
-from serve_app.tuning.online.control_variate import Control
+from serve_app.tuning.online.canary import Canary
+from serve_app.tuning.online.control_variate import ControlVariate
 from serve_app.tuning.online.rollout_settings import RolloutSettings
 from serve_app.tuning.online.slice_noise import SliceNoise
+from serve_app.tuning.online.trial_verdict import TrialStatus, Verdict
 from tests.tuning.rewards import told
 
 QUICK = RolloutSettings(slice_s=10.0, settle_s=2.0, pairs=3, void_pairs=1, judge_limit_s=30.0)
 
 
-def run(rewards: list[Reward], slice_noise: SliceNoise | None = None) -> tuple[Canary, Verdict]:
+def judged(
+    rewards: Sequence[Reward], slice_noise: SliceNoise | None = None, control: ControlVariate | None = None
+) -> tuple[Canary, Verdict]:
     """Judge one slice after the other; incumbent, candidate, candidate, incumbent..."""
-    canary, verdict = Canary(QUICK, 0.0, slice_noise), Verdict(TrialStatus.OPEN)
+    canary, verdict = Canary(QUICK, 0.0, slice_noise, control), Verdict(TrialStatus.OPEN)
     for number, reward in enumerate(rewards):
         canary.advance(10.0 * (number + 1))
-        (part,) = canary.to_judge(10.0 * (number + 1), 1e9)
+        (part,) = [each for each in canary.to_judge(10.0 * (number + 1), 1e9) if each.number == number]
         verdict = canary.judge(part.number, reward)
     return canary, verdict
 
 
+def verdict_of(
+    rewards: Sequence[Reward], slice_noise: SliceNoise | None = None, control: ControlVariate | None = None
+) -> Verdict:
+    return judged(rewards, slice_noise, control)[1]
+
+
+def status_of(rewards: Sequence[Reward], slice_noise: SliceNoise | None = None) -> TrialStatus:
+    return verdict_of(rewards, slice_noise).status
+
+
 def pairs(*differences: float | None) -> list[Reward]:
-    """Slices of so many pairs, the incumbent always at 0.5; None leaves a pair without figures."""
+    """Slices of so many pairs, the incumbent always at 0.5; None leaves a pair without rewards."""
     rewards = []
     for place, difference in enumerate(differences):
         mine = told(None if difference is None else 0.5 + difference)
@@ -61,96 +75,96 @@ def test_a_slice_ends_in_time_even_if_nobody_looked() -> None:
 
 def test_a_gain_within_the_scatter_of_its_own_pairs_is_not_adopted() -> None:
     # Nothing is known of the traffic before, so nothing but the pairs can tell that this is chance.
-    verdict = run(pairs(0.6, -0.04, -0.01))[1]
+    verdict = verdict_of(pairs(0.6, -0.04, -0.01))
     assert verdict.figures["mean_difference"] > 0
-    assert verdict.trial_status is TrialStatus.UNPROVEN
+    assert verdict.status is TrialStatus.UNPROVEN
 
 
 def test_better_in_all_is_won() -> None:
-    assert run(pairs(0.1, -0.01, 0.1))[1].trial_status is TrialStatus.WON
+    assert status_of(pairs(0.1, -0.01, 0.1)) is TrialStatus.WON
 
 
 @pytest.mark.parametrize("difference", [0.0, -0.001])
 def test_no_better_is_failed(difference: float) -> None:
-    verdict = run(pairs(difference, difference, difference))[1]
-    assert verdict.trial_status is TrialStatus.FAILED
+    verdict = verdict_of(pairs(difference, difference, difference))
+    assert verdict.status is TrialStatus.FAILED
     assert "no better" in verdict.reason
 
 
 def test_worse_by_more_than_the_margin_ends_after_two_pairs() -> None:
-    assert run(pairs(-0.04))[1].trial_status is TrialStatus.OPEN
-    verdict = run(pairs(-0.04, -0.04))[1]
-    assert verdict.trial_status is TrialStatus.FAILED
+    assert status_of(pairs(-0.04)) is TrialStatus.OPEN
+    verdict = verdict_of(pairs(-0.04, -0.04))
+    assert verdict.status is TrialStatus.FAILED
     assert verdict.figures["mean_difference"] == pytest.approx(-0.04)
 
 
 def test_far_worse_ends_after_one_pair() -> None:
-    assert run(pairs(-0.1))[1].trial_status is TrialStatus.FAILED
+    assert status_of(pairs(-0.1)) is TrialStatus.FAILED
 
 
 def test_a_class_that_loses_ends_the_trial_however_good_the_reward() -> None:
     mine = told(0.9, {"default short": (200, 1.0), "default long": (100, 0.8)})
     theirs = told(0.5, {"default short": (200, 0.7), "default long": (100, 0.9)})
-    verdict = run([theirs, mine])[1]
-    assert verdict.trial_status is TrialStatus.FAILED
+    verdict = verdict_of([theirs, mine])
+    assert verdict.status is TrialStatus.FAILED
     assert "default long" in verdict.reason
 
 
 def test_a_class_of_few_requests_says_nothing() -> None:
     mine, theirs = told(0.9, {"batch long": (99, 0.0)}), told(0.5, {"batch long": (99, 1.0)})
-    assert run([theirs, mine])[1].trial_status is TrialStatus.OPEN
+    assert status_of([theirs, mine]) is TrialStatus.OPEN
 
 
 def test_no_reward_under_the_candidate_alone_ends_the_trial() -> None:
-    verdict = run([told(0.5), told(None)])[1]
-    assert verdict.trial_status is TrialStatus.FAILED
+    verdict = verdict_of([told(0.5), told(None)])
+    assert verdict.status is TrialStatus.FAILED
     assert "nothing was measured" in verdict.reason
 
 
-def test_a_pair_without_figures_is_made_up_for_but_not_for_ever() -> None:
-    canary, verdict = run([*pairs(0.1, None, 0.1)])
-    assert verdict.trial_status is TrialStatus.OPEN
+def test_a_void_pair_is_made_up_for_but_not_for_ever() -> None:
+    canary, verdict = judged([*pairs(0.1, None, 0.1)])
+    assert verdict.status is TrialStatus.OPEN
     assert canary.advance(70.0)
-    assert run(pairs(0.1, None, 0.1, 0.1))[1].trial_status is TrialStatus.WON
-    verdict = run(pairs(0.1, None, None))[1]
-    assert verdict.trial_status is TrialStatus.FAILED
+    assert status_of(pairs(0.1, None, 0.1, 0.1)) is TrialStatus.WON
+    verdict = verdict_of(pairs(0.1, None, None))
+    assert verdict.status is TrialStatus.FAILED
     assert "2 pairs" in verdict.reason
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_reward_that_is_not_finite_is_none(value: float) -> None:
-    assert run([told(0.5), told(value)])[1].trial_status is TrialStatus.FAILED
+    assert status_of([told(0.5), told(value)]) is TrialStatus.FAILED
 
 
-def test_what_the_traffic_does_by_itself_ends_no_trial() -> None:
+def test_slice_noise_ends_no_trial() -> None:
     # One pair of -0.2 is far off where slices are alike, and nothing where they differ by 0.3.
-    assert run(pairs(-0.2))[1].trial_status is TrialStatus.FAILED
-    swinging = SliceNoise(reward=0.3)
-    assert run(pairs(-0.2), swinging)[1].trial_status is TrialStatus.OPEN
-    assert run(pairs(-0.2, 0.5, 0.9), swinging)[1].trial_status is TrialStatus.UNPROVEN
-    assert run(pairs(0.2, 0.5, 0.4), swinging)[1].trial_status is TrialStatus.WON
-    # Beyond margin and noise it is harm, and what is better by less than the noise is not adopted.
-    assert run(pairs(-0.4), swinging)[1].trial_status is TrialStatus.FAILED
-    assert run(pairs(-0.25, -0.25), swinging)[1].trial_status is TrialStatus.FAILED
-    verdict = run(pairs(0.1, 0.2, 0.1), swinging)[1]
-    assert verdict.trial_status is TrialStatus.UNPROVEN
-    assert "by more than it slice_noise by itself" in verdict.reason
-    assert run(pairs(0.1, 0.2, 0.1))[1].trial_status is TrialStatus.WON
+    assert status_of(pairs(-0.2)) is TrialStatus.FAILED
+    noise = SliceNoise(reward=0.3)
+    assert status_of(pairs(-0.2), noise) is TrialStatus.OPEN
+    assert status_of(pairs(-0.2, 0.5, 0.9), noise) is TrialStatus.UNPROVEN
+    assert status_of(pairs(0.2, 0.5, 0.4), noise) is TrialStatus.WON
+    # Beyond margin and noise it is harm, and a gain smaller than the noise is not adopted.
+    assert status_of(pairs(-0.4), noise) is TrialStatus.FAILED
+    assert status_of(pairs(-0.25, -0.25), noise) is TrialStatus.FAILED
+    verdict = verdict_of(pairs(0.1, 0.2, 0.1), noise)
+    assert verdict.status is TrialStatus.UNPROVEN
+    assert "by no more than the slice noise explains" in verdict.reason
+    assert status_of(pairs(0.1, 0.2, 0.1)) is TrialStatus.WON
 
 
-def test_a_class_may_swing_as_it_does_by_itself_and_no_further() -> None:
+def test_a_class_may_vary_within_its_slice_noise_and_no_further() -> None:
     before, after = {"default long": (200, 0.9)}, {"default long": (200, 0.7)}
     rewards = [told(0.5, before), told(0.6, after)]
-    assert run(rewards)[1].trial_status is TrialStatus.FAILED
-    assert run(rewards, SliceNoise(attainment={"default long": 0.2}))[1].trial_status is TrialStatus.OPEN
-    assert run(rewards, SliceNoise(attainment={"default short": 0.9}))[1].trial_status is TrialStatus.FAILED
-    verdict = run(rewards, SliceNoise(attainment={"default long": 0.1}))[1]
-    assert verdict.trial_status is TrialStatus.FAILED
+    assert status_of(rewards) is TrialStatus.FAILED
+    assert status_of(rewards, SliceNoise(attainment={"default long": 0.2})) is TrialStatus.OPEN
+    assert status_of(rewards, SliceNoise(attainment={"default short": 0.9})) is TrialStatus.FAILED
+    verdict = verdict_of(rewards, SliceNoise(attainment={"default long": 0.1}))
+    assert verdict.status is TrialStatus.FAILED
     assert verdict.figures["attainment_limit"] == pytest.approx(0.15)
 
 
-def test_slices_of_one_side_tell_how_far_the_traffic_swings() -> None:
-    canary = Canary(QUICK, 0.0, SliceNoise(), Control())
+def test_successive_slices_of_one_side_are_neighbours() -> None:
+    canary = Canary(QUICK, 0.0, SliceNoise(), ControlVariate())
     for number in range(5):
         canary.advance(10.0 * (number + 1))
         canary.judge(number, told(0.1 * number))
@@ -166,17 +180,17 @@ def concluded(
     rewards: list[Reward], slice_noise: SliceNoise, settings: RolloutSettings
 ) -> tuple[TrialStatus, int]:
     """How a trial ends, and after how many pairs."""
-    canary, verdict, taken = Canary(settings, 0.0, slice_noise), Verdict(TrialStatus.OPEN), 0
-    while verdict.trial_status is TrialStatus.OPEN and taken < len(rewards):
-        canary.advance(settings.slice_s * (taken + 1))
-        verdict = canary.judge(taken, rewards[taken])
-        taken += 1
-    return verdict.trial_status, taken // 2
+    canary, verdict, slices = Canary(settings, 0.0, slice_noise), Verdict(TrialStatus.OPEN), 0
+    while verdict.status is TrialStatus.OPEN and slices < len(rewards):
+        canary.advance(settings.slice_s * (slices + 1))
+        verdict = canary.judge(slices, rewards[slices])
+        slices += 1
+    return verdict.status, slices // 2
 
 
 def test_a_step_without_a_gain_is_adopted_as_seldom_as_stated_and_harm_hardly_ever() -> None:
     settings, noise = RolloutSettings(), Random(0)
-    won, took = {}, {}
+    won, pairs_needed = {}, {}
     for gain in (-0.05, 0.0, 0.2):
         trials = [
             concluded(
@@ -187,112 +201,100 @@ def test_a_step_without_a_gain_is_adopted_as_seldom_as_stated_and_harm_hardly_ev
             for _ in range(1_000)
         ]
         won[gain] = sum(end is TrialStatus.WON for end, _ in trials) / 1_000
-        took[gain] = sum(count for _, count in trials) / 1_000
+        pairs_needed[gain] = sum(count for _, count in trials) / 1_000
     assert won[0.0] <= settings.false_adoption
     assert won[-0.05] <= 0.01
     assert won[0.2] >= 0.95
-    # What is clear is adopted before half of the pairs are over.
-    assert took[0.2] < settings.pairs / 2
+    # A clear gain is adopted before half of the pairs are over.
+    assert pairs_needed[0.2] < settings.pairs / 2
 
 
-def test_without_a_known_swing_a_gain_is_proven_by_all_pairs_only() -> None:
+def test_without_known_slice_noise_a_gain_is_proven_by_all_pairs_only() -> None:
     settings, alike = RolloutSettings(pairs=5), pairs(*[0.2] * 5)
     assert concluded(alike, SliceNoise(), settings) == (TrialStatus.WON, 5)
     assert concluded(alike, SliceNoise(reward=0.01), settings) == (TrialStatus.WON, 3)
 
 
+def control(slope: float = 1.0, *, residual: float) -> ControlVariate:
+    return ControlVariate(reward=slope, residual=SliceNoise(reward=residual))
+
+
 def cleared(
-    seen: list[tuple[float, float]], control: Control, settings: RolloutSettings = QUICK, noise: float = 0.5
-) -> tuple[Canary, Verdict]:
-    """Pairs of differences as (seen, expected), until the trial is over; the incumbent is always at 0.5."""
+    differences: list[tuple[float, float]],
+    control: ControlVariate,
+    settings: RolloutSettings = QUICK,
+    noise: float = 0.5,
+) -> Verdict:
+    """The end of a trial with pairs of differences (measured, expected); the incumbent is always at 0.5."""
     canary = Canary(settings, 0.0, SliceNoise(reward=noise), control)
     verdict = Verdict(TrialStatus.OPEN)
-    rewards = pairs(*(each for each, _ in seen))
-    expected = pairs(*(each for _, each in seen))
+    rewards = pairs(*(measured for measured, _ in differences))
+    expected = pairs(*(expected for _, expected in differences))
     for number, reward in enumerate(rewards):
         canary.advance(settings.slice_s * (number + 1))
         verdict = canary.judge(number, reward)
-        if verdict.trial_status is TrialStatus.OPEN and number % 2:
+        if verdict.status is TrialStatus.OPEN and number % 2:
             wanted = [part.number for part in canary.to_expect()]
             assert wanted == [number - 1, number]
             verdict = canary.expect({each: expected[each] for each in wanted})
-        if verdict.trial_status is not TrialStatus.OPEN:
+        if verdict.status is not TrialStatus.OPEN:
             break
-    return canary, verdict
+    return verdict
 
 
 def test_what_the_twin_expects_of_the_traffic_is_no_difference_of_the_sides() -> None:
-    # Seen, pairs differ by chance and prove nothing; cleared, the candidate gains 0.1 in each.
-    seen = [(0.5, 0.4), (-0.3, -0.4), (0.1, 0.0)]
-    assert (
-        run(pairs(*(each for each, _ in seen)), SliceNoise(reward=0.5))[1].trial_status
-        is TrialStatus.UNPROVEN
-    )
-    verdict = cleared(seen, Control(left=SliceNoise(reward=0.02)))[1]
-    assert verdict.trial_status is TrialStatus.WON
+    # As measured, pairs differ by chance and prove nothing; cleared, the candidate gains 0.1 in each.
+    differences = [(0.5, 0.4), (-0.3, -0.4), (0.1, 0.0)]
+    assert status_of(pairs(0.5, -0.3, 0.1), SliceNoise(reward=0.5)) is TrialStatus.UNPROVEN
+    verdict = cleared(differences, control(residual=0.02))
+    assert verdict.status is TrialStatus.WON
     assert verdict.figures["mean_difference"] == pytest.approx(0.1)
     assert verdict.figures["uncleared_difference"] == pytest.approx(0.1)
-    # Nothing of it is taken off where the twin was no guide before.
-    verdict = cleared(seen, Control(reward=0.0, left=SliceNoise(reward=0.5)))[1]
-    assert verdict.trial_status is TrialStatus.UNPROVEN
+    # Nothing of it is subtracted where the twin was no guide before.
+    assert cleared(differences, control(0.0, residual=0.5)).status is TrialStatus.UNPROVEN
 
 
 def test_harm_that_good_luck_hides_is_found() -> None:
-    assert run(pairs(0.2), SliceNoise(reward=0.5))[1].trial_status is TrialStatus.OPEN
-    verdict = cleared([(0.2, 0.5)], Control(left=SliceNoise(reward=0.02)))[1]
-    assert verdict.trial_status is TrialStatus.FAILED
+    assert status_of(pairs(0.2), SliceNoise(reward=0.5)) is TrialStatus.OPEN
+    verdict = cleared([(0.2, 0.5)], control(residual=0.02))
+    assert verdict.status is TrialStatus.FAILED
     assert verdict.figures["mean_difference"] == pytest.approx(-0.3)
 
 
 def test_a_pair_waits_for_what_is_expected_and_plain_harm_does_not() -> None:
-    canary = Canary(QUICK, 0.0, SliceNoise(reward=0.1), Control())
-    for number, reward in enumerate(pairs(-0.2)):
-        canary.advance(10.0 * (number + 1))
-        verdict = canary.judge(number, reward)
-    assert verdict.trial_status is TrialStatus.OPEN
+    canary, verdict = judged(pairs(-0.2), SliceNoise(reward=0.1), ControlVariate())
+    assert verdict.status is TrialStatus.OPEN
     assert [part.number for part in canary.to_expect()] == [0, 1]
-    canary = Canary(QUICK, 0.0, SliceNoise(reward=0.1), Control())
-    for number, reward in enumerate(pairs(-0.5)):
-        canary.advance(10.0 * (number + 1))
-        verdict = canary.judge(number, reward)
-    assert verdict.trial_status is TrialStatus.FAILED
+    verdict = verdict_of(pairs(-0.5), SliceNoise(reward=0.1), ControlVariate())
+    assert verdict.status is TrialStatus.FAILED
     assert "far below" in verdict.reason
 
 
 @pytest.mark.parametrize("missing", ["never comes", "has no reward"])
 def test_without_an_expectation_a_trial_goes_on_as_if_there_had_been_none(missing: str) -> None:
-    canary = Canary(QUICK, 0.0, SliceNoise(), Control())
-    for number, reward in enumerate(pairs(-0.2)):
-        canary.advance(10.0 * (number + 1))
-        verdict = canary.judge(number, reward)
-    assert verdict.trial_status is TrialStatus.OPEN
-    verdict = canary.expect_nothing() if missing == "never comes" else canary.expect({0: told(None)})
-    assert verdict.trial_status is TrialStatus.FAILED
+    canary, verdict = judged(pairs(-0.2), SliceNoise(), ControlVariate())
+    assert verdict.status is TrialStatus.OPEN
+    verdict = canary.drop_control() if missing == "never comes" else canary.expect({0: told(None)})
+    assert verdict.status is TrialStatus.FAILED
     assert canary.to_expect() == []
 
 
 def test_a_class_is_cleared_of_what_is_expected_of_it() -> None:
     before, after = {"default long": (200, 0.9)}, {"default long": (200, 0.6)}
     rewards, expected = [told(0.5, before), told(0.6, after)], [told(0.5, before), told(0.5, after)]
-    assert run(rewards)[1].trial_status is TrialStatus.FAILED
-    canary = Canary(QUICK, 0.0, SliceNoise(), Control())
-    for number, reward in enumerate(rewards):
-        canary.advance(10.0 * (number + 1))
-        canary.judge(number, reward)
-    assert canary.expect(dict(enumerate(expected))).trial_status is TrialStatus.OPEN
-    canary = Canary(QUICK, 0.0, SliceNoise(), Control())
-    for number, reward in enumerate(rewards):
-        canary.advance(10.0 * (number + 1))
-        canary.judge(number, reward)
+    assert status_of(rewards) is TrialStatus.FAILED
+    canary, _ = judged(rewards, SliceNoise(), ControlVariate())
+    assert canary.expect(dict(enumerate(expected))).status is TrialStatus.OPEN
+    canary, _ = judged(rewards, SliceNoise(), ControlVariate())
     verdict = canary.expect({0: expected[0], 1: expected[0]})
-    assert verdict.trial_status is TrialStatus.FAILED
+    assert verdict.status is TrialStatus.FAILED
     assert verdict.figures["attainment_difference"] == pytest.approx(-0.3)
 
 
 def test_a_constant_reward_is_not_adopted_whatever_the_twin_expected_of_it() -> None:
-    verdict = cleared([(0.0, -0.3), (0.0, -0.31), (0.0, -0.29)], Control(left=SliceNoise(reward=0.01)))[1]
+    verdict = cleared([(0.0, -0.3), (0.0, -0.31), (0.0, -0.29)], control(residual=0.01))
     assert verdict.figures["mean_difference"] == pytest.approx(0.3)
-    assert verdict.trial_status is TrialStatus.UNPROVEN
+    assert verdict.status is TrialStatus.UNPROVEN
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.5, 1.0])
@@ -301,13 +303,12 @@ def test_however_wrong_the_twin_a_step_without_a_gain_is_adopted_as_seldom_as_st
     twin: str, slope: float
 ) -> None:
     settings, noise = RolloutSettings(attainment_margin=1.0), Random(1)
+    right, error = {"right": (0.9, 0.02), "contrary": (-0.9, 0.02), "wild": (0.0, 0.2)}[twin]
+    residual = ((1 - slope * right) ** 2 * 0.1**2 + slope**2 * error**2) ** 0.5
     won = 0
     for _ in range(1_000):
-        seen = [noise.gauss(0.0, 0.1) for _ in range(settings.pairs)]
-        right = {"right": 0.9, "contrary": -0.9, "wild": 0.0}[twin]
-        told_of = [right * each + noise.gauss(0.0, 0.2 if twin == "wild" else 0.02) for each in seen]
-        left = ((1 - slope * right) ** 2 * 0.1**2 + slope**2 * (0.2 if twin == "wild" else 0.02) ** 2) ** 0.5
-        control = Control(reward=slope, left=SliceNoise(reward=left))
-        verdict = cleared(list(zip(seen, told_of, strict=True)), control, settings, noise=0.1)[1]
-        won += verdict.trial_status is TrialStatus.WON
+        measured = [noise.gauss(0.0, 0.1) for _ in range(settings.pairs)]
+        differences = [(each, right * each + noise.gauss(0.0, error)) for each in measured]
+        verdict = cleared(differences, control(slope, residual=residual), settings, noise=0.1)
+        won += verdict.status is TrialStatus.WON
     assert won <= 1_000 * settings.false_adoption

@@ -6,12 +6,12 @@ import pytest
 
 from serve_app.tuning.objective.objective import Reward
 from serve_app.tuning.online import control_variate
-from serve_app.tuning.online.control_variate import Control
+from serve_app.tuning.online.control_variate import ControlVariate
 from serve_app.tuning.online.slice_noise import Measured, neighbours_in
 from tests.tuning.rewards import told
 
 
-def control_of(seen: list[Reward], expected: list[Reward]) -> Control:
+def control_of(seen: list[Reward], expected: list[Reward]) -> ControlVariate:
     return control_variate.control_of(neighbours_in(map(Measured, seen, expected)))
 
 
@@ -27,9 +27,9 @@ def test_a_twin_that_is_right_explains_all() -> None:
     seen = [0.5, 0.2, 0.9, 0.4]
     control = control_of(slices(*seen), slices(*seen))
     assert control.reward == pytest.approx(1.0)
-    assert control.left.reward == pytest.approx(0.0)
+    assert control.residual.reward == pytest.approx(0.0)
     assert control.attainment == {"default short": pytest.approx(1.0)}
-    assert control.left.attainment == {"default short": pytest.approx(0.0)}
+    assert control.residual.attainment == {"default short": pytest.approx(0.0)}
 
 
 def test_a_twin_that_sees_half_of_it_is_believed_by_about_half() -> None:
@@ -38,7 +38,7 @@ def test_a_twin_that_sees_half_of_it_is_believed_by_about_half() -> None:
     # Drawn towards 1 by two pairs of fourteen.
     assert control.reward == pytest.approx((0.5 * 12 + 2) / 14)
     noise = math.sqrt(sum((after - before) ** 2 for before, after in itertools.pairwise(seen)) / 12)
-    assert control.left.reward == pytest.approx(noise / 7)
+    assert control.residual.reward == pytest.approx(noise / 7)
 
 
 def test_a_twin_that_says_the_contrary_is_not_believed() -> None:
@@ -46,7 +46,7 @@ def test_a_twin_that_says_the_contrary_is_not_believed() -> None:
     control = control_of(slices(*seen), slices(*(1.0 - each for each in seen)))
     assert control.reward == pytest.approx(0.0)
     noise = math.sqrt(sum((after - before) ** 2 for before, after in itertools.pairwise(seen)) / 5)
-    assert control.left.reward == pytest.approx(noise)
+    assert control.residual.reward == pytest.approx(noise)
 
 
 def test_a_wild_twin_is_believed_the_less_the_more_is_known() -> None:
@@ -70,7 +70,7 @@ def test_where_nothing_is_known_the_twin_is_believed_and_no_swing_is(
     values: tuple[float | None, ...],
 ) -> None:
     control = control_of(slices(*values), slices(*values))
-    assert (control.reward, control.left.reward) == (1.0, 0.0)
+    assert (control.reward, control.residual.reward) == (1.0, 0.0)
 
 
 def test_a_slice_without_a_reward_is_no_neighbour() -> None:
@@ -80,5 +80,5 @@ def test_a_slice_without_a_reward_is_no_neighbour() -> None:
 
 def test_slices_that_the_twin_was_not_asked_of_say_nothing_of_it() -> None:
     found = control_variate.control_of(neighbours_in(map(Measured, slices(0.1, 0.9, 0.2))))
-    assert (found.reward, found.left.reward) == (1.0, 0.0)
-    assert found.left.attainment == {"default short": 0.0}
+    assert (found.reward, found.residual.reward) == (1.0, 0.0)
+    assert found.residual.attainment == {"default short": 0.0}

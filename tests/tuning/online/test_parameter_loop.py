@@ -1,4 +1,4 @@
-"""The tuner's loop as a machine: what was seen goes in, orders and searches come out."""
+"""The tuning loop as a machine: observations go in, orders and searches come out."""
 
 import json
 from dataclasses import replace
@@ -10,15 +10,13 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
 from serve_app.tuning.objective.objective import ObjectiveSettings
-from serve_app.tuning.online.parameter_loop import ParameterLoop, Seen
-from serve_app.tuning.online.parameter_search import ParameterTuningSettings, Searched, SearchTask
+from serve_app.tuning.online.parameter_loop import Observation, ParameterLoop
+from serve_app.tuning.online.parameter_search import ParameterTuningSettings, SearchResult, SearchTask
 from serve_app.tuning.online.replay import replay
-from serve_app.tuning.online.rollout_settings import Act, RolloutSettings
-from serve_app.tuning.search.comparison import Comparison
-from serve_app.tuning.search.history import Proposal
-from serve_app.tuning.search.study import Finding
+from serve_app.tuning.online.rollout_settings import Act, Retune, RolloutSettings
 from tests.builders import spec
 from tests.metrics.builders import record
+from tests.tuning.rewards import search_result
 
 TARGET = "backpressure.target_waiting"
 CONFIGURED = SchedulerSettings(model="m", routing=RoutingSettings(pools=("only",)))
@@ -47,90 +45,84 @@ def arrived(second: float, ttft_s: float = 0.2) -> RequestRecord:
     )
 
 
-def seen(at: float, records: list[RequestRecord] | None = None, **changes: Any) -> Seen:
+def observation(at: float, records: list[RequestRecord] | None = None, **changes: Any) -> Observation:
     usual = {"settled_until": at, "records": records or [], "replicas": [REPLICA]}
-    return Seen(at=at, **{**usual, **changes})
+    return Observation(at=at, **{**usual, **changes})
 
 
-def watched(
-    until: int = 40, ttft_s: float = 0.2, settings: ParameterTuningSettings = SETTINGS
-) -> ParameterLoop:
-    """A loop that has seen a request a second."""
+def watched(until: int = 40, settings: ParameterTuningSettings = SETTINGS) -> ParameterLoop:
+    """A loop that has observed a request a second."""
     loop = ParameterLoop(CONFIGURED, settings, 0.0)
     for second in range(until):
-        assert loop.see(seen(second + 1.0, [arrived(second, ttft_s)])) == []
+        assert loop.observe(observation(second + 1.0, [arrived(second)])) == []
     return loop
 
 
-def found(target_waiting: int, *, confident: bool = True) -> Searched:
+def found(target_waiting: int, *, confident: bool = True) -> SearchResult:
     current = ParameterLoop(CONFIGURED, SETTINGS, 0.0).rollout.incumbent
-    gain = Comparison(mean=0.1, low=0.05, high=0.15, windows=4)
-    best = Proposal(1, {**current, "target_waiting": target_waiting})
-    finding = Finding(
-        best=best, search=gain, confirmation=gain, confident=confident, reason="for the test", trials=2
-    )
-    return Searched(finding=finding, speed_factor=1.0, seconds=1.0)
+    return search_result({**current, "target_waiting": target_waiting}, confident=confident)
 
 
 def test_a_search_needs_traffic_replicas_and_leave() -> None:
     loop = watched(19)
-    assert loop.search_due(seen(19.0)) is None
-    loop.see(seen(20.0, [arrived(19.0)]))
-    assert loop.search_due(seen(20.0, replicas=[])) is None
-    task = loop.search_due(seen(20.0))
+    assert loop.search_due(observation(19.0)) is None
+    loop.observe(observation(20.0, [arrived(19.0)]))
+    assert loop.search_due(observation(20.0, replicas=[])) is None
+    task = loop.search_due(observation(20.0))
     assert isinstance(task, SearchTask)
     assert len(task.plan.traffic.requests) == len(task.observed) == 20
     assert [plan.replica_id for plan in task.plan.engines] == ["r1"]
     # One at a time.
     assert loop.is_searching
-    assert loop.search_due(seen(21.0)) is None
+    assert loop.search_due(observation(21.0)) is None
     frozen = watched(20)
-    frozen.see(seen(20.0, frozen="an incident"))
-    assert frozen.search_due(seen(20.0)) is None
+    frozen.observe(observation(20.0, frozen="an incident"))
+    assert frozen.search_due(observation(20.0)) is None
 
 
 @pytest.mark.parametrize("failed", [True, False])
 def test_the_next_search_comes_after_a_rest_however_the_last_one_ended(failed: bool) -> None:
     loop = watched()
-    assert loop.search_due(seen(40.0)) is not None
+    assert loop.search_due(observation(40.0)) is not None
     if failed:
-        loop.search_failed(45.0)
+        loop.on_search_failure(45.0)
     else:
-        assert loop.searched(found(6, confident=False), 45.0) == []
+        assert loop.on_search_result(found(6, confident=False), 45.0) == []
     assert not loop.is_searching
-    assert loop.search_due(seen(94.0)) is None
-    assert loop.search_due(seen(95.0)) is not None
+    assert loop.search_due(observation(94.0)) is None
+    assert loop.search_due(observation(95.0)) is not None
 
 
 def test_what_a_search_finds_is_tried_in_slices_and_adopted_for_good() -> None:
     loop = watched()
-    loop.search_due(seen(40.0))
-    assert loop.searched(found(6), 40.0) == []
-    orders = []
+    loop.search_due(observation(40.0))
+    assert loop.on_search_result(found(6), 40.0) == []
+    orders: list[Retune] = []
     for second in range(40, 85):
-        quick = loop.rollout.in_force == loop.rollout.target or loop.rollout.target is None
-        orders += loop.see(seen(second + 1.0, [arrived(second, 0.05 if quick else 0.2)]))
+        quick = bool(orders) and orders[-1].values[TARGET] == 6
+        orders += loop.observe(observation(second + 1.0, [arrived(second, 0.05 if quick else 0.2)]))
     assert [order.values[TARGET] for order in orders] == [6, 6, 3, 6]
     assert [order.valid_s for order in orders] == [15.0, 15.0, None, None]
     assert loop.rollout.audit[-1].act is Act.ADOPTED
     assert loop.document()["studies"][0]["gain"] == 0.1
     # And nothing is searched for until the cool-down is over.
-    assert loop.search_due(seen(90.0)) is None
-    assert loop.search_due(seen(120.0)) is not None
+    assert loop.search_due(observation(90.0)) is None
+    assert loop.search_due(observation(120.0)) is not None
 
 
-def test_a_trial_knows_how_much_the_traffic_swings_by_itself() -> None:
+def test_a_trial_knows_the_slice_noise() -> None:
     loop = ParameterLoop(CONFIGURED, SETTINGS, 0.0)
     for second in range(80):
         # Ten seconds good, ten seconds bad.
-        loop.see(seen(second + 1.0, [arrived(second, 0.2 if second // 10 % 2 == 0 else 3.0)]))
-    loop.search_due(seen(80.0))
-    loop.searched(found(6), 80.0)
+        loop.observe(observation(second + 1.0, [arrived(second, 0.2 if second // 10 % 2 == 0 else 3.0)]))
+    loop.search_due(observation(80.0))
+    loop.on_search_result(found(6), 80.0)
+    orders: list[Retune] = []
     for second in range(80, 125):
-        on_trial = loop.rollout.in_force == loop.rollout.target
-        loop.see(seen(second + 1.0, [arrived(second, 0.25 if on_trial else 0.2)]))
+        on_trial = bool(orders) and orders[-1].valid_s is not None
+        orders += loop.observe(observation(second + 1.0, [arrived(second, 0.25 if on_trial else 0.2)]))
     verdict = loop.rollout.audit[-1]
-    # A little worse is no harm where traffic slice_noise so, nor is it a gain.
+    # A little worse is no harm where the slice noise is so large, nor is it a gain.
     assert verdict.act is Act.ROLLED_BACK
     assert "no better" in verdict.reason
     assert verdict.figures["pairs"] == 2
@@ -143,13 +135,13 @@ def test_a_new_scheduler_is_given_what_was_in_force_for_good() -> None:
     (order,) = loop.begin(CONFIGURED, 3.0)
     assert (order.values[TARGET], order.valid_s) == (5, None)
     # Its clock is another one, and nothing of the old traffic is left.
-    assert loop.search_due(seen(4.0)) is None
+    assert loop.search_due(observation(4.0)) is None
 
 
 def test_a_loop_that_is_started_again_knows_what_was_tried() -> None:
     loop = watched()
-    loop.search_due(seen(40.0))
-    loop.searched(found(6), 41.0)
+    loop.search_due(observation(40.0))
+    loop.on_search_result(found(6), 41.0)
     state = json.loads(json.dumps(loop.state()))
     again = ParameterLoop(CONFIGURED, SETTINGS, 0.0)
     (order,) = again.begin(CONFIGURED, 0.0, state)
@@ -168,20 +160,20 @@ def test_a_broken_state_is_refused_and_the_loop_begins_without() -> None:
 def on_trial() -> tuple[ParameterLoop, float]:
     """A loop whose trial has a pair that waits for what the twin expects; and the time."""
     loop = watched(settings=CONTROLLED)
-    loop.search_due(seen(40.0))
-    assert loop.searched(found(6), 40.0) == []
-    loop.see(seen(41.0, [arrived(40.0)]))
+    loop.search_due(observation(40.0))
+    assert loop.on_search_result(found(6), 40.0) == []
+    loop.observe(observation(41.0, [arrived(40.0)]))
     task = loop.replay_due()
     assert task is not None
     # Slices of ten seconds since the beginning, each after what is known of two more.
     assert task.lead_s == 20.0
     assert [len(each.requests) for each in task.slices] == [10, 20, 30, 30]
     assert task.numbers == ()
-    loop.replayed(replay(task), 41.0)
+    loop.on_replay_result(replay(task), 41.0)
     now = 41.0
     while loop.rollout.to_expect() == []:
         now += 1.0
-        loop.see(seen(now, [arrived(now - 1.0)]))
+        loop.observe(observation(now, [arrived(now - 1.0)]))
         assert now < 62.0
     return loop, now
 
@@ -194,14 +186,14 @@ def test_a_pair_waits_for_what_the_twin_expects_of_its_requests() -> None:
     assert [len(each.requests) for each in task.slices] == [30, 30]
     assert task.plan.tunable.scheduler.backpressure.target_waiting == 3
     assert loop.replay_due() is None
-    loop.replayed(replay(task), now)
+    loop.on_replay_result(replay(task), now)
     assert loop.rollout.to_expect() == []
     for second in range(int(now), int(now) + 21):
-        loop.see(seen(second + 1.0, [arrived(second)]))
+        loop.observe(observation(second + 1.0, [arrived(second)]))
     again = loop.replay_due()
     assert again is not None
     assert again.numbers == (2, 3)
-    loop.replayed(replay(again), now + 21)
+    loop.on_replay_result(replay(again), now + 21)
     verdict = loop.rollout.audit[-1]
     assert verdict.act is Act.ROLLED_BACK
     assert "uncleared_difference" in verdict.figures
@@ -213,15 +205,15 @@ def test_a_trial_goes_on_without_expectations_that_do_not_come(end: str) -> None
     task = loop.replay_due()
     assert task is not None
     if end == "fails":
-        loop.replay_failed(now)
+        loop.on_replay_failure(now)
     else:
         for second in range(int(now), int(now) + 32):
-            loop.see(seen(second + 1.0, [arrived(second)]))
+            loop.observe(observation(second + 1.0, [arrived(second)]))
         now += 32
-        assert loop.replayed(replay(task), now) == []
+        assert loop.on_replay_result(replay(task), now) == []
     while loop.rollout.target is not None:
         now += 1.0
-        loop.see(seen(now, [arrived(now - 1.0)]))
+        loop.observe(observation(now, [arrived(now - 1.0)]))
         assert now < 120.0
     assert loop.replay_due() is None
     verdict = loop.rollout.audit[-1]
@@ -236,4 +228,4 @@ def test_what_is_expected_of_a_trial_that_is_over_is_not_listened_to() -> None:
     assert task is not None
     (order,) = loop.begin(CONFIGURED, 3.0)
     assert order.valid_s is None
-    assert loop.replayed(replay(task), now) == []
+    assert loop.on_replay_result(replay(task), now) == []

@@ -48,8 +48,8 @@ def tidal(trace: Trace) -> Trace:
 def production() -> list[RequestRecord]:
     """What one replica made of a minute and a half in which it was idle and overrun in turn."""
     trace = scale_to_rate(choose_trace(TraceChoice(name="paper-mix", requests=2_700), 3), 30.0)
-    world = Simulation(scheduler_settings("ewsjf", FLEET.routing, {}), FLEET.plans(isolated=True))
-    return world.run(list(requests_of(tidal(trace), Disclosure(), 16)))
+    simulation = Simulation(scheduler_settings("ewsjf", FLEET.routing, {}), FLEET.plans(isolated=True))
+    return simulation.run(list(requests_of(tidal(trace), Disclosure(), 16)))
 
 
 def task(production: list[RequestRecord], speed_factor: float = 1.0) -> ReplayTask:
@@ -61,7 +61,7 @@ def task(production: list[RequestRecord], speed_factor: float = 1.0) -> ReplayTa
     lead_s = SETTINGS.settle_s + LEAD_SLICES * SETTINGS.slice_s
     tunable = Tunable(scheduler=scheduler_settings("ewsjf", FLEET.routing, {}))
     traffic = log.trace(end)
-    slices = [log.stretch(each.start - lead_s, each.end) for each in steady_slices(15.0, end, SETTINGS)]
+    slices = [log.trace_between(each.start - lead_s, each.end) for each in steady_slices(15.0, end, SETTINGS)]
     assert traffic is not None
     return ReplayTask(
         plan=TwinPlan(
@@ -88,7 +88,7 @@ def test_the_twin_explains_most_of_what_the_traffic_does_by_itself(production: l
     control, noise = control_of(known), slice_noise_of(known).reward
     assert noise > 0.1
     assert control.reward > 0.7
-    assert control.left.reward < noise / 3
+    assert control.residual.reward < noise / 3
 
 
 def test_a_replay_is_the_same_each_time_and_knows_the_pace_of_the_engines(

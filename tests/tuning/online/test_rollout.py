@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from serve_app.tuning.objective.objective import Reward
-from serve_app.tuning.online.control_variate import Control
+from serve_app.tuning.online.control_variate import ControlVariate
 from serve_app.tuning.online.rollout import Rollout
 from serve_app.tuning.online.rollout_settings import Act, Apply, Mode, RolloutSettings, Slice
 from serve_app.tuning.online.slice_noise import SliceNoise
 from serve_app.tuning.search.search_space import Values
+from tests.tuning.production import Production
 from tests.tuning.rewards import BEST, CURRENT, space, told
 
 ON = RolloutSettings(
@@ -27,37 +28,6 @@ ON = RolloutSettings(
     failure_cool_down_s=300.0,
 )
 Judge = Callable[[Slice], Reward]
-
-
-class Production:
-    """What is in force, with values that run out as those do that apply them."""
-
-    def __init__(self, rollout: Rollout) -> None:
-        self.rollout = rollout
-        self.trial_status = self.values = rollout.incumbent
-        self.ends_at = math.inf
-        self.applied: list[Values] = []
-
-    def carry_out(self, commands: list[Apply], now: float) -> None:
-        for command in commands:
-            self.values, self.ends_at = dict(command.values), math.inf
-            self.applied.append(command.values)
-            if command.valid_s is None:
-                self.trial_status = self.values
-            else:
-                self.ends_at = now + command.valid_s
-
-    def passes(self, now: float) -> None:
-        if now >= self.ends_at:
-            self.values, self.ends_at = self.trial_status, math.inf
-
-    def live(self, begin: float, end: float, judge: Judge) -> None:
-        """Drive the roll-out second by second."""
-        for now in range(int(begin), int(end)):
-            self.passes(now)
-            self.carry_out(self.rollout.tick(now), now)
-            for part in self.rollout.to_judge(now, now):
-                self.carry_out(self.rollout.judged(part, judge(part), now, now), now)
 
 
 def better(part: Slice) -> Reward:
@@ -73,35 +43,43 @@ def acts(rollout: Rollout) -> list[Act]:
 
 
 def proposed(**changes: Any) -> Production:
-    rollout = Rollout(space(), CURRENT, replace(ON, **changes))
-    production = Production(rollout)
-    production.carry_out(rollout.propose(BEST, 0.0, "won by 0.1"), 0.0)
+    production = Production(Rollout(space(), CURRENT, replace(ON, **changes)))
+    production.carry_out(production.rollout.propose(BEST, 0.0, "won by 0.1"), 0.0)
     return production
+
+
+def run(production: Production, begin: float, end: float, judge: Judge) -> None:
+    """Drive the roll-out second by second."""
+    for now in range(int(begin), int(end)):
+        production.expire(now)
+        production.carry_out(production.rollout.tick(now), now)
+        for part in production.rollout.to_judge(now, now):
+            production.carry_out(production.rollout.judge(part, judge(part), now, now), now)
 
 
 def test_a_step_that_holds_is_adopted_and_the_next_follows_after_the_cool_down() -> None:
     production = proposed()
-    production.live(0, 80, better)
+    run(production, 0, 80, better)
     rollout = production.rollout
     assert acts(rollout) == [Act.STARTED, Act.ADOPTED]
-    assert production.trial_status == production.values == rollout.incumbent
+    assert production.permanent == production.values == rollout.incumbent
     assert rollout.incumbent == space().step(CURRENT, BEST, 0.2)
     assert rollout.propose(BEST, 90.0) == []
     assert "cool-down" in rollout.audit[-1].reason
     for start in range(200, 2_000, 200):
         production.carry_out(rollout.propose(BEST, start), start)
-        production.live(start, start + 100, better)
+        run(production, start, start + 100, better)
     assert production.values == BEST
 
 
 def test_a_step_that_does_harm_is_taken_back_and_nothing_is_tried_for_a_while() -> None:
     production = proposed()
-    production.live(0, 80, worse)
+    run(production, 0, 80, worse)
     assert acts(production.rollout) == [Act.STARTED, Act.ROLLED_BACK]
-    assert production.values == production.trial_status == CURRENT
-    told_why = production.rollout.audit[-1]
-    assert "margin" in told_why.reason
-    assert told_why.figures["mean_difference"] == pytest.approx(-0.2)
+    assert production.values == production.permanent == CURRENT
+    decision = production.rollout.audit[-1]
+    assert "margin" in decision.reason
+    assert decision.figures["mean_difference"] == pytest.approx(-0.2)
     # It was in force for no more than a pair's time.
     assert not production.rollout.is_ready(250.0)
     assert production.rollout.is_ready(400.0)
@@ -122,9 +100,9 @@ def test_a_step_that_does_harm_is_taken_back_and_nothing_is_tried_for_a_while() 
 )
 def test_a_poisoned_objective_never_changes_production(reward: Judge) -> None:
     production = proposed()
-    production.live(0, 400, reward)
+    run(production, 0, 400, reward)
     assert acts(production.rollout) == [Act.STARTED, Act.ROLLED_BACK]
-    assert production.values == production.trial_status == CURRENT
+    assert production.values == production.permanent == CURRENT
 
 
 def test_requests_that_do_not_end_leave_a_slice_without_a_reward() -> None:
@@ -135,14 +113,14 @@ def test_requests_that_do_not_end_leave_a_slice_without_a_reward() -> None:
         # A request of the candidate's first slice never ends.
         settled = min(now, 12)
         for part in rollout.to_judge(now, settled):
-            production.carry_out(rollout.judged(part, better(part), now, settled), now)
+            production.carry_out(rollout.judge(part, better(part), now, settled), now)
     assert acts(rollout) == [Act.STARTED, Act.ROLLED_BACK]
     assert production.values == CURRENT
 
 
 def test_advice_changes_nothing() -> None:
     production = proposed(mode="advise")
-    production.live(0, 100, better)
+    run(production, 0, 100, better)
     assert production.applied == []
     (advice,) = production.rollout.audit
     assert (advice.act, advice.reason) == (Act.ADVISED, "won by 0.1")
@@ -156,10 +134,10 @@ def test_off_takes_nothing() -> None:
 @pytest.mark.parametrize("second", [5, 15, 35])
 def test_a_freeze_returns_to_the_incumbent_at_once(second: int) -> None:
     production = proposed()
-    production.live(0, second, better)
+    run(production, 0, second, better)
     production.carry_out(production.rollout.freeze(second, "release day"), second)
     assert production.values == CURRENT
-    production.live(second, 400, better)
+    run(production, second, 400, better)
     assert production.rollout.propose(BEST, 1_000.0) == []
     assert "release day" in production.rollout.audit[-1].reason
     production.rollout.thaw(1_001.0)
@@ -167,25 +145,17 @@ def test_a_freeze_returns_to_the_incumbent_at_once(second: int) -> None:
     assert acts(production.rollout)[-2:] == [Act.THAWED, Act.STARTED]
 
 
-def test_another_mode_ends_a_trial() -> None:
-    production = proposed()
-    production.live(0, 15, better)
-    assert production.values != CURRENT
-    production.carry_out(production.rollout.set_mode("off", 15.0), 15.0)
-    assert production.values == CURRENT
-
-
 def test_a_tuner_that_dies_leaves_nothing_behind() -> None:
     production = proposed()
-    production.live(0, 15, better)
+    run(production, 0, 15, better)
     assert production.values != CURRENT
-    production.passes(10.0 + 1.5 * ON.slice_s)
+    production.expire(10.0 + 1.5 * ON.slice_s)
     assert production.values == CURRENT
 
 
 def test_a_restart_returns_to_the_incumbent_and_keeps_what_was_adopted() -> None:
     production = proposed()
-    production.live(0, 80, better)
+    run(production, 0, 80, better)
     adopted = production.rollout.incumbent
     production.rollout.freeze(90.0, "night")
     stored = json.loads(json.dumps(production.rollout.state(90.0)))
@@ -199,7 +169,7 @@ def test_a_restart_returns_to_the_incumbent_and_keeps_what_was_adopted() -> None
 
 def test_a_restart_in_the_middle_of_a_trial_is_a_step_taken_back() -> None:
     production = proposed()
-    production.live(0, 15, better)
+    run(production, 0, 15, better)
     stored = production.rollout.state(15.0)
     restored = Rollout(space(), CURRENT, ON)
     assert restored.restore(stored, 0.0) == [Apply(values=CURRENT)]
@@ -228,15 +198,12 @@ def test_a_broken_state_is_refused_as_a_whole(change: dict[str, object], message
     assert rollout.is_ready(0.0)
 
 
-def test_settings_from_outside_end_a_trial_and_are_what_is_returned_to() -> None:
-    production = proposed()
-    production.live(0, 15, better)
-    outside = {**CURRENT, "n": 40}
-    production.carry_out(production.rollout.replace_incumbent(outside, 15.0, "operator"), 15.0)
-    assert production.values == outside
-    # Beyond the bounds is the operator's right; a step from there leads inside.
-    production.rollout.propose(BEST, 1_000.0)
-    assert space().is_within(production.rollout.target or {})
+def test_a_step_from_settings_beyond_the_bounds_leads_inside() -> None:
+    beyond = {**CURRENT, "n": 40}
+    rollout = Rollout(space(beyond), beyond, ON)
+    assert rollout.incumbent == beyond
+    rollout.propose(BEST, 0.0)
+    assert space().is_within(rollout.target or {})
 
 
 @pytest.mark.parametrize(
@@ -274,7 +241,7 @@ class Guarded(RuleBasedStateMachine):
             assert space().is_within(values)
             if command.valid_s is not None:
                 self.never_farther_than_a_step(before, values)
-                assert self.rollout.mode == "on"
+                assert self.settings.mode == "on"
                 assert not self.rollout.frozen
         self.production.carry_out(commands, self.now)
 
@@ -287,12 +254,12 @@ class Guarded(RuleBasedStateMachine):
     @rule(seconds=st.floats(0.0, 40.0))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.production.passes(self.now)
+        self.production.expire(self.now)
         self.do(self.rollout.tick(self.now))
 
     @rule(candidate=CANDIDATE, slope=st.one_of(st.none(), st.floats(0.0, 1.0)))
     def a_candidate_won(self, candidate: Values, slope: float | None) -> None:
-        control = None if slope is None else Control(reward=slope)
+        control = None if slope is None else ControlVariate(reward=slope)
         self.do(self.rollout.propose(candidate, self.now, control=control))
 
     @rule(mine=REWARD, theirs=REWARD, of_another=st.sampled_from([False, False, True]))
@@ -301,7 +268,7 @@ class Guarded(RuleBasedStateMachine):
     ) -> None:
         before, parts = self.rollout.incumbent, self.rollout.to_expect()
         expected = {part.number: told(mine if part.of_candidate else theirs) for part in parts}
-        self.do(self.rollout.expected(self.rollout.trials - of_another, expected, self.now))
+        self.do(self.rollout.expect(self.rollout.trials - of_another, expected, self.now))
         if of_another:
             assert self.rollout.incumbent == before
             assert self.rollout.to_expect() == parts
@@ -310,13 +277,14 @@ class Guarded(RuleBasedStateMachine):
     @rule(slope=st.floats(0.0, 1.0))
     def more_is_known_of_the_twin(self, slope: float) -> None:
         before = self.rollout.incumbent
-        self.do(self.rollout.controlled(Control(reward=slope, left=SliceNoise(reward=0.1)), self.now))
+        control = ControlVariate(reward=slope, residual=SliceNoise(reward=0.1))
+        self.do(self.rollout.use_control(control, self.now))
         self.never_farther_than_a_step(before, self.rollout.incumbent)
 
     @rule()
     def the_twin_does_not_tell(self) -> None:
         before = self.rollout.incumbent
-        self.do(self.rollout.not_expected(self.now))
+        self.do(self.rollout.drop_control(self.now))
         assert self.rollout.to_expect() == []
         self.never_farther_than_a_step(before, self.rollout.incumbent)
 
@@ -327,7 +295,7 @@ class Guarded(RuleBasedStateMachine):
             value = mine if part.of_candidate else theirs
             before, adopted = self.rollout.incumbent, acts(self.rollout).count(Act.ADOPTED)
             reward = told(value, {"default short": (200, kept if part.of_candidate else 0.9)})
-            self.do(self.rollout.judged(part, reward, self.now, settled))
+            self.do(self.rollout.judge(part, reward, self.now, settled))
             if acts(self.rollout).count(Act.ADOPTED) == adopted:
                 assert self.rollout.incumbent == before
             else:
@@ -345,10 +313,6 @@ class Guarded(RuleBasedStateMachine):
     def thawed(self) -> None:
         self.do(self.rollout.thaw(self.now))
 
-    @rule(mode=st.sampled_from(["off", "advise", "on", "on"]))
-    def another_mode(self, mode: Any) -> None:
-        self.do(self.rollout.set_mode(mode, self.now))
-
     @rule()
     def restarted(self) -> None:
         stored = json.loads(json.dumps(self.rollout.state(self.now)))
@@ -365,7 +329,7 @@ class Guarded(RuleBasedStateMachine):
         if self.rollout.target is not None:
             allowed.append(self.rollout.target)
         assert self.production.values in allowed
-        assert self.production.trial_status == self.rollout.incumbent
+        assert self.production.permanent == self.rollout.incumbent
 
     @invariant()
     def without_a_trial_the_incumbent_is_in_force(self) -> None:
@@ -380,6 +344,6 @@ TestGuarded.settings = settings(max_examples=60, stateful_step_count=40, deadlin
 @given(rewards=st.lists(st.one_of(st.none(), st.just(math.nan), st.just(0.25)), min_size=6, max_size=6))
 def test_no_poison_in_any_order_is_adopted(rewards: list[float | None]) -> None:
     production = proposed()
-    production.live(0, 400, lambda part: told(rewards[part.number % 6]))
+    run(production, 0, 400, lambda part: told(rewards[part.number % 6]))
     assert Act.ADOPTED not in acts(production.rollout)
     assert production.values == CURRENT

@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from serve_app.tuning.search.history import Proposal
-from serve_app.tuning.search.study_settings import StudySettings
 
 from serve_app.scheduling.decision_log import Decision
 from serve_app.scheduling.events import Retuned
@@ -13,14 +11,14 @@ from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.simulation.simulation import SimulatedRequest
 from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
 from serve_app.tuning.objective.objective import ObjectiveSettings
-from serve_app.tuning.online.parameter_search import ParameterTuningSettings, Searched, SearchTask
-from serve_app.tuning.online.replay import Replayed, ReplayTask
+from serve_app.tuning.online.parameter_search import ParameterTuningSettings, SearchResult, SearchTask
+from serve_app.tuning.online.replay import ReplayResult, ReplayTask
 from serve_app.tuning.online.rollout_settings import Act, RolloutSettings
 from serve_app.tuning.online.tuned_simulation import TunedSimulation, counting_replay, counting_search
-from serve_app.tuning.search.comparison import Comparison
-from serve_app.tuning.search.study import Finding
+from serve_app.tuning.search.study import StudySettings
 from serve_app.tuning.twin.digital_twin import TwinSettings
 from serve_app.workloads.transform import scale_to_rate
+from tests.tuning.rewards import search_result
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 1})
 RATE_PER_S = 20.0
@@ -43,38 +41,28 @@ def requests(count: int) -> list[SimulatedRequest]:
     return list(requests_of(trace, Disclosure(), 16))
 
 
-def world(tuning: ParameterTuningSettings = TUNING, **changes: object) -> TunedSimulation:
+def production(tuning: ParameterTuningSettings = TUNING, **changes: object) -> TunedSimulation:
     given = {"searcher": counting_search(tuning, 1_000.0)} | changes
     scheduler = scheduler_settings("ewsjf", FLEET.routing, {})
     return TunedSimulation(scheduler, FLEET.plans(isolated=True), tuning, **given)  # type: ignore[arg-type]
 
 
-def certain(task: SearchTask) -> Searched:
+def certain(task: SearchTask) -> SearchResult:
     """A finding whatever the traffic."""
-    comparison = Comparison(mean=0.1, low=0.1, high=0.1, windows=2)
-    values = {**task.plan.space.current, "target_waiting": 5}
-    finding = Finding(
-        best=Proposal(1, values),
-        search=comparison,
-        confirmation=comparison,
-        confident=True,
-        reason="for the test",
-        trials=2,
-    )
-    return Searched(finding=finding, speed_factor=1.0, seconds=1.0)
+    return search_result({**task.plan.space.current, "target_waiting": 5})
 
 
 def test_a_search_ends_as_much_later_as_it_would_have_taken() -> None:
-    results: list[Searched] = []
+    results: list[SearchResult] = []
     tasks: list[SearchTask] = []
     search = counting_search(TUNING, 1_000.0)
 
-    def searcher(task: SearchTask) -> Searched:
+    def searcher(task: SearchTask) -> SearchResult:
         tasks.append(task)
         results.append(search(task))
         return results[-1]
 
-    made = world(replace(TUNING, every_s=1_000.0), searcher=searcher)
+    made = production(replace(TUNING, every_s=1_000.0), searcher=searcher)
     records = made.run(requests(300))
     assert len(records) == 300
     assert made.searches == len(results) == 1
@@ -89,21 +77,21 @@ def test_a_search_ends_as_much_later_as_it_would_have_taken() -> None:
 
 
 def test_the_same_run_comes_to_the_same_end() -> None:
-    first, second = world(), world()
+    first, second = production(), production()
     assert first.run(requests(400)) == second.run(requests(400))
     assert first.loop.rollout.audit == second.loop.rollout.audit
     assert first.searches == second.searches >= 2
 
 
 def test_pairs_are_weighed_when_their_replay_would_have_ended() -> None:
-    replays: list[tuple[float, Replayed]] = []
+    replays: list[tuple[float, ReplayResult]] = []
     plain = counting_replay(1_000.0)
 
-    def replayer(task: ReplayTask) -> Replayed:
-        replays.append((made.world.timeline.now, plain(task)))
+    def replayer(task: ReplayTask) -> ReplayResult:
+        replays.append((made.simulation.timeline.now, plain(task)))
         return replays[-1][1]
 
-    made = world(searcher=certain, replayer=replayer)
+    made = production(searcher=certain, replayer=replayer)
     made.run(requests(100 + 20 * 60))
     audit = made.loop.rollout.audit
     verdicts = [each for each in audit if each.act in (Act.ADOPTED, Act.ROLLED_BACK)]
@@ -115,15 +103,15 @@ def test_pairs_are_weighed_when_their_replay_would_have_ended() -> None:
     assert 0.0 <= verdicts[0].at - (at + last.seconds / TUNING.core_share) <= 1.0
 
 
-def test_values_on_trial_run_out_when_the_tuner_says_no_more() -> None:
+def test_values_on_trial_expire_when_no_order_follows() -> None:
     seen: list[tuple[float, int]] = []
 
     def note(decision: Decision) -> None:
         if isinstance(decision.event, Retuned):
             seen.append((decision.now, decision.event.settings.backpressure.target_waiting))
 
-    made = world(searcher=certain, on_decision=note)
-    # The tuner looks no more after the last arrival, in the middle of the candidate's first slice.
+    made = production(searcher=certain, on_decision=note)
+    # The tuner ends with the last arrival, in the middle of the candidate's first slice.
     made.run(requests(100 + 20 * 12))
     assert made.loop.rollout.audit[0].act is Act.STARTED
     (begun, tried), (ended, back) = seen

@@ -2,7 +2,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.scheduling.policies.partition import Partition
@@ -46,6 +46,7 @@ def test_a_rate_of_zero_adjusts_nothing() -> None:
     assert adjusted(TWO, [101, 101, 1900, 1900], AdjustmentSettings(rate=0, min_members=1)) == TWO
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 1000),
     st.lists(st.integers(1, 200_000), max_size=300),
@@ -56,9 +57,9 @@ def test_queues_stay_as_many_and_apart_and_only_widen(
     seed: int, recent: Sequence[int], rate: float, tolerance_ratio: float
 ) -> None:
     partition = refine_and_prune(heavy_tail(300, seed), RefineAndPruneSettings())
-    settings = AdjustmentSettings(rate=rate, min_members=1, tolerance_ratio=tolerance_ratio)
+    adjustment = AdjustmentSettings(rate=rate, min_members=1, tolerance_ratio=tolerance_ratio)
 
-    moved = adjusted(partition, recent, settings)
+    moved = adjusted(partition, recent, adjustment)
 
     assert len(moved) == len(partition)
     for before, after in zip(partition.intervals, moved.intervals, strict=True):

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.tuning.partition.online_adjustment import AdjustmentSettings
-from serve_app.tuning.partition.partition_distance import distance
 from serve_app.tuning.partition.refine_and_prune import refine_and_prune
 from serve_app.tuning.partition.strategic_loop import (
     PartitionChange,
     Reason,
     StrategicLoop,
     StrategicSettings,
+    partition_distance,
 )
 from tests.tuning.builders import Sample, heavy_tail, paper_mix
 
@@ -98,7 +98,7 @@ def test_other_lengths_are_answered_within_two_looks_for_drift() -> None:
     # The old traffic has no part in what is in force in the end.
     alone = refine_and_prune(after, USUAL.refine_and_prune)
     assert loop.change is not None
-    assert distance(loop.change.partition, alone, after) < USUAL.min_distance
+    assert partition_distance(loop.change.partition, alone, after) < USUAL.min_distance
 
 
 def test_a_flip_of_the_mix_is_learned_from_and_changes_queues_only_where_they_differ() -> None:
@@ -112,7 +112,7 @@ def test_a_flip_of_the_mix_is_learned_from_and_changes_queues_only_where_they_di
     assert changes == []
     alone = refine_and_prune(after, USUAL.refine_and_prune)
     assert loop.change is not None
-    assert distance(loop.change.partition, alone, after) < USUAL.min_distance
+    assert partition_distance(loop.change.partition, alone, after) < USUAL.min_distance
 
 
 def test_lengths_that_creep_are_followed_between_full_runs() -> None:

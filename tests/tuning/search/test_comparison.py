@@ -20,9 +20,10 @@ def test_the_interval_is_of_the_paired_difference() -> None:
     assert not found.is_win
 
 
-def test_the_same_gain_everywhere_is_a_win_and_the_same_loss_a_loss() -> None:
+def test_the_same_gain_everywhere_is_a_win_and_the_same_loss_is_none() -> None:
     assert compare(by_window(2.0, 3.0), by_window(1.0, 2.0)).is_win
-    assert compare(by_window(1.0, 2.0), by_window(2.0, 3.0)).is_loss
+    worse = compare(by_window(1.0, 2.0), by_window(2.0, 3.0))
+    assert (worse.low, worse.high, worse.is_win) == (-1.0, -1.0, False)
 
 
 def test_a_tie_is_no_win() -> None:

@@ -44,8 +44,8 @@ def test_draws_and_values_are_inverse(current: Values, draws: dict[str, float]) 
 @given(current=VALUES)
 def test_the_current_values_are_in_the_middle_of_the_prior(current: Values) -> None:
     around = space(current)
-    draws, units = around.draws_of(current), around.units(current)
-    assert draws == pytest.approx(units)
+    units = {each.name: each.unit(current[each.name]) for each in around}
+    assert around.draws_of(current) == pytest.approx(units)
 
 
 def test_the_prior_is_denser_near_the_current_value_and_reaches_both_ends() -> None:
@@ -80,7 +80,7 @@ def test_steps_arrive(start: Values, end: Values, largest: float) -> None:
     assert at == goal
 
 
-def test_a_value_beyond_the_bounds_is_kept_as_what_is_in_force() -> None:
+def test_a_current_value_beyond_the_bounds_is_kept() -> None:
     beyond = space({**CURRENT, "n": 40})
     assert beyond.current["n"] == 40
     assert beyond.draws_of(beyond.current)["n"] == 1.0

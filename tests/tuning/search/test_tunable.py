@@ -57,7 +57,7 @@ def test_given_weights_stay() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_has_a_space_whose_corners_are_settings(policy: str) -> None:
     tunable = Tunable(scheduler=SchedulerSettings(model="m", policy=policy))
-    space = space_of(tunable, context_of_short=8_192)
+    space = space_of(tunable, max_b_short_tokens=8_192)
     for draw in (0.0, 1.0):
         corner = space.from_draws(dict.fromkeys(space.names, draw))
         tuned = tunable.with_values(corner, space)
@@ -68,7 +68,7 @@ def test_only_what_matters_is_tuned() -> None:
     plain = {each.name for each in parameters_of(SchedulerSettings(model="m", policy="fcfs"), 8_192)}
     assert plain == {"target_waiting", "b_short_tokens"}
     one_pool = SchedulerSettings(model="m", routing=RoutingSettings(pools=("all",)))
-    assert "b_short_tokens" not in space_of(Tunable(scheduler=one_pool), context_of_short=8_192).names
+    assert "b_short_tokens" not in space_of(Tunable(scheduler=one_pool), max_b_short_tokens=8_192).names
     off = SchedulerSettings(model="m", isolation=IsolationSettings(max_long_prefills=0))
     assert "short_work_share" not in space_of(Tunable(scheduler=off)).names
     ordered = SchedulerSettings(model="m", engine_priority=EnginePrioritySettings(enabled=True))
@@ -77,13 +77,13 @@ def test_only_what_matters_is_tuned() -> None:
 
 
 def test_the_border_of_the_pools_stays_within_the_context_of_the_short_one() -> None:
-    assert space_of(OURS, context_of_short=4_096)["b_short_tokens"].high == 4_096
+    assert space_of(OURS, max_b_short_tokens=4_096)["b_short_tokens"].high == 4_096
 
 
 def test_a_border_that_adapts_by_itself_is_not_tuned() -> None:
     adaptive = RoutingSettings(adaptive_b_short=AdaptiveBShortSettings(enabled=True))
     adapting = Tunable(scheduler=SchedulerSettings(model="m", routing=adaptive))
-    assert "b_short_tokens" not in space_of(adapting, context_of_short=8_192).names
+    assert "b_short_tokens" not in space_of(adapting, max_b_short_tokens=8_192).names
 
 
 def test_a_part_of_the_space_can_be_chosen() -> None:

@@ -8,7 +8,7 @@ from serve_app.scheduling import SchedulerSettings
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.workload import TraceChoice, choose_trace
 from serve_app.tuning.objective.objective import ObjectiveSettings
-from serve_app.tuning.search.scoreboard import Job
+from serve_app.tuning.search.study import Job
 from serve_app.tuning.search.tunable import Tunable, space_of
 from serve_app.tuning.twin.digital_twin import DigitalTwin, TwinPlan, TwinSettings, with_speed
 from serve_app.tuning.twin.processes import TwinProcesses

@@ -24,8 +24,8 @@ PLANS = tuple(FLEET.plans(isolated=True))
 def served(rate_per_s: float, factor: float) -> tuple[RequestRecord, ...]:
     """A production whose engines take so much longer than the profile says."""
     trace = scale_to_rate(choose_trace(TraceChoice(name="paper-mix", requests=700), 3), rate_per_s)
-    world = Simulation(scheduler_settings("ewsjf", FLEET.routing, {}), with_speed(PLANS, factor))
-    return tuple(world.run(list(requests_of(trace, Disclosure(), 16))))
+    simulation = Simulation(scheduler_settings("ewsjf", FLEET.routing, {}), with_speed(PLANS, factor))
+    return tuple(simulation.run(list(requests_of(trace, Disclosure(), 16))))
 
 
 @pytest.mark.parametrize("rate_per_s", [30.0, 300.0])

@@ -128,11 +128,11 @@ def test_a_stretch_is_none_if_nothing_came_or_something_may_be_forgotten() -> No
     log = TrafficLog(capacity=4)
     for at in (4.5, 2.0, 3.0):
         log.add(record(request_id=f"r{at}", arrived_at=at, finished_at=at + 0.5))
-    found = log.stretch(1.0, 4.0)
+    found = log.trace_between(1.0, 4.0)
     assert found is not None
     # The seconds before the first request are part of it.
     assert [one.arrival_s for one in found.requests] == [1.0, 2.0]
-    assert log.stretch(5.0, 9.0) is None
+    assert log.trace_between(5.0, 9.0) is None
     log.add(record(request_id="full", arrived_at=6.0, finished_at=7.0))
-    assert log.stretch(1.0, 4.0) is None
-    assert log.stretch(2.5, 9.0) is not None
+    assert log.trace_between(1.0, 4.0) is None
+    assert log.trace_between(2.5, 9.0) is not None
