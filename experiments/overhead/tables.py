@@ -7,7 +7,8 @@ from experiments.common.rows import ANY, Row
 from experiments.common.tables import Table, load_note, markdown
 
 _ENGINE = "engine"
-# Whatever else there is stands behind these.
+# Learns beside the requests, now and then: its work is no part of a request.
+_TUNER = "tuner"
 _ROLES = ("gateway", "haproxy", "scheduler", "serve", "ray")
 
 
@@ -20,7 +21,16 @@ def _headline(rows: Sequence[Row]) -> str:
 
 
 def _parts(rows: Sequence[Row]) -> str:
-    head = ["request", "clients", "straight, 1/s", "through, 1/s", *_ROLES, "all of the layer", "engine"]
+    head = [
+        "request",
+        "clients",
+        "straight, 1/s",
+        "through, 1/s",
+        *_ROLES,
+        "all of the layer",
+        _TUNER,
+        _ENGINE,
+    ]
     lines = [
         [
             str(row.key["kind"]),
@@ -28,7 +38,7 @@ def _parts(rows: Sequence[Row]) -> str:
             *(f"{median(row.figures[name]):,.0f}" for name in ("straight_per_s", "per_s")),
             *(f"{median(row.figures['cpu_ms'].get(role, [0.0])):.2f}" for role in _ROLES),
             f"{layer_ms(row):.2f}",
-            f"{median(row.figures['cpu_ms'][_ENGINE]):.2f}",
+            *(f"{median(row.figures['cpu_ms'].get(role, [0.0])):.2f}" for role in (_TUNER, _ENGINE)),
             f"{median(row.figures['alone_cpu_ms']):.2f}",
             f"{median(row.figures['reads']):.1f}",
         ]
@@ -38,8 +48,8 @@ def _parts(rows: Sequence[Row]) -> str:
 
 
 def layer_ms(row: Row) -> float:
-    """CPU milliseconds per request of every process but the engine's, median over the repeats."""
-    used = [values for role, values in row.figures["cpu_ms"].items() if role != _ENGINE]
+    """CPU milliseconds per request of every process but engine and tuner, median over the repeats."""
+    used = [values for role, values in row.figures["cpu_ms"].items() if role not in (_ENGINE, _TUNER)]
     return median(map(sum, zip(*used, strict=True)))
 
 

@@ -49,8 +49,13 @@ def test_a_process_is_known_by_the_part_that_it_plays(name: str, title: str, rol
     assert role_of(ProcessUse(pid=1, parent=0, name=name, title=title, cpu_s=0.0, started=0)) == role
 
 
-def test_the_layer_is_everything_but_the_engine() -> None:
-    cpu_ms = {"gateway": [1.0, 1.2, 5.0], "ray": [0.1, 0.1, 0.1], "engine": [9.0, 9.0, 9.0]}
+def test_the_layer_is_everything_but_engine_and_tuner() -> None:
+    cpu_ms = {
+        "gateway": [1.0, 1.2, 5.0],
+        "ray": [0.1, 0.1, 0.1],
+        "engine": [9.0, 9.0, 9.0],
+        "tuner": [0.0, 7.0, 0.0],
+    }
     assert layer_ms(row({}, {"cpu_ms": cpu_ms})) == pytest.approx(1.3)
 
 
