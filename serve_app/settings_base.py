@@ -142,14 +142,19 @@ def as_written(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         cls: the class of the block that they belong to.
         values: by name; those of a block inside it are a mapping again.
+
+    Raises:
+        SettingsError: there is no such setting.
     """
     usual: dict[str, Any] = {}
     advanced: dict[str, Any] = {}
-    for setting in describe(cls):
-        if setting.name in values:
-            value, block = values[setting.name], block_of(setting.kind)
-            given = as_written(block, value) if block is not None and isinstance(value, Mapping) else value
-            (advanced if setting.is_advanced else usual)[setting.name] = given
+    known = {setting.name: setting for setting in describe(cls)}
+    for name, value in values.items():
+        if name not in known:
+            raise SettingsError(f"{cls.__name__} has no setting {name}")
+        block = block_of(known[name].kind)
+        given = as_written(block, value) if block is not None and isinstance(value, Mapping) else value
+        (advanced if known[name].is_advanced else usual)[name] = given
     return usual | ({ADVANCED.value: advanced} if advanced else {})
 
 

@@ -160,3 +160,5 @@ def test_values_are_written_with_the_advanced_ones_apart() -> None:
         "pump": {"rate": 3.0, "advanced": {"pressure": 4.0}},
         "advanced": {"spare": {"rate": 1.0}},
     }
+    with pytest.raises(SettingsError, match="Pump has no setting speed"):
+        as_written(Garden, {"pump": {"speed": 1}})

@@ -5,6 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from experiments.common.application import BUILD_APP
+from serve_app.scheduling.settings import WrittenScheduler
+from serve_app.serving.tuner.actor import TunerSettings
+from serve_app.settings_base import as_written
 from serve_app.tuning.objective.objective import ObjectiveSettings
 from serve_app.tuning.objective.service_class import ClassTarget, ClassTargets
 
@@ -32,8 +35,8 @@ def model(case: str, slice_s: float) -> dict[str, Any]:
     return {
         "name": MODEL,
         "pools": [{"name": "all", "engine": engine, "resources": {"num_cpus": 0.1}}],
-        "scheduler": {"policy": "ewsjf", **start},
-        "tuner": {"parameters": _tuner(slice_s)},
+        "scheduler": as_written(WrittenScheduler, {"policy": "ewsjf", **start}),
+        "tuner": as_written(TunerSettings, {"parameters": _tuner(slice_s)}),
     }
 
 

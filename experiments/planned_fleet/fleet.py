@@ -6,11 +6,13 @@ from typing import Any, ClassVar
 
 from experiments.common.experiment import STRICT
 from serve_app.bench.connection import BenchError
+from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.metrics.slo import Slo
 from serve_app.planning.plan import Effort, make_plan
 from serve_app.planning.sizing.candidates import FleetOptions, SizedFleet
 from serve_app.planning.sizing.costs import CostTable
 from serve_app.planning.sizing.verification import Workload
+from serve_app.settings_base import as_written
 from serve_app.simulation.workload import TraceChoice, at_rate, choose_trace, fit
 from serve_app.workloads.trace import Trace
 
@@ -103,15 +105,18 @@ def _pools(fleet: SizedFleet) -> list[dict[str, Any]]:
         {
             "name": plan.pool,
             "engine": {
-                "emulated": {
-                    "profile": fleet.plan.pools[plan.pool].profile,
-                    "max_model_len": plan.engine.max_model_len,
-                    "max_num_seqs": plan.engine.max_num_seqs,
-                    "max_num_batched_tokens": plan.engine.max_num_batched_tokens,
-                    "kv_tokens": plan.engine.kv_blocks * plan.engine.block_size,
-                    "long_prefill_token_threshold": plan.engine.long_prefill_token_threshold,
-                    "scheduling_policy": plan.engine.scheduling_policy.value,
-                }
+                "emulated": as_written(
+                    EmulatedEngineSettings,
+                    {
+                        "profile": fleet.plan.pools[plan.pool].profile,
+                        "max_model_len": plan.engine.max_model_len,
+                        "max_num_seqs": plan.engine.max_num_seqs,
+                        "max_num_batched_tokens": plan.engine.max_num_batched_tokens,
+                        "kv_tokens": plan.engine.kv_blocks * plan.engine.block_size,
+                        "long_prefill_token_threshold": plan.engine.long_prefill_token_threshold,
+                        "scheduling_policy": plan.engine.scheduling_policy.value,
+                    },
+                )
             },
             "resources": {"num_cpus": 0.05},
             "replicas": fleet.counts[plan.pool],

@@ -22,6 +22,8 @@ from serve_app.bench.connection import BenchError
 from serve_app.command import progress_bar
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.statistics import percentile
+from serve_app.serving.tuner.actor import TunerSettings
+from serve_app.settings_base import as_written
 from serve_app.workloads.catalog import WorkloadSettings, resolve
 
 ROLES = ("tuner", "scheduler", "gateway")
@@ -163,7 +165,7 @@ def model(core_share: float) -> dict[str, Any]:
         "name": _MODEL,
         "pools": [pool],
         "scheduler": {"policy": "ewsjf"},
-        "tuner": {"parameters": parameters},
+        "tuner": as_written(TunerSettings, {"parameters": parameters}),
     }
 
 

@@ -13,7 +13,7 @@ from serve_app.settings_base import Setting, describe
 
 _NAMES_OF_THE_MODEL = "the name and aliases of the model"
 DEFAULTS_IN_FILES = {
-    f"models[].pools[].engine.{kind}.served_model_names": _NAMES_OF_THE_MODEL
+    f"models[].pools[].engine.{kind}.advanced.served_model_names": _NAMES_OF_THE_MODEL
     for kind in ("emulated", "vllm", "remote")
 }
 """What holds where a file is silent, in words, where that is not the default of the class itself."""

@@ -16,7 +16,7 @@ from serve_app.scheduling.dispatch.promotion import PromotionSettings
 from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
 from serve_app.scheduling.policies.settings import EwsjfSettings
 from serve_app.scheduling.queueing.fairness import FairnessSettings
-from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
+from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
 
 
 @settings(block="queue_timeout_s")
@@ -52,24 +52,24 @@ class WrittenScheduler:
     queue_timeout_s: QueueTimeouts = field(default_factory=QueueTimeouts)
     # Replicas that a request may be lost on before it fails: three in a row suggest that the request is the
     # cause.
-    max_attempts: Annotated[int, at_least(1)] = 3
+    max_attempts: Annotated[int, at_least(1), ADVANCED] = 3
     # A pool that starts or restarts has no replica for a while (vLLM takes 40-80 s). Requests that arrive
     # after this many seconds without any replica are refused with 503 instead of queued.
     no_replica_grace_s: Annotated[float, NOT_NEGATIVE] = 30.0
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     # Upper bound of Retry-After, in seconds; the OpenAI SDK obeys up to 120 s.
-    retry_after_cap_s: Annotated[float, NOT_NEGATIVE] = 60.0
+    retry_after_cap_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 60.0
     routing: WrittenRouting = field(default_factory=WrittenRouting)
-    estimator: EstimatorSettings = field(default_factory=EstimatorSettings)
+    estimator: Annotated[EstimatorSettings, ADVANCED] = field(default_factory=EstimatorSettings)
     backpressure: BackpressureSettings = field(default_factory=BackpressureSettings)
     fairness: FairnessSettings = field(default_factory=FairnessSettings)
     class_floors: ClassFloorSettings = field(default_factory=ClassFloorSettings)
     engine_priority: EnginePrioritySettings = field(default_factory=EnginePrioritySettings)
     affinity: AffinitySettings = field(default_factory=AffinitySettings)
-    isolation: IsolationSettings = field(default_factory=IsolationSettings)
-    prefill_cost: PrefillCostSettings = field(default_factory=PrefillCostSettings)
-    promotion: PromotionSettings = field(default_factory=PromotionSettings)
-    ewsjf: EwsjfSettings = field(default_factory=EwsjfSettings)
+    isolation: Annotated[IsolationSettings, ADVANCED] = field(default_factory=IsolationSettings)
+    prefill_cost: Annotated[PrefillCostSettings, ADVANCED] = field(default_factory=PrefillCostSettings)
+    promotion: Annotated[PromotionSettings, ADVANCED] = field(default_factory=PromotionSettings)
+    ewsjf: Annotated[EwsjfSettings, ADVANCED] = field(default_factory=EwsjfSettings)
 
 
 @settings

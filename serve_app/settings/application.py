@@ -16,7 +16,7 @@ from serve_app.serving.gateway.settings import GatewaySettings, WrittenGateway
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.tuner.actor import TunerSettings
 from serve_app.settings.pools import PoolSettings
-from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
+from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
 
 
 @settings
@@ -73,7 +73,7 @@ class GatewayDeploymentSettings:
     # CPU cores that Ray sets aside for each gateway: a reservation, no limit.
     num_cpus: Annotated[float, NOT_NEGATIVE] = 0.5
     # Connections held open by one gateway, waiting requests included. Past it Serve itself answers 503.
-    max_ongoing_requests: Annotated[int, at_least(1)] = 10_000
+    max_ongoing_requests: Annotated[int, at_least(1), ADVANCED] = 10_000
     # Answers still open when a gateway is replaced get so long to end.
     drain_timeout_s: Annotated[float, POSITIVE] = 600.0
 
@@ -96,9 +96,9 @@ class WrittenApplication:
     models: tuple[WrittenModel, ...]
     gateway: WrittenGateway = field(default_factory=WrittenGateway)
     gateways: GatewayDeploymentSettings = field(default_factory=GatewayDeploymentSettings)
-    channel: ChannelSettings = field(default_factory=ChannelSettings)
+    channel: Annotated[ChannelSettings, ADVANCED] = field(default_factory=ChannelSettings)
     state_uri: str | None = None
-    state_interval_s: Annotated[float, POSITIVE] = 30.0
+    state_interval_s: Annotated[float, POSITIVE, ADVANCED] = 30.0
 
     def __post_init__(self) -> None:
         if not self.models:

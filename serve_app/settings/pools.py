@@ -11,7 +11,7 @@ from serve_app.engines.remote.engine import RemoteEngineSettings
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.serving.pool.autoscaling import AutoscalingSettings
 from serve_app.serving.pool.server import ReplicaServerSettings
-from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
+from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
 
 
 @settings
@@ -83,9 +83,11 @@ class ResourceSettings:
     custom: Mapping[str, float] = field(default_factory=dict)
     # Only for an engine that spreads over nodes (`distributed_executor_backend: ray`): one bundle per worker,
     # the first also holds the replica itself.
-    placement_bundles: tuple[Mapping[str, float], ...] = ()
+    placement_bundles: Annotated[tuple[Mapping[str, float], ...], ADVANCED] = ()
     # How Ray places the bundles, in its own words: together where possible, or spread over nodes.
-    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    placement_strategy: Annotated[Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"], ADVANCED] = (
+        "PACK"
+    )
 
     def __post_init__(self) -> None:
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
@@ -107,7 +109,7 @@ class PoolSettings:
     replicas: Annotated[int | None, at_least(1)] = None
     autoscaling: AutoscalingSettings | None = None
     resources: ResourceSettings = field(default_factory=ResourceSettings)
-    server: ReplicaServerSettings = field(default_factory=ReplicaServerSettings)
+    server: Annotated[ReplicaServerSettings, ADVANCED] = field(default_factory=ReplicaServerSettings)
     # Longer than nearly every answer: cutting one costs its client all of it, waiting costs only a late
     # scale-down.
     drain_timeout_s: Annotated[float, POSITIVE] = 600.0

@@ -52,15 +52,17 @@ ARGS = {
             },
             # Learns from dozens of requests, where production waits for hundreds.
             "tuner": {
-                "pull_interval_s": 0.5,
-                "strategic": {
-                    "first_after": 40,
-                    "drift_every": 40,
-                    "drift_window": 60,
-                    "drift": {"min_sample": 40},
+                "advanced": {
+                    "pull_interval_s": 0.5,
+                    "strategic": {
+                        "first_after": 40,
+                        "drift_every": 40,
+                        "drift_window": 60,
+                        "drift": {"min_sample": 40},
+                    },
                 },
                 # Watches, and never searches: that would take the CPU that other tests measure by.
-                "parameters": {"profile": "laptop", "min_requests": 1_000_000},
+                "parameters": {"profile": "laptop", "advanced": {"min_requests": 1_000_000}},
             },
         }
     ],

@@ -3,10 +3,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import TypeAdapter
 
 from serve_app.cli import main
-from serve_app.scheduling import SchedulerSettings
+from serve_app.settings.loading import settings_of
 
 SMALL = ["--profile", "laptop", "--replicas", "1", "--requests", "400", "--window", "60", "--jobs", "1"]
 BAD = ["--start", "target_waiting=16", "--start", "max_long_prefills=8", "--start", "b_u=5"]
@@ -31,7 +30,8 @@ def test_bad_settings_are_replaced_by_better_ones_ready_to_paste(
     assert {"commit", "settings", "trace", "seeds"} <= set(found["provenance"])
     pasted = yaml.safe_load(text.split("To paste into the model's settings:")[1])
     assert pasted == found["recommended"]
-    read = TypeAdapter(SchedulerSettings).validate_python({"model": "m", **pasted["scheduler"]})
+    pool = {"name": "only", "engine": {"emulated": {"profile": "laptop"}}}
+    read = settings_of({"models": [{"name": "m", "pools": [pool], **pasted}]}).models[0].scheduler
     assert read.backpressure.target_waiting == found["best"]["target_waiting"]
     assert read.ewsjf.weights is not None
     assert read.ewsjf.weights.b_u == found["best"]["b_u"]

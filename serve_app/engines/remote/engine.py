@@ -20,7 +20,7 @@ from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.engines.remote.proxy import RemoteProxy, Upstream
 from serve_app.engines.vllm_metrics import VllmMetrics, read_metrics
 from serve_app.errors import EngineError
-from serve_app.settings_base import POSITIVE, at_least, settings
+from serve_app.settings_base import ADVANCED, POSITIVE, at_least, settings
 
 # Interval between attempts to reach a server that does not listen yet.
 _START_POLL_S = 0.5
@@ -46,21 +46,21 @@ class RemoteEngineSettings:
     base_url: str
     api_key: str | None = field(default=None, repr=False)
     api_key_env: str | None = None
-    served_model_names: tuple[str, ...] | None = None
+    served_model_names: Annotated[tuple[str, ...] | None, ADVANCED] = None
     max_model_len: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
     kv_tokens: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
     max_num_seqs: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
-    start_timeout_s: Annotated[float, POSITIVE] = 60.0
+    start_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
     # The age of the load that backpressure sees; each reading costs both sides about a millisecond.
-    scrape_interval_s: Annotated[float, POSITIVE] = 0.2
+    scrape_interval_s: Annotated[float, POSITIVE, ADVANCED] = 0.2
     # An older load counts as unknown. Long enough for a server that is busy with one long prompt.
-    stale_after_s: Annotated[float, POSITIVE] = 2.0
+    stale_after_s: Annotated[float, POSITIVE, ADVANCED] = 2.0
     # Seconds until an attempt to connect counts as failed.
-    connect_timeout_s: Annotated[float, POSITIVE] = 5.0
+    connect_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 5.0
     # An answer without bytes for this long fails; must exceed the longest prefill behind the longest queue.
     read_timeout_s: Annotated[float, POSITIVE] = 600.0
     # Shorter than the server keeps idle connections (vLLM: 5 s), or a request may use a closing one.
-    keep_alive_s: Annotated[float, POSITIVE] = 4.0
+    keep_alive_s: Annotated[float, POSITIVE, ADVANCED] = 4.0
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.base_url)

@@ -20,7 +20,7 @@ from serve_app.engines.vllm.args import REFUSED_ARGS, parse_arguments
 from serve_app.engines.vllm.library import from_vllm, is_installed, version
 from serve_app.engines.vllm_metrics import LoadMeter, StepRecorder, kv_capacity_tokens
 from serve_app.errors import EngineError, ServeAppError, SettingsError
-from serve_app.settings_base import POSITIVE, settings
+from serve_app.settings_base import ADVANCED, POSITIVE, settings
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +57,12 @@ class VllmEngineSettings:
     """
 
     model: str
-    served_model_names: tuple[str, ...] | None = None
+    served_model_names: Annotated[tuple[str, ...] | None, ADVANCED] = None
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     # No request runs any more when an engine is stopped, so a kill loses nothing. An orderly end takes some
     # ten seconds, most of them in the interpreters, and a replica that is told to stop has few.
-    stop_timeout_s: Annotated[float, POSITIVE] = 3.0
+    stop_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 3.0
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -2,7 +2,15 @@
 
 from typing import Annotated
 
-from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, at_least, settings, share_below
+from serve_app.settings_base import (
+    ADVANCED,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_SHARE,
+    at_least,
+    settings,
+    share_below,
+)
 
 
 @settings(block="admission")
@@ -24,16 +32,16 @@ class AdmissionSettings:
     """
 
     # The drain rate of a saturated fleet varies by 10-20 % from one half-minute to the next.
-    deadline_margin_ratio: Annotated[float, NOT_NEGATIVE] = 0.2
+    deadline_margin_ratio: Annotated[float, NOT_NEGATIVE, ADVANCED] = 0.2
     # A single wait is off by a third or more; the mean of five is not.
-    min_observations: Annotated[int, at_least(1)] = 5
+    min_observations: Annotated[int, at_least(1), ADVANCED] = 5
     # Well above the time between two dispatches of one kind under load, well below a client's timeout.
-    probe_interval_s: Annotated[float, POSITIVE] = 10.0
+    probe_interval_s: Annotated[float, POSITIVE, ADVANCED] = 10.0
     # A fifth is left for tenants that arrive later; two heavy tenants get 44 % each, and a ninth is left.
     tenant_share: Annotated[float, POSITIVE_SHARE] = 0.8
-    reserved_share: Annotated[float, share_below(0.5).hint("batch leaves it free twice")] = 0.1
+    reserved_share: Annotated[float, share_below(0.5).hint("batch leaves it free twice"), ADVANCED] = 0.1
     # Twice the default of `max_waiting`; about half a kilobyte each.
-    max_reservations: Annotated[int, NOT_NEGATIVE] = 4_000
+    max_reservations: Annotated[int, NOT_NEGATIVE, ADVANCED] = 4_000
     # Clients that read whole seconds of Retry-After return up to a second late, never early.
-    reservation_early_s: Annotated[float, NOT_NEGATIVE] = 0.25
-    reservation_grace_s: Annotated[float, NOT_NEGATIVE] = 3.0
+    reservation_early_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 0.25
+    reservation_grace_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 3.0

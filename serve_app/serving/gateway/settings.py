@@ -7,7 +7,7 @@ from serve_app.errors import SettingsError
 from serve_app.serving.gateway.auth import ApiKey
 from serve_app.serving.gateway.request.prefix import PrefixSettings
 from serve_app.serving.gateway.upstream.pool import UpstreamSettings
-from serve_app.settings_base import at_least, settings
+from serve_app.settings_base import ADVANCED, at_least, settings
 
 MEBIBYTE = 1024 * 1024
 
@@ -45,7 +45,7 @@ class WrittenGateway:
     # One line per concluded request on the logger `ray.serve`; costs about as much as a scheduling decision.
     log_requests: bool = True
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
-    upstream: UpstreamSettings = field(default_factory=UpstreamSettings)
+    upstream: Annotated[UpstreamSettings, ADVANCED] = field(default_factory=UpstreamSettings)
 
 
 @settings(block="gateway")

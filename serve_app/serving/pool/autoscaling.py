@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, settings
+from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, settings
 
 ONGOING = "ongoing_requests"
 WAITING = "waiting_requests"
@@ -43,24 +43,24 @@ class AutoscalingSettings:
     # Set it above `min_replicas` to let the pool grow.
     max_replicas: int = 1
     # Replicas at deployment; the minimum when not given.
-    initial_replicas: int | None = None
+    initial_replicas: Annotated[int | None, ADVANCED] = None
     # Requests per replica, running or waiting for its pool, that the pool is sized for. A replica is full
     # near the engine's max_num_seqs; half of it leaves capacity for a burst while a new replica starts.
     target_ongoing_requests: Annotated[float, POSITIVE] = 32.0
     # Use of the KV cache that the pool is sized for. Long prompts fill the cache before the batch.
     target_kv_ratio: Annotated[float, POSITIVE_SHARE] = 0.85
     # Mean number of requests in an engine's own queue from which the engine does not keep up.
-    saturated_waiting: Annotated[float, POSITIVE] = 1.0
+    saturated_waiting: Annotated[float, POSITIVE, ADVANCED] = 1.0
     # Scale down only when the load fits into fewer replicas at this share of the targets.
-    downscale_margin_ratio: Annotated[float, POSITIVE_SHARE] = 0.8
+    downscale_margin_ratio: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.8
     # An engine takes a minute to start, so a shorter burst is over before a new replica serves.
     upscale_delay_s: Annotated[float, NOT_NEGATIVE] = 15.0
     # Another start costs more than some idle minutes.
     downscale_delay_s: Annotated[float, NOT_NEGATIVE] = 300.0
     # Seconds over which the figures of the pool are averaged.
-    look_back_period_s: Annotated[float, POSITIVE] = 15.0
+    look_back_period_s: Annotated[float, POSITIVE, ADVANCED] = 15.0
     # Serve sends figures every ten seconds by default (`scripts/serve` sets two).
-    stale_after_s: Annotated[float, POSITIVE] = 35.0
+    stale_after_s: Annotated[float, POSITIVE, ADVANCED] = 35.0
 
     def __post_init__(self) -> None:
         initial = self.min_replicas if self.initial_replicas is None else self.initial_replicas

@@ -11,7 +11,7 @@ from serve_app.scheduling.decision_log import (
     encode_end,
     encode_header,
 )
-from serve_app.settings_base import at_least, settings
+from serve_app.settings_base import ADVANCED, at_least, settings
 
 logger = logging.getLogger("ray.serve")
 
@@ -26,7 +26,7 @@ class DecisionLogSettings:
 
     path: str
     # About 600 bytes an event, four events a request: some 600 MB at the most.
-    max_events: Annotated[int, at_least(1)] = 1_000_000
+    max_events: Annotated[int, at_least(1), ADVANCED] = 1_000_000
 
 
 class DecisionLogFile:

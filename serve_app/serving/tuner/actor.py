@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.state.store import StateStore
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner, Searcher
-from serve_app.settings_base import POSITIVE, settings
+from serve_app.settings_base import ADVANCED, POSITIVE, settings
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings
 from serve_app.tuning.online.rollout_settings import Retune
 from serve_app.tuning.partition.strategic_loop import PartitionChange, StrategicLoop, StrategicSettings
@@ -46,8 +46,8 @@ class TunerSettings:
     mode: bool | Literal["auto"] = "auto"
     # Queues are learned from hundreds of requests: a shorter interval finds nothing new, a longer one delays
     # the reaction to drift.
-    pull_interval_s: Annotated[float, POSITIVE.hint("5 is usual")] = 5.0
-    strategic: StrategicSettings = field(default_factory=StrategicSettings)
+    pull_interval_s: Annotated[float, POSITIVE.hint("5 is usual"), ADVANCED] = 5.0
+    strategic: Annotated[StrategicSettings, ADVANCED] = field(default_factory=StrategicSettings)
     # The scheduler's settings are tuned only when this is given.
     parameters: ParameterTuningSettings | None = None
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from serve_app.metrics.record import RequestRecord
-from serve_app.settings_base import POSITIVE_SHARE, at_least, settings
+from serve_app.settings_base import ADVANCED, POSITIVE_SHARE, at_least, settings
 from serve_app.tuning.objective.paper_reward import PaperObjective, paper_terms
 from serve_app.tuning.objective.service_class import ClassFigures, ClassTargets, by_class, judged
 from serve_app.tuning.objective.slo_reward import SloObjective, slo_terms
@@ -33,15 +33,15 @@ class ObjectiveSettings:
         targets: limits by class; both objectives report against them, only `slo` is computed from them.
     """
 
-    kind: Kind = "slo"
+    kind: Annotated[Kind, ADVANCED] = "slo"
     targets: ClassTargets = field(default_factory=ClassTargets)
-    slo: SloObjective = field(default_factory=SloObjective)
-    paper: PaperObjective = field(default_factory=PaperObjective)
+    slo: Annotated[SloObjective, ADVANCED] = field(default_factory=SloObjective)
+    paper: Annotated[PaperObjective, ADVANCED] = field(default_factory=PaperObjective)
     # Fewer requests say nothing: a share of 30 requests is known to a tenth or two.
-    min_requests: Annotated[int, at_least(1)] = 30
+    min_requests: Annotated[int, at_least(1), ADVANCED] = 30
     # Share of the completed requests that must have a time to first token. Answers that are not streamed have
     # none, and where most have none, the others are no sample of the traffic.
-    min_measured_ratio: Annotated[float, POSITIVE_SHARE] = 0.5
+    min_measured_ratio: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

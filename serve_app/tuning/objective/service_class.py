@@ -14,7 +14,7 @@ from serve_app.metrics.slo import Slo
 from serve_app.metrics.statistics import percentile
 from serve_app.metrics.summary import SHORT_AT_TOKENS
 from serve_app.request import PriorityClass
-from serve_app.settings_base import FINITE_POSITIVE, at_least, settings
+from serve_app.settings_base import ADVANCED, FINITE_POSITIVE, at_least, settings
 
 NOT_OURS = frozenset(
     {
@@ -58,7 +58,7 @@ class ClassTargets:
     batch: ClassTarget = field(
         default_factory=lambda: ClassTarget(ttft_s=60.0, long_ttft_s=300.0, tpot_s=None)
     )
-    short_at_tokens: Annotated[int, at_least(1)] = SHORT_AT_TOKENS
+    short_at_tokens: Annotated[int, at_least(1), ADVANCED] = SHORT_AT_TOKENS
 
     def is_short(self, record: RequestRecord) -> bool:
         """Whether the prompt counts as short."""

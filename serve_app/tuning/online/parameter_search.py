@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from serve_app.engine_model.profiles import load_profile
 from serve_app.metrics.record import RequestRecord
 from serve_app.routing.replica import ReplicaSpec
-from serve_app.settings_base import FINITE_POSITIVE, POSITIVE_SHARE, at_least, settings
+from serve_app.settings_base import ADVANCED, FINITE_POSITIVE, POSITIVE_SHARE, at_least, settings
 from serve_app.simulation.replica import ReplicaPlan
 from serve_app.tuning.objective.objective import ObjectiveSettings
 from serve_app.tuning.online.replay import ReplayResult, ReplayTask, replay
@@ -34,18 +34,18 @@ class ParameterTuningSettings:
 
     profile: str
     # Seconds between the end of a search and the next one.
-    every_s: Annotated[float, FINITE_POSITIVE] = 300.0
+    every_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 300.0
     # Requests seen before a search: fewer are no sample of the traffic.
-    min_requests: Annotated[int, at_least(1)] = 600
+    min_requests: Annotated[int, at_least(1), ADVANCED] = 600
     # CPU seconds of a search, and the share of a core that it uses meanwhile.
-    search_cpu_s: Annotated[float, FINITE_POSITIVE] = 40.0
+    search_cpu_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 40.0
     # See `search_cpu_s`.
-    core_share: Annotated[float, POSITIVE_SHARE] = 0.25
+    core_share: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.25
     # `tpe` proposes by what earlier candidates achieved, `random` draws them independently.
-    search: Literal["tpe", "random"] = "tpe"
+    search: Annotated[Literal["tpe", "random"], ADVANCED] = "tpe"
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
-    twin: TwinSettings = field(default_factory=TwinSettings)
-    study: StudySettings = field(default_factory=StudySettings)
+    twin: Annotated[TwinSettings, ADVANCED] = field(default_factory=TwinSettings)
+    study: Annotated[StudySettings, ADVANCED] = field(default_factory=StudySettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
 
     def __post_init__(self) -> None:

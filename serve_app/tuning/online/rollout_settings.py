@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from serve_app.settings_base import (
+    ADVANCED,
     FINITE_NOT_NEGATIVE,
     FINITE_POSITIVE,
     NOT_NEGATIVE,
@@ -30,39 +31,39 @@ class RolloutSettings:
     mode: Mode = "advise"
     # The farthest that a parameter moves in one step, as a share of its range; a whole number may always move
     # by 1. A candidate farther away is reached in several steps, each of which has to win.
-    max_step: Annotated[float, POSITIVE_SHARE] = 0.25
+    max_step: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.25
     # Seconds that one side is in force. Shorter slices meet more similar traffic and lose more to `settle_s`.
-    slice_s: Annotated[float, FINITE_POSITIVE] = 60.0
+    slice_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 60.0
     # The first seconds of a slice, which are not judged: requests of the other side still fill the engines.
-    settle_s: float = 10.0
+    settle_s: Annotated[float, ADVANCED] = 10.0
     # Pairs of slices, one of each side, at most: a clear result is decided sooner. Eight pairs of 60 s take a
     # quarter of an hour.
-    pairs: Annotated[int, at_least(2).hint("one pair is chance")] = 8
+    pairs: Annotated[int, at_least(2).hint("one pair is chance"), ADVANCED] = 8
     # Void pairs, those without a reward, before the trial is given up.
-    void_pairs: Annotated[int, NOT_NEGATIVE] = 3
+    void_pairs: Annotated[int, NOT_NEGATIVE, ADVANCED] = 3
     # Requests that are still open so long after their slice leave it without a reward.
-    judge_limit_s: Annotated[float, FINITE_POSITIVE] = 120.0
+    judge_limit_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 120.0
     # Distance of the mean reward below the incumbent's that a trial tolerates as noise.
-    margin: Annotated[float, FINITE_POSITIVE] = 0.03
+    margin: Annotated[float, FINITE_POSITIVE, ADVANCED] = 0.03
     # The same for the attainment of any class with at least `min_class_requests` on either side. Of 100
     # requests, attainment is known to 2 or 3 of 100.
-    attainment_margin: Annotated[float, FINITE_POSITIVE] = 0.05
+    attainment_margin: Annotated[float, FINITE_POSITIVE, ADVANCED] = 0.05
     # See `attainment_margin`.
-    min_class_requests: Annotated[int, at_least(1)] = 100
+    min_class_requests: Annotated[int, at_least(1), ADVANCED] = 100
     # Both margins are widened by so many standard errors of the noise of neighbouring slices (`slice_noise`).
     # 0 rolls back every step that looks worse, which near saturation is chance.
-    noise_allowance: Annotated[float, FINITE_NOT_NEGATIVE] = 1.0
+    noise_allowance: Annotated[float, FINITE_NOT_NEGATIVE, ADVANCED] = 1.0
     # Whether differences are cleared of what the twin expects of the same requests (`control_variate`). This
     # costs some CPU seconds for each pair, within the tuner's share of a core.
-    control_variates: bool = True
+    control_variates: Annotated[bool, ADVANCED] = True
     # Largest chance that a step without effect is adopted, however often it is judged meanwhile; a step that
     # harms by half the noise has a tenth of that chance. 1 adopts every step that looks better.
-    false_adoption: Annotated[float, POSITIVE_SHARE] = 0.1
+    false_adoption: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.1
     # Seconds without trials after a step that was adopted or looked better without proof; and after one that
     # looked no better.
-    cool_down_s: Annotated[float, FINITE_NOT_NEGATIVE] = 600.0
+    cool_down_s: Annotated[float, FINITE_NOT_NEGATIVE, ADVANCED] = 600.0
     # See `cool_down_s`.
-    failure_cool_down_s: Annotated[float, FINITE_NOT_NEGATIVE] = 1_800.0
+    failure_cool_down_s: Annotated[float, FINITE_NOT_NEGATIVE, ADVANCED] = 1_800.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.settle_s < self.slice_s:

@@ -18,6 +18,7 @@ from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.policies import make_policy
 from serve_app.scheduling.policies.ewsjf import EwsjfPaper
 from serve_app.scheduling.policies.settings import GivenWeights
+from serve_app.settings_base import ADVANCED, as_written
 from serve_app.tuning.partition.settings import RefineAndPruneSettings
 from serve_app.tuning.search.search_space import Parameter, Scale, SearchSpace, SettingPart, Values
 from serve_app.tuning.search.settings_path import value_at, with_value
@@ -157,11 +158,14 @@ def space_of(
 
 
 def as_model_settings(space: SearchSpace, values: Values) -> dict[str, Any]:
-    """The part of a model's settings that gives these values, as a nested mapping."""
-    tree: dict[str, Any] = {}
+    """The part of a model's settings that gives these values, as a file has it."""
+    parts: dict[SettingPart, dict[str, Any]] = {part: {} for part in SettingPart}
     for parameter in space:
-        _plant(tree, parameter.model_path, values[parameter.name])
-    return tree
+        _plant(parts[parameter.part], parameter.path, values[parameter.name])
+    scheduler = as_written(SchedulerSettings, parts[SettingPart.SCHEDULER])
+    refine_and_prune = parts[SettingPart.PARTITION]
+    tuner = {ADVANCED.value: {"strategic": {"refine_and_prune": refine_and_prune}}}
+    return {"scheduler": scheduler} | ({"tuner": tuner} if refine_and_prune else {})
 
 
 def _plant(tree: dict[str, Any], path: str, value: object) -> None:

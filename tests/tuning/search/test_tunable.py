@@ -1,6 +1,5 @@
 import pytest
 import yaml
-from pydantic import TypeAdapter
 
 from serve_app.errors import SettingsError
 from serve_app.routing.adaptive_b_short import AdaptiveBShortSettings
@@ -16,6 +15,7 @@ from serve_app.scheduling.policies.settings import (
     GivenWeights,
     ScoreWeights,
 )
+from serve_app.settings.loading import settings_of
 from serve_app.tuning.search.search_space import SearchSpace
 from serve_app.tuning.search.tunable import (
     Tunable,
@@ -111,9 +111,12 @@ def test_the_yaml_gives_the_very_settings_that_were_found() -> None:
     space = space_of(OURS)
     found = space.from_draws(dict.fromkeys(space.names, 0.3))
     tree = yaml.safe_load(yaml.safe_dump(as_model_settings(space, found)))
-    read = TypeAdapter(SchedulerSettings).validate_python({"model": "m", **tree["scheduler"]})
-    assert with_weights(read) == OURS.with_values(found, space).scheduler
-    assert tree["tuner"]["strategic"]["refine_and_prune"]["max_queues"] == found["max_queues"]
+    pools = [
+        {"name": name, "engine": {"remote": {"base_url": "http://engine"}}} for name in ("short", "long")
+    ]
+    (read,) = settings_of({"models": [{"name": "m", "pools": pools, **tree}]}).models
+    assert with_weights(read.scheduler) == OURS.with_values(found, space).scheduler
+    assert read.tuner.strategic.refine_and_prune == OURS.with_values(found, space).refine_and_prune
 
 
 def test_a_space_may_have_any_spread_above_zero() -> None:

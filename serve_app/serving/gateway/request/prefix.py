@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Annotated
 
 import msgspec
 
@@ -26,7 +27,7 @@ from serve_app.serving.gateway.request.bodies import (
     PartFields,
     ResponsesFields,
 )
-from serve_app.settings_base import settings
+from serve_app.settings_base import ADVANCED, settings
 
 _ID_BYTES = 8
 _MOST_BYTES = BLOCK_ENDS[-1] * BYTES_PER_TOKEN
@@ -38,7 +39,7 @@ class PrefixSettings:
     """What the gateway tells of how prompts begin."""
 
     # Costs some 35 microseconds for 10 kB of text. Without it, requests are sent by load alone.
-    enabled: bool = True
+    enabled: Annotated[bool, ADVANCED] = True
     # Whoever shares a prefix cache can find out by the time to the first token whether somebody else has sent
     # a text before. With this, tenants share nothing: neither here nor in the engines, which get a
     # `cache_salt` (vLLM knows it, other servers may refuse it). It costs the hits on what tenants have in

@@ -1,0 +1,45 @@
+"""Who sets what: few settings are for every user, and the others stand under `advanced`."""
+
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING
+from typing import Any
+
+from serve_app.settings.application import WrittenApplication
+from serve_app.settings_base import Setting, block_of, describe
+
+
+def leaves(
+    cls: type, path: str = "args", *, is_advanced: bool = False
+) -> Iterator[tuple[str, Setting, bool]]:
+    """Every setting that holds a value, with its path and whether it or a block around it is advanced."""
+    for setting in describe(cls):
+        here, apart = f"{path}.{setting.name}", is_advanced or setting.is_advanced
+        assert not (is_advanced and setting.is_advanced), f"{here} is marked inside an advanced block"
+        block = inner_block(setting.kind)
+        if block is None:
+            yield here, setting, apart
+        else:
+            yield from leaves(block, here, is_advanced=apart)
+
+
+def inner_block(kind: Any) -> type | None:
+    """The block that a setting holds, one or a list of them."""
+    arguments = typing.get_args(kind)
+    return block_of(arguments[0]) if typing.get_origin(kind) is tuple else block_of(kind)
+
+
+def test_few_settings_are_for_every_user() -> None:
+    found = list(leaves(WrittenApplication))
+    usual = [path for path, _, is_advanced in found if not is_advanced]
+    assert len(found) > 250
+    assert len(usual) <= 80, usual
+
+
+def test_an_advanced_setting_has_a_default() -> None:
+    without = [
+        path
+        for path, setting, is_advanced in leaves(WrittenApplication)
+        if is_advanced and setting.default is MISSING
+    ]
+    assert without == []

@@ -1,0 +1,170 @@
+"""Keys, values and places in a settings file, and what is said of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from serve_app.errors import SettingsError
+from serve_app.settings.loading import load_settings, settings_of
+from tests.settings.builders import emulated, model, parse, pool, refusal
+
+
+def test_the_tuner_is_set_in_the_words_of_yaml() -> None:
+    block = yaml.safe_load(
+        "{mode: off, advanced: {pull_interval_s: 2, strategic: {interval_s: 60, drift: {min_shift: 0.2}}}}"
+    )
+    tuner = parse(model(tuner=block)).models[0].tuner
+    assert tuner.mode is False
+    assert tuner.pull_interval_s == 2.0
+    assert (tuner.strategic.interval_s, tuner.strategic.drift.min_shift) == (60.0, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"gateway": {"upstream": {}}},
+            "gateway.upstream is an advanced setting: write it as gateway.advanced.upstream",
+        ),
+        (
+            {"state_interval_s": 5},
+            "state_interval_s is an advanced setting: write it as advanced.state_interval_s",
+        ),
+        (
+            {"gateway": {"advanced": {"log_requests": True}}},
+            "gateway.advanced.log_requests is no advanced setting: write it as gateway.log_requests",
+        ),
+        ({"advanced": {"gateway": {}}}, "advanced.gateway is no advanced setting: write it as gateway"),
+        ({"advanced": {"channel": {"advanced": {}}}}, "advanced.channel.advanced: unknown key"),
+        ({"advanced": 3}, "advanced must hold settings, got 3"),
+    ],
+)
+def test_an_advanced_setting_belongs_under_advanced_in_its_block(
+    changes: dict[str, Any], message: str
+) -> None:
+    assert refusal(**changes) == message
+
+
+def test_an_advanced_setting_is_an_ordinary_one_in_python() -> None:
+    settings = parse(
+        model(scheduler={"backpressure": {"target_waiting": 5, "advanced": {"report_limit_s": 2}}}),
+        advanced={"channel": {"heartbeat_s": 0.2}, "state_interval_s": 5},
+        gateway={"advanced": None},
+    )
+    backpressure = settings.models[0].scheduler.backpressure
+    assert (backpressure.target_waiting, backpressure.report_limit_s) == (5, 2.0)
+    assert (settings.channel.heartbeat_s, settings.state_interval_s) == (0.2, 5.0)
+
+
+def test_what_is_wrong_with_an_advanced_setting_is_said_by_its_full_name() -> None:
+    isolation = {"short_work_share": 2, "max_relief": "few"}
+    told = refusal(model(scheduler={"advanced": {"isolation": isolation}}))
+    assert told.startswith(
+        "models[0].scheduler.advanced.isolation.max_relief: input should be a valid integer"
+    )
+    told = refusal(model(scheduler={"advanced": {"isolation": {"short_work_share": 2}}}))
+    assert told == (
+        "models[0].scheduler.advanced.isolation.short_work_share must be above 0 and below 1, got 2.0"
+    )
+
+
+def test_a_key_with_nothing_behind_it_is_a_block_of_defaults() -> None:
+    assert parse(model(scheduler=None), gateway=None) == parse()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modles": []}, "modles: unknown key; did you mean models?"),
+        (
+            {"gateway": {"max_body_byte": 1}},
+            "gateway.max_body_byte: unknown key; did you mean max_body_bytes?",
+        ),
+        ({"gateway": {"advanced": {"upstream": {"connect_timeout": 1}}}}, "did you mean connect_timeout_s?"),
+        (
+            {"advanced": {"channel": {"heartbeat": 1}}},
+            "advanced.channel.heartbeat: unknown key; did you mean heartbeat_s?",
+        ),
+        ({"advanced": {"channel": {"zzz": 1}}}, "advanced.channel.zzz: unknown key"),
+        ({"chanel": {}}, "chanel: unknown key; did you mean advanced.channel?"),
+        ({"gateways": {1: 2}}, "gateways.1: unknown key"),
+    ],
+)
+def test_an_unknown_key_is_refused_by_its_full_name(changes: dict[str, Any], message: str) -> None:
+    assert message in refusal(**changes)
+
+
+def test_an_unknown_key_deep_in_a_model_is_refused_by_its_full_name() -> None:
+    broken = model(pools=[pool("short", engine=emulated(max_model_length=1)), pool("long")])
+    assert refusal(broken) == (
+        "models[0].pools[0].engine.emulated.max_model_length: unknown key; did you mean max_model_len?"
+    )
+    broken = model(scheduler={"backpressure": {"target_waitin": 1}})
+    assert "models[0].scheduler.backpressure.target_waitin: unknown key; did you mean" in refusal(broken)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    told = refusal(gateway={"log_request": True}, advanced={"channel": {"heartbeat": 1}}, state_uri=4)
+    assert len(told.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scheduler": {"max_waiting": 0}}, "models[0].scheduler.max_waiting must be at least 1, got 0"),
+        ({"scheduler": {"max_waiting": "many"}}, "got 'many'"),
+        (
+            {"pools": [pool("short", engine={})]},
+            "give exactly one engine (emulated, vllm or remote), got none",
+        ),
+        ({"pools": [{"name": "long"}]}, "models[0].pools[0].engine: is missing"),
+        ({"pools": [pool("long", replicas=0)]}, "replicas must be at least 1, got 0"),
+        ({"pools": [pool("long", replicas=1, autoscaling={})]}, "give replicas or autoscaling, not both"),
+        (
+            {"pools": [pool("long", engine=emulated(profile="nope"))]},
+            "models[0].pools[0].engine: no engine profile 'nope'",
+        ),
+        (
+            {"pools": [pool("long", engine=emulated(kv_tokens=64))]},
+            "models[0].pools[0].engine: emulated engine",
+        ),
+        ({"pools": [pool("long", resources={"num_gpus": 1.5})]}, "whole number, got 1.5"),
+        ({"pools": [pool("long", autoscaling={"max_replicas": 0})]}, "max 0"),
+        ({"pools": [pool("long", advanced={"server": {"port": 99_999}})]}, "99999"),
+        ({"scheduler": {"model": "other"}}, "models[0].scheduler.model is not given here: it follows"),
+        ({"scheduler": {"routing": {"pools": ["a"]}}}, "models[0].scheduler.routing.pools is not given here"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_its_place(changes: dict[str, Any], message: str) -> None:
+    assert message in refusal(model(**changes))
+
+
+@pytest.mark.parametrize("args", [[], "demo", None, {"models": "demo"}, {"models": [1]}, {"models": []}, {}])
+def test_a_file_of_another_shape_is_refused_without_a_crash(args: Any) -> None:
+    with pytest.raises(SettingsError):
+        settings_of(args)
+
+
+@pytest.mark.parametrize(
+    "text", ["applications: []", "- 1", "applications: [{import_path: other:app}]", "a: ["]
+)
+def test_a_file_without_our_application_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=r"serve\.yaml"):
+        load_settings(path)
+
+
+def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="none"):
+        load_settings(tmp_path / "none.yaml")
+
+
+def test_learned_state_is_kept_in_a_folder_that_every_actor_finds() -> None:
+    assert parse().state_uri is None
+    assert parse(state_uri="s3://bucket/folder").state_uri == "s3://bucket/folder"
+    assert parse(state_uri="/var/lib/ewsjf").state_uri == "/var/lib/ewsjf"
+    assert "state_uri must be an absolute path or a URI, got 'state'" in refusal(state_uri="state")
+    assert refusal(advanced={"state_interval_s": 0}) == "advanced.state_interval_s must be positive, got 0.0"

@@ -1,0 +1,103 @@
+"""What follows from the models of an application, and what does not go together."""
+
+from typing import Any
+
+from tests.settings.builders import emulated, model, parse, pool, refusal
+
+
+def test_a_component_is_told_what_the_model_says_once() -> None:
+    settings = parse(model(aliases=["gpt"]))
+    scheduler = settings.models[0].scheduler
+    assert (scheduler.model, scheduler.aliases) == ("demo", ("gpt",))
+    assert scheduler.routing.pools == ("short", "long")
+    assert [(served.name, served.max_model_len) for served in settings.gateway.models] == [
+        ("demo", 8_192),
+        ("gpt", 8_192),
+    ]
+    engine = settings.models[0].pools[0].engine.emulated
+    assert engine is not None
+    assert engine.served_model_names == ("demo", "gpt")
+
+
+def test_a_token_budget_that_nobody_chose_fits_the_first_pool() -> None:
+    assert parse().models[0].scheduler.routing.b_short_tokens == 2_048
+    chosen = parse(model(scheduler={"routing": {"b_short_tokens": 1_000}}))
+    assert chosen.models[0].scheduler.routing.b_short_tokens == 1_000
+
+
+def test_an_emulated_pool_has_the_context_of_its_profile() -> None:
+    pools = [pool("short"), {"name": "long", "engine": emulated(profile="llama31-8b-rtx4090-tp1")}]
+    settings = parse(model(pools=pools))
+    assert settings.models[0].pools[1].engine.max_model_len == 16_384
+    assert settings.gateway.models[0].max_model_len == 16_384
+
+
+def test_one_pool_is_enough() -> None:
+    settings = parse(model(pools=[pool("long")]))
+    assert settings.models[0].scheduler.routing.pools == ("long",)
+    assert settings.models[0].scheduler.routing.b_short_tokens == 8_192
+
+
+def test_a_vllm_engine_answers_under_the_names_of_its_model() -> None:
+    vllm = {"vllm": {"model": "/weights", "args": {"max_model_len": 4_096}}}
+    engine = parse(model(pools=[{"name": "long", "engine": vllm}])).models[0].pools[0].engine
+    assert engine.vllm is not None
+    assert engine.vllm.served_model_names == ("demo",)
+    assert engine.max_model_len == 4_096
+
+
+def test_pools_in_the_wrong_order_are_refused() -> None:
+    told = refusal(model(pools=[pool("long"), pool("short")]))
+    assert "the pool with the shorter context comes first" in told
+    assert "8,192" in told
+
+
+def test_a_token_budget_that_the_short_pool_cannot_hold_is_refused() -> None:
+    told = refusal(model(scheduler={"routing": {"b_short_tokens": 4_000}}))
+    assert "b_short_tokens of 4,000 exceeds what pool short holds (max_model_len 2,048)" in told
+
+
+def priority_model(*engines: dict[str, Any]) -> dict[str, Any]:
+    pools = [
+        {"name": name, "engine": engine} for name, engine in zip(("short", "long"), engines, strict=True)
+    ]
+    return model(pools=pools, scheduler={"engine_priority": {"enabled": True}})
+
+
+def test_engine_priority_wants_engines_that_schedule_by_it() -> None:
+    ready = emulated(max_model_len=2_048, scheduling_policy="priority")
+    args = {"max_model_len": 4_096}
+    assert refusal(priority_model(ready, emulated(max_model_len=8_192))) == (
+        "models[0].scheduler.engine_priority is enabled, but the engine of pool long does not schedule by "
+        "priority: set models[0].pools[1].engine.emulated.scheduling_policy to priority"
+    )
+    told = refusal(priority_model(ready, {"vllm": {"model": "/weights", "args": args}}))
+    assert "set models[0].pools[1].engine.vllm.args.scheduling_policy to priority" in told
+    told = refusal(
+        priority_model(ready, {"vllm": {"model": "/w", "args": {**args, "scheduling_policy": "fcfs"}}})
+    )
+    assert "pool long does not schedule by priority" in told
+
+
+def test_engine_priority_takes_vllm_engines_that_have_it_and_remote_ones_on_trust() -> None:
+    args = {"max_model_len": 4_096, "scheduling_policy": "priority"}
+    vllm = {"vllm": {"model": "/weights", "args": args}}
+    remote = {"remote": {"base_url": "http://engine:8000"}}
+    enabled = parse(priority_model(vllm, remote)).models[0]
+    assert enabled.scheduler.engine_priority.enabled
+    assert [pool.engine.schedules_by_priority for pool in enabled.pools] == [True, None]
+
+
+def test_engines_may_schedule_by_priority_without_being_told_one() -> None:
+    settings = parse(model(pools=[pool("long", engine=emulated(scheduling_policy="priority"))]))
+    assert not settings.models[0].scheduler.engine_priority.enabled
+
+
+def test_three_pools_are_refused() -> None:
+    pools = [pool("short"), pool("long"), {**pool("long"), "name": "longer"}]
+    assert "one or two pools, got 3" in refusal(model(pools=pools))
+
+
+def test_two_models_with_one_name_are_refused() -> None:
+    assert "demo" in refusal(model(), model())
+    assert "gpt" in refusal(model(aliases=["gpt"]), model(name="other", aliases=["gpt"]))
