@@ -44,7 +44,7 @@ def _parts(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    return f"{markdown([*head, 'engine alone', 'reads'], lines)}\n\n{_circumstances(rows)}"
+    return f"{markdown([*head, _TUNER, _ENGINE, 'engine alone', 'reads'], lines)}\n\n{_circumstances(rows)}"
 
 
 def layer_ms(row: Row) -> float:
