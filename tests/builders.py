@@ -1,6 +1,7 @@
 """Builders of the core's values, and a scheduler on a driver clock."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from serve_app.errors import Conclusion
@@ -166,11 +167,11 @@ def fill(driver: ManualDriver, name: str = "f", **fields: Any) -> None:
         driver.arrive(f"{name}{number}", **fields)
 
 
-def dispatched(commands: list[Command]) -> list[tuple[str, str]]:
+def dispatched(commands: Sequence[Command]) -> list[tuple[str, str]]:
     return [(command.request_id, command.replica_id) for command in commands if isinstance(command, Dispatch)]
 
 
-def concluded(commands: list[Command]) -> list[tuple[str, str]]:
+def concluded(commands: Sequence[Command]) -> list[tuple[str, str]]:
     return [
         (command.request_id, command.conclusion.outcome.value)
         for command in commands
@@ -178,14 +179,14 @@ def concluded(commands: list[Command]) -> list[tuple[str, str]]:
     ]
 
 
-def the_conclusion(commands: list[Command]) -> Conclusion:
+def the_conclusion(commands: Sequence[Command]) -> Conclusion:
     """How the one request ended that the only command is about."""
     (command,) = commands
     assert isinstance(command, Conclude)
     return command.conclusion
 
 
-def retry_after_s(commands: list[Command]) -> float:
+def retry_after_s(commands: Sequence[Command]) -> float:
     """What the client of the one refused request is told."""
     told = the_conclusion(commands).retry_after_s
     assert told is not None

@@ -1,7 +1,4 @@
-"""Telling engines a priority is a mode of its own: nothing else is decided differently, with it or without.
-
-And what it is for: in the engines' own queues requests pass each other, by class and by tenant.
-"""
+"""Engine priorities change no other decision, and order requests in the engines by class and tenant."""
 
 from dataclasses import replace
 
@@ -18,24 +15,16 @@ from serve_app.scheduling.dispatch.engine_priority import EnginePrioritySettings
 from serve_app.scheduling.policies import POLICIES
 from serve_app.simulation.simulation import SimulatedRequest, Simulation
 from tests.builders import request
+from tests.conformance.builders import simulated
 from tests.simulation.builders import mixed_requests, plan
 
 OFF = EnginePrioritySettings(target_waiting=99)
-# The limits on what an engine is sent are those without the mode.
+# With the limits on what an engine is sent as they are without the mode.
 ON = EnginePrioritySettings(enabled=True, target_waiting=3, batch_share=0.0, max_prefill_backlog_s=4.0)
 
 
 def decisions(policy: str, mode: EnginePrioritySettings) -> list[Decision]:
-    log: list[Decision] = []
-    settings = SchedulerSettings(
-        model="m", policy=policy, engine_priority=mode, routing=RoutingSettings(b_short_tokens=500)
-    )
-    plans = [
-        plan("s1", "short", max_model_len=1_000, kv_tokens=3_000),
-        plan("l1", "long", max_model_len=4_000, kv_tokens=6_000),
-    ]
-    Simulation(settings, plans, on_decision=log.append).run(mixed_requests(200, rate_per_s=12.0, seed=1))
-    return log
+    return simulated(policy, requests=200, engine_priority=mode)[1]
 
 
 def without_priorities(log: list[Decision]) -> list[Decision]:
@@ -59,7 +48,7 @@ def test_without_the_mode_its_settings_change_no_decision(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_with_the_mode_the_gateway_decides_the_same_and_says_more(policy: str) -> None:
+def test_with_the_mode_only_the_priorities_are_added(policy: str) -> None:
     log = decisions(policy, ON)
     assert repr(without_priorities(log)) == repr(decisions(policy, OFF))
     sent = [one for step in log for one in step.commands if isinstance(one, Dispatch)]
@@ -68,7 +57,7 @@ def test_with_the_mode_the_gateway_decides_the_same_and_says_more(policy: str) -
 
 
 def played(requests: list[SimulatedRequest], *, enabled: bool) -> dict[str, RequestRecord]:
-    """The records of a single engine of four sequences, which may have a long queue of its own either way."""
+    """The records of a single engine of four sequences, which may have a long queue in both modes."""
     engine = plan("s1", "only", max_num_seqs=4)
     if enabled:
         limits = replace(engine.engine, scheduling_policy=SchedulingPolicy.PRIORITY)
@@ -104,18 +93,18 @@ def crowd(*last: tuple[str, PriorityClass]) -> list[SimulatedRequest]:
 
 
 def passed_by(records: dict[str, RequestRecord], request_id: str) -> int:
-    """How many of A's that had not begun when it came did begin before it."""
+    """How many of A's requests began between its arrival and its first token."""
     first_at = records[request_id].first_token_at
     assert first_at is not None
     begun = [records[f"r{number}"].first_token_at or 0.0 for number in range(60)]
     return sum(1.0 < at < first_at for at in begun)
 
 
-def test_a_newcomers_first_request_passes_a_crowd_that_is_in_the_engine_already() -> None:
+def test_the_first_request_of_a_new_tenant_passes_a_crowd_that_is_in_the_engine() -> None:
     requests = [("B", PriorityClass.DEFAULT), ("C", PriorityClass.DEFAULT)]
     records = played(crowd(*requests), enabled=True)
     waits = [records[f"r{number}"].queue_wait_s for number in (60, 61)]
-    # They did not wait outside, so it was the engine that let them pass; those under way end first.
+    # They did not wait in the queue, so they passed in the engine; requests under way end first.
     assert waits == [0.0, 0.0]
     assert [passed_by(records, name) <= 4 for name in ("r60", "r61")] == [True, True]
     usual = played(crowd(*requests), enabled=False)

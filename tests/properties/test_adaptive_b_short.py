@@ -1,9 +1,9 @@
-"""What a border that adapts promises, on random traffic: it keeps its bounds, settles, and follows.
+"""Adaptive `B_short` on random traffic: it keeps its bounds, settles, and follows the mix.
 
 Requests come as a Poisson stream, their lengths are drawn from a mix, and each stays for an exponential time
 whose mean grows with its length, as in an engine that is neither idle nor full. Bounds, steps and dwell time
-hold always and are searched for a counter-example. That a border settles is a statement about chance, so it
-is counted over many mixes whose seeds are fixed.
+hold always, and hypothesis searches for a counter-example. That it settles is statistical, so it is counted
+over many mixes with fixed seeds.
 """
 
 import heapq
@@ -26,7 +26,7 @@ from serve_app.routing.demand import PoolCapacity
 
 CONTEXT = 16_384
 SETTINGS = AdaptiveBShortSettings(enabled=True)
-# Long enough for the averages to be of one mix, and for the border to walk across its whole range.
+# Long enough for the means to be of one mix, and for `B_short` to move across its whole range.
 SETTLED_S = 600.0
 HOUR_S = 3_600.0
 
@@ -47,11 +47,11 @@ DOCUMENTS = Mix(((0.5, 500, 1.0), (0.5, 5_000, 0.7)))
 
 
 class Traffic:
-    """A threshold under a stream of requests.
+    """Adaptive `B_short` under a stream of requests.
 
     Args:
         replicas: in the short and in the long pool.
-        begin: where the border begins.
+        begin: the initial `B_short`.
     """
 
     def __init__(self, seed: int, replicas: tuple[int, int], begin: int) -> None:
@@ -60,13 +60,13 @@ class Traffic:
             PoolCapacity(kv_tokens=100_000 * count, sequences=64 * count, context_tokens=CONTEXT)
             for count in replicas
         )
-        self.threshold = AdaptiveBShort(SETTINGS, begin)
+        self.adaptive = AdaptiveBShort(SETTINGS, begin)
         self.lowest = SETTINGS.lowest(begin)
         self.now = self.look_at = 0.0
-        self.there: list[tuple[float, int, float]] = []
+        self.present: list[tuple[float, int, float]] = []
         self.moves: list[tuple[float, BShortChanged]] = []
 
-    def go_on(self, mix: Mix, seconds: float, rate_per_s: float) -> None:
+    def play(self, mix: Mix, seconds: float, rate_per_s: float) -> None:
         until = self.now + seconds
         while self.now < until:
             self.now += self.rng.expovariate(rate_per_s)
@@ -74,28 +74,28 @@ class Traffic:
                 self._look(self.look_at)
                 self.look_at += SETTINGS.interval_s
             tokens = mix.draw(self.rng)
-            came_at = self.threshold.on_arrival(tokens, tokens)
+            mark = self.adaptive.on_arrival(tokens, tokens)
             leaves_at = self.now + self.rng.expovariate(1 / mean_stay_s(tokens))
-            heapq.heappush(self.there, (leaves_at, tokens, came_at))
+            heapq.heappush(self.present, (leaves_at, tokens, mark))
 
     def _look(self, now: float) -> None:
-        while self.there and self.there[0][0] <= now:
-            _, tokens, came_at = heapq.heappop(self.there)
-            self.threshold.on_departure(tokens, tokens, came_at)
-        move = self.threshold.adapt(self.short, self.long, now)
+        while self.present and self.present[0][0] <= now:
+            _, tokens, mark = heapq.heappop(self.present)
+            self.adaptive.on_departure(tokens, tokens, mark)
+        move = self.adaptive.adapt(self.short, self.long, now)
         if move is not None:
             self.moves.append((now, move))
-        assert self.lowest <= self.threshold.b_short_tokens <= CONTEXT
+        assert self.lowest <= self.adaptive.b_short_tokens <= CONTEXT
 
     def moves_since(self, when: float) -> list[BShortChanged]:
         return [move for at, move in self.moves if at >= when]
 
     def true_imbalance(self, mix: Mix) -> float:
-        """Of the demand that the mix makes in the long run, at the border as it stands."""
+        """The imbalance of the mean demand of the mix, at the current `B_short`."""
         taken: Counter[tuple[bool, str]] = Counter()
         rng = random.Random(0)
         for tokens in (mix.draw(rng) for _ in range(20_000)):
-            is_short = tokens <= self.threshold.b_short_tokens
+            is_short = tokens <= self.adaptive.b_short_tokens
             taken[is_short, "tokens"] += round(1_000 * tokens * mean_stay_s(tokens))
             taken[is_short, "places"] += round(1_000 * mean_stay_s(tokens))
         short, long = (
@@ -124,30 +124,30 @@ def random_mix(rng: random.Random) -> Mix:
 
 
 def moves_in_an_hour(seed: int) -> list[BShortChanged]:
-    """Of a border that has settled, under a random mix that stays."""
+    """Moves under a constant random mix, after `B_short` has settled."""
     rng = random.Random(seed)
     traffic = Traffic(seed, rng.choice(((1, 1), (2, 1), (1, 3), (4, 4))), 8_192)
     mix = random_mix(rng)
-    traffic.go_on(mix, SETTLED_S, rate_per_s=4.0)
-    traffic.go_on(mix, HOUR_S, rate_per_s=4.0)
+    traffic.play(mix, SETTLED_S, rate_per_s=4.0)
+    traffic.play(mix, HOUR_S, rate_per_s=4.0)
     return traffic.moves_since(SETTLED_S)
 
 
 WIDE = Mix(((0.57, 1_328, 1.45), (0.43, 1_666, 0.78)))
 
 
-def test_on_a_wide_mix_that_stays_the_border_stays() -> None:
-    """Few requests make half of the demand here; by their number alone, the border moved 21 times."""
+def test_on_a_constant_wide_mix_b_short_stays() -> None:
+    """Few requests make half of the demand here, so the error must not follow from their number alone."""
     traffic = Traffic(8, (2, 1), 8_192)
-    traffic.go_on(WIDE, SETTLED_S, rate_per_s=4.0)
-    traffic.go_on(WIDE, HOUR_S, rate_per_s=4.0)
+    traffic.play(WIDE, SETTLED_S, rate_per_s=4.0)
+    traffic.play(WIDE, HOUR_S, rate_per_s=4.0)
     assert len(traffic.moves_since(SETTLED_S)) <= 4
     assert abs(traffic.true_imbalance(WIDE)) < 0.5
 
 
 @pytest.mark.slow
-def test_on_mixes_that_stay_the_borders_move_less_than_once_an_hour() -> None:
-    """Forty hours. With averages over a minute an hour holds sixty, and chance has as many tries."""
+def test_on_constant_mixes_b_short_moves_less_than_once_an_hour() -> None:
+    """Forty hours; a mean over a minute has sixty independent values in an hour."""
     counts = [len(moves_in_an_hour(seed)) for seed in range(40)]
     assert sum(counts) < 40
     assert max(counts) <= 6
@@ -157,12 +157,12 @@ def test_on_mixes_that_stay_the_borders_move_less_than_once_an_hour() -> None:
 @pytest.mark.parametrize(("first", "then"), [(CHATS, DOCUMENTS), (DOCUMENTS, CHATS)])
 def test_it_follows_a_mix_that_flips_within_six_minutes(first: Mix, then: Mix) -> None:
     traffic = Traffic(0, (2, 2), 8_192)
-    traffic.go_on(first, SETTLED_S, rate_per_s=6.0)
-    before = traffic.threshold.b_short_tokens
+    traffic.play(first, SETTLED_S, rate_per_s=6.0)
+    before = traffic.adaptive.b_short_tokens
     assert abs(traffic.true_imbalance(then)) > 0.6
-    traffic.go_on(then, 360.0, rate_per_s=6.0)
+    traffic.play(then, 360.0, rate_per_s=6.0)
     assert abs(traffic.true_imbalance(then)) < 0.35
-    assert (traffic.threshold.b_short_tokens > before) == (then is DOCUMENTS)
+    assert (traffic.adaptive.b_short_tokens > before) == (then is DOCUMENTS)
 
 
 @pytest.mark.slow
@@ -172,14 +172,14 @@ def test_it_follows_every_flip_and_then_stays(seed: int) -> None:
     first, then = rng.sample((CHATS, DOCUMENTS), 2)
     replicas = rng.randint(1, 4)
     traffic = Traffic(seed, (replicas, replicas), rng.choice((1_000, 4_096, 8_192, 16_384)))
-    traffic.go_on(first, SETTLED_S, rate_per_s=6.0)
-    traffic.go_on(then, SETTLED_S, rate_per_s=6.0)
-    border = traffic.threshold.b_short_tokens
-    # Even within what chance leaves open, or as near as the bounds let it come.
-    at_a_bound = border <= 1.1 * traffic.lowest or border >= CONTEXT / 1.1
+    traffic.play(first, SETTLED_S, rate_per_s=6.0)
+    traffic.play(then, SETTLED_S, rate_per_s=6.0)
+    b_short = traffic.adaptive.b_short_tokens
+    # Even within the statistical error, or at a bound.
+    at_a_bound = b_short <= 1.1 * traffic.lowest or b_short >= CONTEXT / 1.1
     assert abs(traffic.true_imbalance(then)) < 0.45 or at_a_bound
-    traffic.go_on(then, HOUR_S, rate_per_s=6.0)
-    # Where the even border lies between two of the grid, it goes from one to the other now and then.
+    traffic.play(then, HOUR_S, rate_per_s=6.0)
+    # Where the even value is between two of the grid, it alternates between them now and then.
     assert len(traffic.moves_since(2 * SETTLED_S)) <= 6
 
 
@@ -194,17 +194,17 @@ mixes = st.lists(kinds, min_size=1, max_size=3).map(lambda kinds: Mix(tuple(kind
     st.sampled_from([1_000, 4_096, 8_192, 16_384]),
     st.integers(0, 1_000),
 )
-def test_whatever_comes_it_keeps_its_bounds_its_step_and_its_dwell_time(
+def test_it_always_keeps_its_bounds_its_step_and_its_dwell_time(
     phases: list[tuple[Mix, float]], replicas: tuple[int, int], begin: int, seed: int
 ) -> None:
     traffic = Traffic(seed, replicas, begin)
     for mix, rate in phases:
-        traffic.go_on(mix, 120.0, rate)
+        traffic.play(mix, 120.0, rate)
     for (at, move), (later, following) in itertools.pairwise(traffic.moves):
         assert later - at >= SETTINGS.dwell_s
         assert following.was_tokens == move.b_short_tokens
     for _, move in traffic.moves:
         assert move.b_short_tokens != move.was_tokens
-        # A border that begins between two places of the grid moves by up to a place more.
+        # A value that begins between two of the grid moves by up to one more.
         octaves = abs(math.log2(move.b_short_tokens / move.was_tokens))
         assert octaves <= SETTINGS.max_step_octaves + 1 / 8 + 1e-3

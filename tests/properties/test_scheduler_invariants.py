@@ -1,12 +1,11 @@
 """The scheduler's named invariants, checked exactly after every step of a random history.
 
-The machine keeps its own books from events and commands alone, and holds the scheduler's against them. README
-lists the invariants; the methods bear the same names.
+The machine keeps its own record from events and commands alone, and compares it with the scheduler's state.
 """
 
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -43,19 +42,24 @@ ISOLATION = IsolationSettings(
     prior_boundary_tokens=350,
     prior_longest_tokens=600,
 )
-NO_PLACE = {Outcome.REJECTED_QUEUE_FULL, Outcome.REJECTED_DEADLINE_UNMEETABLE}
-COME_AGAIN = NO_PLACE | {Outcome.REJECTED_NO_REPLICA, Outcome.EXPIRED}
+DENIED = {Outcome.REJECTED_QUEUE_FULL, Outcome.REJECTED_DEADLINE_UNMEETABLE}
+MAY_RETURN = DENIED | {Outcome.REJECTED_NO_REPLICA, Outcome.EXPIRED}
+replica_ids = st.sampled_from(sorted(SPECS))
 steps_of_time = st.sampled_from([0.0, 0.0, 0.0, 0.1, 0.5, 3.0])
 
 
-class ReplicaBooks:
+@dataclass
+class KnownReplica:
     """What the machine knows of a connected replica."""
 
-    def __init__(self, of: ReplicaSpec) -> None:
-        self.spec = of
-        self.reported_at: float | None = None
-        self.draining = False
-        self.suspended = False
+    spec: ReplicaSpec
+    reported_at: float | None = None
+    draining: bool = False
+    suspended: bool = False
+
+    def accepts(self, now: float) -> bool:
+        is_fresh = self.reported_at is not None and now < self.reported_at + REPORT_LIMIT_S
+        return is_fresh and not self.draining and not self.suspended
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -71,12 +75,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 isolation=ISOLATION,
                 max_waiting=6,
                 max_attempts=2,
-                promotion=PromotionSettings(
-                    interactive_s=0.5, default_s=1.0, batch_s=2.0, promoted_share=0.5
-                ),
+                promotion=PROMOTION,
                 no_replica_grace_s=1.0,
                 routing=ROUTING,
-                # Without growth by pace, room follows from the machine's own books alone.
+                # Without growth by pace, capacity follows from the machine's own record alone.
                 backpressure=BackpressureSettings(
                     target_waiting=TARGET, lag_factor=0.0, report_limit_s=REPORT_LIMIT_S
                 ),
@@ -90,11 +92,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.expires_at: dict[str, float] = {}
         self.no_wait: set[str] = set()
         self.gateway_of: dict[str, str] = {}
-        self.replicas: dict[str, ReplicaBooks] = {}
+        self.replicas: dict[str, KnownReplica] = {}
         self.known_stale: set[str] = set()
         self.returning = ""
         self.sent: set[str] = set()
-        self.next_id = 0
         self.target = TARGET
 
     def feed(self, event: ev.Event) -> None:
@@ -120,34 +121,38 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.known_stale.remove(command.replica_id)
 
     def refuses_honestly(self, command: Conclude) -> None:
-        """Nobody is kept from waiting where nobody waits, and who may come again is told when."""
-        if command.conclusion.outcome in COME_AGAIN:
+        """No request is denied while the queue is empty, and one that may return is told when."""
+        if command.conclusion.outcome in MAY_RETURN:
             assert command.conclusion.retry_after_s is not None
             assert 0 < command.conclusion.retry_after_s <= self.scheduler.settings.retry_after_cap_s
-        if command.conclusion.outcome in NO_PLACE:
+        if command.conclusion.outcome in DENIED:
             assert self.waiting - {command.request_id} or command.request_id in self.no_wait
 
     def check_dispatch(self, command: Dispatch) -> None:
-        books = self.replicas[command.replica_id]
-        assert command.pool == books.spec.pool
+        known = self.replicas[command.replica_id]
+        assert command.pool == known.spec.pool
         assert command.queue_wait_s >= 0
-        assert not books.suspended
-        assert not books.draining
-        assert books.reported_at is not None
-        assert self.now < books.reported_at + REPORT_LIMIT_S
+        assert known.accepts(self.now)
         assert self.expires_at[command.request_id] > self.now
 
+    def new_request(self, gateway_id: str, timeout_s: float) -> str:
+        request_id = f"r{len(self.submitted)}"
+        self.submitted.add(request_id)
+        self.gateway_of[request_id] = gateway_id
+        self.expires_at[request_id] = self.now + timeout_s
+        return request_id
+
     def pass_time(self, seconds: float) -> None:
-        """As the shell does: wake up at each time that the scheduler asks for."""
+        """As a driver does: wake up at each time that the scheduler asks for."""
         until = self.now + seconds
         while (wake_at := self.scheduler.next_wakeup()) is not None and wake_at <= until:
             self.now = max(self.now, wake_at)
             self.feed(ev.Woke())
         self.now = until
 
-    @initialize(replica_ids=st.sets(st.sampled_from(sorted(SPECS)), min_size=1))
+    @initialize(replica_ids=st.sets(replica_ids, min_size=1))
     def begin(self, replica_ids: set[str]) -> None:
-        """Most histories begin with replicas that work; what happens without any has rules of its own."""
+        """Most histories begin with replicas that work; the rules also lose them."""
         for replica_id in sorted(replica_ids):
             self.join(replica_id)
             self.make_report(replica_id, 0, 0, False, 0.0)
@@ -175,14 +180,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         seconds: float,
     ) -> str:
         self.pass_time(seconds)
-        self.next_id += 1
         tenant, priority = whose
-        request_id = f"r{self.next_id}"
-        self.submitted.add(request_id)
+        request_id = self.new_request(gateway_id, timeout_s)
         self.waiting.add(request_id)
-        self.expires_at[request_id] = self.now + timeout_s
-        self.no_wait |= {request_id} if no_wait else set()
-        self.gateway_of[request_id] = gateway_id
+        if no_wait:
+            self.no_wait.add(request_id)
         arrived = request(
             request_id,
             prompt_tokens=prompt_tokens,
@@ -199,14 +201,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.feed(ev.Arrived(arrived)) if request_id not in self.concluded else None
         return request_id
 
-    @rule(target=requests, replica_id=st.sampled_from(sorted(SPECS)), started=st.booleans())
+    @rule(target=requests, replica_id=replica_ids, started=st.booleans())
     def resume(self, replica_id: str, started: bool) -> str:
-        self.next_id += 1
-        request_id = f"r{self.next_id}"
-        self.submitted.add(request_id)
+        request_id = self.new_request("g1", math.inf)
         self.running[request_id] = replica_id
-        self.gateway_of[request_id] = "g1"
-        self.expires_at[request_id] = math.inf
         if started:
             self.started.add(request_id)
         self.feed(ev.Resumed(request(request_id, arrived_at=self.now), replica_id, started))
@@ -236,18 +234,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         failure=st.sampled_from(list(ev.DispatchFailure)),
         seconds=steps_of_time,
     )
-    def come_back(self, request_id: str, failure: ev.DispatchFailure, seconds: float):  # type: ignore[no-untyped-def]
+    def fail_dispatch(self, request_id: str, failure: ev.DispatchFailure, seconds: float):  # type: ignore[no-untyped-def]
         self.pass_time(seconds)
         replica_id = self.running.get(request_id)
         if replica_id is None or request_id in self.started:
             return request_id
         if failure is not ev.DispatchFailure.TOO_LONG and replica_id in self.replicas:
             self.replicas[replica_id].suspended = True
-        scheduled = self.scheduler.find(request_id)
-        assert scheduled is not None
+        scheduled = self.find(request_id)
         allowance = scheduled.request.expires_at - scheduled.request.arrived_at
-        # It waits again from the scheduler's first breath on, unless it is concluded or sent in the same
-        # step.
+        # It waits again at once, unless it is concluded or sent in the same step.
         del self.running[request_id]
         self.waiting.add(request_id)
         self.expires_at[request_id] = self.now + allowance
@@ -266,14 +262,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.feed(ev.GatewayLost(gateway_id))
         assert not [r for r in (*self.waiting, *self.running) if self.gateway_of[r] == gateway_id]
 
-    @rule(replica_id=st.sampled_from(sorted(SPECS)))
+    @rule(replica_id=replica_ids)
     def join(self, replica_id: str) -> None:
-        self.replicas[replica_id] = ReplicaBooks(SPECS[replica_id])
+        self.replicas[replica_id] = KnownReplica(SPECS[replica_id])
         self.known_stale.discard(replica_id)
         self.feed(ev.ReplicaJoined(SPECS[replica_id]))
 
     @rule(
-        replica_id=st.sampled_from(sorted(SPECS)),
+        replica_id=replica_ids,
         received=st.integers(0, 30),
         waiting=st.sampled_from([0, 0, 1, 3]),
         draining=st.sampled_from([False, False, False, True]),
@@ -283,9 +279,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, replica_id: str, received: int, waiting: int, draining: bool, seconds: float
     ) -> None:
         self.pass_time(seconds)
-        books = self.replicas.get(replica_id)
-        if books is not None:
-            books.reported_at, books.draining, books.suspended = self.now, draining, False
+        known = self.replicas.get(replica_id)
+        if known is not None:
+            known.reported_at, known.draining, known.suspended = self.now, draining, False
         self.feed(
             ev.ReplicaReported(replica_id, report(received=received, waiting=waiting, draining=draining))
         )
@@ -297,7 +293,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         share=st.sampled_from([0.1, 0.25, 0.5]),
     )
     def retune(self, in_engine: int, long: int, longest: int, share: float) -> None:
-        """What the tuner changes under a running scheduler; all other rules go on as they are."""
+        """What the tuner changes in a running scheduler."""
         waiting = set(self.waiting)
         now = self.scheduler.settings
         isolation = replace(
@@ -308,7 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.feed(ev.Retuned(replace(now, isolation=isolation, backpressure=backpressure)))
         assert self.waiting <= waiting
 
-    @rule(replica_id=st.sampled_from(sorted(SPECS)))
+    @rule(replica_id=replica_ids)
     def lose(self, replica_id: str) -> None:
         self.replicas.pop(replica_id, None)
         self.known_stale.discard(replica_id)
@@ -336,8 +332,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def holds_exactly_what_is_running(self) -> None:
         held: dict[str, list[int]] = {}
         for request_id, replica_id in self.running.items():
-            scheduled = self.scheduler.find(request_id)
-            assert scheduled is not None
+            scheduled = self.find(request_id)
             assert scheduled.replica_id == replica_id
             held.setdefault(replica_id, []).append(scheduled.hold.tokens)
         for state in self.scheduler.ledger:
@@ -347,15 +342,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert state.in_flight == len(here)
             assert state.unstarted == len([r for r in running if r not in self.started])
             assert 0 <= state.unseen <= state.unstarted
-            requests = [self.scheduler.find(request_id) for request_id in running]
-            prefill_classes = [scheduled.hold.prefill_class for scheduled in requests if scheduled]
+            requests = [self.find(request_id) for request_id in running]
+            prefill_classes = [scheduled.hold.prefill_class for scheduled in requests]
             assert state.long_prefills == (
                 sum(prefill_class >= PrefillClass.LONG for prefill_class in prefill_classes),
                 prefill_classes.count(PrefillClass.LONGEST),
             )
-            assert state.pending_prefill_tokens == sum(e.hold.prefill_tokens for e in requests if e)
+            assert state.pending_prefill_tokens == sum(e.hold.prefill_tokens for e in requests)
             for request_id, scheduled in zip(running, requests, strict=True):
-                assert scheduled is not None
                 # A streamed request holds its long prefill exactly until its first token.
                 kept = scheduled.prefill_class if request_id not in self.started else 0
                 assert scheduled.hold.prefill_class in {0, kept}
@@ -364,8 +358,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not held
 
     @invariant()
-    def keeps_room_only_for_who_waits(self) -> None:
-        """At most one request of each pool, and nothing stays behind when it has gone."""
+    def reserves_capacity_only_for_waiting_requests(self) -> None:
+        """At most one of each pool, and none remains after its dispatch."""
         kept = list(self.scheduler.dispatcher.reservations)
         assert all(each.scheduled.request.request_id in self.waiting for each in kept)
         assert len({each.scheduled.pools[0] for each in kept}) == len(kept)
@@ -374,9 +368,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def leaves_no_room_idle(self) -> None:
-        """No head of a lane waits while a replica that could take it has queue. Those behind it wait by the
-        order's rule.
-        """
+        """No head of a sub-queue waits while a replica could take it; those behind it wait for the head."""
         sub_queues: dict[tuple[object, ...], list[ScheduledRequest]] = {}
         for scheduled in self.scheduler.queue:
             whose = scheduled.request.priority, scheduled.request.tenant
@@ -388,17 +380,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             head = min(
                 requests, key=lambda e: (not e.returned, not e.claimed, e.request.arrived_at, e.sequence)
             )
-            for replica_id, books in self.replicas.items():
-                assert books.spec.pool not in pools or not self.has_room(replica_id, head)
+            for replica_id, known in self.replicas.items():
+                assert known.spec.pool not in pools or not self.has_room(replica_id, head)
 
     def has_room(self, replica_id: str, head: ScheduledRequest) -> bool:
-        books, state = self.replicas[replica_id], self.scheduler.ledger[replica_id]
-        if books.reported_at is None or self.now >= books.reported_at + REPORT_LIMIT_S:
-            return False
-        if books.draining or books.suspended:
+        known, state = self.replicas[replica_id], self.scheduler.ledger[replica_id]
+        if not known.accepts(self.now):
             return False
         running = [request_id for request_id, at in self.running.items() if at == replica_id]
-        if len(running) >= books.spec.max_num_seqs + self.target:
+        if len(running) >= known.spec.max_num_seqs + self.target:
             return False
         unstarted = [request_id for request_id in running if request_id not in self.started]
         queues = len(unstarted) - state.long_prefills[0], state.reported_queue
@@ -406,27 +396,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             return False
         if head.request.priority is BATCH and min(len(unstarted), state.reported_queue) > 0:
             return False
-        context = self.context_limit(books.spec.pool)
+        context = self.context_limit(known.spec.pool)
         assert context is not None
-        held = sum(self.held(request_id) for request_id in running)
+        held = sum(self.find(request_id).hold.tokens for request_id in running)
         isolation = self.scheduler.settings.isolation
         limits = (isolation.max_long_prefills, isolation.max_longest_prefills)
         for count, limit in zip(state.long_prefills, limits[: head.prefill_class], strict=False):
             if count >= limit:
                 return False
-        reservation = self.scheduler.dispatcher.reservations.of(books.spec.pool)
+        reservation = self.scheduler.dispatcher.reservations.of(known.spec.pool)
         if reservation is None or reservation.scheduled is not head:
             held += state.reserved_tokens
-        return min(head.estimate.expected_tokens, context) <= books.spec.kv_tokens - held
+        return min(head.estimate.expected_tokens, context) <= known.spec.kv_tokens - held
 
-    def held(self, request_id: str) -> int:
+    def find(self, request_id: str) -> ScheduledRequest:
         scheduled = self.scheduler.find(request_id)
         assert scheduled is not None
-        return scheduled.hold.tokens
+        return scheduled
 
     @invariant()
     def waits_where_it_can_go(self) -> None:
-        """Context limits change as replicas come and go, and those who wait know."""
+        """Waiting requests are routed by the current context limits."""
         router = PoolRouter(ROUTING, self.context_limit)
         for scheduled in self.scheduler.queue:
             assert scheduled.pools == router.route(
@@ -455,9 +445,8 @@ class IsolatingMachine(SchedulerMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-machine_settings = settings(
-    max_examples=400, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-TestSchedulerMachine.settings = machine_settings
 TestIsolatingMachine = IsolatingMachine.TestCase
-TestIsolatingMachine.settings = machine_settings
+for case in (TestSchedulerMachine, TestIsolatingMachine):
+    case.settings = settings(
+        max_examples=400, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )

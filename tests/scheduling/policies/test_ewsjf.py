@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,7 @@ def partition(*bounds: tuple[int, int]) -> Partition:
     )
 
 
-def saturated(policy: str, **changes: object) -> ManualDriver:
+def saturated(policy: str, **changes: Any) -> ManualDriver:
     """One replica whose engine has a full queue, so that every arrival waits."""
     driver = one_replica(limits={"max_model_len": 8_000, "kv_tokens": 50_000}, policy=policy, **changes)
     for number in range(3):
