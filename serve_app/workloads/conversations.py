@@ -1,5 +1,4 @@
 """Multi-turn chats, in which every prompt repeats the conversation so far after shared instructions.
-share.
 
 A session belongs to an application, whose instructions begin each of its prompts. Each turn adds a message
 and, for later turns, the answer. So some engine has computed most of a prompt before, which is what prefix
