@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from experiments.adaptive_b_short.settings import ADAPTIVE
 from experiments.common.rows import Row, where
-from experiments.common.tables import Table, markdown, plus_minus
-from serve_app.metrics.confidence import paired_difference_95
+from experiments.common.tables import Table, difference, markdown, plus_minus
 
 _H100, _RTX4090 = "70B on H100", "8B on RTX 4090"
 _TITLES = {
@@ -71,10 +70,8 @@ def _gain(fixed: Row, rows: Sequence[Row]) -> str:
     if fixed.key["b_short"] == ADAPTIVE:
         return ""
     (adaptive,) = where(rows, scenario=fixed.key["scenario"], gated=fixed.key["gated"], b_short=ADAPTIVE)
-    mine, theirs = ([100 * value for value in row.figures["attainment"]] for row in (adaptive, fixed))
-    difference = paired_difference_95(mine, theirs)
-    half = "" if difference.high is None else f" ± {difference.high - difference.mean:.1f}"
-    return f"{difference.mean:+.1f}{half}"
+    mine, theirs = (row.figures["attainment"] for row in (adaptive, fixed))
+    return difference(mine, theirs, 1, scale=100)
 
 
 TABLES = {

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from experiments.planning.settings import PublishedRow
-from serve_app.planning.model.closed_form import request_share_saving, work_share, work_share_saving
+from serve_app.planning.model.closed_form import saving, work_share
 from serve_app.planning.model.length_mix import LengthMix
 from serve_app.planning.model.paper_model import A100
 from serve_app.simulation.workload import TraceChoice, choose_trace
@@ -45,7 +45,7 @@ def recomputed(row: PublishedRow, requests: int) -> dict[str, Any]:
         "alpha": alpha,
         "w_s": w_s,
         "rho": rho,
-        "by_requests": request_share_saving(alpha, rho),
-        "by_work": work_share_saving(w_s, rho),
+        "by_requests": saving(alpha, rho),
+        "by_work": saving(w_s, rho),
         "alpha_implied": implied,
     }

@@ -18,9 +18,9 @@ from experiments.common.rows import Key
 from experiments.planning.published import recomputed
 from experiments.planning.settings import Mix, MixGrid, PlanCase, PlanningExperiment
 from serve_app.command import progress_bar
-from serve_app.planning.sizing.costs import CostTable
 from serve_app.planning.plan import Effort, make_plan
 from serve_app.planning.results import plan_as_json
+from serve_app.planning.sizing.costs import CostTable
 from serve_app.workloads.streams import stream
 
 # Lengths of the grid vary by a third around their means.

@@ -5,8 +5,7 @@ from itertools import chain
 from statistics import fmean
 
 from experiments.common.rows import Row
-from experiments.common.tables import Table, markdown, plus_minus
-from serve_app.metrics.confidence import paired_difference_95
+from experiments.common.tables import Table, difference, markdown, plus_minus
 
 _BEFORE, _AFTER = "before", "after"
 
@@ -62,9 +61,7 @@ def _gain(tuned: Row, rows: Sequence[Row], phase: str) -> str:
     mine, theirs = ([run[phase]["reward"] for run in row.figures["phases"]] for row in (tuned, fixed[0]))
     if None in (*mine, *theirs):
         return ""
-    difference = paired_difference_95(mine, theirs)
-    half = "" if difference.high is None else f" ± {difference.high - difference.mean:.3f}"
-    return f"{difference.mean:+.3f}{half}"
+    return difference(mine, theirs, 3)
 
 
 def _is_tuned(row: Row) -> bool:
