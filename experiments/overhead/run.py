@@ -51,7 +51,7 @@ class OverheadSettings:
     """What is played.
 
     Attributes:
-        engine: of both, an emulated one.
+        engine, engine_advanced: of both, an emulated one.
         idle_s: for how long the use of idle processes is measured.
         warm_up_share: of the requests, which are sent before anything is measured.
     """
@@ -59,6 +59,7 @@ class OverheadSettings:
     __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     engine: Mapping[str, Any]
+    engine_advanced: Mapping[str, Any]
     kinds: Mapping[str, RequestKind]
     repeats: int
     idle_s: float = 10.0
@@ -121,7 +122,7 @@ def play(settings: OverheadSettings, context: Context) -> Iterator[Measurement]:
         return
     with (
         started_application("overhead", [model(settings)]) as served,
-        started_engine(MODEL, settings.engine) as (engine, engine_url),
+        started_engine(MODEL, {**settings.engine, **settings.engine_advanced}) as (engine, engine_url),
     ):
         meter = CpuMeter((served.pid, engine), lambda one: _role(one, engine))
         player = Player(settings, served.url, engine_url, meter)
@@ -139,7 +140,7 @@ def play(settings: OverheadSettings, context: Context) -> Iterator[Measurement]:
 
 def model(settings: OverheadSettings) -> dict[str, Any]:
     """One pool with the engine."""
-    engine = {"emulated": dict(settings.engine)}
+    engine = {"emulated": {**settings.engine, "advanced": dict(settings.engine_advanced)}}
     return {"name": MODEL, "pools": [{"name": "all", "engine": engine, "resources": {"num_cpus": 0.1}}]}
 
 
