@@ -1,10 +1,8 @@
 """Lengths of chats and documents: chats as in a published trace, documents around a mean of some thousand."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
 
-from experiments.common.experiment import STRICT
+from serve_app.settings_base import settings
 from serve_app.workloads.lengths import LognormalLengths
 from serve_app.workloads.published import RECIPES
 from serve_app.workloads.streams import stream
@@ -14,7 +12,7 @@ _LONGEST_TOKENS = 1_000_000
 _ANSWERS_CV, _LONGEST_ANSWER_TOKENS = 0.6, 2_048
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class DocumentMix:
     """What lengths depend on.
 
@@ -23,8 +21,6 @@ class DocumentMix:
         documents_mean, documents_cv: of the documents' prompts, in tokens, lognormal.
         answers_mean: of the documents' answers, in tokens.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     chats: str = "lmsys"
     documents_mean: float = 5_000.0

@@ -2,19 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
 from experiments.adaptive_b_short.documents import DocumentMix
 from experiments.common.drifting_mix import MixPoints
-from experiments.common.experiment import STRICT
 from experiments.common.rows import Key
 from serve_app.metrics.slo import Slo
+from serve_app.settings_base import settings
 from serve_app.simulation.fleet import EngineChanges, FleetSettings, PoolChanges
 
 ADAPTIVE = "adaptive"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class TwoPools:
     """A fleet; its engines are the same whatever `B_short` is.
 
@@ -22,8 +21,6 @@ class TwoPools:
         load: 1.0 is the rate at which the fleet finishes a backlog of the mix under FCFS.
         context_tokens, short_context_tokens: limits of the engines in all pools, and in the short one.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     profile: str
     replicas: Mapping[str, int]
@@ -42,7 +39,7 @@ class TwoPools:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class Scenario:
     """Traffic of chats and documents.
 
@@ -50,13 +47,11 @@ class Scenario:
         documents: their share over time.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     documents: MixPoints
     mix: DocumentMix = field(default_factory=DocumentMix)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class Part:
     """Cells of the table: one fleet in some scenarios.
 
@@ -65,15 +60,13 @@ class Part:
         gated: whether replicas above `tpot_gate_s` are sent nothing, which makes requests spill earlier.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     fleet: str
     scenarios: tuple[str, ...]
     fixed_tokens: tuple[int, ...]
     gated: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class AdaptiveExperiment:
     """What is played.
 
@@ -83,8 +76,6 @@ class AdaptiveExperiment:
         slo: what attainment counts.
         short_at_tokens: longest prompt that counts as short, in the figures alone.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     policy: str
     fleets: Mapping[str, TwoPools]

@@ -7,13 +7,11 @@ then `first_token`, then `finish`: three messages there, one back.
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import uvloop
 
 from experiments.channel.scheduler_process import MODEL, POOL, started_scheduler
-from experiments.common.experiment import STRICT, Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.processes import process_tree
 from experiments.common.provenance import generated
 from serve_app.command import progress_bar
@@ -26,12 +24,13 @@ from serve_app.serving.channel.messages import SchedulerEndpoint
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.settings_base import settings
 
 _USAGE = Usage(prompt_tokens=100, output_tokens=10)
 _SPEC = RequestSpec(model=MODEL, shape=PromptShape(text_bytes=400, messages=2), max_output_tokens=10)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class Traffic:
     """Requests of so many handlers, each one after the other.
 
@@ -39,14 +38,12 @@ class Traffic:
         pause_s: of each handler, between two requests.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     requests: int
     handlers: int
     pause_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class ChannelExperimentSettings:
     """What is played.
 
@@ -54,8 +51,6 @@ class ChannelExperimentSettings:
         traffic: by the name that it has in the table.
         repeats: of all traffics in turn.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     warm_up: Traffic
     traffic: Mapping[str, Traffic]

@@ -9,9 +9,6 @@ from experiments.common.rows import Key
 
 S = TypeVar("S")
 
-STRICT: Mapping[str, Any] = {"extra": "forbid"}
-"""For `__pydantic_config__` of settings: a key that there is not is refused by name."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:

@@ -2,28 +2,26 @@
 
 import hashlib
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from serve_app.provenance import commit, hardware, load_average
+from serve_app.settings_base import settings
 from serve_app.workloads.catalog import WorkloadSettings, trace_file
 
 # Rows and documents change no behaviour, so that several experiments can be played one after the other.
 _NO_CODE = (":!experiments/*/results.jsonl", ":!*.md")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class TraceSource:
     """Where requests came from.
 
     Attributes:
         sha256: of the trace file; None says that lengths were generated.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     name: str
     sha256: str | None = None

@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from experiments.common.provenance import Machine, TraceSource
 from serve_app.errors import SettingsError
+from serve_app.settings_base import settings
 
 Key = Mapping[str, str | int | float | bool]
 ANY = object()
@@ -17,7 +18,7 @@ ANY = object()
 _DIGITS = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class Row:
     """One line.
 
@@ -28,8 +29,6 @@ class Row:
         commit: of the code, with `+changes` where tracked code differed; None outside a checkout.
         measured_at: when the row was finished, ISO 8601 in UTC.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     experiment: str
     key: Key

@@ -11,26 +11,27 @@ set.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
-from experiments.common.experiment import STRICT, Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.dispatch.deciders import DECIDERS
 from experiments.dispatch.drive import KINDS, Drive, Window
 from experiments.dispatch.traffic import traffic
 from serve_app.command import progress_bar
 from serve_app.metrics.statistics import Distribution
+from serve_app.settings_base import POSITIVE, settings
 
 # A fleet is full after some times the mean service time; few replicas take longer to fill their caches.
 _FILL_TURNS = 2.5
 _LEAST_FILL_REQUESTS = 4_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class DispatchSettings:
     """What is played.
 
@@ -45,15 +46,13 @@ class DispatchSettings:
         collector: let Python's garbage collector work during the windows.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     replicas: tuple[int, ...]
     deciders: tuple[str, ...] = tuple(DECIDERS)
-    places: int = 16
-    taken: float = 0.8
-    requests: int = 1_000
-    windows: int = 10
-    report_interval_s: float = 0.2
+    places: Annotated[int, POSITIVE] = 16
+    taken: Annotated[float, POSITIVE] = 0.8
+    requests: Annotated[int, POSITIVE] = 1_000
+    windows: Annotated[int, POSITIVE] = 10
+    report_interval_s: Annotated[float, POSITIVE] = 0.2
     seed: int = 0
     collector: bool = False
 
@@ -61,9 +60,6 @@ class DispatchSettings:
         for name in self.deciders:
             if name not in DECIDERS:
                 raise ValueError(f"no decider {name!r}: there are {', '.join(DECIDERS)}")
-        for name in ("places", "taken", "requests", "windows", "report_interval_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 @dataclass(slots=True)

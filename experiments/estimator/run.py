@@ -6,9 +6,9 @@ half of every text and are judged on its second half.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
-from experiments.common.experiment import STRICT, Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.estimator.bodies import Sample
 from experiments.estimator.cost import call_costs_us
 from experiments.estimator.judgement import OUTPUT_TOKENS, figures_of, judge
@@ -21,6 +21,7 @@ from serve_app.request import TextCategory
 from serve_app.routing.estimation.bytes_per_token import RatioSettings
 from serve_app.routing.estimation.estimate import EstimatorSettings, TokenEstimator
 from serve_app.routing.pools import RoutingSettings
+from serve_app.settings_base import settings
 
 ALL = "all"
 FIXED = "fixed"
@@ -28,7 +29,7 @@ FIXED = "fixed"
 _BODIES_AFTER = 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class RatioVariant:
     """Other settings of the estimate.
 
@@ -36,8 +37,6 @@ class RatioVariant:
         ratio: changes of `RatioSettings`.
         cut_margin_ratio: the router's own margin; None is the default.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     ratio: Mapping[str, float] = field(default_factory=dict)
     cut_margin_ratio: float | None = None
@@ -53,7 +52,7 @@ class RatioVariant:
         return RoutingSettings().cut_margin_ratio if self.cut_margin_ratio is None else self.cut_margin_ratio
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class EstimatorExperiment:
     """What is measured.
 
@@ -67,8 +66,6 @@ class EstimatorExperiment:
         fixed_bytes_per_token: the papers' comparison.
         seeds: orders of observation; the bodies stay the same.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     after: tuple[int, ...]
     variants: Mapping[str, RatioVariant]

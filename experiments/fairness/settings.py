@@ -1,15 +1,15 @@
 """What the scenes are played with."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import field, replace
+from typing import Annotated, Any
 
-from experiments.common.experiment import STRICT
+from serve_app.settings_base import at_least, settings
 from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
 from serve_app.simulation.simulation import SimulationSettings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class Variant:
     """One way to serve a scene.
 
@@ -20,15 +20,13 @@ class Variant:
         simulation: how late reports are.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     policy: str | None = None
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     engine: EngineChanges = field(default_factory=EngineChanges)
     simulation: SimulationSettings = field(default_factory=SimulationSettings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class FairnessSettings:
     """What is played.
 
@@ -42,8 +40,6 @@ class FairnessSettings:
         light_tenants: beside the heavy one, which sends as much as all of them.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     profile: str
     replicas: int
     seeds: Mapping[str, int]
@@ -51,12 +47,8 @@ class FairnessSettings:
     weights: Mapping[str, float]
     weights_window_s: tuple[float, float] = (40.0, 100.0)
     light_s: float = 100.0
-    span_s: float = 30.0
+    span_s: Annotated[float, at_least(10).hint("users come after 5 s")] = 30.0
     light_tenants: int = 26
-
-    def __post_init__(self) -> None:
-        if self.span_s < 10:
-            raise ValueError(f"span_s must be at least 10, got {self.span_s}: users come after 5 s")
 
     def fleet(self, engine: EngineChanges, replicas: int | None = None) -> FleetSettings:
         """All replicas, or so many, in one pool."""

@@ -6,19 +6,20 @@ its own. The scenario is played against all of them in turn, over HTTP, with str
 Scenario: TNG, "Efficient Request Queueing".
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any
 
 from experiments.common.application import started_application
-from experiments.common.experiment import STRICT, Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.open_loop import all_completed, play_trace
 from experiments.common.provenance import generated
 from serve_app.bench.bodies import BenchEndpoint, BodyKind, BodySettings
 from serve_app.bench.connection import BenchError
 from serve_app.command import progress_bar
 from serve_app.metrics.record import RequestRecord
+from serve_app.settings_base import settings
 from serve_app.workloads.trace import Trace, TraceRequest
 
 _FIRST, _LATE = "A", ("B", "C")
@@ -26,7 +27,7 @@ _PROMPT_TOKENS, _OUTPUT_TOKENS = 100, 60
 _BETWEEN_LATE_S = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class LateUsersSettings:
     """What is played.
 
@@ -36,8 +37,6 @@ class LateUsersSettings:
         after_s: until B comes; C follows 0.05 s later.
         repeats: of all modes in turn.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     policy: str
     modes: tuple[str, ...]

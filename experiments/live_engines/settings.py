@@ -2,18 +2,18 @@
 
 import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import field, replace
+from typing import Annotated, Any
 
-from experiments.common.experiment import STRICT
 from experiments.common.vllm_server import Option, VllmServerSettings
 from serve_app.bench.connection import BenchError
 from serve_app.metrics.record import RequestRecord
+from serve_app.settings_base import POSITIVE, settings
 from serve_app.workloads.catalog import WorkloadSettings, resolve
 from serve_app.workloads.trace import Trace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class LiveVariant:
     """A policy with what belongs to it.
 
@@ -22,14 +22,12 @@ class LiveVariant:
         scheduler: settings that are not the defaults.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     policy: str
     chunk_tokens: int = 0
     scheduler: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class LiveEnginesSettings:
     """What is compared, on what, under which load.
 
@@ -42,28 +40,23 @@ class LiveEnginesSettings:
         load: share of the first variant's saturated rate.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     model: str
     engine: Mapping[str, Option]
     environment: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, LiveVariant]
     trace: str
-    prompts_divided_by: float = 1.0
+    prompts_divided_by: Annotated[float, POSITIVE] = 1.0
     short_at_tokens: int
     bytes_per_token: float = 5.0
-    requests: int
-    repeats: int = 3
-    load: float
+    requests: Annotated[int, POSITIVE]
+    repeats: Annotated[int, POSITIVE] = 3
+    load: Annotated[float, POSITIVE]
 
     def __post_init__(self) -> None:
         if not self.variants:
             raise ValueError("an experiment needs at least one variant")
         if "max_num_seqs" not in self.engine:
             raise ValueError("engine.max_num_seqs must be given: a vLLM server does not tell it")
-        for name in ("prompts_divided_by", "requests", "repeats", "load"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
     @property
     def max_num_seqs(self) -> int:

@@ -11,13 +11,12 @@ import collections
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import uvloop
 
 from experiments.common.application import started_application
-from experiments.common.experiment import STRICT, Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.open_loop import drive
 from experiments.common.provenance import generated
 from experiments.live_tuning.application import IMPORT_PATHS, MODEL, OBJECTIVE, VERDICTS, model
@@ -26,6 +25,7 @@ from serve_app.bench.bodies import BodySettings
 from serve_app.bench.load import LoadResult
 from serve_app.errors import SettingsError
 from serve_app.metrics.record import RequestRecord
+from serve_app.settings_base import settings
 from serve_app.tuning.objective.objective import reward_of
 from serve_app.workloads.arrivals import GammaArrivals
 from serve_app.workloads.lengths import MixedLengths, UniformLengths
@@ -35,7 +35,7 @@ from serve_app.workloads.trace import Trace, TraceRequest
 _TIMEOUT_S = 120.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class LiveTuningSettings:
     """What is played.
 
@@ -44,8 +44,6 @@ class LiveTuningSettings:
         seconds: of traffic, by case.
         slice_s: for how long a candidate is in force, and then the values before it.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     cases: tuple[str, ...]
     seconds: Mapping[str, float]

@@ -9,13 +9,13 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import uvloop
 
 from experiments.common.application import started_application
 from experiments.common.closed_loop import ClosedLoop, Exchange
-from experiments.common.experiment import STRICT, Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.processes import CpuMeter, ProcessUse, role_of
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
@@ -23,6 +23,7 @@ from experiments.overhead.engine import started_engine
 from serve_app.bench.bodies import BodyFactory, BodySettings
 from serve_app.bench.connection import ConnectionPool, Target
 from serve_app.command import progress_bar
+from serve_app.settings_base import settings
 from serve_app.workloads.trace import TraceRequest
 
 MODEL = "instant"
@@ -31,7 +32,7 @@ _PROMPT_TOKENS = 20
 _SETTLE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class RequestKind:
     """One kind of request.
 
@@ -39,14 +40,12 @@ class RequestKind:
         requests: how many are enough for a figure, by the number of clients.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     stream: bool
     output_tokens: int
     requests: Mapping[int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class OverheadSettings:
     """What is played.
 
@@ -55,8 +54,6 @@ class OverheadSettings:
         idle_s: for how long the use of idle processes is measured.
         warm_up_share: of the requests, which are sent before anything is measured.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     engine: Mapping[str, Any]
     engine_advanced: Mapping[str, Any]

@@ -8,15 +8,15 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
 
 import numpy as np
 
-from experiments.common.experiment import STRICT, Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import trace_sources
 from experiments.partition.samples import Pair, Sample, drawn, drift_pairs, lengths_of
 from serve_app.command import progress_bar
 from serve_app.scheduling.policies.partition import Partition
+from serve_app.settings_base import settings
 from serve_app.simulation.batch import parallel
 from serve_app.tuning import (
     DriftSettings,
@@ -33,7 +33,7 @@ _REFERENCE_SEED, _PROMPTS_SEED = 99, 1_000
 _PROMPTS = 5_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class PartitionExperiment:
     """What is played.
 
@@ -47,8 +47,6 @@ class PartitionExperiment:
         drift_pairs: samples that each drift test is repeated on.
         long_shares: of the mix after it has changed.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     workloads: Mapping[str, str]
     sizes: tuple[int, ...]

@@ -1,10 +1,7 @@
 """The fleet that the planner sizes, and the application that serves exactly these pools and replicas."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from experiments.common.experiment import STRICT
 from serve_app.bench.connection import BenchError
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.metrics.slo import Slo
@@ -12,7 +9,7 @@ from serve_app.planning.plan import Effort, make_plan
 from serve_app.planning.sizing.candidates import FleetOptions, SizedFleet
 from serve_app.planning.sizing.costs import CostTable
 from serve_app.planning.sizing.verification import Workload
-from serve_app.settings_base import as_written
+from serve_app.settings_base import as_written, settings
 from serve_app.simulation.workload import TraceChoice, at_rate, choose_trace, fit
 from serve_app.workloads.trace import Trace
 
@@ -22,7 +19,7 @@ PATIENCE_S = 3_600.0
 _LEAST_REQUESTS = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class PlannedFleetSettings:
     """What is planned and played.
 
@@ -33,8 +30,6 @@ class PlannedFleetSettings:
         b_short_tokens: borders that the planner tries.
         plan_requests: in each of the plan's simulations.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     trace: str
     profile: str

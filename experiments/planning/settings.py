@@ -1,17 +1,16 @@
 """What is planned: cases on real traces, a grid of synthetic mixes, and the papers' own rows."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from experiments.common.experiment import STRICT
 from serve_app.metrics.slo import Slo
 from serve_app.planning.sizing.candidates import FleetOptions
 from serve_app.planning.sizing.verification import Workload
+from serve_app.settings_base import settings
 from serve_app.simulation.workload import TraceChoice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class PlanCase:
     """One plan; fields as the arguments of `python -m serve_app plan`.
 
@@ -20,8 +19,6 @@ class PlanCase:
         title: of its line in the table.
         requests: in each run.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     name: str
     title: str
@@ -86,11 +83,9 @@ class Mix:
         return (sum(self.short) + sum(self.long)) // 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class MixGrid:
     """Every combination of these, planned like a case."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     profile: str
     rate_per_s: float
@@ -127,7 +122,7 @@ class MixGrid:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class PublishedRow:
     """A row of the papers' tables.
 
@@ -136,8 +131,6 @@ class PublishedRow:
         closed_form: saving by their closed form, as printed; None where none is.
         context_tokens: longest context of the undivided fleet.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     trace: str
     printed: str
@@ -148,7 +141,7 @@ class PublishedRow:
     closed_form: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class PlanningExperiment:
     """What is planned.
 
@@ -156,8 +149,6 @@ class PlanningExperiment:
         stand_in_replicas: an undivided fleet of more is simulated at a share of its size and rate.
         published_requests: of each trace, whose lengths the papers' model is given.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     cases: tuple[PlanCase, ...]
     grid: MixGrid

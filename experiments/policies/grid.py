@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
-from experiments.common.experiment import STRICT
 from experiments.common.rows import Key
+from serve_app.settings_base import at_least, settings
 from serve_app.simulation.batch import saturated_rates
 from serve_app.simulation.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
@@ -16,7 +16,7 @@ from serve_app.simulation.workload import Disclosure, TraceChoice
 from serve_app.tuning import LearnedPartitions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class PolicyVariant:
     """A policy with what belongs to it.
 
@@ -27,15 +27,13 @@ class PolicyVariant:
         partition: as `--partition` of `simulate`.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     policy: str = ""
     engine: EngineChanges = field(default_factory=EngineChanges)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     partition: str = LEARNED
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class PolicyCase:
     """What the policies are put to.
 
@@ -48,8 +46,6 @@ class PolicyCase:
         length_noise: see `estimate_noise.LengthNoise`.
         flip_mix: exchange the shares of short and long prompts half-way.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     trace: str
     loads: tuple[float, ...]
@@ -71,7 +67,7 @@ class PolicyCase:
         return self.name or self.trace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class PolicyGrid:
     """All runs of an experiment.
 
@@ -83,18 +79,14 @@ class PolicyGrid:
         requests: in each run, where the case names no number.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     profiles: tuple[str, ...]
     variants: Mapping[str, PolicyVariant]
     cases: tuple[PolicyCase, ...]
     replicas: int = 4
-    seeds: int = 5
-    requests: int = 20_000
+    seeds: Annotated[int, at_least(1)] = 5
+    requests: Annotated[int, at_least(1)] = 20_000
 
     def __post_init__(self) -> None:
-        if self.seeds < 1 or self.requests < 1:
-            raise ValueError(f"seeds and requests must be at least 1, got {self.seeds} and {self.requests}")
         if not (self.profiles and self.variants and self.cases):
             raise ValueError("a grid needs at least one profile, one variant and one case")
         for name, variant in self.variants.items():

@@ -11,14 +11,14 @@ caches working as they do then.
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
 
-from experiments.common.experiment import STRICT, Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
 from experiments.prefix.cost import hashing_us, index_us
 from serve_app.command import progress_bar
 from serve_app.metrics.record import RequestRecord
+from serve_app.settings_base import settings
 from serve_app.simulation.batch import parallel
 from serve_app.simulation.direct import Balance, DirectSimulation
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
@@ -37,7 +37,7 @@ _DRAWN_RATE_PER_S = 10.0
 _AT_ONCE_PER_S = 1_000.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class ReplicaChoice:
     """One way to choose a replica.
 
@@ -47,14 +47,12 @@ class ReplicaChoice:
         balance: without a gateway.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     policy: str | None = None
     affinity: bool = False
     balance: Balance = Balance.ROUND_ROBIN
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class PrefixSettings:
     """What is played.
 
@@ -66,8 +64,6 @@ class PrefixSettings:
         hashed_bytes: lengths of the texts whose hashing is timed.
         indexed_replicas: sizes of the fleets whose index is timed.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     profile: str
     replicas: int

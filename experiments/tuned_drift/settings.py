@@ -1,13 +1,12 @@
 """What is played: variants of a production, its traffic, and how its tuner is set."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
 
 from experiments.common.drifting_mix import MixPoints
-from experiments.common.experiment import STRICT
 from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
 from serve_app.scheduling import SchedulerSettings
+from serve_app.settings_base import settings
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings
@@ -18,7 +17,7 @@ _SHORT, _LONG = UniformLengths(32, 256), UniformLengths(1_024, 4_096)
 _ANSWERS = LognormalLengths(mean=100, cv=0.5, max_tokens=512)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class Variant:
     """A production.
 
@@ -26,8 +25,6 @@ class Variant:
         bad_start: whether it begins with the values of `tuning_starts.BAD_START`, not with the defaults.
         tuned: whether the tuner changes them.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     bad_start: bool = False
     tuned: bool = False
@@ -38,7 +35,7 @@ class Variant:
         return BAD_START if self.bad_start else DEFAULTS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class DriftExperiment:
     """What is played.
 
@@ -52,8 +49,6 @@ class DriftExperiment:
             the twin is to be wrong.
         pace_requests_per_s: that the twin plays in a CPU second.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     variants: Mapping[str, Variant]
     long_shares: MixPoints

@@ -1,11 +1,11 @@
 """What is searched: workloads, starts, methods and their budgets."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import field, replace
+from typing import Literal
 
-from experiments.common.experiment import STRICT
 from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
+from serve_app.settings_base import settings
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.run import RunSettings, fitted_trace
 from serve_app.simulation.scheduler_settings import scheduler_settings
@@ -22,18 +22,16 @@ STARTS: Mapping[Start, Mapping[str, object]] = {"good": DEFAULTS, "bad": BAD_STA
 _POLICY = "ewsjf"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class SearchGroup:
     """Methods that search from one start, judged together since the best of all is the measure."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     start: Start
     workloads: tuple[str, ...]
     methods: tuple[Method, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class LiveSearch:
     """The paper's loop on production itself.
 
@@ -41,13 +39,11 @@ class LiveSearch:
         trial_s: seconds of traffic that each candidate serves.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     trials: int = 6
     trial_s: float = 600.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class TunerExperiment:
     """What is searched.
 
@@ -60,8 +56,6 @@ class TunerExperiment:
             same course on every machine.
         judge_windows: windows of other traffic, the same for all, on which whatever leads is judged.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     workloads: Mapping[str, str]
     groups: tuple[SearchGroup, ...]

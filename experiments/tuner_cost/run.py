@@ -10,10 +10,10 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from experiments.common.application import Application, started_application
-from experiments.common.experiment import STRICT, Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.open_loop import play_trace
 from experiments.common.processes import CpuMeter, role_of
 from experiments.common.provenance import generated
@@ -23,7 +23,7 @@ from serve_app.command import progress_bar
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.statistics import percentile
 from serve_app.serving.tuner.actor import TunerSettings
-from serve_app.settings_base import as_written
+from serve_app.settings_base import as_written, settings
 from serve_app.workloads.catalog import WorkloadSettings, resolve
 
 ROLES = ("tuner", "scheduler", "gateway")
@@ -38,7 +38,7 @@ _TURN_LIMIT_S = 120.0
 _LOG_DELAY_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class TunerCostSettings:
     """What is played.
 
@@ -46,8 +46,6 @@ class TunerCostSettings:
         pairs: of an idle and a working slice.
         core_share: of a core that the search may take.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     pairs: int
     slice_s: float

@@ -42,18 +42,15 @@ More about it.
 """
 
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
 
-from experiments.common.experiment import STRICT, Context, Experiment, Measurement
+from experiments.common.experiment import Context, Experiment, Measurement
+from serve_app.settings_base import settings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class CoinSettings:
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     flips: int
     biases: tuple[float, ...]
     seeds: int = 3
