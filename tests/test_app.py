@@ -57,7 +57,8 @@ def test_every_model_has_a_scheduler_and_its_pools_and_all_share_the_gateways() 
 
 def test_a_model_whose_policy_learns_queues_has_a_tuner() -> None:
     def names(**changes: Any) -> set[str]:
-        return set(deployments(application_of(settings({"name": "demo", "pools": [emulated("long")], **changes}))))
+        demo = {"name": "demo", "pools": [emulated("long")], **changes}
+        return set(deployments(application_of(settings(demo))))
 
     plain = {"gateway", "scheduler-demo", "long-demo"}
     tuned = plain | {"tuner-demo"}
@@ -92,7 +93,8 @@ def test_a_pool_gets_what_its_settings_ask_for() -> None:
 
 
 def test_an_engine_over_several_nodes_gets_a_placement_group() -> None:
-    resources = {"num_cpus": 1, "placement_bundles": [{"CPU": 1, "GPU": 8}, {"GPU": 8}]}
+    bundles = [{"CPU": 1, "GPU": 8}, {"GPU": 8}]
+    resources = {"num_cpus": 1, "advanced": {"placement_bundles": bundles}}
     pool = emulated("long", resources=resources)
     found = deployments(application_of(settings({"name": "demo", "pools": [pool]})))["long-demo"]
     assert found._replica_config.placement_group_bundles == [{"CPU": 1, "GPU": 8}, {"GPU": 8}]

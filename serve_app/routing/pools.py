@@ -24,9 +24,10 @@ from serve_app.routing.replica_state import ReplicaState
 from serve_app.settings_base import ADVANCED, at_least, settings, share_below
 
 
+# As a file has it: `RoutingSettings` adds the names of the pools, which stand elsewhere in the file.
 @settings(block="routing")
 class WrittenRouting:
-    """How requests are spread over the pools of a model, as a file says it.
+    """How requests are spread over the pools of a model.
 
     Attributes:
         b_short_tokens: token budget (prompt and output) up to which a request is at home in the first pool.

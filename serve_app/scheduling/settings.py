@@ -37,9 +37,10 @@ class QueueTimeouts:
         return timeout
 
 
+# As a file has it: `SchedulerSettings` adds the names of model and pools, which stand elsewhere in the file.
 @settings
 class WrittenScheduler:
-    """What a file says of one model's scheduler; names and pools stand elsewhere in it.
+    """How one model's requests are admitted, ordered and sent to engines.
 
     Attributes:
         policy: name of the ordering policy, a key of `scheduling.policies.POLICIES`.

@@ -59,11 +59,9 @@ def test_an_advanced_setting_is_an_ordinary_one_in_python() -> None:
 
 
 def test_what_is_wrong_with_an_advanced_setting_is_said_by_its_full_name() -> None:
-    isolation = {"short_work_share": 2, "max_relief": "few"}
+    isolation = {"short_work_share": 2, "max_owed": "few"}
     told = refusal(model(scheduler={"advanced": {"isolation": isolation}}))
-    assert told.startswith(
-        "models[0].scheduler.advanced.isolation.max_relief: input should be a valid integer"
-    )
+    assert told.startswith("models[0].scheduler.advanced.isolation.max_owed: input should be a valid integer")
     told = refusal(model(scheduler={"advanced": {"isolation": {"short_work_share": 2}}}))
     assert told == (
         "models[0].scheduler.advanced.isolation.short_work_share must be above 0 and below 1, got 2.0"
@@ -127,7 +125,7 @@ def test_all_faults_are_told_at_once() -> None:
             "models[0].pools[0].engine: no engine profile 'nope'",
         ),
         (
-            {"pools": [pool("long", engine=emulated(kv_tokens=64))]},
+            {"pools": [pool("long", engine=emulated(advanced={"kv_tokens": 64}))]},
             "models[0].pools[0].engine: emulated engine",
         ),
         ({"pools": [pool("long", resources={"num_gpus": 1.5})]}, "whole number, got 1.5"),

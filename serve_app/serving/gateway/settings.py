@@ -29,9 +29,10 @@ class ServedModel:
             raise SettingsError("a model's name must not be empty")
 
 
+# As a file has it: `GatewaySettings` adds the models that it serves, which stand elsewhere in the file.
 @settings(block="gateway")
 class WrittenGateway:
-    """What a file says of gateways; the models that they serve stand elsewhere in it.
+    """Who may call the gateways, and within which limits.
 
     Attributes:
         keys: who may call; empty lets everyone in (a laptop, or a gateway behind another that asks).
