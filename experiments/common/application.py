@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -24,6 +25,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 180.0
 _END_TIMEOUT_S = 30.0
 _TAIL_CHARACTERS = 2_000
+_ONE_GATEWAY = MappingProxyType({"replicas": 1, "num_cpus": 0.2})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,48 +56,63 @@ class Application:
         return [line for log in logs for line in log.read_text(errors="replace").splitlines()]
 
 
-@contextlib.contextmanager
 def started_application(
     name: str, models: Sequence[Mapping[str, Any]], import_path: str = BUILD_APP
+) -> contextlib.AbstractContextManager[Application]:
+    """Serve models behind one gateway, with few of the machine's cores reserved; see `served_application`."""
+    return served_application(serve_config(name, models, import_path, 0))
+
+
+@contextlib.contextmanager
+def served_application(
+    config: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    start_timeout_s: float = _START_TIMEOUT_S,
 ) -> Iterator[Application]:
-    """Serve models behind one gateway; yields once requests are taken.
+    """Serve the application of a configuration on a free port; yields once requests are taken.
 
     Args:
-        name: of the application.
-        models: their settings.
-        import_path: of the function that builds the application.
+        config: of `serve run`, with one application.
+        environment: further variables of its processes.
 
     Raises:
-        BenchError: it does not start; the message ends with what `serve run` said last.
+        BenchError: it does not start; the message ends with the last lines of its logs.
     """
     # A short path: Ray's sockets lie under it, and their names are limited to 107 bytes.
     with tempfile.TemporaryDirectory(prefix="ov", dir="/tmp", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         ports = _free_ports(6)
-        config, log = folder / "serve.yaml", folder / "serve.log"
-        config.write_text(yaml.safe_dump(serve_config(name, models, import_path, ports[0])), encoding="utf-8")
-        with log.open("w") as output:
+        file = folder / "serve.yaml"
+        http_options = {**config["http_options"], "port": ports[0]}
+        file.write_text(yaml.safe_dump({**config, "http_options": http_options}), encoding="utf-8")
+        with (folder / "serve.log").open("w") as output:
             # The arguments are our own.
             process = subprocess.Popen(
-                [str(Path(sys.executable).with_name("serve")), "run", str(config)],
+                [str(Path(sys.executable).with_name("serve")), "run", str(file)],
                 cwd=_ROOT,
-                env=_environment(place, ports),
+                env={**_environment(place, ports), **environment},
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
+        name = config["applications"][0]["name"]
         served = Application(name, process.pid, f"http://127.0.0.1:{ports[0]}", folder)
         try:
-            _wait_until_ready(served, process, log)
+            _wait_until_ready(served, process, start_timeout_s)
             yield served
         finally:
             _end(process)
 
 
 def serve_config(
-    name: str, models: Sequence[Mapping[str, Any]], import_path: str, port: int
+    name: str,
+    models: Sequence[Mapping[str, Any]],
+    import_path: str,
+    port: int,
+    gateways: Mapping[str, Any] = _ONE_GATEWAY,
 ) -> dict[str, Any]:
-    """The configuration of `serve run`: one gateway, and few of the machine's cores reserved."""
+    """The configuration of `serve run` for some models."""
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
@@ -105,7 +122,7 @@ def serve_config(
                 "name": name,
                 "route_prefix": "/",
                 "import_path": import_path,
-                "args": {"models": list(models), "gateways": {"replicas": 1, "num_cpus": 0.2}},
+                "args": {"models": list(models), "gateways": dict(gateways)},
             }
         ],
     }
@@ -157,20 +174,25 @@ def _environment(folder: str, ports: Sequence[int]) -> dict[str, str]:
     }
 
 
-def _wait_until_ready(served: Application, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
+def _wait_until_ready(served: Application, process: "subprocess.Popen[bytes]", timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise BenchError(f"serve run ended with status {process.returncode}:\n{_tail(log)}")
+            raise BenchError(f"serve run ended with status {process.returncode}:\n{_tail(served.folder)}")
         with contextlib.suppress(OSError):
             served.fetched("/ready")
             return
         time.sleep(0.5)
-    raise BenchError(f"{served.url} was not ready after {_START_TIMEOUT_S:.0f} s:\n{_tail(log)}")
+    raise BenchError(f"{served.url} was not ready after {timeout_s:.0f} s:\n{_tail(served.folder)}")
 
 
-def _tail(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:]
+def _tail(folder: Path) -> str:
+    """The ends of the logs that state why an application did not start."""
+    logs = (folder / "serve.log", *folder.glob("ray/session_latest/logs/serve/*.log"))
+    return "\n".join(
+        f"--- {log.name}\n{log.read_text(encoding='utf-8', errors='replace')[-_TAIL_CHARACTERS:]}"
+        for log in logs
+    )
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

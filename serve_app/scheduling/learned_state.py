@@ -1,8 +1,8 @@
-"""What has a scheduler learned that the next one should know?
+"""The learned state of a scheduler that its successor restores.
 
-Bytes per token, template overhead, output lengths, the cost of a prefill, and where an adaptive `B_short`
-stands. Not the learned length queues, which the tuner keeps, and nothing about requests, replicas or caches,
-which those that hold them tell every new scheduler.
+It holds bytes per token, template overhead, output lengths, the cost of a prefill, and the present value of an
+adaptive `B_short`. The tuner keeps the learned length queues. Requests, replicas and caches are not part of
+it: gateways and replicas report them to every new scheduler.
 """
 
 from collections.abc import Mapping

@@ -11,7 +11,7 @@ from experiments.planning.published import recomputed
 from experiments.planning.run import write_mix
 from experiments.planning.settings import MixGrid, PlanningExperiment
 from experiments.planning.tables import TABLES
-from serve_app.planning.model.closed_form import request_share_saving
+from serve_app.planning.model.closed_form import saving
 from serve_app.workloads.catalog import WorkloadSettings, resolve
 from tests.experiments.builders import row
 
@@ -51,7 +51,7 @@ def test_the_grid_plans_every_combination_under_a_name_of_its_own() -> None:
 def test_the_published_rows_obey_their_own_closed_form() -> None:
     for published in experiment().published:
         figures = recomputed(published, 2_000)
-        assert figures["by_requests"] == request_share_saving(figures["alpha"], figures["rho"])
+        assert figures["by_requests"] == saving(figures["alpha"], figures["rho"])
         assert 0 < figures["two_pools_gpus"] < figures["one_pool_gpus"]
         assert (figures["alpha_implied"] is None) is (published.closed_form is None)
 

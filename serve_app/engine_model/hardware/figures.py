@@ -1,8 +1,9 @@
 """Figures of one GPU and of one model architecture: data sheets, and measured efficiencies."""
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import yaml
 from pydantic import TypeAdapter
@@ -12,6 +13,8 @@ from serve_app.settings_base import POSITIVE, POSITIVE_SHARE, settings
 
 _DATA = resources.files("serve_app.engine_model.hardware")
 GIB = 1024**3
+
+Figures = TypeVar("Figures")
 
 
 @settings
@@ -138,18 +141,6 @@ class ModelArchitecture:
         return self.layers * 3 * self.hidden * self.intermediate
 
 
-@cache
-def _gpus() -> dict[str, Gpu]:
-    text = (_DATA / "gpus.yaml").read_text(encoding="utf-8")
-    return TypeAdapter(dict[str, Gpu]).validate_python(yaml.safe_load(text))
-
-
-@cache
-def _models() -> dict[str, ModelArchitecture]:
-    text = (_DATA / "models.yaml").read_text(encoding="utf-8")
-    return TypeAdapter(dict[str, ModelArchitecture]).validate_python(yaml.safe_load(text))
-
-
 def gpu_names() -> list[str]:
     """Names of the GPUs whose figures are known."""
     return sorted(_gpus())
@@ -166,10 +157,7 @@ def load_gpu(name: str) -> Gpu:
     Raises:
         SettingsError: there are none under that name.
     """
-    try:
-        return _gpus()[name]
-    except KeyError:
-        raise SettingsError(f"no figures for GPU {name!r}: use one of {', '.join(gpu_names())}") from None
+    return _named("GPU", name, _gpus())
 
 
 def load_model(name: str) -> ModelArchitecture:
@@ -178,7 +166,24 @@ def load_model(name: str) -> ModelArchitecture:
     Raises:
         SettingsError: there is none under that name.
     """
-    try:
-        return _models()[name]
-    except KeyError:
-        raise SettingsError(f"no figures for model {name!r}: use one of {', '.join(model_names())}") from None
+    return _named("model", name, _models())
+
+
+@cache
+def _gpus() -> dict[str, Gpu]:
+    return TypeAdapter(dict[str, Gpu]).validate_python(_read("gpus.yaml"))
+
+
+@cache
+def _models() -> dict[str, ModelArchitecture]:
+    return TypeAdapter(dict[str, ModelArchitecture]).validate_python(_read("models.yaml"))
+
+
+def _read(file: str) -> object:
+    return yaml.safe_load((_DATA / file).read_text(encoding="utf-8"))
+
+
+def _named(what: str, name: str, known: Mapping[str, Figures]) -> Figures:
+    if name not in known:
+        raise SettingsError(f"no figures for {what} {name!r}: use one of {', '.join(sorted(known))}")
+    return known[name]

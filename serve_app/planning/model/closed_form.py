@@ -23,17 +23,22 @@ fluctuations, and is rounded up to whole instances.
 from dataclasses import dataclass
 
 
-def request_share_saving(short_request_ratio: float, rho: float) -> float:
-    """The papers' form, `alpha * (1 - 1/rho)`: the share of instances that is saved.
+def saving(short_ratio: float, rho: float) -> float:
+    """The share of instances that is saved, `share * (1 - 1/rho)`.
 
     Args:
-        short_request_ratio: alpha, the share of requests that go to the short pool.
-        rho: throughput of an instance of the short pool over that of the undivided fleet.
+        short_ratio: share of the short requests: alpha of all requests (the papers' form), or w_s of all work
+            (the exact form when the long pool's instances do not change).
+        rho: pace of short requests on the short pool's instances over that on the undivided fleet's. The
+            papers take the throughputs of whole instances.
 
     Raises:
         ValueError: the share is outside 0 to 1, or `rho` is not positive.
     """
-    return _saved(short_request_ratio, rho)
+    _check_share(short_ratio)
+    if not rho > 0:
+        raise ValueError(f"rho must be positive, got {rho}: it is a ratio of two paces")
+    return short_ratio * (1 - 1 / rho)
 
 
 def work_share(short_request_ratio: float, short_service_s: float, mean_service_s: float) -> float:
@@ -60,19 +65,6 @@ def work_share(short_request_ratio: float, short_service_s: float, mean_service_
     return min(1.0, share)
 
 
-def work_share_saving(short_work_ratio: float, rho: float) -> float:
-    """The exact form when the long pool's instances do not change, `w_s * (1 - 1/rho)`.
-
-    Args:
-        short_work_ratio: w_s, see `work_share`.
-        rho: pace of short requests on the short pool's instances over that on the undivided fleet's.
-
-    Raises:
-        ValueError: the share is outside 0 to 1, or `rho` is not positive.
-    """
-    return _saved(short_work_ratio, rho)
-
-
 def two_pool_saving(short_work_ratio: float, rho_short: float, rho_long: float) -> float:
     """The exact form when both pools' instances differ from the undivided fleet's.
 
@@ -81,7 +73,7 @@ def two_pool_saving(short_work_ratio: float, rho_short: float, rho_long: float) 
         rho_short: pace of short requests in the short pool over that on the undivided fleet, per cost.
         rho_long: the same of long requests in the long pool.
     """
-    return _saved(short_work_ratio, rho_short) + _saved(1 - short_work_ratio, rho_long)
+    return saving(short_work_ratio, rho_short) + saving(1 - short_work_ratio, rho_long)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +95,12 @@ class ClosedForm:
     @property
     def by_requests(self) -> float:
         """`alpha * (1 - 1/rho_short)`."""
-        return request_share_saving(self.short_request_ratio, self.rho_short)
+        return saving(self.short_request_ratio, self.rho_short)
 
     @property
     def by_work(self) -> float:
         """`w_s * (1 - 1/rho_short)`."""
-        return work_share_saving(self.short_work_ratio, self.rho_short)
+        return saving(self.short_work_ratio, self.rho_short)
 
     @property
     def by_both_pools(self) -> float:
@@ -126,13 +118,6 @@ class ClosedForm:
             "by_work": self.by_work,
             "by_both_pools": self.by_both_pools,
         }
-
-
-def _saved(share: float, rho: float) -> float:
-    _check_share(share)
-    if not rho > 0:
-        raise ValueError(f"rho must be positive, got {rho}: it is a ratio of two paces")
-    return share * (1 - 1 / rho)
 
 
 def _check_share(share: float) -> None:

@@ -5,6 +5,8 @@ import json
 from typing import Any
 
 import pytest
+from openai.types import Completion, CompletionUsage
+from openai.types.chat import ChatCompletion
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.engine_model import SchedulingPolicy
@@ -17,6 +19,11 @@ from tests.engines.servers import Served, served, until
 MESSAGES: list[Any] = [{"role": "user", "content": "How long is this queue?"}]
 
 
+def usage_of(answer: ChatCompletion | Completion) -> CompletionUsage:
+    assert answer.usage is not None
+    return answer.usage
+
+
 # -- chat completions -------------------------------------------------------------------------------------
 
 
@@ -26,10 +33,9 @@ async def test_a_chat_completion_has_the_tokens_asked_for(engine: Served) -> Non
     )
     assert answer.id.startswith("chatcmpl-")
     assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 7
+    assert usage_of(answer).completion_tokens == 7
     assert len((answer.choices[0].message.content or "").split()) == 7
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 7
+    assert usage_of(answer).total_tokens == usage_of(answer).prompt_tokens + 7
 
 
 async def test_max_tokens_cuts_an_answer_and_says_so(engine: Served) -> None:
@@ -37,8 +43,7 @@ async def test_max_tokens_cuts_an_answer_and_says_so(engine: Served) -> None:
         answer = await engine.sdk.chat.completions.create(
             model="tiny", messages=MESSAGES, extra_body={"ewsjf_output_tokens": 50, **limit}
         )
-        assert answer.usage is not None
-        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 5)
+        assert (answer.choices[0].finish_reason, usage_of(answer).completion_tokens) == ("length", 5)
 
 
 async def test_a_stream_brings_one_token_per_chunk_and_the_usage_last(engine: Served) -> None:
@@ -89,9 +94,8 @@ async def test_choices_share_their_prompt(engine: Served) -> None:
         extra_body={"ewsjf_output_tokens": 4},
     )
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 12
-    assert 200 < answer.usage.prompt_tokens < 400
+    assert usage_of(answer).completion_tokens == 12
+    assert 200 < usage_of(answer).prompt_tokens < 400
     metrics = await engine.metrics()
     assert metrics["vllm:prefix_cache_hits_total"] > 400
 
@@ -101,9 +105,9 @@ async def test_a_repeated_prompt_comes_from_the_cache(engine: Served) -> None:
     counts = []
     for _ in range(2):
         answer = await engine.sdk.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens_details is not None
-        counts.append((answer.usage.prompt_tokens_details.cached_tokens, answer.usage.prompt_tokens))
+        usage = usage_of(answer)
+        assert usage.prompt_tokens_details is not None
+        counts.append((usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens))
     (first, _), (second, prompt_tokens) = counts
     assert first == 0
     assert second == prompt_tokens // 16 * 16
@@ -115,8 +119,7 @@ async def test_a_trace_states_its_own_lengths(engine: Served) -> None:
         messages=MESSAGES,
         extra_body={"ewsjf_prompt_tokens": 3_000, "ewsjf_output_tokens": 2},
     )
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3_000, 2)
+    assert (usage_of(answer).prompt_tokens, usage_of(answer).completion_tokens) == (3_000, 2)
 
 
 async def test_drawn_lengths_repeat_with_the_seed_and_respect_their_bounds() -> None:
@@ -129,7 +132,7 @@ async def test_drawn_lengths_repeat_with_the_seed_and_respect_their_bounds() -> 
                 )
                 for _ in range(6)
             ]
-        return [answer.usage.completion_tokens for answer in answers if answer.usage]
+        return [usage_of(answer).completion_tokens for answer in answers]
 
     first = await lengths(1)
     assert first == await lengths(1)
@@ -141,8 +144,7 @@ async def test_ignore_eos_generates_up_to_the_limit(engine: Served) -> None:
     answer = await engine.sdk.chat.completions.create(
         model="tiny", messages=MESSAGES, max_tokens=33, extra_body={"ignore_eos": True}
     )
-    assert answer.usage is not None
-    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (33, "length")
+    assert (usage_of(answer).completion_tokens, answer.choices[0].finish_reason) == (33, "length")
 
 
 # -- the other endpoints ----------------------------------------------------------------------------------
@@ -157,8 +159,8 @@ async def test_completions_take_text_or_token_ids_alone_or_in_lists(engine: Serv
     ):
         answer = await engine.sdk.completions.create(model="tiny", prompt=prompt, max_tokens=2)
         assert len(answer.choices) == prompts
-        assert answer.usage is not None
-        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (tokens, 2 * prompts)
+        usage = usage_of(answer)
+        assert (usage.prompt_tokens, usage.completion_tokens) == (tokens, 2 * prompts)
 
 
 async def test_a_completion_streams_and_is_16_tokens_at_most_by_default(engine: Served) -> None:
@@ -216,8 +218,7 @@ async def test_models_tokenize_and_health_answer(engine: Served) -> None:
     assert (tokens["count"], len(tokens["tokens"]), tokens["max_model_len"]) == (10, 10, 8_192)
     chat = (await engine.http.post("/tokenize", json={"messages": MESSAGES})).json()
     answer = await engine.sdk.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1)
-    assert answer.usage is not None
-    assert chat["count"] == answer.usage.prompt_tokens
+    assert chat["count"] == usage_of(answer).prompt_tokens
     assert (await engine.http.get("/health")).status_code == 200
 
 
@@ -227,8 +228,7 @@ async def test_pictures_count_as_tokens_and_not_as_text(engine: Served) -> None:
     answer = await engine.sdk.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": content}], max_tokens=1
     )
-    assert answer.usage is not None
-    assert 256 < answer.usage.prompt_tokens < 300
+    assert 256 < usage_of(answer).prompt_tokens < 300
 
 
 # -- cancellation, load, life cycle -------------------------------------------------------------------------

@@ -4,27 +4,26 @@ from hypothesis import strategies as st
 
 from serve_app.planning.model.closed_form import (
     ClosedForm,
-    request_share_saving,
+    saving,
     two_pool_saving,
     work_share,
-    work_share_saving,
 )
 
 paces = st.floats(0.1, 50)
 shares = st.floats(0, 1)
 
 
-@pytest.mark.parametrize(("alpha", "saving"), [(0.80, 0.600), (0.68, 0.510)])
-def test_the_papers_closed_form_gives_their_predictions(alpha: float, saving: float) -> None:
+@pytest.mark.parametrize(("alpha", "predicted"), [(0.80, 0.600), (0.68, 0.510)])
+def test_the_papers_closed_form_gives_their_predictions(alpha: float, predicted: float) -> None:
     # arXiv 2604.08075: instances of 11.2 against 2.8 requests/s; 60.0 % for Azure, 51.0 % for LMSYS.
-    assert request_share_saving(alpha, 11.2 / 2.8) == pytest.approx(saving, abs=5e-4)
+    assert saving(alpha, 11.2 / 2.8) == pytest.approx(predicted, abs=5e-4)
 
 
 def test_the_share_of_work_explains_what_the_share_of_requests_does_not() -> None:
     # Azure in arXiv 2604.09613: 92 % of requests are short, and 44 % of the work; simulated were 16.6 %.
     rho = 1.606
-    assert request_share_saving(0.92, rho) == pytest.approx(0.347, abs=1e-3)
-    assert work_share_saving(0.44, rho) == pytest.approx(0.166, abs=1e-3)
+    assert saving(0.92, rho) == pytest.approx(0.347, abs=1e-3)
+    assert saving(0.44, rho) == pytest.approx(0.166, abs=1e-3)
 
 
 def test_the_work_share_of_short_requests_is_below_their_number() -> None:
@@ -46,9 +45,9 @@ def test_the_form_for_both_pools_counts_instances(
 
 @given(shares, paces)
 def test_nothing_is_saved_where_nothing_runs_faster(share: float, rho: float) -> None:
-    assert work_share_saving(share, 1.0) == 0
-    assert two_pool_saving(share, rho, 1.0) == work_share_saving(share, rho)
-    assert work_share_saving(share, rho) < 1
+    assert saving(share, 1.0) == 0
+    assert two_pool_saving(share, rho, 1.0) == saving(share, rho)
+    assert saving(share, rho) < 1
 
 
 def test_terms_and_results_go_into_json() -> None:
@@ -60,7 +59,7 @@ def test_terms_and_results_go_into_json() -> None:
 @pytest.mark.parametrize(("share", "rho"), [(-0.1, 2.0), (1.1, 2.0), (0.5, 0.0)])
 def test_what_is_no_share_or_pace_is_refused(share: float, rho: float) -> None:
     with pytest.raises(ValueError, match="got"):
-        request_share_saving(share, rho)
+        saving(share, rho)
 
 
 def test_work_that_exceeds_all_work_is_refused() -> None:

@@ -7,15 +7,22 @@ import pytest
 from serve_app.engine_model.profiles import load_profile
 from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.metrics.slo import Slo
-from serve_app.planning.model.performance import Performance
+from serve_app.planning.model.performance import OperatingPoint, Performance
+from serve_app.planning.model.queueing import PoolModel
 from tests.planning.builders import STEP_TIME, mix, pool_model
 
 CHAT = mix(*[(200, 100)] * 3, (1_000, 50))
 
 
-def test_an_idle_engine_takes_a_decode_step_for_each_token() -> None:
-    point = pool_model(CHAT).at_rate(1e-6)
+def point_of(model: PoolModel, rate_per_s: float) -> OperatingPoint:
+    """The operating point at a rate below capacity."""
+    point = model.at_rate(rate_per_s)
     assert point is not None
+    return point
+
+
+def test_an_idle_engine_takes_a_decode_step_for_each_token() -> None:
+    point = point_of(pool_model(CHAT), 1e-6)
     assert point.iteration_s == pytest.approx(0.02, rel=1e-3)
     # One step for the prompt, and one for each further token.
     assert point.service_s == pytest.approx((0.75 * 100 + 0.25 * 50) * 0.02, rel=1e-3)
@@ -27,8 +34,7 @@ def test_the_operating_point_solves_its_equation() -> None:
     free = replace(STEP_TIME, prefill_per_token_s=0.0, prefill_base_s=0.004)
     model = pool_model(mix((10, 101)), step_time=free, max_num_seqs=256)
     rate = 20.0
-    point = model.at_rate(rate)
-    assert point is not None
+    point = point_of(model, rate)
     expected_s = 0.02 / (1 - rate * 100 * 0.0004)
     assert point.iteration_s == pytest.approx(expected_s, rel=1e-4)
     assert point.sequences == pytest.approx(rate * 101 * expected_s, rel=1e-4)
@@ -55,12 +61,10 @@ def test_steps_take_what_the_engine_model_takes(name: str) -> None:
 def test_every_rate_below_capacity_has_its_operating_point(name: str) -> None:
     lengths = mix(*[(200, 150)] * 18, (3_000, 300), (6_000, 100))
     model = pool_model(lengths, step_time=load_profile(name).step_time, max_num_seqs=256, chunk=128)
-    points = [model.at_rate(share / 20 * model.capacity_per_s) for share in range(1, 20)]
-    assert all(point is not None for point in points)
-    iterations = [point.iteration_s for point in points if point is not None]
+    points = [point_of(model, share / 20 * model.capacity_per_s) for share in range(1, 20)]
+    iterations = [point.iteration_s for point in points]
     assert iterations == sorted(iterations)
     # Capacity is where the batch is full or prefill takes all time, not where a solver gives up.
-    assert points[-1] is not None
     assert points[-1].sequences > 0.5 * model.slots or iterations[-1] > 2 * iterations[0]
 
 
@@ -68,8 +72,7 @@ def test_an_engine_ends_where_its_slots_or_its_prefill_do() -> None:
     few = pool_model(CHAT, max_num_seqs=4)
     many = pool_model(CHAT, max_num_seqs=256)
     assert few.capacity_per_s < many.capacity_per_s
-    point = few.at_rate(0.999 * few.capacity_per_s)
-    assert point is not None
+    point = point_of(few, 0.999 * few.capacity_per_s)
     assert point.sequences == pytest.approx(4, rel=0.01)
     # 400 prompt tokens of 0.1 ms each in the mean: no engine computes 25 of them in a second.
     assert many.capacity_per_s < 25
@@ -86,12 +89,9 @@ def test_the_kv_cache_limits_slots_by_what_sequences_hold() -> None:
 def test_contexts_lengthen_iterations_where_they_cost() -> None:
     by_context = replace(STEP_TIME, decode_per_context_token_s=1e-6)
     short, long = mix((100, 100)), mix((4_000, 100))
-    plain, costly = (pool_model(long, step_time=one).at_rate(0.5) for one in (STEP_TIME, by_context))
-    assert plain is not None
-    assert costly is not None
+    plain, costly = (point_of(pool_model(long, step_time=one), 0.5) for one in (STEP_TIME, by_context))
     assert costly.iteration_s > plain.iteration_s
-    light = pool_model(short, step_time=by_context).at_rate(0.5)
-    assert light is not None
+    light = point_of(pool_model(short, step_time=by_context), 0.5)
     assert light.iteration_s < costly.iteration_s
 
 
@@ -106,9 +106,7 @@ def test_more_replicas_never_make_it_worse() -> None:
 
 def test_long_prompts_in_chunks_take_their_time_to_the_first_token() -> None:
     one_long = mix(*[(100, 50)] * 50, (8_000, 50))
-    whole, chunked = (pool_model(one_long, chunk=chunk).at_rate(1.0) for chunk in (0, 128))
-    assert whole is not None
-    assert chunked is not None
+    whole, chunked = (point_of(pool_model(one_long, chunk=chunk), 1.0) for chunk in (0, 128))
     assert chunked.first_token_s > 1.2 * whole.first_token_s
     assert chunked.tpot_s <= whole.tpot_s
 
