@@ -20,7 +20,8 @@ whose `import_path` is `serve_app.app:build_app`; `configs/local.yaml` is a smal
 - A path such as `models[].pools[].replicas` names a setting: `[]` stands for each entry of a list, `.NAME`
   for any key of a mapping.
 - The parentheses give the type, the values that are allowed, and the default. `required` settings have none.
-- Advanced settings have a block of their own, `advanced`, inside the block that they belong to.
+- Advanced settings have a block of their own, `advanced`, inside the block that they belong to. Only files have
+  it: `--set`, the tuner and logs name a setting without it.
 - Where a text says None, write `null` in YAML.
 - Names end in their unit: `_s` is seconds, `_ms` milliseconds, `_tokens` tokens, `_bytes` bytes, `_ratio` a
   share between 0 and 1.
