@@ -20,8 +20,8 @@ whose `import_path` is `serve_app.app:build_app`; `configs/local.yaml` is a smal
 - A path such as `models[].pools[].replicas` names a setting: `[]` stands for each entry of a list, `.NAME`
   for any key of a mapping.
 - The parentheses give the type, the values that are allowed, and the default. `required` settings have none.
-- Advanced settings have a block of their own, `advanced`, inside the block that they belong to. Only files have
-  it: `--set`, the tuner and logs name a setting without it.
+- Advanced settings have a block of their own, `advanced`, inside the block that they belong to. Only files
+  have it: `--set`, the tuner and logs name a setting without it.
 - Where a text says None, write `null` in YAML.
 - Names end in their unit: `_s` is seconds, `_ms` milliseconds, `_tokens` tokens, `_bytes` bytes, `_ratio` a
   share between 0 and 1.
@@ -52,12 +52,24 @@ def _overview(found: list[Block]) -> str:
         (
             f"[{code(_title(block))}]({anchor(_title(block))})",
             sentence(_first_sentence(block.text)),
-            str(sum(not setting.is_advanced for setting in block.settings)),
-            str(sum(setting.is_advanced for setting in block.settings)),
+            *map(str, _counts([block])),
         )
         for block in found
     )
-    return table(("Block", "What it sets", "Settings", "Advanced"), rows)
+    usual, advanced = _counts(found)
+    total = f"In all these are {usual} settings, and {advanced} advanced ones."
+    return total + "\n\n" + table(("Block", "What it sets", "Settings", "Advanced"), rows)
+
+
+def _counts(found: list[Block]) -> tuple[int, int]:
+    """How many settings blocks have, blocks inside them left out, and how many advanced ones."""
+    marks = [
+        ".advanced." in f".{setting.path}"
+        for block in found
+        for setting in block.settings
+        if not setting.blocks
+    ]
+    return marks.count(False), marks.count(True)
 
 
 def _section(block: Block) -> str:
