@@ -118,40 +118,23 @@ class AdaptiveBShort:
 
     Attributes:
         b_short_tokens: its current value.
+        demand: is told of every request from its arrival to its end.
     """
 
     def __init__(self, settings: AdaptiveBShortSettings, b_short_tokens: int) -> None:
         self._settings = settings
         self.b_short_tokens = b_short_tokens
         self._lowest = settings.lowest(b_short_tokens)
-        self._demand = Demand(settings.memory_s)
+        self.demand = Demand(settings.memory_s)
         self._dwells_until = -math.inf
         self._speed = _SpeedRatio(settings.memory_s)
 
     def __repr__(self) -> str:
-        return f"<AdaptiveBShort {self.b_short_tokens} requests={len(self._demand)}>"
-
-    def on_arrival(self, budget_tokens: int, kv_tokens: int) -> float:
-        """A request waits or runs from now on; returns a mark to give to `on_departure`.
-
-        Args:
-            budget_tokens: its token budget, which decides where it is at home.
-            kv_tokens: KV tokens that it is expected to hold.
-        """
-        return self._demand.on_arrival(budget_tokens, kv_tokens)
-
-    def on_departure(self, budget_tokens: int, kv_tokens: int, arrival_mark: float) -> None:
-        """A request has ended.
-
-        Args:
-            budget_tokens, kv_tokens: those given at its arrival.
-            arrival_mark: what `on_arrival` returned.
-        """
-        self._demand.on_departure(budget_tokens, kv_tokens, arrival_mark)
+        return f"<AdaptiveBShort {self.b_short_tokens} requests={len(self.demand)}>"
 
     def is_due(self, now: float) -> bool:
         """Whether it is time for another sample of the demand."""
-        last = self._demand.sampled_at
+        last = self.demand.sampled_at
         return last is None or now >= last + self._settings.interval_s
 
     def adapt(
@@ -163,13 +146,13 @@ class AdaptiveBShort:
             short, long: the capacity of the pools; None while a pool has no replica.
             now: seconds; never less than at the call before.
         """
-        self._demand.sample(now)
+        self.demand.sample(now)
         if short is None or long is None:
             return None
         if now < self._dwells_until:
             return None
         self._speed.observe(short.tpot_s, long.tpot_s, now)
-        loads = self._demand.loads(short, long, self._speed.ratio)
+        loads = self.demand.loads(short, long, self._speed.ratio)
         current = last_bucket_within(self.b_short_tokens)
         chance = _SIGNIFICANT * loads.standard_error(current)
         if abs(loads.imbalance(current)) <= max(self._settings.tolerance_ratio, chance):

@@ -54,6 +54,9 @@ class Demand:
 
     Args:
         memory_s: time constant of the means, in seconds.
+
+    Attributes:
+        sampled_at: when the last sample was taken; None before the first.
     """
 
     def __init__(self, memory_s: float) -> None:
@@ -61,26 +64,26 @@ class Demand:
         self._tokens, self._count = _Resource(), _Resource()
         # Seconds from the first sample to the last; a request counts from the sample before its arrival.
         self._clock_s = 0.0
-        self._sampled_at: float | None = None
-
-    @property
-    def sampled_at(self) -> float | None:
-        """When the last sample was taken; None before the first."""
-        return self._sampled_at
+        self.sampled_at: float | None = None
 
     def __len__(self) -> int:
         """Requests that wait or run."""
         return sum(self._count.present)
 
     def on_arrival(self, budget_tokens: int, kv_tokens: int) -> float:
-        """A request has arrived; returns a mark to give to `on_departure`."""
+        """A request waits or runs from now on; returns a mark to give to `on_departure`.
+
+        Args:
+            budget_tokens: its token budget, which decides where it is at home.
+            kv_tokens: KV tokens that it is expected to hold.
+        """
         bucket = bucket_of(budget_tokens)
         self._tokens.on_arrival(bucket, kv_tokens)
         self._count.on_arrival(bucket, 1)
         return self._clock_s
 
     def on_departure(self, budget_tokens: int, kv_tokens: int, arrival_mark: float) -> None:
-        """A request has ended."""
+        """A request has ended; takes what it was given at the arrival, and what `on_arrival` returned."""
         bucket = bucket_of(budget_tokens)
         decayed = math.exp((arrival_mark - self._clock_s) / self._memory_s)
         self._tokens.on_departure(bucket, kv_tokens, decayed)
@@ -88,8 +91,8 @@ class Demand:
 
     def sample(self, now: float) -> None:
         """Average what was used since the last sample."""
-        elapsed_s = 0.0 if self._sampled_at is None else now - self._sampled_at
-        self._sampled_at = now
+        elapsed_s = 0.0 if self.sampled_at is None else now - self.sampled_at
+        self.sampled_at = now
         self._clock_s += elapsed_s
         factor = math.exp(-elapsed_s / self._memory_s)
         self._tokens.decay(factor)

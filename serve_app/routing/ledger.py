@@ -44,7 +44,6 @@ class ReplicaLedger:
         self._context_limits: dict[str, int] = {}
         # Replicas with a fresh report, the oldest report first; reports arrive in the order of time.
         self._fresh: OrderedDict[str, float] = OrderedDict()
-        self._joined = 0
         self._next_order = 0
 
     # Replicas
@@ -54,8 +53,6 @@ class ReplicaLedger:
         state = self._replicas.get(spec.replica_id)
         if state is None:
             state = self._add(spec, now)
-        elif not state.joined:
-            self._joined += 1
         state.spec, state.joined, state.report, state.stale = spec, True, None, False
         state.kv_budget = self._kv_budget(spec)
         self._fresh.pop(spec.replica_id, None)
@@ -85,7 +82,6 @@ class ReplicaLedger:
         if state is None or not state.joined:
             return
         state.joined = False
-        self._joined -= 1
         self._fresh.pop(replica_id, None)
         self.open.update(state, now)
         self._forget_if_done(state)
@@ -134,12 +130,10 @@ class ReplicaLedger:
             # A gateway returned before the replica: record the hold, open nothing.
             state = self._add(_unknown_spec(replica_id), now)
             state.joined = False
-            self._joined -= 1
         state.in_flight += 1
         state.dispatches += not seen
         state.held_tokens += hold.tokens
-        state.long_prefills = _moved(state.long_prefills, hold.prefill_class, 1)
-        state.pending_prefill_tokens += hold.prefill_tokens
+        _count_prefill(state, hold, 1)
         state.unstarted += not started
         state.unseen += not seen
         self.open.update(state, now)
@@ -155,8 +149,7 @@ class ReplicaLedger:
     def end_prefill(self, replica_id: str, hold: Hold, now: float) -> None:
         """The prefill of one hold on this replica has ended, or is taken to have ended."""
         state = self._replicas[replica_id]
-        state.long_prefills = _moved(state.long_prefills, hold.prefill_class, -1)
-        state.pending_prefill_tokens -= hold.prefill_tokens
+        _count_prefill(state, hold, -1)
         self.open.update(state, now)
 
     def release(self, replica_id: str, hold: Hold, now: float, *, started: bool, ran: bool = True) -> None:
@@ -169,8 +162,7 @@ class ReplicaLedger:
         state = self._replicas[replica_id]
         state.in_flight -= 1
         state.held_tokens -= hold.tokens
-        state.long_prefills = _moved(state.long_prefills, hold.prefill_class, -1)
-        state.pending_prefill_tokens -= hold.prefill_tokens
+        _count_prefill(state, hold, -1)
         if not started:
             state.unstarted -= 1
             if ran:
@@ -198,7 +190,7 @@ class ReplicaLedger:
     @property
     def joined(self) -> int:
         """Number of connected replicas."""
-        return self._joined
+        return sum(state.joined for state in self._replicas.values())
 
     def __iter__(self) -> Iterator[ReplicaState]:
         return iter(self._replicas.values())
@@ -216,7 +208,7 @@ class ReplicaLedger:
         return min(usable, key=lambda state: (-state.free_tokens, state.order), default=None)
 
     def __repr__(self) -> str:
-        return f"<ReplicaLedger joined={self._joined} {list(self._replicas.values())}>"
+        return f"<ReplicaLedger joined={self.joined} {list(self._replicas.values())}>"
 
     # Internals
 
@@ -228,7 +220,6 @@ class ReplicaLedger:
             kv_budget=self._kv_budget(spec),
         )
         self._next_order += 1
-        self._joined += 1
         self._replicas[spec.replica_id] = state
         return state
 
@@ -265,9 +256,9 @@ def _unknown_spec(replica_id: str) -> ReplicaSpec:
     return ReplicaSpec(replica_id=replica_id, pool="", max_model_len=1, kv_tokens=1, max_num_seqs=1)
 
 
-def _moved(counts: tuple[int, int], prefill_class: PrefillClass, by: int) -> tuple[int, int]:
-    """The counts when one prefill of that class begins or ends."""
-    long, longest = counts
-    return long + by * (prefill_class >= PrefillClass.LONG), longest + by * (
-        prefill_class is PrefillClass.LONGEST
-    )
+def _count_prefill(state: ReplicaState, hold: Hold, by: int) -> None:
+    """Count the begin (1) or the end (-1) of a prefill."""
+    long, longest = state.long_prefills
+    is_long, is_longest = hold.prefill_class >= PrefillClass.LONG, hold.prefill_class is PrefillClass.LONGEST
+    state.long_prefills = (long + by * is_long, longest + by * is_longest)
+    state.pending_prefill_tokens += by * hold.prefill_tokens

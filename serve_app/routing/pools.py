@@ -105,7 +105,7 @@ class PoolRouter:
         """A request waits or runs from now on; returns a mark to give to `on_departure`."""
         if self._adaptive is None:
             return 0.0
-        return self._adaptive.on_arrival(estimate.budget_tokens, estimate.expected_tokens)
+        return self._adaptive.demand.on_arrival(estimate.budget_tokens, estimate.expected_tokens)
 
     def on_departure(self, estimate: TokenEstimate, arrival_mark: float) -> None:
         """A request has ended.
@@ -114,7 +114,7 @@ class PoolRouter:
             arrival_mark: what `on_arrival` returned.
         """
         if self._adaptive is not None:
-            self._adaptive.on_departure(estimate.budget_tokens, estimate.expected_tokens, arrival_mark)
+            self._adaptive.demand.on_departure(estimate.budget_tokens, estimate.expected_tokens, arrival_mark)
 
     def adapt(self, replicas: Iterable[ReplicaState], now: float) -> BShortChanged | None:
         """Move `B_short` if that is due; waiting requests have to be routed again then.

@@ -67,7 +67,7 @@ class PrefillCost:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned (see `snapshot`); with other engines it fades like any observation."""
+        """Restore what `state` returned (see `snapshot`); it fades like any observation."""
         check_version(state, _STATE_VERSION)
         sums = numbers(state, "sums", len(self._sums), at_least=0)
         base_s, per_token_s = number(state, "base_s", at_least=0), number(state, "per_token_s", at_least=0)

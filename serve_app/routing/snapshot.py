@@ -1,8 +1,8 @@
-"""Learned state as plain values, and readers that check them: the file may be damaged or from an older release.
+"""Learned state as plain values, and readers that check them, since a file may be damaged or old.
 
 A class that learns has two methods. `state()` returns everything learned as values that JSON can hold, and
-`restore(state)` takes them back. `restore` raises `ValueError` when a value is missing or out of range, and changes
-nothing then. So do all functions of this module.
+`restore(state)` takes them back. `restore` raises `ValueError` when a value is missing or out of range, and
+changes nothing then. So do all functions of this module.
 """
 
 import math

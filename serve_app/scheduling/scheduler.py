@@ -93,11 +93,7 @@ class Scheduler:
         self.estimator = estimator or TokenEstimator(settings.estimator)
         self._prefills = PrefillWatch(self.ledger, self.prefill_cost, lag := FeedbackDelay())
         self.isolation = PrefillIsolation(settings.isolation, lag, wanted=self._policy.isolates)
-        self.affinity = PrefixAffinity(
-            settings.affinity,
-            self.prefill_cost,
-            lambda category: self.estimator.bytes_per_token(category)[0],
-        )
+        self.affinity = PrefixAffinity(settings.affinity, self.prefill_cost, self.estimator.bytes_per_token)
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
         self.router = PoolRouter(settings.routing, self.ledger.context_limit)

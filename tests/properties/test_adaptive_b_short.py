@@ -74,14 +74,14 @@ class Traffic:
                 self._look(self.look_at)
                 self.look_at += SETTINGS.interval_s
             tokens = mix.draw(self.rng)
-            mark = self.adaptive.on_arrival(tokens, tokens)
+            mark = self.adaptive.demand.on_arrival(tokens, tokens)
             leaves_at = self.now + self.rng.expovariate(1 / mean_stay_s(tokens))
             heapq.heappush(self.present, (leaves_at, tokens, mark))
 
     def _look(self, now: float) -> None:
         while self.present and self.present[0][0] <= now:
             _, tokens, mark = heapq.heappop(self.present)
-            self.adaptive.on_departure(tokens, tokens, mark)
+            self.adaptive.demand.on_departure(tokens, tokens, mark)
         move = self.adaptive.adapt(self.short, self.long, now)
         if move is not None:
             self.moves.append((now, move))

@@ -29,11 +29,11 @@ class Crowd:
 
     def arrive(self, count: int, tokens: int) -> None:
         for _ in range(count):
-            self.marks.setdefault(tokens, deque()).append(self.adaptive.on_arrival(tokens, tokens))
+            self.marks.setdefault(tokens, deque()).append(self.adaptive.demand.on_arrival(tokens, tokens))
 
     def depart(self, count: int, tokens: int) -> None:
         for _ in range(count):
-            self.adaptive.on_departure(tokens, tokens, self.marks[tokens].popleft())
+            self.adaptive.demand.on_departure(tokens, tokens, self.marks[tokens].popleft())
 
     def pass_time(
         self, seconds: int, short: PoolCapacity | None = POOL, long: PoolCapacity | None = POOL

@@ -55,6 +55,14 @@ def test_a_restored_learner_has_the_state_of_the_original(name: str) -> None:
     assert copy.state() == original.state()
 
 
+def test_what_impossible_reports_have_taught_can_be_restored() -> None:
+    absurd, copy = (BytesPerToken(RatioSettings(), 4.0) for _ in range(2))
+    for _ in range(500):
+        absurd.observe(size_bytes=1, tokens=200)
+    copy.restore(absurd.state())
+    assert copy.state() == absurd.state()
+
+
 def lengths(**changes: object) -> dict[str, object]:
     """A state of one category whose curve is changed."""
     curve = {"seen": 1, "scale": 1, "ended": {}, "cut": {}, **changes}

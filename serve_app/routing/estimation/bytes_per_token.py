@@ -144,7 +144,8 @@ class BytesPerToken:
         weight = min(1.0, tokens / settings.full_weight_tokens)
         step = max(weight * (1 - settings.beta), weight / (self.weight + weight))
         self.deviation += step * (abs(observed - self.mean) - self.deviation)
-        self.mean += step * (observed - self.mean)
+        # Reports that no tokenizer makes must not lead to a state that `restore` refuses.
+        self.mean = max(_LEAST_MEAN, self.mean + step * (observed - self.mean))
         # Beyond this weight the warm-up is over.
         self.weight = min(self.weight + weight, 1 / (1 - settings.beta))
 

@@ -102,10 +102,9 @@ class TokenEstimator:
         ratios = " ".join(f"{category.value}={ratio.mean:.2f}" for category, ratio in self._text.items())
         return f"<TokenEstimator {ratios} tools={self._tools.mean:.2f} {self._overhead!r} {self._media!r}>"
 
-    def bytes_per_token(self, category: TextCategory) -> tuple[float, float]:
-        """Learned mean and mean absolute deviation of a category's ratio."""
-        ratio = self._text[category]
-        return ratio.mean, ratio.deviation
+    def bytes_per_token(self, category: TextCategory) -> float:
+        """Learned mean ratio of a category."""
+        return self._text[category].mean
 
     def estimate(self, request: Request) -> TokenEstimate:
         """The tokens that the request will need."""

@@ -100,7 +100,7 @@ def test_the_tokens_of_images_are_learned_from_prompts_that_are_mostly_images(to
     estimate = learned.estimate(asked)
     assert estimate.expected_prompt_tokens == pytest.approx(usage.prompt_tokens, rel=0.1, abs=30)
     assert estimate.prompt_tokens >= usage.prompt_tokens
-    mean, _ = learned.bytes_per_token(TextCategory.PROSE)
+    mean = learned.bytes_per_token(TextCategory.PROSE)
     assert mean == RatioSettings().cold_bytes_per_token[TextCategory.PROSE]
 
 
@@ -142,7 +142,7 @@ def chats(rng: random.Random, count: int) -> list[tuple[Request, Usage]]:
 
 def test_ratio_and_template_are_learned_apart_from_chats_of_all_sizes() -> None:
     learned = taught(chats(random.Random(2), 100))
-    mean, _ = learned.bytes_per_token(TextCategory.PROSE)
+    mean = learned.bytes_per_token(TextCategory.PROSE)
     assert mean == pytest.approx(4.5, rel=0.03)
     short = learned.estimate(request(text_bytes=20, messages=1))
     assert short.expected_prompt_tokens == pytest.approx(20 / 4.5 + 28, abs=4)
@@ -163,7 +163,7 @@ def test_tools_are_learned_where_they_are_the_bulk_of_the_prompt() -> None:
     for _ in range(50):
         learned.observe(asked, Usage(prompt_tokens=2000 + 20 + 21, output_tokens=5))
     assert learned.estimate(asked).expected_prompt_tokens == pytest.approx(2041, rel=0.03)
-    mean, _ = learned.bytes_per_token(TextCategory.PROSE)
+    mean = learned.bytes_per_token(TextCategory.PROSE)
     assert mean == RatioSettings().cold_bytes_per_token[TextCategory.PROSE]
 
 

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.request import Usage
@@ -7,8 +7,8 @@ from serve_app.scheduling.queueing.fairness import FairnessMode, FairnessSetting
 from tests.builders import scheduled_request
 
 
-def fair_shares(**settings: object) -> FairShares:
-    return FairShares(FairnessSettings(**settings))  # type: ignore[arg-type]
+def fair_shares(**changes: object) -> FairShares:
+    return FairShares(FairnessSettings(**changes))  # type: ignore[arg-type]
 
 
 def serve(shares: FairShares, cost: float = 1.0) -> str:
@@ -61,6 +61,7 @@ def test_idling_earns_no_claim() -> None:
     assert [serve(shares) for _ in range(6)].count("back") == 3
 
 
+@settings(deadline=None)
 @given(
     costs=st.lists(st.sampled_from([10.0, 100.0, 700.0]), min_size=4, max_size=4),
     weights=st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=4, max_size=4),
@@ -80,6 +81,7 @@ def test_service_by_weight_stays_within_a_quantum_and_a_request(
     assert max(counters) - min(counters) <= 2 * max(costs)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 5), st.sampled_from(["backlog", "idle", "charge", "correct"])), max_size=80
