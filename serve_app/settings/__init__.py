@@ -1,4 +1,6 @@
-"""The settings file: `application` composes every component's settings and turns YAML into them.
+"""The settings file of an application: from YAML to what every component receives.
 
-`errors` words what is wrong. Each component's own settings stand beside its code.
+Read `application` for the classes, as written and complete, `loading` for the way from a file to them, and
+`resolve` for what follows from the models. `tree` finds the place of every key and `errors` words what is
+wrong with a value. A component's own settings stand beside its code, made by `serve_app.settings_base`.
 """

@@ -1,4 +1,4 @@
-"""A pool that grows under load and shrinks after it, with nobody's request lost on the way."""
+"""A pool that grows under load and shrinks after it, without losing a request."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ ARGS = {
                         "target_ongoing_requests": 8.0,
                         "upscale_delay_s": 1.0,
                         "downscale_delay_s": 3.0,
-                        "look_back_period_s": 3.0,
+                        "advanced": {"look_back_period_s": 3.0},
                     },
                 }
             ],
@@ -42,19 +42,19 @@ async def test_a_pool_grows_under_load_and_shrinks_after_it() -> None:
         async with httpx.AsyncClient(base_url=app.url, timeout=60) as http:
             clients = [asyncio.create_task(keep_asking(http, ending)) for _ in range(24)]
             await replicas(app, 2, within_s=40)
-            # Both serve: the scheduler spreads over them.
+            # Both serve: the scheduler dispatches to both.
             await asyncio.sleep(1)
             ending.set()
             served_by = set().union(*await asyncio.gather(*clients))
             assert len(served_by) == 2
-            # One answer goes on while the pool shrinks; whoever serves it drains first.
+            # One answer continues while the pool shrinks; its replica drains first.
             last = asyncio.create_task(ask(http, 2_000))
             await replicas(app, 1, within_s=60)
             assert await last
 
 
 async def keep_asking(http: httpx.AsyncClient, ending: asyncio.Event) -> set[str]:
-    """Ask one request after the other; return who answered."""
+    """Send one request after the other; returns the replicas that answered."""
     seen = set()
     while not ending.is_set():
         seen.add(await ask(http, 100))
