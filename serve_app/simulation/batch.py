@@ -6,10 +6,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from serve_app.simulation.fleet import FleetSettings
-from serve_app.simulation.load import saturated_rate_per_s
+from serve_app.simulation.load import load_key, saturated_rate_per_s
 from serve_app.simulation.run import RunResult, RunSettings, simulate
-from serve_app.simulation.workload import TraceChoice
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -36,18 +34,10 @@ def at_load(runs: Sequence[RunSettings], load: float, *, jobs: int) -> list[RunS
 
 def saturated_rates(runs: Sequence[RunSettings], *, jobs: int) -> list[float]:
     """The rate at load 1.0 for each run, measured once for those that share fleet, trace and seed."""
-    places: dict[str, int] = {}
-    different: list[RunSettings] = []
-    for run in runs:
-        if places.setdefault(_what_load_depends_on(run), len(different)) == len(different):
-            different.append(run)
-    rates = list(parallel(_saturated_rate, different, jobs))
-    return [rates[places[_what_load_depends_on(run)]] for run in runs]
-
-
-def _what_load_depends_on(run: RunSettings) -> str:
-    parts: tuple[FleetSettings, TraceChoice, int] = (run.fleet.without_chunk_limits(), run.trace, run.seed)
-    return repr(parts)
+    keys = [load_key(run.fleet, run.trace, run.seed) for run in runs]
+    different = dict(zip(keys, runs, strict=True))
+    rates = dict(zip(different, parallel(_saturated_rate, list(different.values()), jobs), strict=True))
+    return [rates[key] for key in keys]
 
 
 def parallel(work: Callable[[Item], Result], items: Sequence[Item], jobs: int) -> Iterator[Result]:

@@ -11,7 +11,6 @@ requests at the same times.
 
 import bisect
 from dataclasses import replace
-from functools import lru_cache
 
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.scheduler_settings import scheduler_settings
@@ -25,6 +24,9 @@ _MIN_TURNOVERS = 10
 _MIN_REQUESTS = 4_000
 _TURNOVERS_TO_FILL = 2
 
+_measured: dict[str, float] = {}
+"""Rates that this process has measured already, by `load_key`."""
+
 
 def saturated_rate_per_s(fleet: FleetSettings, choice: TraceChoice, seed: int) -> float:
     """Requests per second at load 1.0, for the very requests of this seed.
@@ -32,25 +34,15 @@ def saturated_rate_per_s(fleet: FleetSettings, choice: TraceChoice, seed: int) -
     Raises:
         TraceError: there is no such trace, or nothing in it fits the engines.
     """
-    return _measured(_Key(fleet.without_chunk_limits()), choice, seed)
+    key = load_key(fleet, choice, seed)
+    if key not in _measured:
+        _measured[key] = saturated_rate_of(fleet.without_chunk_limits(), choose_trace(choice, seed))
+    return _measured[key]
 
 
-class _Key:
-    """A fleet as a cache key; its dictionaries have no hash."""
-
-    def __init__(self, fleet: FleetSettings) -> None:
-        self.fleet = fleet
-
-    def __hash__(self) -> int:
-        return hash(repr(self.fleet))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.fleet == other.fleet
-
-
-@lru_cache(maxsize=256)
-def _measured(key: _Key, choice: TraceChoice, seed: int) -> float:
-    return saturated_rate_of(key.fleet, choose_trace(choice, seed))
+def load_key(fleet: FleetSettings, choice: TraceChoice, seed: int) -> str:
+    """Everything that load 1.0 depends on, as a text to compare."""
+    return repr((fleet.without_chunk_limits(), choice, seed))
 
 
 def saturated_rate_of(fleet: FleetSettings, trace: Trace) -> float:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from serve_app.command import positive_float, positive_int
 from serve_app.errors import SettingsError
-from serve_app.metrics.summary import SHORT_AT_TOKENS
 from serve_app.simulation.command.arguments import setting
 from serve_app.simulation.command.workload_arguments import (
     configure_replicas,
+    configure_slo,
     configure_workload,
     trace_choice,
 )
@@ -28,7 +28,6 @@ from serve_app.tuning.twin.digital_twin import TwinPlan, TwinSettings, with_spee
 
 _TWIN = TwinSettings()
 _STUDY = StudySettings()
-_TARGET = ClassTarget()
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -72,16 +71,7 @@ def _configure_system(group: "argparse._ArgumentGroup") -> None:
 
 def _configure_objective(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--objective", choices=("slo", "paper"), default="slo", help="(%(default)s)")
-    group.add_argument(
-        "--short-at", type=positive_int, default=SHORT_AT_TOKENS, help="longest short prompt (%(default)s)"
-    )
-    group.add_argument(
-        "--slo-ttft-s", type=positive_float, default=_TARGET.ttft_s, help="of short prompts (%(default)s)"
-    )
-    group.add_argument(
-        "--slo-long-ttft-s", type=positive_float, default=_TARGET.long_ttft_s, help="of others (%(default)s)"
-    )
-    group.add_argument("--slo-tpot-s", type=positive_float, default=_TARGET.tpot_s, help="(%(default)s)")
+    configure_slo(group)
 
 
 def _configure_search(group: "argparse._ArgumentGroup") -> None:

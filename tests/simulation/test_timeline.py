@@ -9,13 +9,13 @@ def test_things_happen_by_time_then_rank_then_the_order_of_planning() -> None:
     for time, rank, name in [
         (2.0, Rank.ENGINE, "late"),
         (1.0, Rank.ARRIVAL, "arrival"),
-        (1.0, Rank.FEEDBACK, "news 1"),
-        (1.0, Rank.FEEDBACK, "news 2"),
+        (1.0, Rank.FEEDBACK, "feedback 1"),
+        (1.0, Rank.FEEDBACK, "feedback 2"),
         (1.0, Rank.ENGINE, "engine"),
     ]:
         timeline.at(time, rank, lambda name=name: seen.append(name))  # type: ignore[misc]
     timeline.run()
-    assert seen == ["engine", "news 1", "news 2", "arrival", "late"]
+    assert seen == ["engine", "feedback 1", "feedback 2", "arrival", "late"]
     assert timeline.now == 2.0
 
 

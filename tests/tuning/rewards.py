@@ -49,7 +49,7 @@ def play(machine: Study, objective: Objective, *, at_most: int | None = None) ->
     return played
 
 
-def told(value: float | None, classes: Mapping[str, tuple[int, float]] | None = None) -> Reward:
+def rewarded(value: float | None, classes: Mapping[str, tuple[int, float]] | None = None) -> Reward:
     """A reward with classes as (requests, attainment)."""
     return Reward(
         value=value,

@@ -9,10 +9,10 @@ import yaml
 
 from serve_app.command import positive_float, positive_int
 from serve_app.engine_model.waiting import SchedulingPolicy
-from serve_app.metrics.summary import SHORT_AT_TOKENS
 from serve_app.simulation.command.workload_arguments import (
     configure_max_output,
     configure_replicas,
+    configure_slo,
     configure_workload,
     trace_choice,
 )
@@ -96,14 +96,7 @@ def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
 
 
 def _configure_results(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument(
-        "--short-at", type=positive_int, default=SHORT_AT_TOKENS, help="longest short prompt (%(default)s)"
-    )
-    group.add_argument(
-        "--slo-ttft-s", type=positive_float, default=1.0, help="of short prompts (%(default)s)"
-    )
-    group.add_argument("--slo-long-ttft-s", type=positive_float, default=10.0, help="of others (%(default)s)")
-    group.add_argument("--slo-tpot-s", type=positive_float, default=0.1, help="(%(default)s)")
+    configure_slo(group)
     group.add_argument(
         "--warm-up", type=_share, default=0.1, help="share of requests not measured, the first (%(default)s)"
     )

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from serve_app.command import positive_float, positive_int
+from serve_app.metrics.summary import SHORT_AT_TOKENS
 from serve_app.simulation.workload import TraceChoice
 
 _ARRIVALS = "poisson, gamma:CV or on-off:ON,OFF in requests (the trace's own)"
@@ -41,6 +42,18 @@ def configure_trace(
     )
     group.add_argument("--arrivals", default=arrivals, help=arrivals_help)
     group.add_argument("--traces-folder", type=Path, help="where trace files lie (EWSJF_TRACES)")
+
+
+def configure_slo(group: "argparse._ArgumentGroup") -> None:
+    """Add the longest short prompt, and the limits of the SLO for short and long prompts."""
+    group.add_argument(
+        "--short-at", type=positive_int, default=SHORT_AT_TOKENS, help="longest short prompt (%(default)s)"
+    )
+    group.add_argument(
+        "--slo-ttft-s", type=positive_float, default=1.0, help="of short prompts (%(default)s)"
+    )
+    group.add_argument("--slo-long-ttft-s", type=positive_float, default=10.0, help="of others (%(default)s)")
+    group.add_argument("--slo-tpot-s", type=positive_float, default=0.1, help="(%(default)s)")
 
 
 def configure_max_output(group: "argparse._ArgumentGroup") -> None:

@@ -12,8 +12,8 @@ Two objectives:
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from serve_app.metrics.record import RequestRecord
 from serve_app.settings_base import ADVANCED, POSITIVE_SHARE, at_least, settings
@@ -61,10 +61,6 @@ class Reward:
     classes: Mapping[str, ClassFigures] = field(default_factory=dict)
     requests: int = 0
     reason: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """In plain values."""
-        return asdict(self)
 
 
 def finite(reward: float | None) -> float | None:

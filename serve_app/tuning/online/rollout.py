@@ -137,9 +137,11 @@ class Rollout:
             reward = Reward(value=None, reason="requests of the slice were still open")
         verdict = self._canary.judge(part.number, reward)
         side = "candidate" if part.of_candidate else "incumbent"
-        told = {} if reward.value is None else {"reward": reward.value}
+        measured = {} if reward.value is None else {"reward": reward.value}
         why = reward.reason or f"slice {part.number} of the {side}"
-        self._note(now, Act.JUDGED, why, figures={"slice": part.number, "requests": reward.requests, **told})
+        self._note(
+            now, Act.JUDGED, why, figures={"slice": part.number, "requests": reward.requests, **measured}
+        )
         return self._concluded(verdict, now)
 
     def to_expect(self) -> list[Slice]:

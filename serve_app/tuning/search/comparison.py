@@ -12,8 +12,7 @@ as the traffic is long (bootstrap of m out of n).
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from serve_app.metrics.confidence import t_95
 
@@ -39,10 +38,6 @@ class Comparison:
     def is_win(self) -> bool:
         """Whether the candidate is better with confidence; never when a reward is missing."""
         return self.low is not None and self.low > 0 and not self.missing
-
-    def as_json(self) -> dict[str, Any]:
-        """The figures by name."""
-        return asdict(self)
 
 
 def compare(

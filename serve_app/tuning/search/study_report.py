@@ -57,8 +57,8 @@ class StudyReport:
             "seconds": self.course.seconds,
             "incumbent": dict(self.space.current),
             "best": None if best is None else dict(best.values),
-            "search": None if finding.search is None else finding.search.as_json(),
-            "confirmation": None if finding.confirmation is None else finding.confirmation.as_json(),
+            "search": finding.search and asdict(finding.search),
+            "confirmation": finding.confirmation and asdict(finding.confirmation),
             "recommended": recommended,
             "rewards": {
                 side: _mean([each.reward.value for each in found]) for side, found in results.items()

@@ -107,7 +107,7 @@ def _trace(records: list[RequestRecord], start: float) -> Trace:
         )
         for record in records
     )
-    return Trace(name="live", source=f"{len(records):,} requests as they came", requests=requests)
+    return Trace(name="live", source=f"{len(records):,} recorded requests", requests=requests)
 
 
 class _RecordedOutputs:

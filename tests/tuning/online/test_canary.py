@@ -9,7 +9,7 @@ from serve_app.tuning.online.control_variate import ControlVariate
 from serve_app.tuning.online.rollout_settings import RolloutSettings
 from serve_app.tuning.online.slice_noise import SliceNoise
 from serve_app.tuning.online.trial_verdict import TrialStatus, Verdict
-from tests.tuning.rewards import told
+from tests.tuning.rewards import rewarded
 
 QUICK = RolloutSettings(slice_s=10.0, settle_s=2.0, pairs=3, void_pairs=1, judge_limit_s=30.0)
 
@@ -40,8 +40,8 @@ def pairs(*differences: float | None) -> list[Reward]:
     """Slices of so many pairs, the incumbent always at 0.5; None leaves a pair without rewards."""
     rewards = []
     for place, difference in enumerate(differences):
-        mine = told(None if difference is None else 0.5 + difference)
-        theirs = told(None if difference is None else 0.5)
+        mine = rewarded(None if difference is None else 0.5 + difference)
+        theirs = rewarded(None if difference is None else 0.5)
         rewards += [theirs, mine] if place % 2 == 0 else [mine, theirs]
     return rewards
 
@@ -103,20 +103,20 @@ def test_far_worse_ends_after_one_pair() -> None:
 
 
 def test_a_class_that_loses_ends_the_trial_however_good_the_reward() -> None:
-    mine = told(0.9, {"default short": (200, 1.0), "default long": (100, 0.8)})
-    theirs = told(0.5, {"default short": (200, 0.7), "default long": (100, 0.9)})
+    mine = rewarded(0.9, {"default short": (200, 1.0), "default long": (100, 0.8)})
+    theirs = rewarded(0.5, {"default short": (200, 0.7), "default long": (100, 0.9)})
     verdict = verdict_of([theirs, mine])
     assert verdict.status is TrialStatus.FAILED
     assert "default long" in verdict.reason
 
 
 def test_a_class_of_few_requests_says_nothing() -> None:
-    mine, theirs = told(0.9, {"batch long": (99, 0.0)}), told(0.5, {"batch long": (99, 1.0)})
+    mine, theirs = rewarded(0.9, {"batch long": (99, 0.0)}), rewarded(0.5, {"batch long": (99, 1.0)})
     assert status_of([theirs, mine]) is TrialStatus.OPEN
 
 
 def test_no_reward_under_the_candidate_alone_ends_the_trial() -> None:
-    verdict = verdict_of([told(0.5), told(None)])
+    verdict = verdict_of([rewarded(0.5), rewarded(None)])
     assert verdict.status is TrialStatus.FAILED
     assert "nothing was measured" in verdict.reason
 
@@ -133,7 +133,7 @@ def test_a_void_pair_is_made_up_for_but_not_for_ever() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_reward_that_is_not_finite_is_none(value: float) -> None:
-    assert status_of([told(0.5), told(value)]) is TrialStatus.FAILED
+    assert status_of([rewarded(0.5), rewarded(value)]) is TrialStatus.FAILED
 
 
 def test_slice_noise_ends_no_trial() -> None:
@@ -154,7 +154,7 @@ def test_slice_noise_ends_no_trial() -> None:
 
 def test_a_class_may_vary_within_its_slice_noise_and_no_further() -> None:
     before, after = {"default long": (200, 0.9)}, {"default long": (200, 0.7)}
-    rewards = [told(0.5, before), told(0.6, after)]
+    rewards = [rewarded(0.5, before), rewarded(0.6, after)]
     assert status_of(rewards) is TrialStatus.FAILED
     assert status_of(rewards, SliceNoise(attainment={"default long": 0.2})) is TrialStatus.OPEN
     assert status_of(rewards, SliceNoise(attainment={"default short": 0.9})) is TrialStatus.FAILED
@@ -167,13 +167,13 @@ def test_successive_slices_of_one_side_are_neighbours() -> None:
     canary = Canary(QUICK, 0.0, SliceNoise(), ControlVariate())
     for number in range(5):
         canary.advance(10.0 * (number + 1))
-        canary.judge(number, told(0.1 * number))
-    canary.expect({3: told(0.3), 4: told(0.4)})
+        canary.judge(number, rewarded(0.1 * number))
+    canary.expect({3: rewarded(0.3), 4: rewarded(0.4)})
     (mine, theirs) = canary.neighbours()
     # Two of the candidate, of which the twin was not asked, and two of the incumbent.
     assert [each.reward.value for each in (*mine, *theirs)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert [each.expected for each in mine] == [None, None]
-    assert [each.expected for each in theirs] == [told(0.3), told(0.4)]
+    assert [each.expected for each in theirs] == [rewarded(0.3), rewarded(0.4)]
 
 
 def concluded(
@@ -274,14 +274,17 @@ def test_a_pair_waits_for_what_is_expected_and_plain_harm_does_not() -> None:
 def test_without_an_expectation_a_trial_goes_on_as_if_there_had_been_none(missing: str) -> None:
     canary, verdict = judged(pairs(-0.2), SliceNoise(), ControlVariate())
     assert verdict.status is TrialStatus.OPEN
-    verdict = canary.drop_control() if missing == "never comes" else canary.expect({0: told(None)})
+    verdict = canary.drop_control() if missing == "never comes" else canary.expect({0: rewarded(None)})
     assert verdict.status is TrialStatus.FAILED
     assert canary.to_expect() == []
 
 
 def test_a_class_is_cleared_of_what_is_expected_of_it() -> None:
     before, after = {"default long": (200, 0.9)}, {"default long": (200, 0.6)}
-    rewards, expected = [told(0.5, before), told(0.6, after)], [told(0.5, before), told(0.5, after)]
+    rewards, expected = (
+        [rewarded(0.5, before), rewarded(0.6, after)],
+        [rewarded(0.5, before), rewarded(0.5, after)],
+    )
     assert status_of(rewards) is TrialStatus.FAILED
     canary, _ = judged(rewards, SliceNoise(), ControlVariate())
     assert canary.expect(dict(enumerate(expected))).status is TrialStatus.OPEN

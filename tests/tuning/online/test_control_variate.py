@@ -8,7 +8,7 @@ from serve_app.tuning.objective.objective import Reward
 from serve_app.tuning.online import control_variate
 from serve_app.tuning.online.control_variate import ControlVariate
 from serve_app.tuning.online.slice_noise import Measured, neighbours_in
-from tests.tuning.rewards import told
+from tests.tuning.rewards import rewarded
 
 
 def control_of(seen: list[Reward], expected: list[Reward]) -> ControlVariate:
@@ -18,7 +18,7 @@ def control_of(seen: list[Reward], expected: list[Reward]) -> ControlVariate:
 def slices(*values: float | None) -> list[Reward]:
     """Slices with these rewards, and as many of a class within its targets."""
     return [
-        told(value, {} if value is None else {"default short": (100, min(1.0, max(0.0, value)))})
+        rewarded(value, {} if value is None else {"default short": (100, min(1.0, max(0.0, value)))})
         for value in values
     ]
 
@@ -66,7 +66,7 @@ def test_a_wild_twin_is_believed_the_less_the_more_is_known() -> None:
 
 
 @pytest.mark.parametrize("values", [(), (0.5,), (None, 0.5, None), (0.5, 0.5, 0.5)])
-def test_where_nothing_is_known_the_twin_is_believed_and_no_swing_is(
+def test_where_nothing_is_known_the_slope_is_one_and_the_residual_zero(
     values: tuple[float | None, ...],
 ) -> None:
     control = control_of(slices(*values), slices(*values))

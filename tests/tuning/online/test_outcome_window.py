@@ -7,7 +7,7 @@ from tests.builders import ManualDriver
 
 
 class Watched(ManualDriver):
-    """A scheduler whose outcomes are noted, as the shell does it."""
+    """A scheduler whose outcomes are noted, as the live scheduler does."""
 
     def __init__(self) -> None:
         self.window = OutcomeWindow()
@@ -16,9 +16,9 @@ class Watched(ManualDriver):
     def feed(self, event: ev.Event, *, after_s: float = 0.0) -> list[object]:  # type: ignore[override]
         commands = super().feed(event, after_s=after_s)
         if isinstance(event, ev.Arrived):
-            entry = self.scheduler.find(event.request.request_id)
-            if entry is not None:
-                self.window.on_arrival(entry)
+            scheduled = self.scheduler.find(event.request.request_id)
+            if scheduled is not None:
+                self.window.on_arrival(scheduled)
         self.window.on_event(event, commands, self.now)
         return list(commands)
 
@@ -58,10 +58,10 @@ def test_a_request_that_is_sent_again_waits_for_its_first_token_anew() -> None:
     driver.join("s1", "only")
     driver.join("s2", "only")
     driver.arrive("r1")
-    entry = driver.scheduler.find("r1")
-    assert entry is not None
-    assert entry.replica_id is not None
-    driver.feed(ev.DispatchFailed("r1", entry.replica_id, ev.DispatchFailure.LOST), after_s=1.0)
+    scheduled = driver.scheduler.find("r1")
+    assert scheduled is not None
+    assert scheduled.replica_id is not None
+    driver.feed(ev.DispatchFailed("r1", scheduled.replica_id, ev.DispatchFailure.LOST), after_s=1.0)
     driver.feed(ev.Finished("r1", Outcome.COMPLETED), after_s=1.0)
     (row,) = driver.window.take()
     record = record_of(row)

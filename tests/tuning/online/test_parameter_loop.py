@@ -222,7 +222,7 @@ def test_a_trial_goes_on_without_expectations_that_do_not_come(end: str) -> None
     assert "uncleared_difference" not in verdict.figures
 
 
-def test_what_is_expected_of_a_trial_that_is_over_is_not_listened_to() -> None:
+def test_an_expectation_of_a_trial_that_is_over_is_ignored() -> None:
     loop, now = on_trial()
     task = loop.replay_due()
     assert task is not None

@@ -33,12 +33,12 @@ SETTINGS = RolloutSettings(slice_s=8.0, settle_s=1.0)
 
 
 def tidal(trace: Trace) -> Trace:
-    """The same requests, now faster and now slower than they came, in turns of half a minute."""
-    turns = 2 * math.pi / 32.0
+    """The same requests, faster and slower than they came in turn, with a period of 32 s."""
+    angular = 2 * math.pi / 32.0
     return replace(
         trace,
         requests=tuple(
-            replace(one, arrival_s=one.arrival_s + 0.8 / turns * (1 - math.cos(turns * one.arrival_s)))
+            replace(one, arrival_s=one.arrival_s + 0.8 / angular * (1 - math.cos(angular * one.arrival_s)))
             for one in trace.requests
         ),
     )

@@ -16,7 +16,7 @@ from serve_app.tuning.online.rollout_settings import Act, Apply, Mode, RolloutSe
 from serve_app.tuning.online.slice_noise import SliceNoise
 from serve_app.tuning.search.search_space import Values
 from tests.tuning.production import Production
-from tests.tuning.rewards import BEST, CURRENT, space, told
+from tests.tuning.rewards import BEST, CURRENT, rewarded, space
 
 ON = RolloutSettings(
     mode="on",
@@ -31,11 +31,11 @@ Judge = Callable[[Slice], Reward]
 
 
 def better(part: Slice) -> Reward:
-    return told(0.6 if part.of_candidate else 0.5)
+    return rewarded(0.6 if part.of_candidate else 0.5)
 
 
 def worse(part: Slice) -> Reward:
-    return told(0.3 if part.of_candidate else 0.5)
+    return rewarded(0.3 if part.of_candidate else 0.5)
 
 
 def acts(rollout: Rollout) -> list[Act]:
@@ -88,13 +88,13 @@ def test_a_step_that_does_harm_is_taken_back_and_nothing_is_tried_for_a_while() 
 @pytest.mark.parametrize(
     "reward",
     [
-        lambda _: told(None),
-        lambda _: told(0.5),
-        lambda _: told(math.nan),
-        lambda _: told(math.inf),
-        lambda part: told(math.inf if part.of_candidate else 0.5),
-        lambda part: told(None if part.of_candidate else 0.5),
-        lambda part: told(0.5 if part.of_candidate else None),
+        lambda _: rewarded(None),
+        lambda _: rewarded(0.5),
+        lambda _: rewarded(math.nan),
+        lambda _: rewarded(math.inf),
+        lambda part: rewarded(math.inf if part.of_candidate else 0.5),
+        lambda part: rewarded(None if part.of_candidate else 0.5),
+        lambda part: rewarded(0.5 if part.of_candidate else None),
     ],
     ids=["none", "constant", "nan", "inf", "candidate inf", "candidate none", "incumbent none"],
 )
@@ -267,7 +267,7 @@ class Guarded(RuleBasedStateMachine):
         self, mine: float | None, theirs: float | None, of_another: bool
     ) -> None:
         before, parts = self.rollout.incumbent, self.rollout.to_expect()
-        expected = {part.number: told(mine if part.of_candidate else theirs) for part in parts}
+        expected = {part.number: rewarded(mine if part.of_candidate else theirs) for part in parts}
         self.do(self.rollout.expect(self.rollout.trials - of_another, expected, self.now))
         if of_another:
             assert self.rollout.incumbent == before
@@ -294,7 +294,7 @@ class Guarded(RuleBasedStateMachine):
         for part in self.rollout.to_judge(self.now, settled):
             value = mine if part.of_candidate else theirs
             before, adopted = self.rollout.incumbent, acts(self.rollout).count(Act.ADOPTED)
-            reward = told(value, {"default short": (200, kept if part.of_candidate else 0.9)})
+            reward = rewarded(value, {"default short": (200, kept if part.of_candidate else 0.9)})
             self.do(self.rollout.judge(part, reward, self.now, settled))
             if acts(self.rollout).count(Act.ADOPTED) == adopted:
                 assert self.rollout.incumbent == before
@@ -344,6 +344,6 @@ TestGuarded.settings = settings(max_examples=60, stateful_step_count=40, deadlin
 @given(rewards=st.lists(st.one_of(st.none(), st.just(math.nan), st.just(0.25)), min_size=6, max_size=6))
 def test_no_poison_in_any_order_is_adopted(rewards: list[float | None]) -> None:
     production = proposed()
-    run(production, 0, 400, lambda part: told(rewards[part.number % 6]))
+    run(production, 0, 400, lambda part: rewarded(rewards[part.number % 6]))
     assert Act.ADOPTED not in acts(production.rollout)
     assert production.values == CURRENT

@@ -40,13 +40,13 @@ def slices(*ttfts_s: float) -> list[RequestRecord]:
     ]
 
 
-def test_traffic_that_is_always_alike_does_not_swing() -> None:
+def test_traffic_that_is_always_alike_has_no_slice_noise() -> None:
     slice_noise = found(slices(0.2, 0.2, 0.2, 0.2), 0.0, 40.0)
     assert slice_noise.reward == pytest.approx(0.0)
     assert slice_noise.attainment == {"default short": 0.0}
 
 
-def test_a_swing_is_the_root_mean_square_of_what_neighbours_differ_by() -> None:
+def test_slice_noise_is_the_root_mean_square_of_the_differences_of_neighbours() -> None:
     # Within the target and beyond it, in turn: attainment 1, 0, 1, 1.
     slice_noise = found(slices(0.2, 5.0, 0.2, 0.2), 0.0, 40.0)
     assert slice_noise.attainment["default short"] == pytest.approx((2 / 3) ** 0.5)

@@ -119,6 +119,6 @@ def test_values_on_trial_expire_when_no_order_follows() -> None:
     assert ended - begun == pytest.approx(1.5 * 8.0)
 
 
-def test_a_pace_that_is_none_is_refused() -> None:
+def test_a_pace_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="pace_requests_per_s"):
         counting_search(TUNING, 0.0)

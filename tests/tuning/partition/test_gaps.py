@@ -49,10 +49,10 @@ def test_a_gap_of_exactly_alpha_means_is_not_significant() -> None:
     assert gap_cuts(values(1, 2, 5), (0, 3), 1.5, never_settled) == []
 
 
-def test_a_settled_stretch_is_not_split() -> None:
+def test_a_settled_range_is_not_split() -> None:
     lengths = values(10, 11, 12, 20, 21, 22, 110)
 
-    assert gap_cuts(lengths, (0, 7), 1.5, lambda stretch: len(stretch) < 7) == [6]
+    assert gap_cuts(lengths, (0, 7), 1.5, lambda members: len(members) < 7) == [6]
 
 
 def test_only_what_lies_between_the_edges_is_looked_at() -> None:

@@ -50,7 +50,7 @@ def test_midpoint_bounds_leave_no_gap_between_queues() -> None:
 
 
 def test_lengths_that_keep_to_a_few_sizes_get_a_queue_for_each() -> None:
-    # All three straddle lines on which smooth stretches are cut; narrow ones are left whole all the same.
+    # All three straddle lines on which smooth ranges are cut; narrow ones are left whole all the same.
     rng = np.random.default_rng(5)
     modes = [
         rng.integers(centre - spread, centre + spread + 1, 400)

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,9 @@ from serve_app.tuning.partition.strategic_loop import (
     StrategicLoop,
     StrategicSettings,
     partition_distance,
+    queue_means,
 )
-from tests.tuning.builders import Sample, heavy_tail, paper_mix
+from tests.tuning.builders import Sample, heavy_tail, interval, paper_mix
 
 USUAL = StrategicSettings()
 Mix = Callable[[int, int], Sample]
@@ -73,12 +75,24 @@ def test_queues_are_learned_again_after_the_interval_from_the_whole_sample() -> 
     assert changes[1].lengths == 6500
 
 
-def test_the_sample_is_bounded() -> None:
+def test_the_sample_consists_of_the_last_lengths() -> None:
     loop = StrategicLoop(
         replace(USUAL, sample_size=600, min_distance=1e-9, adjustment=AdjustmentSettings(rate=0))
     )
-    changes = play(loop, paper_mix(7000, 2))
-    assert {change.lengths for change in changes if change.reason is Reason.INTERVAL} == {600}
+    lengths = paper_mix(7000, 2)
+    changes = [each for each in play(loop, lengths) if each.reason is Reason.INTERVAL]
+    assert {change.lengths for change in changes} == {600}
+    for change in changes:
+        observed = round(change.at * 10) + 1
+        last = lengths[observed - 600 : observed]
+        assert change.partition == refine_and_prune(last, USUAL.refine_and_prune)
+
+
+def test_a_length_below_one_is_ignored() -> None:
+    loop = StrategicLoop(replace(USUAL, first_after=2))
+    assert play(loop, [0, -4, 12]) == []
+    (change,) = play(loop, [12], since_s=1.0)
+    assert change.lengths == 2
 
 
 def test_a_partition_that_hardly_differs_is_not_put_in_force() -> None:
@@ -175,3 +189,23 @@ def test_whatever_arrives_it_answers_with_partitions(lengths: list[int], first_a
 def test_settings_that_cannot_be_meant_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         StrategicSettings(**wrong)
+
+
+FINE = Partition((interval(10, 20, 15.0, 5), interval(30, 50, 40.0, 5), interval(100, 300, 200.0, 5)))
+COARSE = Partition((interval(10, 50, 30.0, 10), interval(100, 300, 200.0, 5)))
+
+
+def test_a_prompt_counts_to_its_queue_or_the_one_below_its_gap() -> None:
+    assert list(queue_means(FINE, [5, 10, 25, 30, 99, 100, 4000])) == [15, 15, 15, 40, 40, 200, 200]
+
+
+def test_the_distance_is_the_mean_ratio_of_the_queues_means() -> None:
+    # 15 against 30, 40 against 30, 200 against 200.
+    expected = (math.log(2) + math.log(4 / 3) + 0) / 3
+
+    assert partition_distance(FINE, COARSE, [12, 40, 150]) == pytest.approx(expected)
+    assert partition_distance(COARSE, FINE, [12, 40, 150]) == pytest.approx(expected)
+
+
+def test_a_partition_is_at_no_distance_from_itself() -> None:
+    assert partition_distance(FINE, FINE, [1, 40, 9000]) == 0.0

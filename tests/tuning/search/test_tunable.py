@@ -76,11 +76,11 @@ def test_only_what_matters_is_tuned() -> None:
     assert waiting.path == "engine_priority.target_waiting"
 
 
-def test_the_border_of_the_pools_stays_within_the_context_of_the_short_one() -> None:
+def test_b_short_stays_within_the_context_of_the_short_pool() -> None:
     assert space_of(OURS, max_b_short_tokens=4_096)["b_short_tokens"].high == 4_096
 
 
-def test_a_border_that_adapts_by_itself_is_not_tuned() -> None:
+def test_an_adaptive_b_short_is_not_tuned() -> None:
     adaptive = RoutingSettings(adaptive_b_short=AdaptiveBShortSettings(enabled=True))
     adapting = Tunable(scheduler=SchedulerSettings(model="m", routing=adaptive))
     assert "b_short_tokens" not in space_of(adapting, max_b_short_tokens=8_192).names

@@ -1,4 +1,4 @@
-"""How fast are engines? Told from their own requests, in simulated productions whose engines are known."""
+"""The pace of engines, measured in simulated productions whose engines are known."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -38,7 +38,7 @@ def test_engines_beyond_all_measure_are_at_the_bound() -> None:
     assert engine_pace(served(30.0, 10.0), PLANS) == 4.0
 
 
-def test_a_production_in_full_swing_is_judged_by_what_is_over() -> None:
+def test_requests_that_are_still_open_do_not_distort_the_pace() -> None:
     whole = served(30.0, 2.0)
     now = sorted(one.arrived_at for one in whole)[500]
     known = [one for one in whole if one.finished_at <= now]

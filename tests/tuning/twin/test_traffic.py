@@ -93,7 +93,7 @@ def test_requests_after_the_oldest_open_one_are_left_out() -> None:
     assert log.trace(until=1.0) is None
 
 
-def test_old_requests_are_forgotten() -> None:
+def test_old_requests_are_dropped() -> None:
     log = TrafficLog(span_s=100.0, capacity=3)
     for at in (0.0, 150.0, 160.0, 170.0):
         log.add(record(request_id=f"r{at}", arrived_at=at))
@@ -117,14 +117,14 @@ def test_an_answer_that_never_ended_is_as_long_as_one_to_a_prompt_of_its_length(
     assert [one.output_tokens for one in found.requests] == [4, 200, 200]
 
 
-def test_the_requests_of_a_stretch_are_those_that_arrived_in_it() -> None:
+def test_the_requests_between_two_times_are_those_that_arrived_then() -> None:
     log = TrafficLog()
     for at in (4.0, 2.0, 3.0):
         log.add(record(request_id=f"r{at}", arrived_at=at))
     assert [one.arrived_at for one in log.between(2.0, 4.0)] == [2.0, 3.0]
 
 
-def test_a_stretch_is_none_if_nothing_came_or_something_may_be_forgotten() -> None:
+def test_a_trace_between_two_times_is_none_without_arrivals_or_if_some_may_be_dropped() -> None:
     log = TrafficLog(capacity=4)
     for at in (4.5, 2.0, 3.0):
         log.add(record(request_id=f"r{at}", arrived_at=at, finished_at=at + 0.5))
