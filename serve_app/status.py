@@ -36,8 +36,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="return every model to its values in force, and try no others",
     )
-    tuner.add_argument("--thaw-tuner", action="store_true", help="let the tuners go on")
-    parser.add_argument("--json", action="store_true", help="print what the application says, as JSON")
+    tuner.add_argument("--thaw-tuner", action="store_true", help="let the tuners continue")
+    parser.add_argument("--json", action="store_true", help="print the answers of the application as JSON")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def rendered(
 
 
 def _overview(model: Document) -> str:
-    waiting = ", ".join(f"{count} {name}" for name, count in model["waiting"].items() if count) or "nobody"
+    waiting = ", ".join(f"{count} {name}" for name, count in model["waiting"].items() if count) or "none"
     queues = model["queues"]
     learned = "not learned yet"
     if queues["learned"]:

@@ -1,4 +1,4 @@
-"""What `build_app` binds together, looked at without a cluster."""
+"""The deployments that `build_app` binds, without a cluster."""
 
 import pickle
 from dataclasses import is_dataclass
@@ -29,13 +29,13 @@ def settings(*models: dict[str, Any], **changes: Any) -> AppSettings:
 
 
 def deployments(application: Application) -> dict[str, Deployment]:
-    """Every deployment of an application, as Serve itself takes it apart."""
+    """Every deployment of an application, as Serve builds it."""
     built = build_with_serve(application, name="ewsjf")
     return {deployment.name: deployment for deployment in built.deployments}
 
 
 def arguments(deployment: Deployment) -> tuple[Any, ...]:
-    """What its replicas are constructed with."""
+    """The constructor arguments of its replicas."""
     return cast("tuple[Any, ...]", deployment.init_args)
 
 
@@ -72,7 +72,7 @@ def test_a_scheduler_is_never_scaled() -> None:
     assert deployments(application_of(settings()))["scheduler-demo"].num_replicas == 1
 
 
-def test_a_pool_gets_what_its_settings_ask_for() -> None:
+def test_a_pool_gets_the_resources_in_its_settings() -> None:
     resources = {"num_cpus": 2, "num_gpus": 4, "accelerator_type": "H100", "custom": {"rack": 1}}
     pool = emulated(
         "long", replicas=3, resources=resources, drain_timeout_s=100.0, health_check_timeout_s=50.0
@@ -135,7 +135,7 @@ def test_the_same_settings_build_the_same_application() -> None:
     assert first == pickled()
 
 
-def test_names_that_become_one_are_refused() -> None:
+def test_model_names_with_equal_deployment_names_are_refused() -> None:
     models = [{"name": name, "pools": [emulated("long")]} for name in ("a/b", "a b")]
     with pytest.raises(SettingsError, match="long-a-b"):
         application_of(settings(*models))

@@ -23,7 +23,7 @@ def test_every_command_has_help_with_an_example(command: Command, capsys: pytest
     assert f"  python -m serve_app {command.name} " in out.partition("example:\n")[2]
 
 
-def test_the_module_runs_and_tells_its_version() -> None:
+def test_the_module_runs_and_prints_its_version() -> None:
     done = run("-m", "serve_app", "--version")
     assert (done.returncode, done.stdout.strip()) == (0, serve_app.__version__)
 

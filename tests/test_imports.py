@@ -1,4 +1,4 @@
-"""Holds the direction of imports: the core knows nobody, nothing leads back up, Ray and vLLM have one home.
+"""The direction of imports: the core imports nothing else, there are no cycles, Ray and vLLM have one home.
 
 A component is a package of `serve_app` or one of its top-level modules. Imports are read from the source, so
 those inside functions count as well; only what stands under `if TYPE_CHECKING` is none at run time.

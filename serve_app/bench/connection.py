@@ -1,7 +1,7 @@
 """A cheap HTTP/1.1 client: a protocol object per connection, over the parser of httptools.
 
 A request on an idle connection starts without a task or a future. A connection that was idle for longer than
-`IDLE_LIMIT_S` is not used again: servers close theirs after a few seconds, and a request on a closing
+`IDLE_LIMIT_S` is not used again. Servers close theirs after a few seconds, and a request on a closing
 connection would be lost without a fault of the endpoint.
 
 It differs from the gateway's upstream client on purpose. That one slows the engine down when a client reads

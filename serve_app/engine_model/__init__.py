@@ -8,7 +8,7 @@ The emulated engine and the simulator share it. The model itself has no clock, n
 - `step_time`: the duration of one iteration; `settings`: the limits of an engine;
 - `profiles`: named step times and limits, in `profile_data`; `roofline`, `roofline_profiles` and `hardware`:
   the profiles that are computed from data sheets;
-- `recent_mean`: the mean TPOT over the last seconds, for whoever reports the load of an engine.
+- `recent_mean`: the mean TPOT over the last seconds, for reports of an engine's load.
 """
 
 from serve_app.engine_model.model import EngineModel, ModelSnapshot, StepOutcome

@@ -13,7 +13,7 @@ state, as in a ring. Weights are read while tokens are computed, so the larger t
 
 Mixtures of experts: a token is multiplied with its own k of E experts, but an engine reads every expert to
 which any token of the batch is routed. With N tokens and uniform routing that is the share
-1 - (1 - k / E) ** N: 98 % for 64 sequences and 8 of 128 experts, close to a dense model of the same size.
+1 - (1 - k / E) ** N. For 64 sequences and 8 of 128 experts it is 98 %, close to a dense model of that size.
 
 Memory: weights, KV cache and the engine's own needs must fit into `gpu_memory_utilization` of the GPUs.
 Token-budget pool routing (arXiv 2604.09613) assumes a 70B model on two A100 of 80 GB with 65,536 blocks of 16

@@ -1,8 +1,8 @@
-"""The learned state of a scheduler that its successor restores.
+"""The learned state of a scheduler, which is kept for the next one.
 
-It holds bytes per token, template overhead, output lengths, the cost of a prefill, and the present value of an
-adaptive `B_short`. The tuner keeps the learned length queues. Requests, replicas and caches are not part of
-it: gateways and replicas report them to every new scheduler.
+It has bytes per token, template overhead, output lengths, the cost of a prefill, and an adaptive `B_short`.
+The tuner keeps the learned length queues. Requests, replicas and their caches are not part of it: gateways
+and replicas report them to every new scheduler.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ STATE_KIND = "scheduler"
 
 
 def learned_state(core: Scheduler) -> dict[str, Any]:
-    """Everything worth keeping, as plain values that the core does not change any more."""
+    """Everything to keep, as plain values that later events do not change."""
     return {
         "estimator": core.estimator.state(),
         "prefill_cost": core.prefill_cost.state(),
@@ -24,14 +24,13 @@ def learned_state(core: Scheduler) -> dict[str, Any]:
 
 
 def take_over(core: Scheduler, document: Mapping[str, Any], now: float) -> None:
-    """Go on from what `learned_state` returned.
+    """Restore what `learned_state` returned.
 
     Args:
         now: seconds on the core's clock.
 
     Raises:
-        ValueError: something in it is missing, out of range or of another version; the core may have taken a
-            part of it over.
+        ValueError: a value is missing, out of range or of another version; a part may have been restored.
     """
     b_short_tokens = int(number(document, "b_short_tokens", at_least=1))
     core.estimator.restore(section(document, "estimator"))
@@ -40,7 +39,7 @@ def take_over(core: Scheduler, document: Mapping[str, Any], now: float) -> None:
 
 
 def denial(settings: SchedulerSettings, document: Mapping[str, Any]) -> str:
-    """Why a scheduler of these settings could not take this over; empty when it can."""
+    """Why a scheduler with these settings cannot restore a state; empty when it can."""
     try:
         take_over(Scheduler(settings), document, 0.0)
     except (ValueError, TypeError, OverflowError) as exc:

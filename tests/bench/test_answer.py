@@ -101,7 +101,7 @@ def test_an_answer_without_any_text_completes_without_a_first_token() -> None:
         (418, None, Outcome.FAILED),
     ],
 )
-def test_refusals_are_told_apart_by_code_and_status(status: int, code: str | None, outcome: Outcome) -> None:
+def test_refusals_are_classified_by_code_and_status(status: int, code: str | None, outcome: Outcome) -> None:
     body = json.dumps({"error": {"message": "no", "type": "x", "param": None, "code": code}}).encode()
     read = answer(body[:10], body[10:], status=status)
     assert read.outcome is outcome
@@ -125,7 +125,7 @@ def test_a_whole_answer_is_read_at_its_end() -> None:
     assert answer(b'{"choices": []}', stream=False).outcome is Outcome.FAILED
 
 
-def test_the_first_end_counts_and_is_told_once() -> None:
+def test_the_first_end_counts_and_is_reported_once() -> None:
     ended: list[Answer] = []
     one = Answer(stream=True, on_end=ended.append)
     one.fail("client gave up", 5.0, Outcome.CANCELLED)

@@ -53,7 +53,7 @@ def test_no_two_prompts_begin_alike() -> None:
     assert len(beginnings) == 5000
 
 
-def test_prompts_share_the_blocks_that_the_trace_says_and_go_by_their_text() -> None:
+def test_prompts_share_the_blocks_in_the_trace_and_state_no_length() -> None:
     factory = BodyFactory(BodySettings(model="m"), "h")
     block_bytes = PREFIX_BLOCK_TOKENS * 5
     first = factory.text(1, request(1100, prefix=(0, 5)))

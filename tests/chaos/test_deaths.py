@@ -1,4 +1,4 @@
-"""What clients notice when a part of a running application is killed: as little as the contracts say."""
+"""The effect on clients when a part of a running application is killed."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ LIMITS = httpx.Limits(max_connections=None)
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back of one streamed request."""
+    """The answer to one streamed request."""
 
     name: str
     status: int
@@ -41,7 +41,7 @@ def body(name: str, max_tokens: int, *, stream: bool) -> dict[str, object]:
 
 
 async def streamed(http: httpx.AsyncClient, name: str, max_tokens: int) -> Answer:
-    """Ask for exactly so many tokens, and count what came and how often it ended."""
+    """Ask for exactly `max_tokens` tokens, and count tokens, ends and errors."""
     tokens = ends = errors = 0
     request = body(name, max_tokens, stream=True)
     headers = {"x-request-id": name}
@@ -62,7 +62,7 @@ async def under_load(
     one: Callable[[httpx.AsyncClient, int], Awaitable[Answer]],
     strike: Callable[[], object],
 ) -> list[Answer]:
-    """Start the requests within two seconds, and strike in the middle of it."""
+    """Start the requests within two seconds, and call `strike` in the middle."""
     async with httpx.AsyncClient(base_url=app.url, timeout=90, limits=LIMITS) as http:
 
         async def start(number: int) -> Answer:
@@ -83,7 +83,7 @@ def kill_one(app: Served, deployment: str) -> psutil.Process:
 
 
 def attempts_by_request(app: Served, prefix: str) -> Counter[str]:
-    """How often each request was sent to a replica, summed over its conclusions, by its client's id."""
+    """The dispatches of each completed request, by its client's id."""
     found: Counter[str] = Counter()
     for line in app.log_lines("gateway"):
         concluded = re.search(
@@ -132,7 +132,7 @@ async def test_a_replica_killed_before_its_first_byte_costs_its_clients_nothing(
     )
     attempts = attempts_by_request(app, "replica-")
     assert len(attempts) == 60
-    # The killed replica held some of them, and those went out a second time.
+    # The killed replica held some of them, which were dispatched a second time.
     assert max(attempts.values()) == 2
     await asyncio.to_thread(wait_for, lambda: len(app.replicas("short")) == 2, 60, "a new replica")
 
@@ -147,7 +147,7 @@ async def test_a_replica_killed_in_mid_answer_ends_its_streams_with_an_error(app
     whole = [answer for answer in answers if answer.errors == 0]
     broken = [answer for answer in answers if answer.errors]
     assert broken
-    # Never a silent truncation: an answer is complete, or it says that it is not.
+    # Never a silent truncation: an answer is complete, or ends with an error.
     assert {(answer.tokens, answer.ends) for answer in whole} == {(800, 1)}
     assert {answer.errors for answer in broken} == {1}
     await asyncio.to_thread(wait_for, lambda: len(app.replicas("short")) == 2, 60, "a new replica")
@@ -161,14 +161,14 @@ async def test_requests_of_a_killed_gateway_are_released_within_two_seconds(app:
         )
         await asyncio.to_thread(kill_one, app, "gateway")
         killed_at = time.monotonic()
-        # Those of the dead gateway break at once; the others go on.
+        # Those of the dead gateway break at once; the others continue.
         await asyncio.sleep(0.2)
         left = sum(not stream.done() for stream in streams)
         assert 0 < left < 20
         await asyncio.to_thread(
             wait_for, lambda: app.metric("ewsjf_requests_in_flight") <= left, 10, "released places"
         )
-        # Two seconds, and what this test's own looking takes on a busy machine.
+        # Two seconds, and time for the polling of this test on a busy machine.
         assert time.monotonic() - killed_at < 3.5
         ended = await asyncio.gather(*streams, return_exceptions=True)
     survivors = [answer for answer in ended if isinstance(answer, Answer)]

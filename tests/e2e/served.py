@@ -146,7 +146,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None
             if condition():
                 return
         time.sleep(0.1)
-    raise TimeoutError(f"{what} did not come true within {timeout_s:g} s")
+    raise TimeoutError(f"{what} was not true within {timeout_s:g} s")
 
 
 @contextlib.contextmanager

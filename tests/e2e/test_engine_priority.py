@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.served import Served, serve, wait_for
 
-# It takes an application of its own; `tests/serving/test_engine_priority.py` plays the same without Ray.
+# It needs an application of its own; `tests/serving/test_engine_priority.py` tests the same without Ray.
 pytestmark = pytest.mark.slow
 
 # One sequence at a time, at 4 ms a token: a batch request takes two seconds, and six of them are a backlog.
@@ -41,7 +41,7 @@ async def test_an_urgent_request_overtakes_a_backlog_that_the_engine_has_already
             await asyncio.to_thread(wait_for, lambda: in_flight(app) == BACKLOG, 10, "the backlog")
             before = len(ended)
             urgent = await ask(http, ended, -1, 2)
-            # Whoever ran had to end; nobody who waited went first.
+            # The running request ends first; no waiting one is scheduled before the urgent one.
             assert ended.index(-1) <= before + 1
             assert urgent["x-pool"] == "only"
             await asyncio.gather(*backlog)

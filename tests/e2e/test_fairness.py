@@ -1,4 +1,4 @@
-"""Two users with one question each beside one who asks many at once, through the whole application."""
+"""Two tenants with one request each and one that floods, through the whole application."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ FLOOD = 200
 
 
 async def queue_wait_ms(http: httpx.AsyncClient, tenant: str) -> float:
-    """How long a short question of `tenant` has waited; fails unless it is answered."""
+    """The queue wait of a short request of `tenant`, which must be answered."""
     answer = await http.post(
         "/v1/chat/completions",
         headers={"x-tenant": tenant},
@@ -27,7 +27,7 @@ async def queue_wait_ms(http: httpx.AsyncClient, tenant: str) -> float:
     return float(answer.headers["x-queue-wait-ms"])
 
 
-async def test_who_asks_once_is_served_before_one_who_floods(app: Served) -> None:
+async def test_a_tenant_with_one_request_is_served_before_a_flood(app: Served) -> None:
     limits = httpx.Limits(max_connections=FLOOD + 10)
     async with httpx.AsyncClient(base_url=app.url, timeout=120, limits=limits) as http:
         flood = [asyncio.create_task(queue_wait_ms(http, "flood")) for _ in range(FLOOD)]
@@ -35,14 +35,14 @@ async def test_who_asks_once_is_served_before_one_who_floods(app: Served) -> Non
         late = await asyncio.gather(queue_wait_ms(http, "late-1"), queue_wait_ms(http, "late-2"))
         waits = sorted(await asyncio.gather(*flood))
     assert all(sub_queue["why"] for sub_queue in waiting)
-    # Only what had been sent to the engines already goes before them, and most of the flood after.
+    # Only requests that were dispatched already are served before them, and most of the flood after.
     assert max(late) < waits[-FLOOD // 4]
 
 
 async def sub_queues_once_many_wait(
     http: httpx.AsyncClient, flood: list[asyncio.Task[float]]
 ) -> list[dict[str, object]]:
-    """The flood's sub_queues as an admin sees them, when a quarter of it has to wait."""
+    """The flood's sub-queues in the admin API, once a quarter of it waits."""
     while not all(task.done() for task in flood):
         (model,) = (await http.get("/debug/queue")).json()["models"]
         sub_queues = [sub_queue for sub_queue in model["sub_queues"] if sub_queue["tenant"] == "flood"]

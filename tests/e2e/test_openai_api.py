@@ -85,10 +85,10 @@ async def test_the_token_budget_picks_the_pool(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_short_engine_finds_too_long_is_answered_by_the_long_pool(
+async def test_a_prompt_too_long_for_the_short_engine_is_answered_by_the_long_pool(
     client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    """Two bytes of text that the emulated engine is told to count as 3,000 tokens: no estimate can know."""
+    """A short text that the emulated engine counts as 3,000 tokens, which no estimate can know."""
     raw = await client.chat.completions.with_raw_response.create(
         model="demo", messages=HELLO, max_tokens=5, stream=stream, extra_body={"ewsjf_prompt_tokens": 3_000}
     )
@@ -96,7 +96,7 @@ async def test_what_the_short_engine_finds_too_long_is_answered_by_the_long_pool
     assert int(raw.headers["x-estimated-tokens"]) < 100
 
 
-async def test_a_prompt_too_long_for_every_engine_is_refused_in_its_engines_words(
+async def test_a_prompt_too_long_for_every_engine_is_refused_in_the_engines_words(
     client: openai.AsyncOpenAI,
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
@@ -113,9 +113,9 @@ async def test_an_answer_has_one_request_id_even_when_the_client_gave_none(app: 
     assert len(answer.headers.get_list("x-request-id")) == 1
 
 
-async def test_errors_have_the_shape_that_the_sdk_knows(client: openai.AsyncOpenAI) -> None:
+async def test_errors_have_the_format_of_the_sdk(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
-        await client.chat.completions.create(model="nobody", messages=HELLO)
+        await client.chat.completions.create(model="unknown", messages=HELLO)
     assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as too_long:
         await client.chat.completions.create(
@@ -134,7 +134,7 @@ async def test_a_malformed_body_is_refused_by_the_gateway(app: Served) -> None:
 
 
 async def test_a_large_header_and_a_large_body_pass_the_front_end(app: Served) -> None:
-    body = {"model": "nobody", "messages": [{"role": "user", "content": "x" * 8_000_000}]}
+    body = {"model": "unknown", "messages": [{"role": "user", "content": "x" * 8_000_000}]}
     async with httpx.AsyncClient(timeout=30) as http:
         answer = await http.post(
             f"{app.url}/v1/chat/completions", json=body, headers={"x-large": "a" * 12_000}
@@ -155,14 +155,12 @@ async def test_a_client_that_leaves_frees_its_engine_within_a_second(
     await stream.close()
     idle = ("ewsjf_requests_in_flight", "ewsjf_replica_kv_usage_ratio")
     await wait_for_async(lambda: all(app.metric(name) == 0 for name in idle), 5, "a freed engine")
-    # A second for the engine, and what the report and this test's own looking take on a busy machine.
+    # A second for the engine, and time for the report and the polling of this test on a busy machine.
     assert time.monotonic() - left_at < 2.5
 
 
-async def test_no_wait_is_refused_at_once_when_there_is_no_room(
-    app: Served, client: openai.AsyncOpenAI
-) -> None:
-    """More long answers than the engines and their queues take; then one that will not wait."""
+async def test_no_wait_is_refused_at_once_without_capacity(app: Served, client: openai.AsyncOpenAI) -> None:
+    """More long answers than the engines and their queues hold; then a request that must not wait."""
     load = [
         asyncio.create_task(
             client.chat.completions.create(

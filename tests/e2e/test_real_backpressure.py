@@ -1,4 +1,4 @@
-"""What a real vLLM engine says of itself bounds what it is sent; with priorities it orders its own queue."""
+"""Backpressure by the reports of a real vLLM engine, and the engine's own order by priority."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from tests.e2e.served import Served, serve
 
 SEQUENCES, TARGET = 4, 3
 FLOOD, TOKENS = 24, 40
-# Of the backlog that the urgent request passes: long beside the time that it takes to come in.
+# Of the backlog that the urgent request overtakes: long compared with its time of arrival.
 LONG_TOKENS = 150
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(900), needs_model]
@@ -58,7 +58,7 @@ def app(server: VllmServer) -> Iterator[Served]:
 
 
 async def test_the_queue_of_a_real_engine_stays_at_its_target(app: Served, server: VllmServer) -> None:
-    """The flood waits where it can still be ordered, and the engine is never short of work."""
+    """The flood waits in the scheduler, where it can still be ordered, and the engine stays busy."""
     async with clients(app) as http:
         flood = asyncio.gather(*(ask(http, "bounded") for _ in range(FLOOD)))
         seen = [sample async for sample in while_running(flood, lambda: samples(http, server, "bounded"))]
@@ -66,15 +66,15 @@ async def test_the_queue_of_a_real_engine_stays_at_its_target(app: Served, serve
     waiting_in_engine, running, waiting_outside = zip(*seen, strict=True)
     assert max(waiting_in_engine) <= TARGET
     assert max(running) == SEQUENCES
-    # How many are there at once depends on how fast the machine lets them come in beside the engine's work.
+    # The number depends on the rate at which requests arrive on a machine that the engine loads.
     assert max(waiting_outside) > SEQUENCES + TARGET
-    # As long as anybody waits outside, the batch is full but for the moment in which one leaves it.
+    # While requests wait in the scheduler, the batch is full except when a sequence has just left.
     busy = [running for _, running, outside in seen if outside > SEQUENCES]
     assert sum(busy) > 0.85 * SEQUENCES * len(busy)
 
 
 async def test_an_engine_with_priorities_takes_the_urgent_one_first(app: Served, server: VllmServer) -> None:
-    """A long queue in the engine is no harm there: who came last and is urgent goes next."""
+    """A long queue in the engine does no harm there: an urgent newcomer is scheduled next."""
     ended: list[str] = []
 
     async def noted(name: str, **options: Any) -> None:
@@ -86,7 +86,7 @@ async def test_an_engine_with_priorities_takes_the_urgent_one_first(app: Served,
         await until(lambda: waiting(server), more_than=TARGET)
         before = len(ended)
         await noted("urgent", priority=-1, max_tokens=2)
-        # Those in the batch had to go on, and of the queue hardly anybody went first.
+        # Running sequences continue; hardly a waiting one is scheduled before.
         assert ended.index("urgent") <= before + 2 * SEQUENCES
         await flood
     assert len(ended) == FLOOD + 1
@@ -109,7 +109,7 @@ async def ask(http: httpx.AsyncClient, name: str, **options: Any) -> None:
 
 
 async def samples(http: httpx.AsyncClient, server: VllmServer, name: str) -> tuple[float, float, float]:
-    """Waiting and running in the engine, by its own word, and waiting in our queue."""
+    """Waiting and running in the engine, by its own metrics, and waiting in the scheduler."""
     theirs, ours = await asyncio.gather(http.get(f"{server.url}/metrics"), http.get("/metrics"))
     return (
         gauge(theirs.text, "vllm:num_requests_waiting"),
@@ -119,7 +119,7 @@ async def samples(http: httpx.AsyncClient, server: VllmServer, name: str) -> tup
 
 
 async def waiting(server: VllmServer) -> float:
-    """How many wait in the engine."""
+    """Requests that wait in the engine."""
     async with httpx.AsyncClient() as http:
         return gauge((await http.get(f"{server.url}/metrics")).text, "vllm:num_requests_waiting")
 
@@ -135,7 +135,7 @@ def gauge(metrics: str, name: str, of_model: str | None = None) -> float:
 
 
 async def until(figure: Callable[[], Awaitable[float]], *, more_than: float) -> None:
-    """Until the figure is above."""
+    """Wait until the figure is above."""
     async with asyncio.timeout(60):
         # A figure of another process: nothing here could set an event when it changes.
         while await figure() <= more_than:  # noqa: ASYNC110

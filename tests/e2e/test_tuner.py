@@ -1,4 +1,4 @@
-"""The strategic loop through the whole application: what arrives decides in which queues it waits."""
+"""The strategic loop through the whole application: queues are learned from the arrivals."""
 
 import asyncio
 
@@ -29,17 +29,17 @@ async def test_a_new_scheduler_gets_the_queues_in_force_from_the_tuner(app: Serv
         is_new = app.metric("ewsjf_scheduler_incarnation") > before
         return is_new and app.metric("ewsjf_length_queues", model="demo") >= 2
 
-    # Nobody asks for anything meanwhile, so there is nothing that it could have learned them from.
+    # No request arrives meanwhile, so it cannot have learned them itself.
     await asyncio.to_thread(wait_for, knows_queues, 30, "the queues at the new scheduler")
-    # The new scheduler takes the same texts for other lengths until it has learned them, so the queues may be
-    # too wide or too narrow for a while; but they are there, and the two texts wait in different ones.
+    # The new scheduler estimates other lengths for the same texts until it has learned them. So the queues
+    # may not fit for a while, but they exist, and the two texts wait in different ones.
     async with httpx.AsyncClient(base_url=app.url, timeout=30) as http:
         short, long = await queue_of(http, SHORT), await queue_of(http, LONG)
     assert bounds(short)[1] < bounds(long)[0]
 
 
 async def teach(app: Served) -> None:
-    """Send prompts of two lengths until both have a queue that is made for them."""
+    """Send prompts of two lengths until each has a learned queue."""
     async with httpx.AsyncClient(base_url=app.url, timeout=30) as http, asyncio.timeout(60):
         while not (
             is_narrow(short := await queue_of(http, SHORT)) and is_narrow(long := await queue_of(http, LONG))

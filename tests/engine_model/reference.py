@@ -1,6 +1,6 @@
-"""The engine model's rules in their plainest form: a loop over all sequences per step, no prefix cache.
+"""A plain implementation of the engine model's rules: a loop over all sequences per step, no prefix cache.
 
-Slow and obvious, it is what the fast model is compared with.
+It is slow and obvious; the fast model is compared with it.
 """
 
 from dataclasses import dataclass, field

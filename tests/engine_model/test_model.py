@@ -33,7 +33,7 @@ def test_a_sequence_prefills_decodes_and_ends() -> None:
     assert engine.begin_step(2.0) is None
 
 
-def test_prefills_are_cut_to_the_budget_behind_those_who_decode() -> None:
+def test_prefills_get_the_budget_that_decoding_leaves() -> None:
     engine = model(max_num_batched_tokens=100, max_num_seqs=4)
     for name, prompt in (("a", 60), ("b", 90), ("c", 30)):
         engine.add(sequence(name, prompt, 9), 0.0)
@@ -46,7 +46,7 @@ def test_prefills_are_cut_to_the_budget_behind_those_who_decode() -> None:
     assert [each.duration_s for each in steps] == pytest.approx([0.010, 0.011, 0.013, 0.013])
 
 
-def test_a_long_prefill_lets_short_ones_pass_when_a_threshold_is_set() -> None:
+def test_short_prefills_overtake_a_long_one_when_a_threshold_is_set() -> None:
     engine = model(max_num_batched_tokens=100, max_num_seqs=4, long_prefill_token_threshold=40)
     engine.add(sequence("long", 200, 2), 0.0)
     engine.add(sequence("short", 30, 2), 0.0)
@@ -58,7 +58,7 @@ def test_a_long_prefill_lets_short_ones_pass_when_a_threshold_is_set() -> None:
     assert [step(engine).prefill_tokens for _ in range(2)] == [100, 20]
 
 
-def test_a_decoding_sequence_sits_out_when_prefills_before_it_take_the_budget() -> None:
+def test_a_sequence_waits_while_prefills_before_it_take_the_budget() -> None:
     engine = model(max_num_batched_tokens=8, max_num_seqs=3, long_prefill_token_threshold=4)
     engine.add(sequence("first", 40, 2), 0.0)
     engine.add(sequence("second", 40, 2), 0.0)
@@ -95,7 +95,7 @@ def test_the_last_admitted_is_preempted_and_computes_everything_anew() -> None:
     assert engine.snapshot(0.0).kv_usage_ratio == 0.0
 
 
-def test_a_preempted_sequence_finds_again_what_nobody_has_overwritten() -> None:
+def test_a_preempted_sequence_reuses_its_blocks_that_are_still_cached() -> None:
     def prefilled(*, caching: bool) -> int:
         engine = model(max_model_len=128, kv_tokens=128, prefix_caching=caching)
         engine.add(sequence("old", 48, 40), 0.0)
@@ -128,7 +128,7 @@ def test_a_fully_cached_prompt_computes_its_last_block_again() -> None:
     assert prefilled == 16
 
 
-def test_priority_decides_among_those_who_wait() -> None:
+def test_priority_orders_the_waiting_sequences() -> None:
     engine = model(max_num_seqs=1, scheduling_policy=SchedulingPolicy.PRIORITY)
     order = []
     for name, priority in (("low", 5), ("high", -1), ("middle", 0), ("later", 0)):
@@ -138,7 +138,7 @@ def test_priority_decides_among_those_who_wait() -> None:
     assert order == ["high", "middle", "later", "low"]
 
 
-def test_a_head_that_does_not_fit_holds_up_those_behind_it() -> None:
+def test_a_head_that_does_not_fit_blocks_the_sequences_behind_it() -> None:
     engine = model(max_model_len=128, kv_tokens=128)
     for name, prompt in (("running", 100), ("big", 64), ("small", 16)):
         engine.add(sequence(name, prompt, 2), 0.0)
@@ -187,7 +187,7 @@ def test_an_aborted_sequence_frees_its_blocks_at_once(steps_before: int) -> None
     assert engine.begin_step(0.0) is None
 
 
-def test_a_run_leaps_to_the_first_end() -> None:
+def test_a_run_lasts_until_the_first_sequence_ends() -> None:
     engine = model()
     engine.add(sequence("short", 16, 11), 0.0)
     engine.add(sequence("long", 16, 21), 0.0)
@@ -237,7 +237,7 @@ def test_a_run_shows_its_progress_while_it_is_under_way() -> None:
     assert engine.output_tokens(only) == 46
 
 
-def test_what_can_never_run_is_refused() -> None:
+def test_sequences_that_can_never_run_are_refused() -> None:
     engine = model(max_model_len=100, kv_tokens=1_600)
     with pytest.raises(ValueError, match="90 \\+ 11 tokens"):
         engine.add(sequence(prompt=90, output=11), 0.0)

@@ -1,4 +1,4 @@
-"""What holds for every engine and load, and that the fast model decides as the plain rules do."""
+"""Invariants of the engine model, and its equality with a plain implementation of the rules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -89,7 +89,7 @@ def drive(
     items: list[Arrival],
     after_begin: Callable[[], None],
 ) -> list[EngineSequence]:
-    """Run to the end, aborting as told; `after_begin` looks at the engine while steps are under way."""
+    """Run to the end with the given aborts; `after_begin` checks the engine while steps are under way."""
     pending = sequences_of(items)
     everything = list(pending)
     deadlines = {each: item.aborted_after_steps for each, item in zip(pending, items, strict=True)}
@@ -190,7 +190,7 @@ def test_every_step_is_the_one_that_the_plain_rules_give(
 
 @searching
 @given(engines, arrivals)
-def test_nobody_is_overtaken_under_first_come_first_served(
+def test_no_sequence_is_overtaken_under_first_come_first_served(
     limits: EngineModelSettings, items: list[Arrival]
 ) -> None:
     limits = replace(limits, scheduling_policy=SchedulingPolicy.FCFS)

@@ -12,7 +12,7 @@ def test_first_come_first_served_with_the_preempted_in_front() -> None:
     assert len(queue) == 3
 
 
-def test_lower_values_first_then_arrival_whoever_was_preempted() -> None:
+def test_lower_values_first_then_arrival_also_after_a_preemption() -> None:
     queue = waiting_queue(SchedulingPolicy.PRIORITY)
     queue.add(sequence("later", priority=1, at=2.0))
     queue.add(sequence("earlier", priority=1, at=1.0))

@@ -11,7 +11,7 @@ import pytest
 
 from serve_app.engines.orphan_guard import OrphanGuard
 
-# A parent with a child of its own, as an engine has one; it prints both ids and waits to be killed.
+# A parent with a child process, like an engine; it prints the child's id and waits to be killed.
 PARENT = """
 import asyncio, multiprocessing, time
 from serve_app.engines.orphan_guard import OrphanGuard
@@ -58,7 +58,7 @@ def test_children_of_a_killed_process_are_killed(tmp_path: Path) -> None:
     assert _gone(child)
 
 
-def test_a_released_guard_kills_nobody() -> None:
+def test_a_released_guard_kills_no_process() -> None:
     guard = OrphanGuard()
     guard.start()
     sleeper = subprocess.Popen(["sleep", "60"])

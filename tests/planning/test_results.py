@@ -94,7 +94,7 @@ def test_the_json_has_its_documented_fields() -> None:
         (None, (5, 3), "No single pool with paged KV meets the limits"),
     ],
 )
-def test_the_verdict_says_whether_splitting_pays(
+def test_the_verdict_states_whether_splitting_pays(
     paged: int | None, pools: tuple[int, int] | None, says: str
 ) -> None:
     assert says in verdict(result(paged=paged, pools=pools))

@@ -47,7 +47,7 @@ class PaperEngine:
     gpus: int = 2
 
     def slots(self, context_tokens: int) -> int:
-        """Sequences in a batch when each must have room for the longest context."""
+        """Sequences in a batch when each slot holds the longest context."""
         by_memory = self.kv_blocks // math.ceil(context_tokens / self.block_tokens)
         return max(1, min(by_memory, self.max_slots * _REFERENCE_CONTEXT // context_tokens))
 

@@ -1,7 +1,7 @@
 """The verification of fleets in the simulator, with the project's own scheduler.
 
-A fleet meets its limits when the P99 TTFT and the P99 TPOT over all requests after the warm-up are within
-them, every request completes, and this holds with every seed. Arrivals are Poisson by default: a trace that
+A fleet meets its limits when, with every seed, all requests complete, and the P99 TTFT and the P99 TPOT after
+the warm-up are within them. Arrivals are Poisson by default: a trace that
 is scaled to a high rate would compress its peak minutes to instants.
 
 A large fleet is simulated as a stand-in: a smaller fleet at the same share of the rate. This is conservative,

@@ -38,7 +38,7 @@ async def test_a_chat_completion_has_the_tokens_asked_for(engine: Served) -> Non
     assert usage_of(answer).total_tokens == usage_of(answer).prompt_tokens + 7
 
 
-async def test_max_tokens_cuts_an_answer_and_says_so(engine: Served) -> None:
+async def test_max_tokens_cuts_an_answer_with_the_reason_length(engine: Served) -> None:
     for limit in ({"max_tokens": 5}, {"max_completion_tokens": 5}):
         answer = await engine.sdk.chat.completions.create(
             model="tiny", messages=MESSAGES, extra_body={"ewsjf_output_tokens": 50, **limit}
@@ -74,7 +74,7 @@ async def test_a_stream_has_no_usage_unless_asked_for_and_ends_with_done(engine:
     assert all("usage" not in json.loads(event) for event in events[:-1])
 
 
-async def test_a_stream_and_a_whole_answer_say_the_same(
+async def test_a_stream_and_a_whole_answer_have_the_same_text(
     engine: Served, settings: EmulatedEngineSettings
 ) -> None:
     async with served(settings) as other:
@@ -309,7 +309,7 @@ async def test_metrics_count_what_was_served(engine: Served) -> None:
     assert 'vllm:num_requests_waiting{engine="0",model_name="tiny"} 0.0' in text
 
 
-async def test_what_reads_vllms_metrics_reads_ours(engine: Served) -> None:
+async def test_a_reader_of_vllms_metrics_reads_ours(engine: Served) -> None:
     await engine.sdk.completions.create(
         model="tiny", prompt=[1] * 40, max_tokens=10, extra_body={"ignore_eos": True}
     )
@@ -352,7 +352,7 @@ async def test_an_engine_that_stops_answers_its_clients_with_an_error() -> None:
             await it.engine.check_health()
 
 
-async def test_the_engine_is_an_engine_and_tells_its_limits() -> None:
+async def test_the_engine_satisfies_the_protocol_and_returns_its_limits() -> None:
     engine: Engine = EmulatedEngine(EmulatedEngineSettings(kv_tokens=10_000, max_model_len=4_000))
     with pytest.raises(EngineError, match="has not been started"):
         await engine.check_health()
@@ -383,7 +383,7 @@ def test_settings_out_of_range_are_refused(values: dict[str, Any], complaint: st
         EmulatedEngineSettings(**values)
 
 
-def test_settings_that_do_not_go_together_are_refused_with_the_profile() -> None:
+def test_contradictory_settings_are_refused_with_the_profile() -> None:
     with pytest.raises(SettingsError, match="profile laptop: max_model_len"):
         EmulatedEngine(EmulatedEngineSettings(max_model_len=100_000))
 

@@ -1,4 +1,4 @@
-"""What the emulated engine refuses, in vLLM's words."""
+"""Refusals of the emulated engine, in vLLM's words."""
 
 import asyncio
 from typing import Any
@@ -68,9 +68,7 @@ async def test_an_output_beyond_the_context_is_refused_and_one_beyond_what_is_le
         ("embeddings", b'{"input":"x","encoding_format":"hex"}', "encoding_format"),
     ],
 )
-async def test_a_body_that_makes_no_sense_is_refused(
-    engine: Served, path: str, body: bytes, words: str
-) -> None:
+async def test_an_invalid_body_is_refused(engine: Served, path: str, body: bytes, words: str) -> None:
     answer = await engine.http.post(f"/v1/{path}", content=body)
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -88,7 +86,7 @@ async def test_unknown_models_paths_and_methods_are_refused(engine: Served) -> N
     assert (await engine.http.get("/v1/completions")).status_code == 405
 
 
-async def test_priorities_are_taken_by_an_engine_that_schedules_by_them() -> None:
+async def test_an_engine_with_priority_scheduling_accepts_priorities() -> None:
     settings = EmulatedEngineSettings(scheduling_policy=SchedulingPolicy.PRIORITY, max_num_seqs=1)
     async with served(settings) as it:
 

@@ -114,7 +114,7 @@ async def test_a_server_without_metrics_of_vllm_is_refused(server: tuple[VllmLik
         await started(base_url)
 
 
-async def test_a_wrong_key_is_told_apart_from_a_dead_server(server: tuple[VllmLike, str]) -> None:
+async def test_a_wrong_key_has_an_error_of_its_own(server: tuple[VllmLike, str]) -> None:
     app, base_url = server
     app.api_key = "secret"
     with pytest.raises(EngineError, match="answered 401: give the server's key as api_key"):

@@ -7,7 +7,7 @@ from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings, check_
 from serve_app.errors import EngineError
 
 
-def test_the_place_of_an_engine_in_a_replica_is_not_up_to_its_arguments() -> None:
+def test_arguments_that_the_replica_sets_are_refused() -> None:
     with pytest.raises(ValueError, match=r"args\.port is not set here: the replica serves the engine"):
         VllmEngineSettings(model="m", args={"port": 8000})
 
@@ -29,7 +29,7 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_vllm")
-def test_arguments_are_not_checked_where_vllm_is_missing_and_that_is_said(
+def test_arguments_are_not_checked_where_vllm_is_missing_which_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level("INFO"):
@@ -38,13 +38,13 @@ def test_arguments_are_not_checked_where_vllm_is_missing_and_that_is_said(
 
 
 @pytest.mark.usefixtures("no_vllm")
-async def test_an_engine_without_vllm_says_how_to_get_it() -> None:
+async def test_an_engine_without_vllm_raises_with_the_remedy() -> None:
     engine = VllmEngine(VllmEngineSettings(model="m"))
     with pytest.raises(EngineError, match="run `scripts/setup vllm`"):
         await engine.start()
 
 
-async def test_an_engine_that_was_not_started_has_nothing_to_offer() -> None:
+async def test_an_engine_that_was_not_started_refuses_every_call() -> None:
     engine = VllmEngine(VllmEngineSettings(model="m"))
     with pytest.raises(EngineError, match=r"call start\(\) first"):
         _ = engine.app

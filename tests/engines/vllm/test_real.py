@@ -89,7 +89,7 @@ async def tiny() -> AsyncIterator[Running]:
 
 @contextlib.asynccontextmanager
 async def open_streams(client: httpx.AsyncClient, count: int) -> AsyncIterator[None]:
-    """So many streams, each of which has had its first token or waits for one; all are cut at the end."""
+    """Open streams, some of which may still wait for their first token; all are cut at the end."""
 
     async def read() -> None:
         body = {"model": "m", "prompt": "Hi", "max_tokens": 500, "stream": True, "ignore_eos": True}
@@ -140,7 +140,7 @@ class TestTinyEngine:
         assert chunks[-1]["usage"]["completion_tokens"] == 5
         assert all("usage" not in chunk for chunk in chunks[:-1])
 
-    async def test_usage_tells_what_the_prefix_cache_saved(self, tiny: Running) -> None:
+    async def test_usage_contains_the_tokens_of_the_prefix_cache(self, tiny: Running) -> None:
         # vLLM caches whole blocks, of 128 tokens on a CPU.
         prompt = "many words " * 100
         first = await tiny.post("/v1/completions", prompt=prompt, max_tokens=1)
@@ -250,7 +250,7 @@ class TestTinyEngine:
         }
         check_vllm_args(VllmEngineSettings(model="m", args=args))
 
-    async def test_a_dead_engine_says_so_and_its_requests_fail(self, tiny: Running) -> None:
+    async def test_a_dead_engine_is_unhealthy_and_its_requests_fail(self, tiny: Running) -> None:
         """The last test of this engine, which does not outlive it."""
         body = {"prompt": "Hi", "max_tokens": 500, "ignore_eos": True}
         pending = asyncio.create_task(tiny.post("/v1/completions", **body))
@@ -271,7 +271,7 @@ class TestTinyEngine:
 
 
 async def test_an_urgent_request_overtakes_a_backlog_inside_an_engine_that_schedules_by_priority() -> None:
-    """Bodies and numbers are the gateway's: its last word on `priority` replaces each client's own."""
+    """Bodies and priorities are the gateway's, which replaces the `priority` of each client."""
     priorities = EnginePriorities(EnginePrioritySettings(enabled=True))
     ended: list[str] = []
     async with running(TINY, args={**ARGS, "scheduling_policy": "priority"}) as engine:
@@ -290,14 +290,14 @@ async def test_an_urgent_request_overtakes_a_backlog_inside_an_engine_that_sched
         batch = [request(f"a{n}", tenant="a", priority=PriorityClass.BATCH) for n in range(12)]
         asked = [asyncio.create_task(ask(one, 480)) for one in batch]
         await until(backlog_waits)
-        # From the last to the first in order: a newcomer's batch request, and an interactive one.
+        # From the last to the first in order: a batch request of a new tenant, and an interactive one.
         asked.append(asyncio.create_task(ask(request("b0", tenant="b", priority=PriorityClass.BATCH), 5)))
         await asyncio.sleep(0.05)
         asked.append(
             asyncio.create_task(ask(request("c0", tenant="c", priority=PriorityClass.INTERACTIVE), 5))
         )
         await asyncio.gather(*asked)
-    # What ran had to end; nobody of those that waited went before. In the order of arrival: 12 and 13.
+    # Only running requests ended before; no waiting one did. In order of arrival it would be 12 and 13.
     assert ended.index("c0") <= MAX_NUM_SEQS
     assert ended.index("b0") <= MAX_NUM_SEQS + 1
 
@@ -318,7 +318,7 @@ async def test_smollm2_knows_the_capital_of_france_and_leaves_no_process() -> No
         await started.engine.check_health()
 
 
-async def test_an_engine_whose_core_cannot_start_says_so_and_leaves_no_process() -> None:
+async def test_an_engine_whose_core_cannot_start_raises_and_leaves_no_process() -> None:
     # One block of the KV cache holds no sequence of 512 tokens, which only the core finds out.
     args = {**ARGS, "num_gpu_blocks_override": 1}
     engine = VllmEngine(VllmEngineSettings(model=str(TINY), args=args, env=ENV))
@@ -330,7 +330,7 @@ async def test_an_engine_whose_core_cannot_start_says_so_and_leaves_no_process()
 
 @contextlib.contextmanager
 def vllm_server() -> Iterator[str]:
-    """A vLLM server as somebody starts it by hand; gives its base URL, before it listens."""
+    """A vLLM server, started on the command line; yields its base URL before it listens."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={TINY}"]
     command += ["--served-model-name=m", f"--port={port}", "--dtype=float32", "--enforce-eager"]

@@ -57,7 +57,7 @@ def test_terms_and_results_go_into_json() -> None:
 
 
 @pytest.mark.parametrize(("share", "rho"), [(-0.1, 2.0), (1.1, 2.0), (0.5, 0.0)])
-def test_what_is_no_share_or_pace_is_refused(share: float, rho: float) -> None:
+def test_invalid_shares_and_paces_are_refused(share: float, rho: float) -> None:
     with pytest.raises(ValueError, match="got"):
         saving(share, rho)
 

@@ -46,7 +46,7 @@ def test_steady_service_waits_half_as_long(servers: int, utilisation: float, cv2
     assert wait_s(cv2) == pytest.approx(wait_s(1.0) * (1 + cv2) / 2)
 
 
-def test_who_cannot_keep_up_waits_for_ever_and_who_never_waits_waits_nothing() -> None:
+def test_saturated_servers_wait_for_ever_and_idle_ones_not_at_all() -> None:
     assert wait_quantile_s(servers=2, rate_per_s=2.0, mean_service_s=1.0, service_cv2=1.0) == math.inf
     assert wait_quantile_s(servers=50, rate_per_s=2.0, mean_service_s=1.0, service_cv2=1.0) == 0.0
 

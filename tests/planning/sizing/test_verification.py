@@ -10,7 +10,7 @@ ONE = paged_fleet(PoolPlan(profile="laptop"))
 TWO = split_fleet(PoolPlan(profile="laptop"), PoolPlan(profile="laptop"), 1_024)
 
 
-def test_the_simulator_tells_what_a_fleet_does_over_seeds() -> None:
+def test_a_fleet_is_measured_over_seeds() -> None:
     verifier = Verifier(demand(40.0))
     few, enough = (verifier.measure(ONE, {"all": count}, range(2)) for count in (1, 5))
     assert enough.meets
@@ -33,7 +33,7 @@ def test_no_run_is_played_twice() -> None:
     assert len(verifier.measured) == 2
 
 
-def test_pools_tell_what_each_of_them_served() -> None:
+def test_each_pool_has_figures_of_its_own() -> None:
     verification = Verifier(demand(30.0)).measure(TWO, {"short": 3, "long": 3}, [0])
     short, long = (verification.pool_figures(pool) for pool in ("short", "long"))
     assert short["request_ratio"] is not None
@@ -73,7 +73,7 @@ def test_headroom_is_the_part_of_a_replica_that_is_not_needed() -> None:
     assert at_full_size(8, 0.1, headroom=1.05) == 77
 
 
-def test_long_requests_are_told_apart() -> None:
+def test_long_requests_have_figures_of_their_own() -> None:
     wanted = replace(demand(30.0), long_above_tokens=1_000)
     verification = Verifier(wanted).measure(ONE, {"all": 4}, [0])
     assert verification.long_ttft is not None

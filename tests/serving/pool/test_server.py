@@ -161,7 +161,7 @@ async def test_a_server_that_was_not_started_is_not_healthy(guard: ReplicaGuard)
         ReplicaServer(guard, "127.0.0.1", ReplicaServerSettings()).check_health()
 
 
-async def test_a_malformed_request_is_refused_and_the_server_goes_on(
+async def test_a_malformed_request_is_refused_and_the_server_continues(
     server: ReplicaServer, client: aiohttp.ClientSession, engine: SlowStream
 ) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

@@ -23,39 +23,39 @@ QUICK = TunerSettings(pull_interval_s=0.01, strategic=StrategicSettings(first_af
 class SimulatedCalls:
     """The calls of a tuner, answered by the scheduler that runs now."""
 
-    def __init__(self, world: Simulation) -> None:
-        self._world = world
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
         self.is_cut = False
 
     async def observed(self, *, outcomes: bool) -> Observed:
         if self.is_cut:
             raise ConnectionError("the scheduler is away")
-        return self._world.live.tuner.observed(outcomes=outcomes)
+        return self._simulation.live.tuner.observed(outcomes=outcomes)
 
     async def put_in_force(self, update: PartitionUpdate) -> None:
-        self._world.live.tuner.put_in_force(update)
+        self._simulation.live.tuner.put_in_force(update)
 
     async def retune(self, order: Retune) -> None:
-        self._world.live.tuner.retune(order)
+        self._simulation.live.tuner.retune(order)
 
     async def show_tuner(self, document: Mapping[str, Any]) -> None:
-        self._world.live.tuner.show(document)
+        self._simulation.live.tuner.show(document)
 
 
 @pytest_asyncio.fixture
-async def world() -> AsyncIterator[Simulation]:
-    world = Simulation(scheduler_settings(policy="ewsjf"), FAST)
-    await world.begin()
-    yield world
-    await world.close()
+async def simulation() -> AsyncIterator[Simulation]:
+    simulation = Simulation(scheduler_settings(policy="ewsjf"), FAST)
+    await simulation.begin()
+    yield simulation
+    await simulation.close()
 
 
 @pytest_asyncio.fixture
-async def start(world: Simulation) -> AsyncIterator[Callable[[], TunerActor]]:
+async def start(simulation: Simulation) -> AsyncIterator[Callable[[], TunerActor]]:
     tuners: list[TunerActor] = []
 
     def begin() -> TunerActor:
-        tuners.append(TunerActor("m", QUICK, SimulatedCalls(world)))
+        tuners.append(TunerActor("m", QUICK, SimulatedCalls(simulation)))
         return tuners[-1]
 
     yield begin
@@ -64,75 +64,75 @@ async def start(world: Simulation) -> AsyncIterator[Callable[[], TunerActor]]:
 
 
 async def ask(
-    world: Simulation, client: GatewayClient, count: int = 40
+    simulation: Simulation, client: GatewayClient, count: int = 40
 ) -> list[asyncio.Task[Grant | Conclusion]]:
     """Further requests, which wait because there is no replica: four of five have 10 tokens, others 500."""
-    there = len(world.live.core)
+    there = len(simulation.live.core)
     tasks = []
     for number in range(there, there + count):
         shape = PromptShape(text_bytes=0, prompt_tokens=500 if number % 5 == 0 else 10)
         wanted = submission(f"r{number}", shape=shape)
         tasks.append(asyncio.get_running_loop().create_task(client.acquire(wanted)))
-    await until(lambda: len(world.live.core) == there + count)
+    await until(lambda: len(simulation.live.core) == there + count)
     return tasks
 
 
-def queue_names(world: Simulation) -> set[str]:
-    return world.live.core.queue.queue_names()
+def queue_names(simulation: Simulation) -> set[str]:
+    return simulation.live.core.queue.queue_names()
 
 
 async def test_queues_are_learned_and_waiting_requests_are_queued_again(
-    world: Simulation, start: Callable[[], TunerActor], caplog: pytest.LogCaptureFixture
+    simulation: Simulation, start: Callable[[], TunerActor], caplog: pytest.LogCaptureFixture
 ) -> None:
     start()
-    gateway = await world.gateway()
+    gateway = await simulation.gateway()
     with caplog.at_level(logging.INFO, "ray.serve"):
-        await ask(world, gateway, 39)
-        assert queue_names(world) == {"1-31", "256-511"}
-        await ask(world, gateway, 1)
-        await until(lambda: queue_names(world) == {"10-10", "500-500"})
-    assert len(world.live.core.queue) == 40
+        await ask(simulation, gateway, 39)
+        assert queue_names(simulation) == {"1-31", "256-511"}
+        await ask(simulation, gateway, 1)
+        await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
+    assert len(simulation.live.core.queue) == 40
     assert "event=partition_changed model=m incarnation=1 reason=first queues=2 shortest=10" in caplog.text
-    page = world.live.exposition()
+    page = simulation.live.exposition()
     assert 'ewsjf_length_queues{model="m"} 2.0' in page
     assert 'ewsjf_partition_changes_total{model="m",reason="first"} 1.0' in page
     assert 'ewsjf_partition_age_seconds{model="m"} ' in page
-    assert world.live.status()["queues"]["learned"] == 2
+    assert simulation.live.status()["queues"]["learned"] == 2
 
 
 async def test_a_new_scheduler_is_given_the_queues_in_force(
-    world: Simulation, start: Callable[[], TunerActor]
+    simulation: Simulation, start: Callable[[], TunerActor]
 ) -> None:
     start()
-    gateway = await world.gateway()
-    await ask(world, gateway)
-    await until(lambda: queue_names(world) == {"10-10", "500-500"})
-    await world.restart()
-    await until(lambda: queue_names(world) == {"10-10", "500-500"})
-    assert len(world.live.core.queue) == 40
-    page = world.live.exposition()
+    gateway = await simulation.gateway()
+    await ask(simulation, gateway)
+    await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
+    await simulation.restart()
+    await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
+    assert len(simulation.live.core.queue) == 40
+    page = simulation.live.exposition()
     assert 'ewsjf_partition_changes_total{model="m",reason="restored"} 1.0' in page
     assert 'reason="first"' not in page
 
 
 async def test_a_dead_tuner_changes_nothing_for_requests(
-    world: Simulation, start: Callable[[], TunerActor]
+    simulation: Simulation, start: Callable[[], TunerActor]
 ) -> None:
     tuner = start()
-    tasks = await ask(world, await world.gateway())
-    await until(lambda: queue_names(world) == {"10-10", "500-500"})
+    tasks = await ask(simulation, await simulation.gateway())
+    await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
     tuner.stop()
-    await world.replica("s1")
+    await simulation.replica("s1")
     await until(lambda: any(task.done() for task in tasks))
     granted = [task.result() for task in tasks if task.done()]
     assert {grant.dispatch.length_queue for grant in granted if isinstance(grant, Grant)} == {"10-10"}
-    assert queue_names(world) == {"10-10", "500-500"}
+    assert queue_names(simulation) == {"10-10", "500-500"}
 
 
 async def test_an_unreachable_scheduler_is_logged_once_and_used_again(
-    world: Simulation, caplog: pytest.LogCaptureFixture
+    simulation: Simulation, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls = SimulatedCalls(world)
+    calls = SimulatedCalls(simulation)
     calls.is_cut = True
     tuner = TunerActor("m", QUICK, calls)
     with caplog.at_level(logging.WARNING, "ray.serve"):
@@ -140,8 +140,8 @@ async def test_an_unreachable_scheduler_is_logged_once_and_used_again(
     assert caplog.text.count("event=tuner_without_scheduler model=m") == 1
     await tuner.check_health()
     calls.is_cut = False
-    await ask(world, await world.gateway())
-    await until(lambda: queue_names(world) == {"10-10", "500-500"})
+    await ask(simulation, await simulation.gateway())
+    await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
     tuner.stop()
 
 

@@ -111,7 +111,7 @@ async def test_a_candidate_is_tried_in_slices_and_dropped_when_it_serves_worse()
 
 
 @pytest.mark.parametrize("broken", [False, True])
-async def test_a_trial_waits_for_a_replay_in_a_thread_and_goes_on_without_one_that_breaks(
+async def test_a_trial_waits_for_a_replay_in_a_thread_and_continues_when_it_fails(
     broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tuner()
