@@ -60,7 +60,7 @@ class StateKeeper:
         self._saved_at = self._saved_at.labels(model)
 
     def __repr__(self) -> str:
-        return f"<StateKeeper {self._store.path}{' out of reach' if self._is_unreachable else ''}>"
+        return f"<StateKeeper {self._store.path}{' unreachable' if self._is_unreachable else ''}>"
 
     async def load(self) -> Document | None:
         """The last saved state; None when there is none, it cannot be used, or the store is unreachable."""
@@ -113,7 +113,7 @@ class StateKeeper:
         self._failures[operation].inc()
         if not self._is_unreachable:
             logger.warning(
-                "event=state_out_of_reach operation=%s path=%s reason=%r", operation, self._store.path, error
+                "event=state_unreachable operation=%s path=%s reason=%r", operation, self._store.path, error
             )
         self._is_unreachable = True
 
@@ -134,7 +134,7 @@ class StateKeeper:
             raise StateError(f"no answer from {self._store.path} within {timeout_s:g} s")
         answer = future.result()
         if self._is_unreachable:
-            logger.info("event=state_within_reach path=%s", self._store.path)
+            logger.info("event=state_reachable path=%s", self._store.path)
         self._is_unreachable = False
         return answer
 
@@ -154,7 +154,7 @@ class StateKeeper:
                 loop.call_soon_threadsafe(what)
             except RuntimeError:
                 # The event loop has ended meanwhile, and with it the caller.
-                logger.debug("event=state_answer_unheard path=%s", self._store.path)
+                logger.debug("event=state_answer_dropped path=%s", self._store.path)
 
         self._under_way = future
         # An error after the time limit was reported as a time-out already.

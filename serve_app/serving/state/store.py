@@ -220,4 +220,4 @@ def _remove(system: Any, path: str) -> None:
     try:
         system.rm_file(path)
     except Exception as exc:  # noqa: BLE001 - see above
-        logger.debug("event=state_litter path=%s reason=%r", path, exc)
+        logger.debug("event=state_temporary_file_left path=%s reason=%r", path, exc)

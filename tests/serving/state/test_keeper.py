@@ -93,13 +93,13 @@ async def test_an_unreachable_store_is_logged_once_and_counted(
     assert await kept.load() is None
     await kept.save()
     await kept.save()
-    assert repr(kept).endswith("out of reach>")
+    assert repr(kept).endswith("unreachable>")
     assert sample(kept, 'ewsjf_state_failures_total{model="m",operation="load"}') == 1
     assert sample(kept, 'ewsjf_state_failures_total{model="m",operation="save"}') == 2
     store.error = None
     await kept.save()
     said = [record.getMessage().split()[0] for record in caplog.records]
-    assert said == ["event=state_out_of_reach", "event=state_within_reach"]
+    assert said == ["event=state_unreachable", "event=state_reachable"]
     assert store.load() == {"n": 1}
 
 
