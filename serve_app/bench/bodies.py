@@ -7,11 +7,12 @@ share a prefix. Bodies are joined from bytes; no JSON is encoded when a request 
 
 import enum
 import json
-from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from serve_app.request import PriorityClass
+from serve_app.settings_base import NOT_NEGATIVE, between, settings
 from serve_app.workloads.streams import stream
 from serve_app.workloads.trace import PREFIX_BLOCK_TOKENS, TraceRequest
 
@@ -49,7 +50,7 @@ class BenchEndpoint(enum.StrEnum):
     COMPLETIONS = "/v1/completions"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class BodySettings:
     """How bodies and headers are made.
 
@@ -66,16 +67,12 @@ class BodySettings:
     kind: BodyKind = BodyKind.EMULATED
     endpoint: BenchEndpoint = BenchEndpoint.CHAT
     stream: bool = True
-    bytes_per_token: float = 5.0
-    max_tokens: int | None = None
+    bytes_per_token: Annotated[float, between(0.25, 64)] = 5.0
+    max_tokens: Annotated[int | None, NOT_NEGATIVE.hint("0 states no limit")] = None
     ignore_eos: bool = False
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0.25 <= self.bytes_per_token <= 64:
-            raise ValueError(f"bytes_per_token must be within 0.25 and 64, got {self.bytes_per_token}")
-        if self.max_tokens is not None and self.max_tokens < 0:
-            raise ValueError(f"max_tokens must not be negative, got {self.max_tokens}: 0 states no limit")
         if self.ignore_eos and self.kind is BodyKind.EMULATED:
             raise ValueError(
                 "ignore_eos is for real engines (body kind text): emulated ones give exact lengths"

@@ -13,19 +13,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from serve_app.bench.answer import Answer
 from serve_app.bench.bodies import BodyFactory
 from serve_app.bench.connection import Connection, ConnectionPool
 from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
+from serve_app.settings_base import POSITIVE, at_least, settings
 from serve_app.workloads.trace import Trace, TraceRequest
 
 LATE_AFTER_S = 0.05
 """Delay behind the schedule from which a request counts as sent late."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class LoadSettings:
     """Limits of a run.
 
@@ -35,15 +37,9 @@ class LoadSettings:
         stream: whether the requests ask for streams.
     """
 
-    timeout_s: float = 600.0
-    max_in_flight: int = 4096
+    timeout_s: Annotated[float, POSITIVE] = 600.0
+    max_in_flight: Annotated[int, at_least(1)] = 4096
     stream: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
-        if self.max_in_flight < 1:
-            raise ValueError(f"max_in_flight must be at least 1, got {self.max_in_flight}")
 
 
 @dataclass(slots=True)

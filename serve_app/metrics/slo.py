@@ -1,27 +1,24 @@
 """Service level objectives: limits on a request's latencies, and the share of requests that keep them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Annotated
 
 from serve_app.metrics.record import RequestRecord
+from serve_app.settings_base import POSITIVE, settings
+
+_LIMIT = POSITIVE.hint("leave it out to set no limit")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="slo")
 class Slo:
     """Upper limits in seconds that a completed request has to keep, each of them; None sets no limit.
 
     The defaults are those of the pool-routing papers (arXiv 2604.09613): TTFT 2 s and TPOT 80 ms.
     """
 
-    ttft_s: float | None = 2.0
-    tpot_s: float | None = 0.08
-    e2e_s: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("ttft_s", "tpot_s", "e2e_s"):
-            limit = getattr(self, name)
-            if limit is not None and not limit > 0:
-                raise ValueError(f"slo {name} must be positive, got {limit}: leave it out to set no limit")
+    ttft_s: Annotated[float | None, _LIMIT] = 2.0
+    tpot_s: Annotated[float | None, _LIMIT] = 0.08
+    e2e_s: Annotated[float | None, _LIMIT] = None
 
     def met_by(self, record: RequestRecord) -> bool:
         """Whether the request completed within every limit.

@@ -9,6 +9,7 @@ off would hide the very requests that a policy has delayed.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 from serve_app.errors import SettingsError
 from serve_app.metrics.record import RequestRecord
@@ -18,6 +19,7 @@ from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.decision_log import Decision, RunHeader
 from serve_app.scheduling.policies import learns_queues, make_policy
 from serve_app.scheduling.policies.partition import Partition
+from serve_app.settings_base import POSITIVE, at_least, settings, share_below
 from serve_app.simulation.baselines import SIMULATED_POLICIES
 from serve_app.simulation.direct import Balance, DirectSimulation
 from serve_app.simulation.estimate_noise import LengthNoise, NoisyEstimator
@@ -42,7 +44,7 @@ ORACLE = "oracle"
 """The policy that knows the length of each answer, which nobody could deploy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(block="slo")
 class SloByLength(Slo):
     """An SLO whose TTFT limit depends on the length of the prompt.
 
@@ -54,8 +56,8 @@ class SloByLength(Slo):
 
     ttft_s: float | None = 1.0
     tpot_s: float | None = 0.1
-    long_ttft_s: float | None = 10.0
-    short_at_tokens: int = SHORT_AT_TOKENS
+    long_ttft_s: Annotated[float | None, POSITIVE] = 10.0
+    short_at_tokens: Annotated[int, at_least(1)] = SHORT_AT_TOKENS
 
     def met_by(self, record: RequestRecord) -> bool:
         """Whether the request completed within every limit of its class."""
@@ -64,7 +66,7 @@ class SloByLength(Slo):
         return Slo(ttft_s=limit, tpot_s=self.tpot_s, e2e_s=self.e2e_s).met_by(record)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class RunSettings:
     """Everything that a run depends on.
 
@@ -91,14 +93,12 @@ class RunSettings:
     balance: Balance = Balance.LEAST_OUTSTANDING
     slo: Slo = field(default_factory=SloByLength)
     short_at_tokens: int = SHORT_AT_TOKENS
-    warm_up_ratio: float = 0.1
+    warm_up_ratio: Annotated[float, share_below(1)] = 0.1
     label: str = ""
 
     def __post_init__(self) -> None:
         if self.policy not in policy_names():
             raise SettingsError(f"no policy {self.policy!r}: choose one of {', '.join(policy_names())}")
-        if not 0 <= self.warm_up_ratio < 1:
-            raise ValueError(f"warm_up_ratio must be at least 0 and below 1, got {self.warm_up_ratio}")
 
     @property
     def isolates(self) -> bool:

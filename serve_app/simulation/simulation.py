@@ -8,6 +8,7 @@ arrive; a learner, if there is one, sees each that was admitted and answers at o
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Annotated
 
 from serve_app.engine_model.model import StepOutcome
 from serve_app.engine_model.sequences import EngineSequence
@@ -20,13 +21,14 @@ from serve_app.scheduling import events as ev
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.decision_log import Decision
 from serve_app.scheduling.policies.partition import Partition
+from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, settings
 from serve_app.simulation.baselines import SIMULATED_POLICIES
 from serve_app.simulation.partitions import PartitionLearner
 from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
 from serve_app.simulation.timeline import Rank, Timeline
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class SimulationSettings:
     """The world around the scheduler.
 
@@ -35,15 +37,8 @@ class SimulationSettings:
         report_interval_s: between two reports of a replica.
     """
 
-    control_latency_s: float = 0.001
-    report_interval_s: float = 0.2
-
-    def __post_init__(self) -> None:
-        if self.control_latency_s < 0 or self.report_interval_s <= 0:
-            raise ValueError(
-                f"control_latency_s must not be negative and report_interval_s must be positive, "
-                f"got {self.control_latency_s} and {self.report_interval_s}"
-            )
+    control_latency_s: Annotated[float, NOT_NEGATIVE] = 0.001
+    report_interval_s: Annotated[float, POSITIVE] = 0.2
 
 
 @dataclass(slots=True)
