@@ -17,7 +17,7 @@ from experiments.common.application import BUILD_APP, Application, serve_config,
 from serve_app.bench.connection import BenchError
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 150.0
+START_TIMEOUT_S = 200.0
 
 # Two gateways and two short replicas, so that tests may kill one of each. At 4 ms a step, an answer of 1,500
 # tokens takes six seconds: long enough to interrupt it.
