@@ -118,7 +118,7 @@ class AdaptiveBShort:
 
     Attributes:
         b_short_tokens: its current value.
-        demand: is told of every request from its arrival to its end.
+        demand: of all requests, which the router reports from arrival to end.
     """
 
     def __init__(self, settings: AdaptiveBShortSettings, b_short_tokens: int) -> None:

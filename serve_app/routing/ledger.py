@@ -1,4 +1,4 @@
-"""The ledger: what each replica has been promised, which is the only record of free capacity.
+"""The ledger: what is reserved of each replica, which is the only record of free capacity.
 
 Rules:
 

@@ -1,4 +1,4 @@
-"""The state of one replica in the ledger: its limits, its last report, and what it has been promised."""
+"""The state of one replica in the ledger: its limits, its last report, and what is reserved of it."""
 
 import enum
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
-"""The scheduling core: events in, commands out, no clock of its own.
+"""The scheduling core: events in, commands out, without a clock of its own.
 
-Read `events`, `commands`, then `scheduler` (the decision), `waiting_room` (where requests wait),
-`backpressure` (what an engine may be sent) and `policies` (who goes first). The ledger and the token
-estimates are in `serve_app.routing`.
+Read `events`, `commands`, then `scheduler` (one event at a time), `admission` (which requests may wait),
+`queueing` (where they wait, and how tenants share), `policies` (the order of the heads) and `dispatch` (which
+request is sent where). `isolation` limits long prefills. The ledger and the token estimates are in
+`serve_app.routing`.
 """
 
 from serve_app.scheduling.scheduler import Scheduler as Scheduler

@@ -46,7 +46,7 @@ class ScheduledRequest:
         replica_id: where it runs; None while it waits, and after its end.
         counted_at: what the router's `on_arrival` returned for it.
         hold: what its replica's ledger holds for it.
-        engine_priority: what its engine was told; None for nothing.
+        engine_priority: the priority sent to its engine; None for none.
         prefill_class: of its whole prefill, by the boundaries at its admission (see `isolation`).
         cached_tokens: of its prompt, on the replica where it runs; while it waits, on the one that has most.
         dispatched_at: when it was sent to that replica.

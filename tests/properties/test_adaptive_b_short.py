@@ -187,7 +187,7 @@ kinds = st.tuples(st.floats(0.05, 1.0), st.integers(100, 12_000), st.floats(0.2,
 mixes = st.lists(kinds, min_size=1, max_size=3).map(lambda kinds: Mix(tuple(kinds)))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     st.lists(st.tuples(mixes, st.floats(0.5, 8.0)), min_size=2, max_size=5),
     st.tuples(st.integers(1, 4), st.integers(1, 4)),

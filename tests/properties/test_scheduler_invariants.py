@@ -448,5 +448,5 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestIsolatingMachine = IsolatingMachine.TestCase
 for case in (TestSchedulerMachine, TestIsolatingMachine):
     case.settings = settings(
-        max_examples=400, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=400, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
     )

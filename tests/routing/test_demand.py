@@ -20,13 +20,13 @@ def test_the_grid_has_eight_buckets_to_the_octave() -> None:
 
 def test_the_mean_is_of_what_was_present_and_decays_afterwards() -> None:
     demand = Demand(MEMORY_S)
-    came = [demand.on_arrival(1_000, 800) for _ in range(5)]
+    marks = [demand.on_arrival(1_000, 800) for _ in range(5)]
     boundary = last_bucket_within(2_000)
     for second in range(601):
         demand.sample(float(second))
     assert demand.loads(POOL, POOL, 1.0).short(boundary) == pytest.approx(5 * 800 / 100_000, rel=1e-3)
     assert len(demand) == 5
-    for each in came:
+    for each in marks:
         demand.on_departure(1_000, 800, each)
     demand.sample(660.0)
     assert demand.loads(POOL, POOL, 1.0).short(boundary) == pytest.approx(0.04 / math.e, rel=1e-3)
@@ -61,11 +61,11 @@ def test_without_requests_nothing_is_known() -> None:
 
 def test_the_variance_is_the_sum_of_the_squares_of_what_each_request_adds() -> None:
     demand, rng = Demand(MEMORY_S), random.Random(3)
-    # (came at, left at, tokens), all between the first sample and the last.
+    # (arrival, end, tokens), all between the first sample and the last.
     stays = [
         (a := rng.uniform(0, 200), a + rng.expovariate(1 / 20), rng.randint(900, 1_000)) for _ in range(300)
     ]
-    came: dict[int, float] = {}
+    marks: dict[int, float] = {}
     gone: set[int] = set()
     adds = [0.0] * len(stays)
     kept = math.exp(-1 / MEMORY_S)
@@ -73,13 +73,13 @@ def test_the_variance_is_the_sum_of_the_squares_of_what_each_request_adds() -> N
         demand.sample(float(second))
         adds = [kept * add for add in adds]
         for number, (_, _, tokens) in enumerate(stays):
-            if number in came and number not in gone:
+            if number in marks and number not in gone:
                 adds[number] += (1 - kept) * tokens
         for number, (at, until, tokens) in enumerate(stays):
-            if number not in came and at <= second:
-                came[number] = demand.on_arrival(1_000, tokens)
-            if number in came and number not in gone and until <= second:
-                demand.on_departure(1_000, tokens, came[number])
+            if number not in marks and at <= second:
+                marks[number] = demand.on_arrival(1_000, tokens)
+            if number in marks and number not in gone and until <= second:
+                demand.on_departure(1_000, tokens, marks[number])
                 gone.add(number)
     loads = demand.loads(POOL, POOL, 1.0)
     boundary = bucket_of(1_000)

@@ -46,7 +46,7 @@ def taught(lessons: list[tuple[Request, Usage, int]], prefills: list[tuple[int, 
     return core
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lessons, prefills, st.lists(requests, min_size=1, max_size=5), st.lists(st.tuples(requests, usages)))
 def test_through_json_the_next_scheduler_estimates_the_same_and_learns_on_the_same(
     lessons: list[tuple[Request, Usage, int]],

@@ -4,9 +4,9 @@
     budget = prompt (upper estimate) + the most output that it may have
 
 `bytes_per_token`, `overhead` and `output_length` learn the parts from the token counts that engines report.
-One count cannot separate the parts of a prompt. So a part learns from the difference only where it dominates:
-text, tools and media where they are at least half of the prompt, the template in proportion to how little
-else there is.
+One count cannot separate the parts of a prompt. So a part learns from the difference only where it dominates.
+Text, tools and media learn where they are at least half of the prompt, and the template in proportion to how
+little else there is.
 
 Source: token-budget pool routing (arXiv 2604.09613). Ours: overhead, tools, lengths learned for requests
 without `max_tokens`, and three numbers for the prompt. Routing uses the upper estimate, KV accounting the

@@ -34,7 +34,7 @@ from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE_SHARE, at_l
 class AffinitySettings:
     """How the prefix caches of engines count when a replica is chosen."""
 
-    # Off for engines without prefix caching; vLLM has it unless told otherwise.
+    # For engines without prefix caching, switch it off; vLLM has it by default.
     enabled: bool = True
     # Share of a KV cache assumed to hold past prompts; answers and running requests take the rest. Too much
     # expects hits on evicted prefixes, too little forgets prefixes that are still cached.

@@ -12,10 +12,10 @@ counts:
 A fixed target starves an engine that starts many requests between two reports. So against the second bound
 the target grows to `lag_factor * starts per second * seconds between reports`.
 
-A replica gets nothing more, whatever its queue, while it is too busy: while its time per output token is
-above a limit, until it has clearly fallen; while its KV cache is nearly full; and while the prompt tokens
-under way are more seconds of prefill than a limit. KV use alone says little, since it is low while prefill is
-saturated.
+A replica gets nothing more, whatever its queue, while it is too busy by one of these signs. Its time per
+output token is above a limit, and has not clearly fallen since. Its KV cache is nearly full. Or the prompt
+tokens under way are more seconds of prefill than a limit. KV use alone is not enough: it is low while prefill
+is saturated.
 
 Source: TNG, "Efficient Request Queueing" (target 3; target - waiting may be sent at once). The growth with
 rate and report delay is ours.

@@ -30,7 +30,7 @@ class ClassFloorSettings:
 
 
 class ClassFloors:
-    """Counts the dispatches of each class, and tells which classes are owed one."""
+    """Counts the dispatches of each class, and names the classes that are owed one."""
 
     def __init__(self, settings: ClassFloorSettings) -> None:
         self._settings = settings

@@ -26,7 +26,7 @@ BAND = 1_000_000
 
 @settings(block="engine_priority")
 class EnginePrioritySettings:
-    """Whether engines are told a priority, and how long their queues may be when they are."""
+    """Whether engines get a priority for each request, and how long their queues may be then."""
 
     # Needs engines that run with `scheduling_policy: priority`; any other refuses requests with a priority.
     enabled: bool = False

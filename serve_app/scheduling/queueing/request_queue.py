@@ -41,7 +41,7 @@ class RequestQueue:
         self.waiting_at: Counter[str] = Counter()
 
     def add(self, scheduled: ScheduledRequest) -> None:
-        """Queue a request; one that was returned by a replica goes to the front."""
+        """Queue a request, at the front if a replica returned it."""
         scheduled.length_queue = self._policy.queue_of(scheduled)
         request = scheduled.request
         tenants = self._tenants[request.priority]
@@ -109,8 +109,8 @@ class RequestQueue:
     def work_ahead(self, request: Request) -> int:
         """Expected tokens that will be served before a request that arrives now.
 
-        All of the higher classes, all that its tenant has waiting, and from every other tenant of its class
-        as much as that tenant is served meanwhile; without fairness all of its class.
+        All of the higher classes, and all that its tenant has waiting. From every other tenant of its class,
+        as much as that tenant is served meanwhile; without fairness all of it.
         """
         above = sum(
             tenant.tokens

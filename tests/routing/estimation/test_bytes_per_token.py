@@ -3,7 +3,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.routing.estimation.bytes_per_token import BytesPerToken, RatioSettings
@@ -80,7 +80,6 @@ def test_requests_that_are_all_alike_do_not_take_the_margin_away() -> None:
     assert learned.conservative == pytest.approx(4.0 * (1 - 2 * 0.03))
 
 
-@settings(deadline=None)
 @given(OBSERVATIONS, st.floats(0, 50), POSITIVE)
 def test_the_divisors_keep_their_order_and_the_floor_holds(
     observations: list[tuple[float, float]], gamma: float, cold_start: float

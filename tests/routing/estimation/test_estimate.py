@@ -5,7 +5,7 @@ from typing import Any
 
 import pydantic
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.request import Request, TextCategory, Usage
@@ -178,7 +178,6 @@ def test_the_careful_estimate_covers_more_with_gamma_and_the_least_covers_all(
     assert all(estimate.least_prompt_tokens <= true for estimate, true in judged)
 
 
-@settings(deadline=None)
 @given(HISTORY, REQUESTS)
 def test_estimates_are_ordered_whatever_was_observed(
     history: list[tuple[Request, Usage]], asked: Request
@@ -192,7 +191,6 @@ def test_estimates_are_ordered_whatever_was_observed(
     assert estimate.expected_tokens == estimate.expected_prompt_tokens + estimate.expected_output_tokens
 
 
-@settings(deadline=None)
 @given(HISTORY, st.integers(0, 10**7), st.integers(0, 10**7), st.sampled_from(TextCategory))
 def test_more_bytes_never_mean_fewer_tokens(
     history: list[tuple[Request, Usage]], one: int, other: int, category: TextCategory
@@ -206,7 +204,6 @@ def test_more_bytes_never_mean_fewer_tokens(
     assert less.least_prompt_tokens <= more.least_prompt_tokens
 
 
-@settings(deadline=None)
 @given(HISTORY, REQUESTS)
 def test_a_restored_estimator_estimates_and_learns_like_the_original(
     history: list[tuple[Request, Usage]], asked: Request

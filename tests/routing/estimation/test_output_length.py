@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.request import TextCategory, Usage
@@ -149,7 +149,6 @@ def test_the_weights_survive_more_observations_than_a_float_could_count() -> Non
     assert curve.expected(10_000) == pytest.approx(100, rel=0.15)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0, 1e9), st.booleans()), max_size=80),
     st.integers(0, 10**7),

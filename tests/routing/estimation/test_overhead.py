@@ -2,7 +2,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.routing.estimation.overhead import MediaTokens, OverheadSettings, TemplateOverhead
@@ -77,7 +77,6 @@ def test_a_plain_completion_costs_the_settings_constant_and_teaches_nothing() ->
     assert learned.state() == before
 
 
-@settings(deadline=None)
 @given(OBSERVATIONS)
 def test_whatever_is_observed_the_overhead_stays_a_number_of_tokens(
     observations: list[tuple[int, float, float]],

@@ -4,7 +4,7 @@ import random
 import uuid
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.request import TextCategory
@@ -62,13 +62,11 @@ def test_the_sample_reaches_from_the_first_byte_to_the_last() -> None:
     assert sample.endswith(b"c" * 50)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=20_000))
 def test_any_bytes_have_a_category(text: bytes) -> None:
     assert classify(text) in TextCategory
 
 
-@settings(deadline=None)
 @given(st.text(max_size=500), st.integers(2, 40))
 def test_repeating_a_short_text_does_not_change_its_category(text: str, times: int) -> None:
     raw = text.encode()

@@ -22,84 +22,84 @@ def chain(text: Sequence[str]) -> tuple[int, ...]:
     return tuple(hash("".join(text[: place + 1])) & (2**64 - 1) for place in range(len(text)))
 
 
-def index(*joined: str, capacity_tokens: int = 10_000, max_blocks: int = 1_000) -> PrefixIndex:
-    made = PrefixIndex(max_blocks)
+def prefix_index(*joined: str, capacity_tokens: int = 10_000, max_blocks: int = 1_000) -> PrefixIndex:
+    index = PrefixIndex(max_blocks)
     for replica_id in joined:
-        made.join(replica_id, capacity_tokens)
-    return made
+        index.join(replica_id, capacity_tokens)
+    return index
 
 
-def matches(made: PrefixIndex, prefix: Sequence[int]) -> dict[str, int]:
+def matches(index: PrefixIndex, prefix: Sequence[int]) -> dict[str, int]:
     """How many leading blocks each replica has, most first."""
-    _, found = made.better_than("nobody", prefix, len(REPLICAS) + 1)
+    _, found = index.better_than("nobody", prefix, len(REPLICAS) + 1)
     return {one.replica_id: one.blocks for one in found}
 
 
 def test_a_replica_matches_as_far_as_what_it_was_sent_is_the_same() -> None:
-    made = index("s1", "s2", "s3")
-    made.add("s1", chain("abba"))
-    made.add("s2", chain("abab"))
-    assert matches(made, chain("abbaab")) == {"s1": 4, "s2": 2}
-    assert matches(made, chain("baba")) == {}
-    assert made.longest(chain("abbaab")) == 4
+    index = prefix_index("s1", "s2", "s3")
+    index.add("s1", chain("abba"))
+    index.add("s2", chain("abab"))
+    assert matches(index, chain("abbaab")) == {"s1": 4, "s2": 2}
+    assert matches(index, chain("baba")) == {}
+    assert index.longest(chain("abbaab")) == 4
 
 
 def test_replicas_that_hold_more_are_listed_longest_match_first() -> None:
-    made = index("s1", "s2", "s3")
-    made.add("s1", chain("abbb"))
-    made.add("s2", chain("ab"))
-    made.add("s3", chain("a"))
-    assert made.better_than("s3", chain("abbb"), 8) == (1, [PrefixMatch("s1", 4), PrefixMatch("s2", 2)])
-    assert made.better_than("s3", chain("abbb"), 1) == (1, [PrefixMatch("s1", 4)])
-    assert made.better_than("s1", chain("abbb"), 8) == (4, [])
-    assert made.better_than("nobody", chain("abbb"), 1) == (0, [PrefixMatch("s1", 4)])
+    index = prefix_index("s1", "s2", "s3")
+    index.add("s1", chain("abbb"))
+    index.add("s2", chain("ab"))
+    index.add("s3", chain("a"))
+    assert index.better_than("s3", chain("abbb"), 8) == (1, [PrefixMatch("s1", 4), PrefixMatch("s2", 2)])
+    assert index.better_than("s3", chain("abbb"), 1) == (1, [PrefixMatch("s1", 4)])
+    assert index.better_than("s1", chain("abbb"), 8) == (4, [])
+    assert index.better_than("nobody", chain("abbb"), 1) == (0, [PrefixMatch("s1", 4)])
 
 
 def test_prompts_that_share_their_beginning_are_offered_different_replicas() -> None:
-    made = index(*REPLICAS)
+    index = prefix_index(*REPLICAS)
     for replica_id in REPLICAS:
-        made.add(replica_id, chain("aaaa"))
-    made.join("new", 10_000)
+        index.add(replica_id, chain("aaaa"))
+    index.join("new", 10_000)
     prompts = [(*chain("aaaa"), number) for number in range(100, 130)]
-    first = {made.better_than("new", prompt, 1)[1][0].replica_id for prompt in prompts}
+    first = {index.better_than("new", prompt, 1)[1][0].replica_id for prompt in prompts}
     assert first == set(REPLICAS)
 
 
 def test_the_end_of_the_least_recently_used_prompt_is_evicted_first() -> None:
-    made = index("s1", capacity_tokens=4 * BLOCK_TOKENS[0])
-    made.add("s1", chain("aaa"))
-    made.add("s1", chain("bb"))
-    assert matches(made, chain("aaa")) == {"s1": 2}
-    assert matches(made, chain("bb")) == {"s1": 2}
+    index = prefix_index("s1", capacity_tokens=4 * BLOCK_TOKENS[0])
+    index.add("s1", chain("aaa"))
+    index.add("s1", chain("bb"))
+    assert matches(index, chain("aaa")) == {"s1": 2}
+    assert matches(index, chain("bb")) == {"s1": 2}
 
 
 def test_a_block_that_is_used_again_stays() -> None:
-    made = index("s1", capacity_tokens=2 * BLOCK_TOKENS[0])
+    index = prefix_index("s1", capacity_tokens=2 * BLOCK_TOKENS[0])
     for word in ("a", "b", "a", "c"):
-        made.add("s1", [ord(word)])
-    assert matches(made, [ord("a")]) == {"s1": 1}
-    assert matches(made, [ord("b")]) == {}
+        index.add("s1", [ord(word)])
+    assert matches(index, [ord("a")]) == {"s1": 1}
+    assert matches(index, [ord("b")]) == {}
 
 
 def test_a_lost_replica_is_forgotten_and_one_that_joins_again_has_an_empty_cache() -> None:
-    made = index("s1", "s2")
-    made.add("s1", chain("ab"))
-    made.add("s2", chain("a"))
-    made.lose("s1")
-    assert matches(made, chain("ab")) == {"s2": 1}
-    made.join("s9", 10_000)
-    assert matches(made, chain("ab")) == {"s2": 1}
-    made.join("s2", 10_000)
-    assert matches(made, chain("ab")) == {}
-    assert len(made) == 0
+    index = prefix_index("s1", "s2")
+    index.add("s1", chain("ab"))
+    index.add("s2", chain("a"))
+    index.lose("s1")
+    assert matches(index, chain("ab")) == {"s2": 1}
+    index.join("s9", 10_000)
+    assert matches(index, chain("ab")) == {"s2": 1}
+    index.join("s2", 10_000)
+    assert matches(index, chain("ab")) == {}
+    assert len(index) == 0
 
 
 def test_more_replicas_share_the_same_memory() -> None:
-    made = index("s1", max_blocks=4)
-    made.add("s1", chain("abab"))
-    assert len(made) == 4
-    made.join("s2", 10_000)
-    assert matches(made, chain("abab")) == {"s1": 2}
+    index = prefix_index("s1", max_blocks=4)
+    index.add("s1", chain("abab"))
+    assert len(index) == 4
+    index.join("s2", 10_000)
+    assert matches(index, chain("abab")) == {"s1": 2}
 
 
 def test_an_index_without_capacity_is_refused() -> None:
@@ -111,12 +111,12 @@ def test_an_index_without_capacity_is_refused() -> None:
 def test_a_single_replica_matches_the_longest_beginning_that_it_was_sent(
     sent: list[list[str]], text: list[str]
 ) -> None:
-    made = index("s1", capacity_tokens=BLOCK_ENDS[-1], max_blocks=10_000)
+    index = prefix_index("s1", capacity_tokens=BLOCK_ENDS[-1], max_blocks=10_000)
     for one in sent:
-        made.add("s1", chain(one))
+        index.add("s1", chain(one))
     longest = max((common(one, text) for one in sent), default=0)
-    assert matches(made, chain(text)) == ({"s1": longest} if longest else {})
-    assert made.longest(chain(text)) == longest
+    assert matches(index, chain(text)) == ({"s1": longest} if longest else {})
+    assert index.longest(chain(text)) == longest
 
 
 def common(one: Sequence[str], other: Sequence[str]) -> int:

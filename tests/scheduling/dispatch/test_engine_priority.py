@@ -23,9 +23,9 @@ def priorities(commands: list[Command]) -> list[int | None]:
 
 
 def make_driver() -> ManualDriver:
-    made = ManualDriver(engine_priority=ON)
-    made.join()
-    return made
+    driver = ManualDriver(engine_priority=ON)
+    driver.join()
+    return driver
 
 
 def test_a_tenants_first_pending_request_is_numbered_zero_and_the_next_from_there() -> None:

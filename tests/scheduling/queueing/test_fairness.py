@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.request import Usage
@@ -61,7 +61,6 @@ def test_idling_earns_no_claim() -> None:
     assert [serve(shares) for _ in range(6)].count("back") == 3
 
 
-@settings(deadline=None)
 @given(
     costs=st.lists(st.sampled_from([10.0, 100.0, 700.0]), min_size=4, max_size=4),
     weights=st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=4, max_size=4),
@@ -81,7 +80,6 @@ def test_service_by_weight_stays_within_a_quantum_and_a_request(
     assert max(counters) - min(counters) <= 2 * max(costs)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 5), st.sampled_from(["backlog", "idle", "charge", "correct"])), max_size=80
