@@ -18,7 +18,7 @@ from serve_app.scheduling.request import ScheduledRequest
 _KEPT = 10_000
 """Outcomes kept between two pulls of the tuner: ten seconds at 1,000 requests/s; about 3 MB."""
 
-# In the order of `_row`. Tuples travel between actors at a third of the cost of objects.
+# In the order of `_row`. Tuples are cheaper to send between actors than objects.
 Row = tuple[str, float, float | None, float | None, float, str, int, int, str, str, str, str, str]
 
 

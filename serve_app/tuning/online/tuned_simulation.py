@@ -42,7 +42,7 @@ Searcher = Callable[[SearchTask], SearchResult]
 Replayer = Callable[[ReplayTask], ReplayResult]
 
 PACE_REQUESTS_PER_S = 2_000.0
-"""Requests that a core simulates in a second."""
+"""Requests that a core is assumed to simulate in a second."""
 OBSERVATION_INTERVAL_S = 1.0
 """Between two observations of the tuner, as of the live one when it tunes values."""
 

@@ -32,7 +32,7 @@ class AdjustmentSettings:
     # known to about 1 %.
     min_members: Annotated[int, at_least(1)] = 20
     # `partition_distance` from the queues in force at which the moved ones replace them. Steps on unchanged
-    # traffic stay below 0.01.
+    # traffic stay below it.
     min_distance: Annotated[float, POSITIVE] = 0.02
     # As in the scheduler's `ewsjf.tolerance_ratio`: how far beyond its bounds a queue takes lengths.
     tolerance_ratio: Annotated[float, share_below(1)] = 0.10

@@ -1,6 +1,6 @@
 """The settings of Refine-and-Prune: every point that the sources leave open is a switch.
 
-The figures beside the defaults are measured by `experiments/partition`.
+`experiments/partition` measures the effect of each switch.
 """
 
 from typing import Annotated, Literal
@@ -44,15 +44,15 @@ class RefineAndPruneSettings:
     """
 
     mode: Mode = "stable"
-    # Lower splits more in mode `paper` (5.5 in the released code). In mode `stable` 1 to 6 give about the
-    # same queues, since `relative_range` decides how fine they are.
+    # Lower splits more in mode `paper` (5.5 in the released code). In mode `stable` it hardly matters: there
+    # `relative_range` decides how fine the queues are.
     alpha: Annotated[float, FINITE_POSITIVE] = 1.5
     # k of the coarse k-means: short, medium, long.
     clusters: Annotated[int, at_least(1)] = 3
-    # More queues order long prompts more finely: 8 instead of 32 cost 5 to 7 % of the mean TTFT in the
-    # simulator. Beyond 32 `relative_range` and `min_share` set the limit.
+    # More queues order long prompts more finely: fewer leave more spread inside each. Beyond 32,
+    # `relative_range` and `min_share` set the limit.
     max_queues: Annotated[int, at_least(1)] = 32
-    # 0.3 makes a quarter fewer queues, with a third more spread inside each.
+    # Larger makes fewer queues, with more spread inside each.
     relative_range: Annotated[float, FINITE_POSITIVE] = 0.2
     # See step 7 of `stable_refinement`.
     prune: Prune = "widen"
@@ -60,10 +60,10 @@ class RefineAndPruneSettings:
     min_cluster_size: Annotated[int, at_least(2)] = 50
     # A quarter of the smallest sample that should give the same queues (500): each gap then averages several.
     sample_size: Annotated[int, at_least(16)] = 128
-    # 0.02 has twice the requests behind each figure, a seventh fewer queues, and wider ones at the long end.
+    # Larger has more requests behind each figure, and fewer queues, which are wider at the long end.
     min_share: Annotated[float, between(0, 0.5).hint("0.01 allows up to 100 queues")] = 0.01
-    # `keep` leaves 3 to 9 wide queues: in the simulator short prompts gain up to a tenth of their mean TTFT,
-    # long ones lose a fifth of theirs; and the bounds move with the sample.
+    # `keep` leaves a few wide queues, whose bounds move with the sample. It favours short prompts at the
+    # expense of long ones.
     smooth: Smooth = "cut"
     seed: int = 0
 

@@ -44,19 +44,19 @@ class StrategicSettings:
     # After a change of traffic they are all new once so many requests have arrived, while a random sample of
     # all requests would keep old ones for long.
     sample_size: Annotated[int, at_least(1)] = 10_000
-    # Lengths seen before the first run. From 500 the queues are 2 to 4 % away from those of a large sample
-    # (`experiments/partition`, column moved); a few dozen say nothing about queues of 1 % each.
+    # Lengths seen before the first run. `experiments/partition` (column moved) tells how far the queues of so
+    # few are from those of a large sample; a few dozen say nothing about queues of 1 % each.
     first_after: Annotated[int, at_least(1)] = 500
-    # About ten minutes in the paper. A run takes some 80 ms for 10,000 lengths, outside of the scheduler.
+    # Seconds between two runs, about ten minutes in the paper. A run takes a fraction of a second
+    # (`experiments/partition`), outside of the scheduler.
     interval_s: Annotated[float, FINITE_POSITIVE] = 600.0
     # Lengths between two tests for drift, and how many of the last ones are tested. At 10 requests/s a
     # changed mix is noticed within half a minute.
     drift_every: Annotated[int, at_least(1)] = 250
     # See `drift_every`.
     drift_window: Annotated[int, at_least(1)] = 500
-    # `partition_distance` at which a learned partition replaces the one in force. Two samples of 500 of the
-    # same traffic give up to 0.04, two of 10,000 up to 0.03; the paper's mix with its shares exchanged, whose
-    # queues are the same, 0.01.
+    # `partition_distance` at which a learned partition replaces the one in force. It lies above the distance
+    # between samples of the same traffic (`experiments/partition`, column moved).
     min_distance: Annotated[float, FINITE_POSITIVE] = 0.05
     refine_and_prune: RefineAndPruneSettings = field(default_factory=RefineAndPruneSettings)
     drift: DriftSettings = field(default_factory=DriftSettings)
