@@ -18,7 +18,8 @@ from serve_app.engines.vllm.engine import check_vllm_args
 from serve_app.errors import SettingsError
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway.deployment import GatewayDeployment
-from serve_app.serving.pool.deployment import PoolDeployment, PoolDeploymentSettings
+from serve_app.serving.pool.deployment import PoolDeployment
+from serve_app.serving.pool.replica import PoolReplicaSettings
 from serve_app.serving.scheduler.actor import SCHEDULER_DEPLOYMENT_OPTIONS, SchedulerActorSettings
 from serve_app.serving.scheduler.deployment import SchedulerDeployment
 from serve_app.serving.tuner.deployment import TUNER_DEPLOYMENT_OPTIONS, TunerDeployment
@@ -104,9 +105,8 @@ def _tuner(model: ModelSettings, scheduler: Application, state_uri: str | None) 
 def _pool(name: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Application) -> Application:
     if pool.engine.vllm is not None:
         check_vllm_args(pool.engine.vllm)
-    settings = PoolDeploymentSettings(
+    settings = PoolReplicaSettings(
         pool=pool.name,
-        engine=pool.engine.chosen,
         drain_timeout_s=pool.drain_timeout_s,
         health_timeout_s=pool.health_check_timeout_s * _HEALTH_RATIO,
         server=pool.server,
@@ -121,7 +121,7 @@ def _pool(name: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Ap
         **_scale(pool),
         **_resources(pool),
     )(PoolDeployment)
-    return deployment.bind(settings, scheduler)
+    return deployment.bind(settings, pool.engine.chosen, scheduler)
 
 
 def _scale(pool: PoolSettings) -> dict[str, Any]:

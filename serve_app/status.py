@@ -117,18 +117,8 @@ def _overview(model: Document) -> str:
 
 
 def _replicas(replicas: Mapping[str, Document]) -> Table:
-    table = Table(title="replicas", title_justify="left")
-    for name in (
-        "pool",
-        "replica",
-        "in flight",
-        "running",
-        "waiting in engine",
-        "KV used",
-        "ms/token",
-        "state",
-    ):
-        table.add_column(name, justify="left" if name in {"pool", "replica", "state"} else "right")
+    figures = ("in flight", "running", "waiting in engine", "KV used", "ms/token")
+    table = _table("replicas", ("pool", "replica", *figures, "state"), figures)
     for name, replica in sorted(replicas.items(), key=lambda item: (item[1]["pool"], item[0])):
         report = replica["report"] or {}
         state = "draining" if report.get("draining") else "ready" if report else "no report yet"
@@ -149,9 +139,9 @@ def _replicas(replicas: Mapping[str, Document]) -> Table:
 def _sub_queues(queue: Document, most: int) -> Table:
     left_out = max(0, len(queue["sub_queues"]) - most) + queue["sub_queues_left_out"]
     title = f"queue under {queue['policy']}, the longest wait first"
-    table = Table(title=title + (f"; {left_out} more" if left_out else ""), title_justify="left")
-    for name in ("class", "tenant", "length queue", "waiting", "head waits", "score", "why"):
-        table.add_column(name, justify="right" if name in {"waiting", "head waits", "score"} else "left")
+    figures = ("waiting", "head waits", "score")
+    columns = ("class", "tenant", "length queue", *figures, "why")
+    table = _table(title + (f"; {left_out} more" if left_out else ""), columns, figures)
     for sub_queue in queue["sub_queues"][:most]:
         table.add_row(
             sub_queue["priority"],
@@ -166,10 +156,8 @@ def _sub_queues(queue: Document, most: int) -> Table:
 
 
 def _tenants(served: Mapping[str, Mapping[str, float]]) -> Table:
-    table = Table(title="service of tenants, over their weights", title_justify="left")
-    table.add_column("class")
-    table.add_column("tenant")
-    table.add_column("service", justify="right")
+    columns = ("class", "tenant", "service")
+    table = _table("service of tenants, over their weights", columns, columns[2:])
     for name, counters in served.items():
         for tenant, counter in sorted(counters.items(), key=lambda item: -item[1]):
             table.add_row(name, tenant, f"{counter:,.0f}")
@@ -181,12 +169,19 @@ def _tuner(tuner: Document) -> Iterator[Table | str]:
     if tuner.get("values"):
         yield "  values: " + ", ".join(f"{name} {value:g}" for name, value in tuner["values"].items())
     if tuner.get("audit"):
-        table = Table(title="what the tuner did, the latest first", title_justify="left")
-        for name in ("seconds ago", "what", "why"):
-            table.add_column(name, justify="right" if name == "seconds ago" else "left")
+        columns = ("seconds ago", "what", "why")
+        table = _table("actions of the tuner, the latest first", columns, columns[:1])
         for record in tuner["audit"]:
             table.add_row(f"{record['age_s']:.0f}", record["what"], record["why"])
         yield table
+
+
+def _table(title: str, columns: Sequence[str], figures: Sequence[str]) -> Table:
+    """An empty table; columns that are figures are aligned to the right."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right" if name in figures else "left")
+    return table
 
 
 COMMAND = Command(

@@ -11,7 +11,7 @@ from ray.serve._private.build_app import build_app as build_with_serve
 
 from serve_app.app import application_of
 from serve_app.errors import SettingsError
-from serve_app.serving.pool.deployment import PoolDeploymentSettings
+from serve_app.serving.pool.replica import PoolReplicaSettings
 from serve_app.settings.application import AppSettings
 from serve_app.settings.loading import load_settings, settings_of
 
@@ -88,7 +88,7 @@ def test_a_pool_gets_the_resources_in_its_settings() -> None:
     assert config.graceful_shutdown_timeout_s > 100.0
     assert config.health_check_timeout_s == 50.0
     given = arguments(found)[0]
-    assert isinstance(given, PoolDeploymentSettings)
+    assert isinstance(given, PoolReplicaSettings)
     assert given.health_timeout_s < 50.0
 
 

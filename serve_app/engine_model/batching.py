@@ -28,7 +28,7 @@ from serve_app.engine_model.kv_blocks import KVBlocks
 from serve_app.engine_model.sequences import BlockName, EngineSequence, SequenceState
 from serve_app.engine_model.settings import EngineModelSettings
 from serve_app.engine_model.step_time import attended_pairs
-from serve_app.engine_model.waiting import SchedulingPolicy, WaitingQueue, waiting_queue
+from serve_app.engine_model.waiting import SchedulingPolicy, WaitingQueue
 
 
 class Batcher:
@@ -46,7 +46,7 @@ class Batcher:
     def __init__(self, settings: EngineModelSettings) -> None:
         self._settings = settings
         self._block_size = settings.block_size
-        self.waiting: WaitingQueue = waiting_queue(settings.scheduling_policy)
+        self.waiting = WaitingQueue(settings.scheduling_policy)
         self.decoding = DecodingSet(settings.block_size)
         self.kv = KVBlocks(settings.kv_blocks)
         # Dictionaries keep the order of admission and lose members at constant cost.

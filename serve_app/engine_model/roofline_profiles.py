@@ -1,19 +1,16 @@
 """The profiles that are computed by the roofline, for usual models and GPUs, and the writer of their files.
 
-    python -m serve_app.engine_model.roofline_profiles            prints a table of them
-    python -m serve_app.engine_model.roofline_profiles --write    writes their files in `profile_data`
+    python -m serve_app.engine_model.roofline_profiles --write
 
 A profile that is fitted to measurements of its own engine is better: see `python -m serve_app calibrate`.
 """
 
 import argparse
 import math
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -110,35 +107,18 @@ def _rounded(value: float) -> float:
     return round(value, _DIGITS - 1 - math.floor(math.log10(value)))
 
 
-def _row(model: str, gpu: str, tensor_parallel: int) -> str:
-    profile = roofline_profile(engine_setup(model, gpu, tensor_parallel))
-    step = profile.step_time
-    name = profile_name(model, gpu, tensor_parallel)
-    alone, busy = (step.step_s(sequences=n, context_tokens=1_000 * n) for n in (1, 64))
-    prefill = step.prefill_s(2_048, max_num_batched_tokens=2_048)
-    return f"{name:28}{alone * 1e3:10.1f}{busy * 1e3:10.1f}{prefill * 1e3:12.1f}{profile.kv_tokens:12,}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the files, or print a table of the profiles."""
-    parser: Any = argparse.ArgumentParser(
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the files of all profiles."""
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="write the files")
-    if parser.parse_args(arguments).write:
-        for setup in SETUPS:
-            path = profile_path(*setup)
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(profile_text(*setup), encoding="utf-8")
-        return 0
-    rows = [
-        "milliseconds of a decode step at 1,000 tokens of context each, and of a prefill of 2,048 tokens",
-        f"{'':28}{'1 seq':>10}{'64 seqs':>10}{'prefill':>12}{'KV tokens':>12}",
-    ]
-    rows += [_row(*setup) for setup in SETUPS]
-    sys.stdout.write("\n".join(rows) + "\n")
-    return 0
+    parser.add_argument("--write", action="store_true", required=True, help="write the files")
+    parser.parse_args(arguments)
+    for setup in SETUPS:
+        path = profile_path(*setup)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(profile_text(*setup), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,11 +2,11 @@
 
 import enum
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Protocol
 
 from serve_app.engine_model.sequences import EngineSequence
+
+Key = tuple[float, ...]
 
 
 class SchedulingPolicy(enum.StrEnum):
@@ -16,87 +16,39 @@ class SchedulingPolicy(enum.StrEnum):
     PRIORITY = "priority"
 
 
-class WaitingQueue(Protocol):
-    """Sequences that wait in the engine; `put_back` returns a preempted one."""
+class WaitingQueue:
+    """Sequences that wait in the engine.
 
-    def __len__(self) -> int: ...
+    FCFS is the order of arrival, and a preempted sequence goes to the front. PRIORITY is the lowest value
+    first, then arrival; a preempted sequence gains no precedence, as in vLLM.
+    """
 
-    def __iter__(self) -> Iterator[EngineSequence]: ...
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._by_priority = policy is SchedulingPolicy.PRIORITY
+        # A removed sequence stays in the heap until it comes up; it never returns.
+        self._heap: list[tuple[Key, EngineSequence]] = []
+        self._keys: dict[EngineSequence, Key] = {}
+        self._front = self._back = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[EngineSequence]:
+        return iter(sorted(self._keys, key=self._keys.__getitem__))
 
     def add(self, sequence: EngineSequence) -> None:
         """Queue a new sequence."""
+        self._back += 1
+        self._push(sequence, self._back)
 
     def put_back(self, sequence: EngineSequence) -> None:
         """Queue a preempted sequence."""
+        self._front -= 1
+        self._push(sequence, self._front)
 
     def head(self) -> EngineSequence:
         """The next sequence to run; the queue must not be empty."""
-
-    def pop(self) -> EngineSequence:
-        """Remove and return the head."""
-
-    def remove(self, sequence: EngineSequence) -> None:
-        """Remove any sequence."""
-
-
-class ArrivalOrder:
-    """First come first served; a preempted sequence goes to the front."""
-
-    def __init__(self) -> None:
-        self._queue: OrderedDict[EngineSequence, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[EngineSequence]:
-        return iter(self._queue)
-
-    def add(self, sequence: EngineSequence) -> None:
-        """Put a new sequence at the end."""
-        self._queue[sequence] = None
-
-    def put_back(self, sequence: EngineSequence) -> None:
-        """Put a preempted sequence at the front."""
-        self._queue[sequence] = None
-        self._queue.move_to_end(sequence, last=False)
-
-    def head(self) -> EngineSequence:
-        """The next sequence to run; the queue must not be empty."""
-        return next(iter(self._queue))
-
-    def pop(self) -> EngineSequence:
-        """Remove and return the head."""
-        return self._queue.popitem(last=False)[0]
-
-    def remove(self, sequence: EngineSequence) -> None:
-        """Remove any sequence."""
-        del self._queue[sequence]
-
-
-class UrgencyOrder:
-    """Lowest priority value first, then arrival; as in vLLM, a preempted sequence gains no precedence."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, float, int], EngineSequence]] = []
-        # A removed sequence stays in the heap until it comes up.
-        self._present: set[EngineSequence] = set()
-
-    def __len__(self) -> int:
-        return len(self._present)
-
-    def __iter__(self) -> Iterator[EngineSequence]:
-        return iter(sorted(self._present, key=lambda sequence: sequence.urgency))
-
-    def add(self, sequence: EngineSequence) -> None:
-        """Insert a sequence by its priority and arrival."""
-        self._present.add(sequence)
-        heapq.heappush(self._heap, (sequence.urgency, sequence))
-
-    put_back = add
-
-    def head(self) -> EngineSequence:
-        """The next sequence to run; the queue must not be empty."""
-        while self._heap[0][1] not in self._present:
+        while self._heap[0][1] not in self._keys:
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
@@ -104,14 +56,14 @@ class UrgencyOrder:
         """Remove and return the head."""
         sequence = self.head()
         heapq.heappop(self._heap)
-        self._present.remove(sequence)
+        del self._keys[sequence]
         return sequence
 
     def remove(self, sequence: EngineSequence) -> None:
         """Remove any sequence."""
-        self._present.remove(sequence)
+        del self._keys[sequence]
 
-
-def waiting_queue(policy: SchedulingPolicy) -> WaitingQueue:
-    """An empty queue for the policy."""
-    return UrgencyOrder() if policy is SchedulingPolicy.PRIORITY else ArrivalOrder()
+    def _push(self, sequence: EngineSequence, position: int) -> None:
+        key: Key = sequence.urgency if self._by_priority else (position,)
+        self._keys[sequence] = key
+        heapq.heappush(self._heap, (key, sequence))

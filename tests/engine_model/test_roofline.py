@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from serve_app.calibration.accuracy import compare
 from serve_app.calibration.measurements import read_measurements
 from serve_app.calibration.replay import measured, replay
+from serve_app.engine_model import roofline_profiles
 from serve_app.engine_model.hardware.figures import GIB, gpu_names, load_gpu, load_model, model_names
 from serve_app.engine_model.profiles import load_profile
 from serve_app.engine_model.roofline import EngineSetup, kv_tokens, roofline_profile, step_time
 from serve_app.engine_model.roofline_profiles import (
     SETUPS,
     engine_setup,
-    main,
     profile_name,
     profile_path,
     profile_text,
@@ -163,10 +163,13 @@ def test_the_profile_in_the_package_is_what_the_roofline_gives(names: tuple[str,
     )
 
 
-def test_the_table_names_every_profile(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    printed = capsys.readouterr().out
-    assert all(profile_name(*names) in printed for names in SETUPS)
+def test_the_files_are_written_with_the_command_in_their_comments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roofline_profiles, "_FOLDER", tmp_path)
+    roofline_profiles.main(["--write"])
+    written = {path.stem: path.read_text(encoding="utf-8") for path in tmp_path.glob("*/*.yaml")}
+    assert written == {profile_name(*names): profile_text(*names) for names in SETUPS}
 
 
 def test_every_expert_is_read_once_the_batch_is_large() -> None:

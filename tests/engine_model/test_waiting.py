@@ -1,9 +1,9 @@
-from serve_app.engine_model.waiting import SchedulingPolicy, waiting_queue
+from serve_app.engine_model.waiting import SchedulingPolicy, WaitingQueue
 from tests.engine_model.builders import names, sequence
 
 
 def test_first_come_first_served_with_the_preempted_in_front() -> None:
-    queue = waiting_queue(SchedulingPolicy.FCFS)
+    queue = WaitingQueue(SchedulingPolicy.FCFS)
     for name in "abc":
         queue.add(sequence(name))
     queue.put_back(sequence("back"))
@@ -13,7 +13,7 @@ def test_first_come_first_served_with_the_preempted_in_front() -> None:
 
 
 def test_lower_values_first_then_arrival_also_after_a_preemption() -> None:
-    queue = waiting_queue(SchedulingPolicy.PRIORITY)
+    queue = WaitingQueue(SchedulingPolicy.PRIORITY)
     queue.add(sequence("later", priority=1, at=2.0))
     queue.add(sequence("earlier", priority=1, at=1.0))
     queue.put_back(sequence("preempted", priority=2, at=0.0))
@@ -25,7 +25,7 @@ def test_lower_values_first_then_arrival_also_after_a_preemption() -> None:
 
 def test_any_sequence_can_be_taken_out() -> None:
     for policy in SchedulingPolicy:
-        queue = waiting_queue(policy)
+        queue = WaitingQueue(policy)
         members = [sequence(name, at=index) for index, name in enumerate("abc")]
         for index, member in enumerate(members):
             member.number = index

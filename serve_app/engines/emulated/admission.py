@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from serve_app.engine_model import EngineModelSettings, EngineSequence, SchedulingPolicy
 from serve_app.engines.emulated import errors
 from serve_app.engines.emulated.driver import EngineDriver, Ticket
-from serve_app.engines.emulated.lengths import LengthWish, OutputLengthSampler
+from serve_app.engines.emulated.lengths import OutputLengthSampler
 from serve_app.engines.emulated.metrics import EngineMetrics
 from serve_app.engines.emulated.requests import Generation
 from serve_app.engines.emulated.text import Prompt
@@ -55,13 +55,13 @@ class EmulatedAdmission:
             errors.refuse_long_output(
                 generation.max_tokens_param, generation.max_tokens, limits.max_model_len
             )
-        wishes = [self._wish(generation, prompt) for prompt in generation.prompts]
-        self._check_queue(len(wishes) * generation.choices)
+        output_limits = [self._output_limit(generation, prompt) for prompt in generation.prompts]
+        self._check_queue(len(output_limits) * generation.choices)
         sequences: list[EngineSequence] = []
         reasons: list[str] = []
-        for prompt, wish in zip(generation.prompts, wishes, strict=True):
+        for prompt, output_limit in zip(generation.prompts, output_limits, strict=True):
             for _ in range(generation.choices):
-                length = self._lengths.draw(wish)
+                length = self._lengths.draw(generation, output_limit)
                 reasons.append(length.finish_reason)
                 sequence_id = f"{request_id}-{len(sequences)}"
                 sequences.append(self._sequence(sequence_id, prompt, length.tokens, generation.priority))
@@ -70,10 +70,8 @@ class EmulatedAdmission:
     def admit_embeddings(self, prompts: list[Prompt], priority: int, request_id: str) -> Ticket:
         """A ticket with sequences that compute their prompts and generate nothing."""
         self._check_priority(priority)
-        max_model_len = self._rules.limits.max_model_len
         for prompt in prompts:
-            if prompt.tokens > max_model_len:
-                errors.refuse_long_prompt(prompt.tokens, max_model_len)
+            self._check_prompt(prompt)
         self._check_queue(len(prompts))
         sequences = [
             self._sequence(f"{request_id}-{index}", prompt, 0, priority)
@@ -81,19 +79,13 @@ class EmulatedAdmission:
         ]
         return Ticket(sequences, ["stop"] * len(sequences), streaming=False)
 
-    def _wish(self, generation: Generation, prompt: Prompt) -> LengthWish:
-        max_model_len = self._rules.limits.max_model_len
-        if prompt.tokens > max_model_len:
-            errors.refuse_long_prompt(prompt.tokens, max_model_len)
-        if prompt.tokens == max_model_len:
+    def _output_limit(self, generation: Generation, prompt: Prompt) -> int:
+        """The most output tokens: `max_tokens`, or the rest of the context."""
+        self._check_prompt(prompt)
+        left = self._rules.limits.max_model_len - prompt.tokens
+        if not left:
             errors.refuse_full_prompt(prompt.tokens)
-        left = max_model_len - prompt.tokens
-        return LengthWish(
-            limit=left if generation.max_tokens is None else min(left, generation.max_tokens),
-            min_tokens=generation.min_tokens,
-            ignore_eos=generation.ignore_eos,
-            exact=generation.exact_output_tokens,
-        )
+        return left if generation.max_tokens is None else min(left, generation.max_tokens)
 
     def _sequence(
         self, sequence_id: str, prompt: Prompt, target_tokens: int, priority: int
@@ -106,6 +98,10 @@ class EmulatedAdmission:
             priority=priority,
             block_hashes=prompt.block_hashes,
         )
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        if prompt.tokens > self._rules.limits.max_model_len:
+            errors.refuse_long_prompt(prompt.tokens, self._rules.limits.max_model_len)
 
     def _check_priority(self, priority: int) -> None:
         if priority and self._rules.limits.scheduling_policy is not SchedulingPolicy.PRIORITY:

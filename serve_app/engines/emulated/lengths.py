@@ -4,6 +4,8 @@ import math
 import random
 from dataclasses import dataclass
 
+from serve_app.engines.emulated.requests import Generation
+
 
 @dataclass(frozen=True, slots=True)
 class OutputLength:
@@ -11,23 +13,6 @@ class OutputLength:
 
     tokens: int
     finish_reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthWish:
-    """What the client states about the length of its answer.
-
-    Attributes:
-        limit: the maximum, from `max_tokens` and the rest of the context.
-        min_tokens: the minimum.
-        ignore_eos: generate up to the limit.
-        exact: `ewsjf_output_tokens`, the length in a trace.
-    """
-
-    limit: int
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    exact: int | None = None
 
 
 class OutputLengthSampler:
@@ -44,15 +29,12 @@ class OutputLengthSampler:
         self._sigma = sigma
         self._rng = rng
 
-    def draw(self, wish: LengthWish) -> OutputLength:
-        """Length of one answer."""
-        if wish.ignore_eos:
-            return OutputLength(wish.limit, "length")
-        if wish.exact is not None:
-            tokens = wish.exact
-        else:
+    def draw(self, generation: Generation, limit: int) -> OutputLength:
+        """The length of one answer to a request, of at most `limit` tokens."""
+        if generation.ignore_eos:
+            return OutputLength(limit, "length")
+        tokens = generation.exact_output_tokens
+        if tokens is None:
             tokens = max(1, round(self._rng.lognormvariate(self._mu, self._sigma)))
-        tokens = max(tokens, wish.min_tokens)
-        if tokens > wish.limit:
-            return OutputLength(wish.limit, "length")
-        return OutputLength(tokens, "stop")
+        tokens = max(tokens, generation.min_tokens)
+        return OutputLength(limit, "length") if tokens > limit else OutputLength(tokens, "stop")

@@ -104,47 +104,6 @@ class ReplicaLoad:
     kv_usage_ratio: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingTargets:
-    """The load that one replica is sized for."""
-
-    ongoing: float
-    saturated_waiting: float
-    kv_usage_ratio: float
-    downscale_margin_ratio: float
-
-
-def desired_replicas(loads: Sequence[ReplicaLoad], current_target: int, targets: ScalingTargets) -> int:
-    """The number of replicas that the pool should have, before bounds and delays.
-
-    Args:
-        loads: one per running replica.
-        current_target: number that Serve works towards; returned when there are no figures.
-        targets: load that one replica is sized for.
-    """
-    known = [load for load in loads if load.ongoing is not None]
-    if not known:
-        return current_target
-    needed = _replicas_for(loads, targets, 1.0)
-    if sum(load.waiting or 0.0 for load in known) >= targets.saturated_waiting * len(known):
-        needed = max(needed, len(loads) + 1)
-    if needed >= current_target:
-        return needed
-    if len(known) < len(loads):
-        return current_target
-    return min(current_target, _replicas_for(loads, targets, targets.downscale_margin_ratio))
-
-
-def _replicas_for(loads: Sequence[ReplicaLoad], targets: ScalingTargets, filled_ratio: float) -> int:
-    """Replicas for these loads when each is filled to `filled_ratio` of its targets."""
-    ongoing = sum((load.ongoing or 0.0) + (load.queued or 0.0) for load in loads)
-    kv_usage = sum(load.kv_usage_ratio or 0.0 for load in loads)
-    by_requests = ongoing / (targets.ongoing * filled_ratio)
-    by_kv = kv_usage / (targets.kv_usage_ratio * filled_ratio)
-    # The loads are means of floats: a load of exactly two replicas must not need three.
-    return math.ceil(max(by_requests, by_kv) - 1e-9)
-
-
 class _Point(Protocol):
     timestamp: float
 
@@ -170,39 +129,62 @@ class PoolContext(Protocol):
         """Latest points in order of time, by figure and replica."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPolicy:
-    """The autoscaling policy; Serve's controller calls it about ten times a second per pool."""
+    """The autoscaling policy; Serve's controller calls it about ten times a second per pool.
 
-    def __init__(
-        self,
-        target_kv_ratio: float,
-        saturated_waiting: float,
-        downscale_margin_ratio: float,
-        stale_after_s: float,
-    ) -> None:
-        self._target_kv_ratio = target_kv_ratio
-        self._saturated_waiting = saturated_waiting
-        self._downscale_margin_ratio = downscale_margin_ratio
-        self._stale_after_s = stale_after_s
+    See `AutoscalingSettings` for the attributes.
+    """
+
+    target_kv_ratio: float
+    saturated_waiting: float
+    downscale_margin_ratio: float
+    stale_after_s: float
 
     def __call__(self, context: PoolContext) -> tuple[int, dict[str, Any]]:
         """The number of replicas, and no state of our own."""
         if context.config is None:
             return context.target_num_replicas, {}
-        targets = ScalingTargets(
-            ongoing=context.config.get_target_ongoing_requests(),
-            saturated_waiting=self._saturated_waiting,
-            kv_usage_ratio=self._target_kv_ratio,
-            downscale_margin_ratio=self._downscale_margin_ratio,
-        )
         loads = [self._load(context, replica) for replica in context.running_replicas]
-        return desired_replicas(loads, context.target_num_replicas, targets), {}
+        target = context.config.get_target_ongoing_requests()
+        return self.desired_replicas(loads, context.target_num_replicas, target), {}
+
+    def desired_replicas(
+        self, loads: Sequence[ReplicaLoad], current_target: int, target_ongoing: float
+    ) -> int:
+        """The number of replicas that the pool should have, before bounds and delays.
+
+        Args:
+            loads: one per running replica.
+            current_target: number that Serve works towards; returned when there are no figures.
+            target_ongoing: requests that one replica is sized for.
+        """
+        known = [load for load in loads if load.ongoing is not None]
+        if not known:
+            return current_target
+        needed = self._replicas_for(loads, target_ongoing, 1.0)
+        if sum(load.waiting or 0.0 for load in known) >= self.saturated_waiting * len(known):
+            needed = max(needed, len(loads) + 1)
+        if needed >= current_target:
+            return needed
+        if len(known) < len(loads):
+            return current_target
+        return min(current_target, self._replicas_for(loads, target_ongoing, self.downscale_margin_ratio))
+
+    def _replicas_for(self, loads: Sequence[ReplicaLoad], target_ongoing: float, filled_ratio: float) -> int:
+        """Replicas for these loads when each is filled to `filled_ratio` of its targets."""
+        ongoing = sum((load.ongoing or 0.0) + (load.queued or 0.0) for load in loads)
+        kv_usage = sum(load.kv_usage_ratio or 0.0 for load in loads)
+        by_requests = ongoing / (target_ongoing * filled_ratio)
+        by_kv = kv_usage / (self.target_kv_ratio * filled_ratio)
+        # The loads are means of floats: a load of exactly two replicas must not need three.
+        return math.ceil(max(by_requests, by_kv) - 1e-9)
 
     def _load(self, context: PoolContext, replica: object) -> ReplicaLoad:
         points = (context.raw_metrics or {}).get(ONGOING, {}).get(replica, ())
         if not points or context.current_time is None:
             return ReplicaLoad()
-        if context.current_time - points[-1].timestamp > self._stale_after_s:
+        if context.current_time - points[-1].timestamp > self.stale_after_s:
             return ReplicaLoad()
         means = context.aggregated_metrics or {}
         return ReplicaLoad(

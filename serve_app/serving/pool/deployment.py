@@ -4,7 +4,6 @@ Serve does not count the requests, because they use the replica's own port. So t
 for autoscaling itself, and drains in `__del__`.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import ray.util
@@ -16,23 +15,9 @@ from serve_app.engines.engine import Engine
 from serve_app.engines.remote.engine import RemoteEngine, RemoteEngineSettings
 from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings
 from serve_app.serving.channel.messages import SchedulerEndpoint
-from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
-from serve_app.serving.pool.server import ReplicaServerSettings
 
 AnyEngineSettings = EmulatedEngineSettings | VllmEngineSettings | RemoteEngineSettings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolDeploymentSettings:
-    """Settings of all replicas of one pool."""
-
-    pool: str
-    engine: AnyEngineSettings
-    drain_timeout_s: float
-    health_timeout_s: float
-    server: ReplicaServerSettings
-    channel: ChannelSettings
 
 
 def make_engine(settings: AnyEngineSettings) -> Engine:
@@ -54,24 +39,15 @@ class PoolDeployment:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
-        self, settings: PoolDeploymentSettings, scheduler: DeploymentHandle[Any]
+        self, settings: PoolReplicaSettings, engine: AnyEngineSettings, scheduler: DeploymentHandle[Any]
     ) -> None:
-        context = serve.get_replica_context()
-
         async def locate() -> SchedulerEndpoint:
             endpoint: SchedulerEndpoint = await scheduler.endpoint.remote()
             return endpoint
 
-        replica = PoolReplicaSettings(
-            replica_id=context.replica_id.unique_id,
-            pool=settings.pool,
-            host=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
-            drain_timeout_s=settings.drain_timeout_s,
-            health_timeout_s=settings.health_timeout_s,
-            server=settings.server,
-            channel=settings.channel,
-        )
-        self._replica = PoolReplica(replica, make_engine(settings.engine), locate)
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._replica = PoolReplica(replica_id, host, settings, make_engine(engine), locate)
         await self._replica.start()
 
     async def check_health(self) -> None:

@@ -36,17 +36,14 @@ _LAST_BYTES_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolReplicaSettings:
-    """Identity and time limits of a replica.
+    """Settings of all replicas of one pool.
 
     Attributes:
-        host: address of its node, which gateways of all nodes can reach.
         drain_timeout_s: time for open answers after a stop was requested.
         health_timeout_s: an engine whose health check takes longer counts as dead.
     """
 
-    replica_id: str
     pool: str
-    host: str
     drain_timeout_s: float
     health_timeout_s: float
     server: ReplicaServerSettings
@@ -57,12 +54,17 @@ class PoolReplica:
     """An engine with a port, a registration at the scheduler, and an orderly end.
 
     Args:
-        settings: its identity and time limits.
+        replica_id: unique among the replicas of a model.
+        host: address of its node, which gateways of all nodes can reach.
+        settings: those of its pool.
         engine: started by `start`, stopped by `stop`.
         locate: finds the scheduler of its model.
     """
 
-    def __init__(self, settings: PoolReplicaSettings, engine: Engine, locate: Locate) -> None:
+    def __init__(
+        self, replica_id: str, host: str, settings: PoolReplicaSettings, engine: Engine, locate: Locate
+    ) -> None:
+        self._replica_id, self._host = replica_id, host
         self._settings = settings
         self._engine = engine
         self._locate = locate
@@ -73,7 +75,7 @@ class PoolReplica:
         self._read_at = 0.0
 
     def __repr__(self) -> str:
-        return f"PoolReplica({self._settings.replica_id}, {self._guard}, {self._server}, {self._client})"
+        return f"PoolReplica({self._replica_id}, {self._guard}, {self._server}, {self._client})"
 
     async def start(self) -> None:
         """Start the engine, listen, and join the pool.
@@ -119,7 +121,7 @@ class PoolReplica:
         if self._guard is not None:
             await self._drain(self._guard)
         await self._free()
-        logger.info("event=replica_stopped replica=%s", self._settings.replica_id)
+        logger.info("event=replica_stopped replica=%s", self._replica_id)
 
     async def _free(self) -> None:
         # The scheduler is told before the port closes, so it dispatches no request to a closed port.
@@ -134,19 +136,19 @@ class PoolReplica:
         # New at every start: a leaked token is invalid after its replica has ended.
         token = secrets.token_urlsafe(32)
         self._guard = ReplicaGuard(self._engine.app, token)
-        self._server = ReplicaServer(self._guard, settings.host, settings.server)
+        self._server = ReplicaServer(self._guard, self._host, settings.server)
         await self._server.start()
         spec = ReplicaSpec(
-            replica_id=settings.replica_id,
+            replica_id=self._replica_id,
             pool=settings.pool,
             max_model_len=limits.max_model_len,
             kv_tokens=limits.kv_tokens,
             max_num_seqs=limits.max_num_seqs,
         )
         address = ReplicaAddress(
-            replica_id=settings.replica_id,
+            replica_id=self._replica_id,
             pool=settings.pool,
-            host=settings.host,
+            host=self._host,
             port=self._server.port,
             token=token,
         )
@@ -164,7 +166,7 @@ class PoolReplica:
         except TimeoutError:
             logger.warning(
                 "event=drain_timeout replica=%s cut=%d drain_timeout_s=%g",
-                self._settings.replica_id,
+                self._replica_id,
                 guard.open_requests,
                 self._settings.drain_timeout_s,
             )

@@ -325,13 +325,13 @@ async def test_the_load_shows_waiting_running_and_time_per_token() -> None:
         body = {"prompt": "x", "n": 5, "max_tokens": 400, "ignore_eos": True}
         request = asyncio.create_task(it.http.post("/v1/completions", json=body))
         await until(lambda: it.is_waiting(3))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.6)
         load = await it.engine.load()
         assert (load.waiting, load.running) == (3, 2)
         assert 0.0 < load.kv_usage_ratio < 1.0
-        # The profile says 4.2 ms for two sequences; a busy machine wakes up late, never early.
+        # The profile says 4.2 ms for two sequences. A busy machine wakes up late, and catches up 0.1 s at most.
         assert load.tpot_s is not None
-        assert 0.0041 < load.tpot_s < 0.1
+        assert 0.0035 < load.tpot_s < 0.1
         request.cancel()
 
 

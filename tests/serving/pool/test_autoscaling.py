@@ -15,12 +15,17 @@ from serve_app.serving.pool.autoscaling import (
     AutoscalingSettings,
     PoolPolicy,
     ReplicaLoad,
-    ScalingTargets,
-    desired_replicas,
 )
 
-TARGETS = ScalingTargets(ongoing=10.0, saturated_waiting=1.0, kv_usage_ratio=0.8, downscale_margin_ratio=0.8)
+POLICY = PoolPolicy(
+    target_kv_ratio=0.8, saturated_waiting=1.0, downscale_margin_ratio=0.8, stale_after_s=30.0
+)
 NOW = 1_000.0
+
+
+def replicas_wanted(loads: Sequence[ReplicaLoad], current_target: int) -> int:
+    """Replicas for these loads, at ten requests per replica."""
+    return POLICY.desired_replicas(loads, current_target, target_ongoing=10.0)
 
 
 def loads(*ongoing: float | None, kv: float = 0.0) -> list[ReplicaLoad]:
@@ -40,69 +45,69 @@ def loads(*ongoing: float | None, kv: float = 0.0) -> list[ReplicaLoad]:
 def test_a_pool_gets_the_replicas_that_hold_its_load(
     ongoing: tuple[float, ...], target: int, desired: int
 ) -> None:
-    assert desired_replicas(loads(*ongoing), target, TARGETS) == desired
+    assert replicas_wanted(loads(*ongoing), target) == desired
 
 
 def test_a_full_kv_cache_scales_a_pool_up_though_it_holds_few_requests() -> None:
-    assert desired_replicas(loads(2.0, kv=0.95), 1, TARGETS) == 2
+    assert replicas_wanted(loads(2.0, kv=0.95), 1) == 2
 
 
 def test_engines_that_do_not_keep_up_get_one_more_than_run() -> None:
     """The engines' own limits keep them from reaching the targets."""
     saturated = [ReplicaLoad(ongoing=6.0, waiting=1.5, kv_usage_ratio=0.1)] * 2
-    assert desired_replicas(saturated, 2, TARGETS) == 3
+    assert replicas_wanted(saturated, 2) == 3
     # While the third starts, a fourth is not needed.
-    assert desired_replicas(saturated, 3, TARGETS) == 3
+    assert replicas_wanted(saturated, 3) == 3
 
 
 def test_what_waits_in_the_scheduler_counts_as_if_it_ran() -> None:
     """Prefill isolation and the TPOT limit hold requests back from engines that look idle."""
     held_back = [ReplicaLoad(ongoing=3.0, waiting=0.0, queued=14.0, kv_usage_ratio=0.1)] * 2
-    assert desired_replicas(held_back, 2, TARGETS) == 4
-    assert desired_replicas(held_back, 4, TARGETS) == 4
+    assert replicas_wanted(held_back, 2) == 4
+    assert replicas_wanted(held_back, 4) == 4
     nearly_gone = [ReplicaLoad(ongoing=3.0, waiting=0.0, queued=1.0, kv_usage_ratio=0.1)] * 2
-    assert desired_replicas(nearly_gone, 2, TARGETS) == 1
+    assert replicas_wanted(nearly_gone, 2) == 1
 
 
 def test_a_queue_in_one_engine_of_many_is_no_reason_to_grow() -> None:
     busy = ReplicaLoad(ongoing=6.0, waiting=2.0, kv_usage_ratio=0.1)
     calm = ReplicaLoad(ongoing=6.0, waiting=0.0, kv_usage_ratio=0.1)
-    assert desired_replicas([busy, calm, calm], 3, TARGETS) == 3
+    assert replicas_wanted([busy, calm, calm], 3) == 3
 
 
 def test_a_load_near_a_target_does_not_scale_down() -> None:
-    assert desired_replicas(loads(5.0, 5.0), 2, TARGETS) == 2
-    assert desired_replicas(loads(4.0, 4.0), 2, TARGETS) == 1
+    assert replicas_wanted(loads(5.0, 5.0), 2) == 2
+    assert replicas_wanted(loads(4.0, 4.0), 2) == 1
 
 
 def test_a_replica_without_figures_forbids_scaling_down() -> None:
-    assert desired_replicas(loads(0.0, None), 2, TARGETS) == 2
+    assert replicas_wanted(loads(0.0, None), 2) == 2
 
 
 def test_a_replica_without_figures_does_not_hinder_scaling_up() -> None:
-    assert desired_replicas(loads(31.0, None), 2, TARGETS) == 4
+    assert replicas_wanted(loads(31.0, None), 2) == 4
 
 
 def test_replicas_that_just_started_do_not_call_for_more() -> None:
-    assert desired_replicas(loads(12.0, None), 2, TARGETS) == 2
+    assert replicas_wanted(loads(12.0, None), 2) == 2
 
 
 def test_a_pool_without_any_figures_stays_as_it_is() -> None:
-    assert desired_replicas([], 3, TARGETS) == 3
-    assert desired_replicas(loads(None, None), 3, TARGETS) == 3
+    assert replicas_wanted([], 3) == 3
+    assert replicas_wanted(loads(None, None), 3) == 3
 
 
 @given(st.lists(st.floats(0, 500), min_size=1, max_size=8), st.floats(0, 1), st.integers(0, 20))
 def test_scaling_settles_when_the_load_stays(values: list[float], kv: float, target: int) -> None:
     """Once the first decision is carried out and the load is spread, nothing more changes."""
-    first = max(1, desired_replicas(loads(*values, kv=kv), target, TARGETS))
+    first = max(1, replicas_wanted(loads(*values, kv=kv), target))
     spread = ReplicaLoad(ongoing=sum(values) / first, kv_usage_ratio=kv * len(values) / first)
-    assert max(1, desired_replicas([spread] * first, first, TARGETS)) == first
+    assert max(1, replicas_wanted([spread] * first, first)) == first
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(0, 500)), max_size=8), st.integers(0, 20))
 def test_missing_figures_never_scale_down(values: list[float | None], target: int) -> None:
-    assert desired_replicas([*loads(*values), ReplicaLoad()], target, TARGETS) >= target
+    assert replicas_wanted([*loads(*values), ReplicaLoad()], target) >= target
 
 
 @dataclass
@@ -141,28 +146,22 @@ def recorded(age_s: float, **ongoing: float) -> dict[str, dict[str, list[Any]]]:
     }
 
 
-def policy() -> PoolPolicy:
-    return PoolPolicy(
-        target_kv_ratio=0.8, saturated_waiting=1.0, downscale_margin_ratio=0.8, stale_after_s=30.0
-    )
-
-
 def test_the_policy_reads_what_replicas_recorded() -> None:
-    assert policy()(Context(recorded(1.0, a=25.0, b=25.0)))[0] == 5
-    assert policy()(Context(recorded(1.0, a=1.0, b=1.0)))[0] == 1
+    assert POLICY(Context(recorded(1.0, a=25.0, b=25.0)))[0] == 5
+    assert POLICY(Context(recorded(1.0, a=1.0, b=1.0)))[0] == 1
 
 
 def test_stale_figures_never_collapse_a_pool() -> None:
-    assert policy()(Context(recorded(31.0, a=0.0, b=0.0)))[0] == 2
+    assert POLICY(Context(recorded(31.0, a=0.0, b=0.0)))[0] == 2
 
 
 def test_missing_figures_never_collapse_a_pool() -> None:
-    assert policy()(Context({}))[0] == 2
+    assert POLICY(Context({}))[0] == 2
 
 
 def test_a_replica_that_has_left_no_longer_counts() -> None:
     context = Context(recorded(1.0, a=9.0, gone=500.0), target_num_replicas=1, running_replicas=("a",))
-    assert policy()(context)[0] == 1
+    assert POLICY(context)[0] == 1
 
 
 def test_serve_takes_the_settings_and_finds_the_policy() -> None:

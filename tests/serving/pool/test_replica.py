@@ -30,9 +30,7 @@ ENGINE = EmulatedEngineSettings(served_model_names=("demo",), profile="laptop", 
 def settings(**changes: float) -> PoolReplicaSettings:
     times = {"drain_timeout_s": 20.0, "health_timeout_s": 5.0, **changes}
     return PoolReplicaSettings(
-        replica_id="replica-1",
         pool="short",
-        host="127.0.0.1",
         drain_timeout_s=times["drain_timeout_s"],
         health_timeout_s=times["health_timeout_s"],
         server=ReplicaServerSettings(),
@@ -91,7 +89,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 async def test_a_replica_joins_serves_what_is_granted_and_drains(
     live: LiveScheduler, gateway: GatewayClient
 ) -> None:
-    replica = PoolReplica(settings(), EmulatedEngine(ENGINE), locator(live))
+    replica = PoolReplica("replica-1", "127.0.0.1", settings(), EmulatedEngine(ENGINE), locator(live))
     await replica.start()
     grant = await granted(gateway, "first")
     assert (grant.dispatch.pool, grant.dispatch.replica_id) == ("short", "replica-1")
@@ -117,7 +115,9 @@ async def test_a_replica_joins_serves_what_is_granted_and_drains(
 async def test_a_drain_ends_in_time_though_an_answer_does_not(
     live: LiveScheduler, gateway: GatewayClient
 ) -> None:
-    replica = PoolReplica(settings(drain_timeout_s=0.3), EmulatedEngine(ENGINE), locator(live))
+    replica = PoolReplica(
+        "replica-1", "127.0.0.1", settings(drain_timeout_s=0.3), EmulatedEngine(ENGINE), locator(live)
+    )
     await replica.start()
     grant = await granted(gateway, "endless")
     async with httpx.AsyncClient(headers={"x-replica-token": grant.address.token}) as http:
@@ -138,7 +138,7 @@ async def test_a_replica_joins_a_scheduler_that_comes_later(
             raise ConnectionError("no scheduler yet")
         return known[0].endpoint()
 
-    replica = PoolReplica(settings(), EmulatedEngine(ENGINE), locate)
+    replica = PoolReplica("replica-1", "127.0.0.1", settings(), EmulatedEngine(ENGINE), locate)
     await replica.start()
     await asyncio.sleep(0.3)
     await replica.check_health()
@@ -185,18 +185,18 @@ class BrokenEngine:
 
 async def test_an_engine_that_cannot_start_fails_the_start_of_its_replica(live: LiveScheduler) -> None:
     with pytest.raises(EngineError, match="out of memory"):
-        await PoolReplica(settings(), BrokenEngine("start"), locator(live)).start()
+        await PoolReplica("replica-1", "127.0.0.1", settings(), BrokenEngine("start"), locator(live)).start()
 
 
 async def test_an_engine_is_freed_when_its_replica_cannot_join(live: LiveScheduler) -> None:
     engine = BrokenEngine("limits")
     with pytest.raises(ValueError, match="kv_tokens"):
-        await PoolReplica(settings(), engine, locator(live)).start()
+        await PoolReplica("replica-1", "127.0.0.1", settings(), engine, locator(live)).start()
     assert engine.stops == 1
 
 
 async def test_a_dead_engine_makes_its_replica_unhealthy(live: LiveScheduler) -> None:
-    replica = PoolReplica(settings(), BrokenEngine("health"), locator(live))
+    replica = PoolReplica("replica-1", "127.0.0.1", settings(), BrokenEngine("health"), locator(live))
     with pytest.raises(EngineError, match="not been started"):
         await replica.check_health()
     await replica.start()
@@ -206,7 +206,9 @@ async def test_a_dead_engine_makes_its_replica_unhealthy(live: LiveScheduler) ->
 
 
 async def test_an_engine_that_does_not_answer_makes_its_replica_unhealthy(live: LiveScheduler) -> None:
-    replica = PoolReplica(settings(health_timeout_s=0.1), BrokenEngine("silence"), locator(live))
+    replica = PoolReplica(
+        "replica-1", "127.0.0.1", settings(health_timeout_s=0.1), BrokenEngine("silence"), locator(live)
+    )
     await replica.start()
     with pytest.raises(EngineError, match=r"took over 0\.1 s"):
         await replica.check_health()
@@ -217,7 +219,7 @@ async def test_a_replica_whose_load_stays_unknown_is_unhealthy(
     live: LiveScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve_app.serving.pool.replica._MISSED_READINGS", 2)
-    replica = PoolReplica(settings(), BrokenEngine("load"), locator(live))
+    replica = PoolReplica("replica-1", "127.0.0.1", settings(), BrokenEngine("load"), locator(live))
     await replica.start()
     await asyncio.sleep(1.0)
     with pytest.raises(EngineError, match="load has been unknown"):
