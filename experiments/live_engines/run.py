@@ -118,7 +118,7 @@ def figures_of(records: Sequence[RequestRecord], short_at_tokens: int) -> RunFig
     whole = summarise(ordered, rules)
     measured = summarise(ordered[round(_WARM_UP_RATIO * len(ordered)) :], rules)
     latencies = {
-        f"{size}_ttft_{name}_s": measured.ttft_s.as_json()[size][name]
+        f"{size}_ttft_{name}_s": getattr(getattr(measured.ttft_s, size), name)
         for size in ("short", "long")
         for name in ("mean", "p50", "p99")
     }

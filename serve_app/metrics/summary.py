@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from serve_app.metrics.fairness import jain_of_tenants
 from serve_app.metrics.record import RequestRecord
@@ -22,10 +22,6 @@ class BySize:
     all: Distribution
     short: Distribution
     long: Distribution
-
-    def as_json(self) -> dict[str, dict[str, float | None]]:
-        """The figures by size class."""
-        return {"all": self.all.as_json(), "short": self.short.as_json(), "long": self.long.as_json()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +54,9 @@ class Summary:
 
     def as_json(self) -> dict[str, JsonValue]:
         """The `metrics` object of the command line: these names are a contract with other programs."""
-        return {
-            "completed": self.completed,
-            "throughput_tokens_per_s": self.throughput_tokens_per_s,
-            "goodput_per_s": self.goodput_per_s,
-            "makespan_s": self.makespan_s,
-            "preemptions": self.preemptions,
-            "ttft_s": self.ttft_s.as_json(),
-            "tpot_s": self.tpot_s.as_json(),
-            "e2e_s": self.e2e_s.as_json(),
-            "queue_wait_s": self.queue_wait_s.as_json(),
-            "jain_tenants": self.jain_tenants,
-        }
+        figures = asdict(self)
+        del figures["outcomes"], figures["output_tokens_per_s"]
+        return figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,10 +176,9 @@ def _cell(row: Row, column: str) -> str:
 
 
 def _seconds(row: Row, column: str) -> float:
+    cell = _cell(row, column)
     try:
-        seconds = float(_cell(row, column))
-    except _RowError:
-        raise
+        seconds = float(cell)
     except ValueError as exc:
         raise _RowError(f"{column} is not a number") from exc
     if not math.isfinite(seconds):

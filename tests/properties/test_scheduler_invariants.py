@@ -37,10 +37,7 @@ SPECS = {
 ROUTING = RoutingSettings(b_short_tokens=1_000)
 PROMOTION = PromotionSettings(interactive_s=0.5, default_s=1.0, batch_s=2.0, promoted_share=0.5)
 ISOLATION = IsolationSettings(
-    max_long_prefills=2,
-    max_longest_prefills=1,
-    prior_boundary_tokens=350,
-    prior_longest_tokens=600,
+    max_long_prefills=2, max_longest_prefills=1, prior_boundary_tokens=350, prior_longest_tokens=600
 )
 DENIED = {Outcome.REJECTED_QUEUE_FULL, Outcome.REJECTED_DEADLINE_UNMEETABLE}
 MAY_RETURN = DENIED | {Outcome.REJECTED_NO_REPLICA, Outcome.EXPIRED}

@@ -31,9 +31,9 @@ class AdmissionSettings:
         reservation_grace_s: how long after it is due it is kept.
     """
 
-    # The drain rate of a saturated fleet varies by 10-20 % from one half-minute to the next.
+    # The drain rate of a saturated fleet varies from one half-minute to the next.
     deadline_margin_ratio: Annotated[float, NOT_NEGATIVE, ADVANCED] = 0.2
-    # A single wait is off by a third or more; the mean of five is not.
+    # A single wait may differ much from its prediction; the mean of five does not.
     min_observations: Annotated[int, at_least(1), ADVANCED] = 5
     # Well above the time between two dispatches of one kind under load, well below a client's timeout.
     probe_interval_s: Annotated[float, POSITIVE, ADVANCED] = 10.0
