@@ -1,8 +1,7 @@
 """The simulation without a gateway: every request goes straight to an engine when it arrives.
 
-The baseline of everybody who has a load balancer in front of engines. The balancer knows how many requests
-each engine has, exactly and at once, which is the best that such a balancer can know; order is the engine's
-own.
+The baseline of a load balancer in front of engines. It knows exactly and at once how many requests each
+engine has, which is the best that such a balancer can know. Each engine orders its requests itself.
 """
 
 import enum
@@ -26,7 +25,7 @@ class Balance(enum.StrEnum):
 
     LEAST_OUTSTANDING = "least-outstanding"
     POWER_OF_TWO = "power-of-two"
-    """The less busy of two that are drawn; what balancers do that share no state."""
+    """The less busy of two random engines, as balancers do that share no state."""
     ROUND_ROBIN = "round-robin"
 
 
@@ -88,7 +87,7 @@ class DirectSimulation:
         if self.balance is Balance.POWER_OF_TWO:
             drawn = self._chance.sample(able, min(2, len(able)))
             return min(drawn, key=lambda replica: self._outstanding[replica.spec.replica_id])
-        # Whoever is next in turn comes first, so that equally busy engines take turns.
+        # The engine next in turn comes first, so that equally busy engines take turns.
         start = self._turn % len(able)
         self._turn += 1
         in_turn = able[start:] + able[:start]

@@ -1,8 +1,8 @@
 """The simulation: the production scheduler on simulated replicas; requests in, decisions and records out.
 
-What travels takes `control_latency_s`: a grant to its engine, and an engine's news to the scheduler. Reports
-are made every `report_interval_s` and travel as well. Requests themselves reach the scheduler when they
-arrive; a learner, if there is one, sees each that was admitted and answers at once.
+Messages take `control_latency_s`: a grant to its engine, and feedback or a report to the scheduler. A replica
+reports every `report_interval_s`. Requests reach the scheduler at the instant of their arrival. A learner, if
+there is one, observes each admitted request and answers at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +30,10 @@ from serve_app.simulation.timeline import Rank, Timeline
 
 @settings
 class SimulationSettings:
-    """The world around the scheduler.
+    """The surroundings of the scheduler.
 
     Attributes:
-        control_latency_s: one way between the scheduler and an engine, by way of a gateway.
+        control_latency_s: one way between the scheduler and an engine, through a gateway.
         report_interval_s: between two reports of a replica.
     """
 
@@ -108,7 +108,7 @@ class Simulation:
     # The scheduler
 
     def feed(self, event: ev.Event) -> None:
-        """Tell the scheduler of something that happens now, and carry out what it wants done."""
+        """Feed an event to the scheduler now, and carry out its commands."""
         now = self.timeline.now
         commands = self.scheduler.handle(event, now)
         if self.on_decision is not None:
@@ -122,7 +122,7 @@ class Simulation:
 
     def _plan_wake_up(self) -> None:
         wake_at = self.scheduler.next_wakeup()
-        # The world ends with its last request; reports would go on for ever.
+        # The simulation ends with its last request; reports would go on for ever.
         if wake_at is None or self._is_over or (self._wake_at is not None and self._wake_at <= wake_at):
             return
         self._wake_at = wake_at

@@ -45,10 +45,10 @@ class PartitionUpdate:
     """A partition to put in force, with what people want to know of it.
 
     Attributes:
-        reason: first, interval, drift or adjusted (`tuning.strategic.Reason`); restored when this scheduler
-            did not know what was in force before.
+        reason: first, interval, drift or adjusted (`tuning.partition.strategic_loop.Reason`); restored when
+            this scheduler did not know what was in force before.
         lengths: how many it was learned from.
-        distance: from the partition before, see `tuning.partition_distance`.
+        distance: from the partition before, see `tuning.partition.strategic_loop.partition_distance`.
         age_s: time since it was learned.
     """
 
