@@ -22,7 +22,7 @@ from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedu
 FAST = ChannelSettings(
     heartbeat_s=0.1, dead_after_s=0.6, gateway_grace_s=0.8, report_s=0.05, backoff_max_s=0.1
 )
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 M = TypeVar("M")
 
