@@ -108,14 +108,14 @@ class ReplicaLost:
 
 @dataclass(frozen=True, slots=True)
 class PartitionChanged:
-    """Queues have been learned anew; whoever waits is queued anew, and keeps the time of arrival."""
+    """Queues have been learned anew; waiting requests are queued again, and keep their time of arrival."""
 
     partition: Partition
 
 
 @dataclass(frozen=True, slots=True)
 class Retuned:
-    """Some settings have other values from now on, and nobody loses a place by it.
+    """Some settings have other values from now on, and no request loses its place by it.
 
     Attributes:
         settings: of which only what `retuning.RETUNABLE` names may differ from those in force.

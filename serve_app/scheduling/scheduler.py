@@ -1,20 +1,20 @@
 """The scheduler: which request goes next, to which replica, and when, decided by a machine without a clock.
 
-Theory of operation. `handle(event, now)` first ends what time has ended (queue times, old reports), then
-applies the event, then dispatches until no head of any lane fits anywhere. It returns what to do, in order.
-`next_wakeup()` says when time alone will change something. The live actor and the simulator do the same three
-things with it: feed events, carry out commands, arm the next wake-up.
+Theory of operation. `handle(event, now)` first ends what time has ended (queue timeouts, old reports), then
+applies the event, then dispatches until no head of any sub-queue fits anywhere. It returns the commands, in
+order. `next_wakeup()` says when time alone will change something. The live scheduler and the simulator do the
+same three things with it: feed events, carry out commands, arm the next wake-up.
 
-A request is in exactly one of three places: in the waiting queue, on a replica's books in the ledger, or
-concluded and forgotten.
+A request is in exactly one of three places: in the queue, on a replica in the ledger, or concluded and
+forgotten.
 
 Rules:
 - A decision is its reservation: `Dispatch` is returned with the ledger already holding the request's tokens.
-- Late binding: a request waits for *a pool it may go to*. Pools first serve those at home in them, then those
-  that spill.
-- A head that does not fit holds up the lane behind it, or small requests would starve large ones for ever.
-- An event about a request that is not known, or not where the event says, changes nothing: it crossed another
-  on its way.
+- Late binding: a request waits for *a pool that may serve it*. Pools first serve requests that are at home in
+  them, then those that spill.
+- A head that does not fit holds up the sub-queue behind it, or small requests would starve large ones.
+- An event about a request that is unknown, or not where the event says, changes nothing: it crossed another
+  event on its way.
 """
 
 from collections.abc import Callable, Mapping
@@ -155,7 +155,7 @@ class Scheduler:
         return self._requests.of_gateway(gateway_id)
 
     def queue_snapshot(self, now: float) -> QueueSnapshot:
-        """Who waits where, and why; for people."""
+        """Which requests wait where, and why; for people."""
         return take_queue_snapshot(self.queue, self.dispatcher, self._policy, self.router.b_short_tokens, now)
 
     def __len__(self) -> int:
@@ -274,7 +274,7 @@ class Scheduler:
             self._put_back(scheduled, event.message, now)
 
     def _put_back(self, scheduled: ScheduledRequest, message: str, now: float) -> None:
-        """To the front of its queue, with its whole time before it again: it had been served in time."""
+        """To the front of its queue, with its whole timeout again: it had been dispatched in time."""
         request = scheduled.request
         # Routed again: an engine may have found it too long, and pools may have changed while it ran.
         scheduled.pools = self.router.route(request, scheduled.estimate, above_tokens=scheduled.above_tokens)
@@ -313,7 +313,7 @@ class Scheduler:
         self._route_anew()
 
     def _route_anew(self) -> None:
-        """Context limits or the border of the pools may be others now; nobody who waits stays misrouted."""
+        """Route waiting requests again: context limits or `b_short_tokens` may have changed."""
         for scheduled in list(self.queue):
             pools = self.router.route(
                 scheduled.request, scheduled.estimate, above_tokens=scheduled.above_tokens

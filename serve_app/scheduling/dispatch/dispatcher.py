@@ -1,14 +1,14 @@
 """The dispatcher: which request goes next, and to which replica, in the order of service.
 
-1. Whoever came back from a replica: it had been served in time.
-2. Whoever has waited past its class's bound, or was promised a place, at a bounded rate (`promotion`); if it
-   fits nowhere, room is kept for it (`reservations`).
-3. A class below that is owed its floor share (`class_floors`).
-4. The classes in their order; inside a class the tenants by their turns (`fairness`); among tenants whose
-   turn it is, and inside each of them, the heads of the lanes by the policy's score.
+1. A request that came back from a replica: it had been dispatched in time.
+2. A request that has waited past its class's bound, or holds a retry reservation, at a bounded rate
+   (`promotion`). If it fits nowhere, capacity is kept for it (`capacity_reservations`).
+3. A lower class that is owed its floor share (`class_floors`).
+4. The classes in their order; inside a class the tenants in the order of their shares (`fairness`); among
+   tenants with equal shares, and inside each of them, the heads of the sub-queues by the policy's score.
 
-The first in this order that fits a replica of the pool goes. Batch work fits only where the engine's own
-queue is empty, unless it is owed its floor.
+The first in this order that fits a replica of the pool is dispatched. Batch work fits only where the engine's
+own queue is empty, unless it is owed its floor share.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class Dispatcher:
         queue, ledger, placement, policy: those of the scheduler, which owns them.
 
     Attributes:
-        reservations: room that is kept for who has waited too long.
+        reservations: capacity that is kept for requests that have waited too long.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Dispatcher:
         self._overdue.prune(len(self._queue))
 
     def fits(self, scheduled: ScheduledRequest, now: float) -> bool:
-        """Whether some replica has room for a request that has just come, whoever goes before it."""
+        """Whether some replica has capacity for a request that has just arrived, whatever is ahead of it."""
         needs_empty_engine_queue = scheduled.request.priority is PriorityClass.BATCH
         limits = self._limits(scheduled, now)
         for pool in scheduled.pools:
