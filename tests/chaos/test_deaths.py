@@ -161,10 +161,8 @@ async def test_requests_of_a_killed_gateway_are_released_within_two_seconds(app:
         )
         await asyncio.to_thread(kill_one, app, "gateway")
         killed_at = time.monotonic()
-        # Those of the dead gateway break at once, as far as a busy machine lets us see it; the others continue.
-        async with asyncio.timeout(2.0):
-            while not any(stream.done() for stream in streams):
-                await asyncio.sleep(0.01)
+        # Those of the dead gateway break at once, which a busy machine may show late; the others continue.
+        await asyncio.wait(streams, timeout=2.0, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.sleep(0.2)
         left = sum(not stream.done() for stream in streams)
         assert 0 < left < 20
