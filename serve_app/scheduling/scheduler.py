@@ -133,8 +133,7 @@ class Scheduler:
                 f"time went back from {self._now!r} to {now!r}: feed events in the order of one clock"
             )
         self._now = now
-        commands: list[Command] = []
-        self._commands = commands
+        commands = self._commands = []
         self._end_overdue(now)
         self._handlers[type(event)](event, now)
         self._dispatch(now)
@@ -440,7 +439,8 @@ class Scheduler:
 
     def _conclude(self, request: Request, conclusion: Conclusion, *, dispatched: bool = False) -> None:
         """Say how it ended. One that is refused on arrival was never remembered."""
-        self._forget(request)
+        if (scheduled := self._requests.pop(request.request_id)) is not None:
+            self.router.on_departure(scheduled.estimate, scheduled.counted_at)
         self._commands.append(
             Conclude(
                 request_id=request.request_id,
@@ -449,7 +449,3 @@ class Scheduler:
                 dispatched=dispatched,
             )
         )
-
-    def _forget(self, request: Request) -> None:
-        if (scheduled := self._requests.pop(request.request_id)) is not None:
-            self.router.on_departure(scheduled.estimate, scheduled.counted_at)
