@@ -430,8 +430,6 @@ class Scheduler:
         else:
             self._release(scheduled, now, ran=True)
 
-    # Conclusions
-
     def _refuse_waiting(self, scheduled: ScheduledRequest, refusal: Conclusion) -> None:
         self.queue.remove(scheduled)
         self._expiry.prune(len(self.queue))
