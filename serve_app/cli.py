@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import serve_app
 from serve_app.bench.command import COMMAND as BENCH
 from serve_app.calibration.command import COMMAND as CALIBRATE
-from serve_app.command import Command, warn
+from serve_app.command import Command, CommandParser, warn
 from serve_app.errors import ServeAppError
 from serve_app.planning.command import COMMAND as PLAN
 from serve_app.simulation.command.command import simulate_command
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m serve_app",
         description=__doc__,
         epilog="example:\n  python -m serve_app bench --help",

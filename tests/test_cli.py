@@ -43,6 +43,26 @@ def test_wrong_usage_ends_with_status_2_and_a_message(
     assert "error:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message", "help_of"),
+    [
+        (("bench", "--url", "http://x"), "the following arguments are required: --trace", " bench"),
+        (("bench", "--rate", "-1"), "argument --rate: must be a number above 0, got '-1'", " bench"),
+        (("simulate", "--trace", "lmsys", "--relicas=3"), "(did you mean --replicas?)", " simulate"),
+        (("fly",), "invalid choice: 'fly'", ""),
+        ((), "COMMAND", ""),
+    ],
+)
+def test_wrong_arguments_are_answered_in_one_line_that_names_the_help(
+    arguments: tuple[str, ...], message: str, help_of: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert line.endswith(f"{help_of} --help")
+
+
 def test_asking_for_help_loads_no_heavy_library() -> None:
     script = (
         "import sys\n"
