@@ -68,7 +68,7 @@ class GatewayClient:
         # Ends without a receipt, with the number of the message that told of each; 0 when none could.
         self._ended: deque[tuple[int, Finish]] = deque()
         self._table: dict[str, ReplicaAddress] = {}
-        self._accepting: tuple[ReplicaAddress, ...] = ()
+        self._open: tuple[ReplicaAddress, ...] = ()
         self._queue_timeouts_s: dict[PriorityClass, float] = {}
         self._scrapes: dict[int, asyncio.Future[str]] = {}
         self._scrape_serial = 0
@@ -161,8 +161,8 @@ class GatewayClient:
         self._ended.append((self._link.send(finish) if self._link is not None else 0, finish))
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:
-        """All replicas that take requests now; empty while the scheduler is unknown."""
-        return self._accepting if self._link is not None else ()
+        """The open replicas, which take requests now; empty while the scheduler is unknown."""
+        return self._open if self._link is not None else ()
 
     async def exposition(self) -> str:
         """Return the scheduler's metrics as text; empty when it does not answer in a second."""
@@ -201,7 +201,7 @@ class GatewayClient:
             self._on_refusal(message)
         elif isinstance(message, ReplicaTable):
             self._table = {entry.address.replica_id: entry.address for entry in message.entries}
-            self._accepting = tuple(entry.address for entry in message.entries if not entry.draining)
+            self._open = tuple(entry.address for entry in message.entries if entry.open)
         elif isinstance(message, Exposition):
             answer = self._scrapes.get(message.serial)
             if answer is not None and not answer.done():

@@ -18,7 +18,7 @@ from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +153,12 @@ class Report(Message, frozen=True):
     report: ReplicaReport
 
 
+class EngineFailed(Message, frozen=True):
+    """A registered replica's engine does not answer: nothing may be sent there until it registers again."""
+
+    reason: str
+
+
 # From the scheduler to a peer.
 
 
@@ -170,10 +176,14 @@ class Rejected(Message, frozen=True):
 
 
 class ReplicaEntry(Message, frozen=True):
-    """One line of the replica table."""
+    """One line of the replica table.
+
+    Attributes:
+        open: it takes new requests: it has reported lately, and does not drain.
+    """
 
     address: ReplicaAddress
-    draining: bool
+    open: bool
 
 
 class ReplicaTable(Message, frozen=True):
@@ -210,7 +220,7 @@ class Exposition(Message, frozen=True):
 
 
 FromGateway = Submit | PutBack | Running | SnapshotEnd | First | Finish | Cancel | Scrape
-FromReplica = Register | Report
+FromReplica = Register | Report | EngineFailed
 FromPeer = Heartbeat | Hello | Bye | FromGateway | FromReplica
 ToGateway = ReplicaTable | Granted | Refused | Exposition
 ToReplica = Queued

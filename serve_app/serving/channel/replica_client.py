@@ -7,15 +7,18 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from serve_app.errors import ChannelError
+from serve_app.errors import ChannelError, EngineError
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.connector import Connector, Locate
 from serve_app.serving.channel.link import Link
-from serve_app.serving.channel.messages import Queued, Register, Report, Role, Welcome
+from serve_app.serving.channel.messages import EngineFailed, Queued, Register, Report, Role, Welcome
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
 
 logger = logging.getLogger("ray.serve")
+
+# An engine's last words may quote a whole log, and a frame has a limit.
+_MAX_REASON_CHARS = 1_000
 
 
 class ReplicaClient:
@@ -23,8 +26,9 @@ class ReplicaClient:
 
     Args:
         locate: finds the scheduler; in production a call on a Ray handle.
-        load: the replica's present state. While it fails or hangs nothing is reported, so that the
-            scheduler, after its limit for old reports, sends no more requests here.
+        load: the replica's present state. When it raises `EngineError` the scheduler is told at once, and
+            sends nothing here until the replica registers again. While it hangs or fails otherwise nothing
+            is reported, and the scheduler sends nothing after its limit for old reports.
 
     Attributes:
         queued: this replica's share of the requests that wait for its pool; 0 while nobody tells.
@@ -47,6 +51,8 @@ class ReplicaClient:
         self._report: ReplicaReport | None = None
         self._reported_at = 0.0
         self._load_works = True
+        # Why the engine does not answer; empty while it does.
+        self._engine_failure = ""
         self.queued = 0.0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -81,9 +87,10 @@ class ReplicaClient:
     def on_connected(self, link: Link, _welcome: Welcome) -> None:
         """Register; with the last report, so that the scheduler knows at once what runs here."""
         self._link = link
-        link.send(self._register)
-        if self._report is not None:
-            self._tell(self._report)
+        if not self._engine_failure:
+            link.send(self._register)
+            if self._report is not None:
+                self._tell(self._report)
         self._wake.set()
 
     def on_message(self, message: Any) -> None:
@@ -116,17 +123,36 @@ class ReplicaClient:
     async def _report_once(self) -> None:
         try:
             report = await self._load()
+        except EngineError as error:
+            self._on_engine_failure(repr(error)[:_MAX_REASON_CHARS])
+            return
         except Exception:
             if self._load_works:
                 logger.exception("event=load_unknown replica=%s", self._register.spec.replica_id)
             self._load_works = False
             return
         self._load_works = True
+        if self._engine_failure:
+            self._on_engine_recovery()
         silent_s = self._loop.time() - self._reported_at
         # A little early, so that the rhythm of the looks does not stretch the interval.
         due = silent_s > self._settings.report_at_least_s - self._settings.report_s / 2
         if report != self._report or due:
             self._tell(report)
+
+    def _on_engine_failure(self, reason: str) -> None:
+        if self._engine_failure:
+            return
+        self._engine_failure, self._report = reason, None
+        logger.error("event=engine_failed replica=%s reason=%r", self._register.spec.replica_id, reason)
+        if self._link is not None:
+            self._link.send(EngineFailed(reason))
+
+    def _on_engine_recovery(self) -> None:
+        self._engine_failure = ""
+        logger.info("event=engine_recovered replica=%s", self._register.spec.replica_id)
+        if self._link is not None:
+            self._link.send(self._register)
 
     def _tell(self, report: ReplicaReport) -> None:
         self._report, self._reported_at = report, self._loop.time()

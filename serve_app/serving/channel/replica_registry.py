@@ -3,12 +3,17 @@
 A replica that cannot be heard is given no new requests at once; nothing more follows from a lost
 connection. What it runs stays in the core's ledger until the gateways, which see it directly, say how it
 ended: a glitch of this channel fails no request. When the replica is back it joins again, with the
-limits it states then, and finds its running requests still counted.
+limits it states then, and finds its running requests still counted. A replica whose engine has failed says
+so, and is treated in the same way: its connection stays, and it registers again if the engine answers again.
+
+The table states which replicas are *open*, that is, take new requests. Whenever that changes for one of them,
+all gateways are told.
 
 Each report is answered with the replica's share of its pool's queue, if that has changed: autoscaling asks
 replicas for their load, and what waits here is load that no engine shows.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +23,7 @@ from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling.events import Event, ReplicaJoined, ReplicaLost, ReplicaReported
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
+    EngineFailed,
     Message,
     Queued,
     Register,
@@ -27,6 +33,8 @@ from serve_app.serving.channel.messages import (
 )
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 
+logger = logging.getLogger("ray.serve")
+
 
 @dataclass(slots=True, eq=False)
 class _Replica:
@@ -34,11 +42,12 @@ class _Replica:
     spec: ReplicaSpec
     address: ReplicaAddress
     report: ReplicaReport | None = None
+    stale: bool = False
     told_queued: float = 0.0
 
     @property
-    def draining(self) -> bool:
-        return self.report is not None and self.report.draining
+    def open(self) -> bool:
+        return self.report is not None and not (self.report.draining or self.stale)
 
 
 class ReplicaRegistry:
@@ -62,8 +71,8 @@ class ReplicaRegistry:
         self.table = ReplicaTable([])
 
     def __repr__(self) -> str:
-        draining = sum(replica.draining for replica in self._replicas.values())
-        return f"<ReplicaRegistry replicas {len(self._replicas)}, draining {draining}>"
+        still_open = sum(replica.open for replica in self._replicas.values())
+        return f"<ReplicaRegistry replicas {len(self._replicas)}, open {still_open}>"
 
     def __contains__(self, replica_id: str) -> bool:
         return replica_id in self._replicas
@@ -83,18 +92,28 @@ class ReplicaRegistry:
             self._register(replica_id, link, message)
         elif isinstance(message, Report):
             self._report(replica_id, message)
+        elif isinstance(message, EngineFailed):
+            logger.error("event=engine_failed replica=%s reason=%r", replica_id, message.reason)
+            self.on_loss(replica_id, link)
         else:
             raise ChannelError(
                 f"replica {replica_id} said {type(message).__name__}, which is not a replica's to say"
             )
 
     def on_loss(self, replica_id: str, link: Link) -> None:
-        """A replica's connection is over."""
+        """A replica's connection is over, or its engine has failed."""
         replica = self._replicas.get(replica_id)
         if replica is not None and replica.link is link:
             del self._replicas[replica_id]
             self._publish()
             self._feed(ReplicaLost(replica_id))
+
+    def on_stale(self, replica_id: str) -> None:
+        """A replica has not reported for too long; its next report opens it again."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None:
+            replica.stale = True
+            self._publish()
 
     def _register(self, replica_id: str, link: Link, message: Register) -> None:
         spec, address = message.spec, message.address
@@ -111,8 +130,9 @@ class ReplicaRegistry:
         replica = self._replicas.get(replica_id)
         if replica is None:
             raise ChannelError(f"replica {replica_id} reports before it registers")
-        was_draining, replica.report = replica.draining, message.report
-        if replica.draining != was_draining:
+        was_open = replica.open
+        replica.report, replica.stale = message.report, False
+        if replica.open != was_open:
             self._publish()
         self._feed(ReplicaReported(replica_id, message.report))
         self._tell_queue(replica)
@@ -126,7 +146,7 @@ class ReplicaRegistry:
 
     def _publish(self) -> None:
         self.table = ReplicaTable(
-            [ReplicaEntry(replica.address, replica.draining) for replica in self._replicas.values()]
+            [ReplicaEntry(replica.address, replica.open) for replica in self._replicas.values()]
         )
         self._joined = Counter(replica.spec.pool for replica in self._replicas.values())
         self._tell_gateways(self.table)

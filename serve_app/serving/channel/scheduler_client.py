@@ -63,7 +63,11 @@ class SchedulerClient(Protocol):
         ...
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:
-        """All replicas that take requests now; empty when none, or while the scheduler is unknown."""
+        """The open replicas of the model, which take requests now; empty also while the scheduler is unknown.
+
+        A replica is open while its engine answers, its reports are fresh and it does not drain. The scheduler
+        sends every change at once, so the answer is about as old as one message.
+        """
         ...
 
     async def exposition(self) -> str:

@@ -258,6 +258,7 @@ class LiveScheduler:
                 self._metrics.on_conclusion(command, self._gateways.conclude(command))
             case ReportStale(replica_id=replica_id, age_s=age_s):
                 self._stale.add(replica_id)
+                self._replicas.on_stale(replica_id)
                 self._metrics.on_report_stale()
                 logger.warning("event=report_stale replica=%s age_s=%.2f", replica_id, age_s)
             case ReportFresh(replica_id=replica_id):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from serve_app.errors import Conclusion
+from serve_app.errors import Conclusion, EngineError
 from serve_app.request import PromptShape, RequestSpec, Submission
 from serve_app.routing.pools import RoutingSettings
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
@@ -138,10 +138,13 @@ class ReplicaDouble:
         )
         self.report = ReplicaReport(received=0, waiting=0, running=0, kv_usage_ratio=0.0)
         self.broken = False
+        self.engine_failure = ""
         self.looks = 0
 
     async def load(self) -> ReplicaReport:
         self.looks += 1
+        if self.engine_failure:
+            raise EngineError(self.engine_failure)
         if self.broken:
             raise RuntimeError("the engine does not answer")
         return self.report

@@ -2,7 +2,7 @@ import asyncio
 from dataclasses import replace
 
 from serve_app.request import PriorityClass
-from tests.serving.channel.harness import FAST, Simulation, submission, until
+from tests.serving.channel.harness import FAST, Simulation, granted, submission, until
 
 
 async def test_a_change_is_reported_and_no_change_is_repeated_only_as_a_sign_of_life(
@@ -51,11 +51,54 @@ async def test_a_replica_whose_load_is_unknown_stops_reporting_and_becomes_stale
     await until(lambda: not world.live.status()["replicas"]["s1"]["stale"])
 
 
+async def test_gateways_learn_that_a_stale_replica_takes_no_requests(world: Simulation) -> None:
+    gateway = await world.gateway()
+    _, double = await world.replica("s1")
+    await until(lambda: len(gateway.replicas()) == 1)
+    double.broken = True
+    await until(lambda: gateway.replicas() == ())
+    double.broken = False
+    await until(lambda: len(gateway.replicas()) == 1)
+
+
+async def test_the_death_of_an_engine_closes_its_replica_at_once(world: Simulation) -> None:
+    gateway = await world.gateway()
+    client, double = await world.replica("s1")
+    await until(lambda: len(gateway.replicas()) == 1)
+    double.engine_failure = "the engine is dead"
+    await until(lambda: gateway.replicas() == ())
+    assert client.is_connected
+    assert world.live.core.ledger.joined == 0
+    # Nobody waited for its last report to become stale.
+    assert 'ewsjf_stale_reports_total{model="m"} 1.0' not in world.live.exposition()
+
+
+async def test_a_replica_joins_again_when_its_engine_answers_again(world: Simulation) -> None:
+    gateway = await world.gateway()
+    _, double = await world.replica("s1")
+    double.engine_failure = "the server at http://far gives no answer"
+    await until(lambda: world.live.core.ledger.joined == 0)
+    double.engine_failure = ""
+    await until(lambda: [address.replica_id for address in gateway.replicas()] == ["s1"])
+    await granted(gateway, "r")
+
+
+async def test_a_new_scheduler_is_not_told_of_a_replica_whose_engine_has_failed(world: Simulation) -> None:
+    client, double = await world.replica("s1")
+    double.engine_failure = "the engine is dead"
+    await until(lambda: world.live.core.ledger.joined == 0)
+    await world.restart()
+    await until(lambda: client.is_connected)
+    looks = double.looks
+    await until(lambda: double.looks > looks + 1)
+    assert world.live.core.ledger.joined == 0
+
+
 async def test_draining_is_told_at_once(world: Simulation) -> None:
     client, double = await world.replica("s1")
     double.report = replace(double.report, draining=True)
     client.report_now()
-    await until(lambda: world.live._replicas.table.entries[0].draining)
+    await until(lambda: not world.live._replicas.table.entries[0].open)
 
 
 async def test_a_half_open_channel_is_noticed_and_the_replica_joins_again(world: Simulation) -> None:

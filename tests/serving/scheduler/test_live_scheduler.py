@@ -157,7 +157,7 @@ async def test_the_repr_shows_the_counts(world: Simulation) -> None:
     await world.replica("s1")
     await granted(gateway, "r1")
     assert "<GatewaySessions gateways 1, <RequestBook waiting 0, running 1>>" in repr(world.live)
-    assert "<ReplicaRegistry replicas 1, draining 0>" in repr(world.live)
+    assert "<ReplicaRegistry replicas 1, open 1>" in repr(world.live)
 
 
 async def test_learned_queues_are_put_in_force_and_recorded(world: Simulation, tmp_path: Path) -> None:
