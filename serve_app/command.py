@@ -1,4 +1,4 @@
-"""A sub-command of `python -m serve_app`, and helpers for all of them: arguments, tables, files, progress."""
+"""A sub-command of `python -m serve_app`, and helpers for all of them: arguments, files, progress."""
 
 import argparse
 import difflib
@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import urllib.request
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,28 +68,6 @@ def write_json(path: Path, document: Mapping[str, object]) -> None:
     """Write a result as JSON; missing figures are null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def aligned_table(head: Sequence[str], lines: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
-    """A Markdown table whose columns are aligned in a terminal as well.
-
-    Args:
-        text_columns: the first columns, which hold text and are aligned to the left; figures to the right.
-    """
-    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
-
-    def row(cells: Sequence[str]) -> str:
-        padded = (
-            cell.ljust(width) if column < text_columns else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return f"| {' | '.join(padded)} |"
-
-    rule = "|".join(
-        "-" * (width + 2) if column < text_columns else "-" * (width + 1) + ":"
-        for column, width in enumerate(widths)
-    )
-    return "\n".join((row(head), f"|{rule}|", *map(row, lines)))
 
 
 def given_arguments(args: argparse.Namespace, *, leave_out: Collection[str] = ()) -> dict[str, object]:

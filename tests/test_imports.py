@@ -31,17 +31,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines": WORDS | {"engine_model"},
     "workloads": WORDS,
     # Both drive the core, and neither knows the other.
-    "simulation": CORE | {"engine_model", "workloads", "command", "provenance"},
+    "simulation": CORE | {"engine_model", "workloads", "command", "tables", "provenance"},
     "serving": CORE | {"engines", "engine_model", "tuning"},
-    "tuning": CORE | {"engine_model", "workloads", "simulation", "command", "provenance"},
-    "planning": CORE | {"engine_model", "workloads", "simulation", "command", "provenance"},
+    "tuning": CORE | {"engine_model", "workloads", "simulation", "command", "tables", "provenance"},
+    "planning": CORE | {"engine_model", "workloads", "simulation", "command", "tables", "provenance"},
     # A client of a live endpoint: it knows it from outside only.
-    "bench": WORDS | {"metrics", "workloads", "command", "provenance"},
+    "bench": WORDS | {"metrics", "workloads", "command", "tables", "provenance"},
     "settings": CORE | {"engines", "engine_model", "serving", "tuning"},
     "app": CORE | {"engines", "serving", "tuning", "settings"},
     "provenance": {"workloads"},
     "calibration": WORDS | {"engine_model", "command"},
     "command": set(),
+    "tables": set(),
     # Another client from outside.
     "status": {"errors", "command"},
     "cli": WORDS | {"command", "status", "bench", "calibration", "simulation", "planning", "tuning"},

@@ -8,6 +8,7 @@ from serve_app.planning.plan import Effort, Plan, make_plan, steps
 from serve_app.planning.results import plan_as_json, table, verdict
 from serve_app.planning.sizing.costs import CostTable
 from serve_app.provenance import provenance
+from serve_app.tables import paragraph
 from serve_app.workloads.loaders import describe_skipped
 
 _EXAMPLE = """example:
@@ -21,7 +22,7 @@ def _run(args: argparse.Namespace) -> int:
     effort = Effort(seeds=range(args.seeds), stand_in_replicas=args.stand_in, jobs=args.jobs)
     with progress_bar("fleets", steps(options)) as advance:
         plan = make_plan(options, demand, CostTable.load(args.costs), effort, lambda _: advance())
-    say(f"{_heading(plan)}\n\n{table(plan.result)}\n\n{verdict(plan.result)}")
+    say(f"{paragraph(_heading(plan))}\n\n{table(plan.result)}\n\n{paragraph(verdict(plan.result))}")
     for line in _warnings(plan, args.seeds):
         warn(line)
     if args.json is not None:

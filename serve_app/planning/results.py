@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.command import aligned_table
 from serve_app.metrics.confidence import ConfidenceInterval
 from serve_app.planning.model.closed_form import ClosedForm
 from serve_app.planning.sizing.candidates import Candidate, PlanResult, SizedFleet
 from serve_app.planning.sizing.fleets import WORST_CASE
+from serve_app.tables import shown_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _terms(terms: ClosedForm | None) -> dict[str, float] | None:
 
 
 def table(result: PlanResult) -> str:
-    """A Markdown table with a line for every fleet that was sized by simulation."""
+    """A table with a line for every fleet that was sized by simulation."""
     head = (
         *("fleet", "B_short", "replicas", "model", "GPUs", "$/hour"),
         *("P99 TTFT s", "long s", "P99 TPOT ms", "preempted ‰", "settings"),
@@ -144,7 +144,7 @@ def table(result: PlanResult) -> str:
         )
         for one in result.simulated
     ]
-    return aligned_table(head, lines, text_columns=len(head))
+    return shown_table(head, lines, text_columns=len(head))
 
 
 def verdict(result: PlanResult) -> str:

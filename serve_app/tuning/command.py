@@ -6,6 +6,7 @@ import time
 
 from serve_app.command import Command, given_arguments, progress_bar, say, write_json
 from serve_app.provenance import provenance
+from serve_app.tables import paragraph
 from serve_app.tuning import arguments
 from serve_app.tuning.search.optimiser import make_optimiser
 from serve_app.tuning.search.study import Study
@@ -34,7 +35,7 @@ def _run(args: argparse.Namespace) -> int:
         course = run_study(study, settings, twin, budget, lambda _: advance())
     assert study.finding is not None
     report = StudyReport(plan.space, settings, study.finding, course)
-    say(f"{_heading(plan)}\n\n{report.as_text()}")
+    say(f"{paragraph(_heading(plan))}\n\n{report.as_text()}")
     if args.json is not None:
         found = provenance(plan.traffic, given_arguments(args), [args.seed])
         write_json(args.json, report.as_json() | {"provenance": found})

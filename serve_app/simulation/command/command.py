@@ -12,10 +12,11 @@ from serve_app.provenance import provenance
 from serve_app.scheduling.decision_log import Decision, encode_decision, encode_header
 from serve_app.simulation.batch import at_load, run_all, saturated_rates
 from serve_app.simulation.command import arguments
-from serve_app.simulation.command.results import Row, markdown_table, run_as_json, unequal_work
+from serve_app.simulation.command.results import Row, run_as_json, seeds_table, unequal_work
 from serve_app.simulation.partitions import PartitionSource, write_partition
 from serve_app.simulation.run import DIRECT, RunResult, RunSettings, run_header, simulate
 from serve_app.simulation.workload import choose_trace
+from serve_app.tables import paragraph
 from serve_app.workloads.loaders import describe_skipped
 
 _EXAMPLE = """example:
@@ -30,7 +31,7 @@ def _run(args: argparse.Namespace, learned: PartitionSource) -> int:
         warn(f"{runs[0].trace.name}: {skipped}")
     results = list(_played(runs, args))
     rows = [run_as_json(result) for result in results]
-    say(f"{_heading(results[0])}\n\n{markdown_table(rows)}")
+    say(f"{paragraph(_heading(results[0]))}\n\n{seeds_table(rows)}")
     for warning in _warnings(results, rows):
         warn(warning)
     if args.json is not None:

@@ -1,13 +1,13 @@
-"""The results of simulated runs, as JSON and as a Markdown table over seeds."""
+"""The results of simulated runs, as JSON and as a table over seeds."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from serve_app.command import aligned_table
 from serve_app.metrics.confidence import interval_95
 from serve_app.simulation.partitions import partition_as_json
 from serve_app.simulation.run import ORACLE, RunResult
+from serve_app.tables import shown_table
 
 Row = Mapping[str, Any]
 """A run as JSON."""
@@ -94,7 +94,7 @@ def unequal_work(rows: Iterable[Row]) -> list[str]:
     ]
 
 
-def markdown_table(rows: Sequence[Row], by: Sequence[str] = (), figures: Sequence[Figure] = FIGURES) -> str:
+def seeds_table(rows: Sequence[Row], by: Sequence[str] = (), figures: Sequence[Figure] = FIGURES) -> str:
     """Means over seeds with half the width of their 95 % interval, one line for each policy.
 
     Args:
@@ -108,7 +108,7 @@ def markdown_table(rows: Sequence[Row], by: Sequence[str] = (), figures: Sequenc
     lines = [
         [*map(str, key), str(len(group)), *map(_cell_of(group), figures)] for key, group in groups.items()
     ]
-    return aligned_table(head, lines, text_columns=len(by) + 1)
+    return shown_table(head, lines, text_columns=len(by) + 1, key_columns=len(by) + 1)
 
 
 def _policy(row: Row) -> str:

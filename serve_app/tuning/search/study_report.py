@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from serve_app.tables import shown_table
 from serve_app.tuning.objective.service_class import ClassFigures
 from serve_app.tuning.search.scoreboard import INCUMBENT
 from serve_app.tuning.search.search_space import SearchSpace, Values
@@ -31,7 +32,7 @@ class StudyReport:
     def as_text(self) -> str:
         """The verdict for a reader."""
         best = self.finding.best
-        lines = [self._verdict(), "", *self._class_table()]
+        lines = [self._verdict(), "", self._class_table()]
         if best is not None:
             lines += ["", *self._changes(best.values)]
         if self.finding.confident and best is not None:
@@ -78,24 +79,20 @@ class StudyReport:
             return text
         return f"{text}; reward {found.mean:+.4f} (95 %: {found.low:+.4f} to {found.high:+.4f})"
 
-    def _class_table(self) -> list[str]:
+    def _class_table(self) -> str:
         """TTFT and attainment of each class, side by side, as means over windows."""
         best = self.finding.best
         before = _mean_classes(self._results(INCUMBENT))
         after = _mean_classes(self._results(INCUMBENT if best is None else best.number))
         head = (
-            f"| {'class':17} | requests | p50 TTFT s now > best | "
-            "p99 TTFT s now > best | within targets now > best |"
+            "class",
+            "requests",
+            "p50 TTFT s now > best",
+            "p99 TTFT s now > best",
+            "within targets now > best",
         )
-        rule = (
-            f"|{'-' * 19}|---------:|----------------------:"
-            "|----------------------:|--------------------------:|"
-        )
-        return [
-            head,
-            rule,
-            *(_table_row(name, before[name], after[name]) for name in before if name in after),
-        ]
+        lines = [_table_line(name, before[name], after[name]) for name in before if name in after]
+        return shown_table(head, lines)
 
     def _changes(self, values: Values) -> list[str]:
         """Each parameter that differs, now and in the best candidate."""
@@ -113,11 +110,13 @@ class StudyReport:
         return self.course.results_of(number, range(first))
 
 
-def _table_row(name: str, now: ClassFigures, best: ClassFigures) -> str:
+def _table_line(name: str, now: ClassFigures, best: ClassFigures) -> tuple[str, ...]:
     return (
-        f"| {name:17} | {now.requests:8,} | {_pair(now.ttft_p50_s, best.ttft_p50_s):>21} | "
-        f"{_pair(now.ttft_p99_s, best.ttft_p99_s):>21} | "
-        f"{f'{now.attainment_ratio:.1%} > {best.attainment_ratio:.1%}':>25} |"
+        name,
+        f"{now.requests:,}",
+        _pair(now.ttft_p50_s, best.ttft_p50_s),
+        _pair(now.ttft_p99_s, best.ttft_p99_s),
+        f"{now.attainment_ratio:.1%} > {best.attainment_ratio:.1%}",
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from serve_app.cli import main
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.decision_log import read_runs
-from serve_app.simulation.command.results import markdown_table
+from serve_app.simulation.command.results import seeds_table
 
 SMALL = ["--profile", "laptop", "--replicas", "2", "--requests", "150", "--jobs", "1"]
 
@@ -173,13 +173,13 @@ def row(policy: str, seed: int, mean: float, *, deployable: bool = True) -> dict
 
 def test_a_table_has_means_and_intervals_over_seeds() -> None:
     rows = [row("fcfs", seed, mean) for seed, mean in enumerate((1.0, 2.0, 3.0))]
-    line = next(line for line in markdown_table(rows).splitlines() if "fcfs" in line)
+    line = next(line for line in seeds_table(rows).splitlines() if "fcfs" in line)
     # Student's t with two degrees of freedom: 4.303 * 1 / sqrt(3).
     assert "2.000 ± 2.484" in line
     assert "| 3 |" in line
 
 
 def test_a_single_seed_has_no_interval_and_the_oracle_is_marked() -> None:
-    table = markdown_table([row("fcfs", 0, 1.0), row("oracle", 0, 0.5, deployable=False)])
+    table = seeds_table([row("fcfs", 0, 1.0), row("oracle", 0, 0.5, deployable=False)])
     assert "±" not in table
     assert "oracle (not deployable)" in table

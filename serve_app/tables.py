@@ -1,0 +1,97 @@
+"""Tables of results: Markdown in a file or a pipe, and no wider than the window on a terminal."""
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+
+Line = Sequence[str]
+
+# A cell is folded rather than squeezed below this.
+_NARROWEST_CELL = 16
+_FRAME = len("|  |")
+_GAP = len(" | ")
+
+
+def terminal_columns() -> int | None:
+    """Columns of the terminal that standard output is; None when it is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def paragraph(text: str) -> str:
+    """A caption, broken between words on a terminal."""
+    columns = terminal_columns()
+    return text if columns is None else textwrap.fill(text, columns, break_on_hyphens=False)
+
+
+def shown_table(head: Line, lines: Sequence[Line], *, text_columns: int = 1, key_columns: int = 1) -> str:
+    """A table for standard output: all of it where it fits, else with its lines turned into columns.
+
+    Args:
+        text_columns: see `aligned_table`.
+        key_columns: the first columns, which name a line; they head its column when the table is turned.
+    """
+    columns, whole = terminal_columns(), aligned_table(head, lines, text_columns=text_columns)
+    if columns is None or len(whole.partition("\n")[0]) <= columns:
+        return whole
+    return turned_table(head, lines, columns, key_columns=key_columns)
+
+
+def aligned_table(head: Line, lines: Sequence[Line], *, text_columns: int = 1) -> str:
+    """A Markdown table whose columns are aligned in a terminal as well.
+
+    Args:
+        text_columns: the first columns, which hold text and are aligned to the left; figures to the right.
+    """
+    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
+
+    def row(cells: Line) -> str:
+        padded = (
+            cell.ljust(width) if column < text_columns else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return f"| {' | '.join(padded)} |"
+
+    rule = "|".join(
+        "-" * (width + 2) if column < text_columns else "-" * (width + 1) + ":"
+        for column, width in enumerate(widths)
+    )
+    return "\n".join((row(head), f"|{rule}|", *map(row, lines)))
+
+
+def turned_table(head: Line, lines: Sequence[Line], columns: int, *, key_columns: int = 1) -> str:
+    """The same with a column for each line, in several tables when they do not fit beside each other.
+
+    Args:
+        columns: of the terminal; text longer than what is left of them is folded.
+    """
+    title, names = ", ".join(head[:key_columns]), head[key_columns:]
+    left = max(len(title), *map(len, names))
+    room = columns - _FRAME - left
+    tables: list[list[Line]] = []
+    used = room
+    for line in lines:
+        folded = _folded((", ".join(line[:key_columns]), *line[key_columns:]), room - _GAP)
+        width = _GAP + max(len(piece) for cell in folded for piece in cell.split("\n"))
+        if used + width > room:
+            tables.append([])
+            used = 0
+        tables[-1].append(folded)
+        used += width
+    return "\n\n".join(_turned((title, *names), table) for table in tables)
+
+
+def _folded(cells: Line, room: int) -> list[str]:
+    """Cells with line breaks where they are too long; a word that is too long is broken as well."""
+    return ["\n".join(textwrap.wrap(cell, max(room, _NARROWEST_CELL))) or "" for cell in cells]
+
+
+def _turned(names: Line, lines: Sequence[Line]) -> str:
+    """One table whose columns are `lines`; a folded cell takes several rows."""
+    rows: list[list[str]] = []
+    for number, name in enumerate(names):
+        pieces = [line[number].split("\n") for line in lines]
+        for part in range(max(map(len, pieces))):
+            below = [cell[part] if part < len(cell) else "" for cell in pieces]
+            rows.append([name if part == 0 else "", *below])
+    return aligned_table(rows[0], rows[1:], text_columns=1)
