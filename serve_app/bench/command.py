@@ -19,8 +19,7 @@ from serve_app.command import Command, given_arguments, progress_bar, say, warn,
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.summary import Summary, summarise
 from serve_app.provenance import provenance
-from serve_app.workloads.catalog import resolve
-from serve_app.workloads.loaders import describe_skipped
+from serve_app.workloads.catalog import notes_on, resolve
 from serve_app.workloads.trace import Trace
 
 _EXAMPLE = """example:
@@ -33,8 +32,8 @@ _NOT_SETTINGS = frozenset({"api_key", "command"})
 def _run(args: argparse.Namespace) -> int:
     target = Target.parse(args.url)
     trace = resolve(arguments.workload(args))
-    if skipped := describe_skipped(trace):
-        warn(f"{trace.name}: {skipped}")
+    for note in notes_on(trace):
+        warn(note)
     bodies = arguments.body_settings(args, served_models(target, args.api_key))
     settings = arguments.load_settings(args)
     _allow_connections(settings.max_in_flight)
@@ -47,7 +46,7 @@ def _run(args: argparse.Namespace) -> int:
     known = preempted_before is not None and preempted is not None
     summary = summarise(load.records, arguments.rules(args))
     summary = replace(summary, preemptions=(preempted or 0) - (preempted_before or 0) if known else None)
-    say(f"{trace.name}: {trace.source}\n\n{table(summary)}")
+    say(f"{trace.title}: {trace.source}\n\n{table(summary)}")
     for warning in _warnings(load):
         warn(warning)
     _write(args, trace, load, summary, cpu_s)

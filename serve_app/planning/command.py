@@ -9,7 +9,7 @@ from serve_app.planning.results import plan_as_json, table, verdict
 from serve_app.planning.sizing.costs import CostTable
 from serve_app.provenance import provenance
 from serve_app.tables import paragraph
-from serve_app.workloads.loaders import describe_skipped
+from serve_app.workloads.catalog import notes_on
 
 _EXAMPLE = """example:
   python -m serve_app plan --trace azure-conv+azure-code --profile llama2-70b-h100-tp4 --rate 100 \\
@@ -49,7 +49,7 @@ def _heading(plan: Plan) -> str:
     assert ttft_s is not None
     assert tpot_s is not None
     return (
-        f"{plan.workload.trace.name} at {demand.rate_per_s:g} requests/s, P99 TTFT <= {ttft_s:g} s and "
+        f"{plan.workload.trace.title} at {demand.rate_per_s:g} requests/s, P99 TTFT <= {ttft_s:g} s and "
         f"P99 TPOT <= {1_000 * tpot_s:g} ms, policy {demand.policy}; {size}, "
         f"{demand.trace.requests:,} requests a run; means over seeds ± 95 % interval; long: more than "
         f"{demand.long_above_tokens:,} tokens; > marks the chosen"
@@ -57,9 +57,8 @@ def _heading(plan: Plan) -> str:
 
 
 def _warnings(plan: Plan, seeds: int) -> list[str]:
-    lines, workload = [], plan.workload
-    if skipped := describe_skipped(workload.trace):
-        lines.append(f"{workload.trace.name}: {skipped}")
+    workload = plan.workload
+    lines = list(notes_on(workload.trace))
     if workload.dropped:
         every = workload.dropped + len(workload.trace.requests)
         lines.append(

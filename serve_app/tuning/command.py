@@ -4,7 +4,7 @@ import argparse
 import math
 import time
 
-from serve_app.command import Command, given_arguments, progress_bar, say, write_json
+from serve_app.command import Command, given_arguments, progress_bar, say, warn, write_json
 from serve_app.provenance import provenance
 from serve_app.tables import paragraph
 from serve_app.tuning import arguments
@@ -14,6 +14,7 @@ from serve_app.tuning.search.study_report import StudyReport
 from serve_app.tuning.search.study_run import Budget, run_study
 from serve_app.tuning.twin.digital_twin import TwinPlan
 from serve_app.tuning.twin.processes import TwinProcesses
+from serve_app.workloads.catalog import notes_on
 
 _EXAMPLE = """example:
   python -m serve_app tune --trace azure-code+azure-conv --load 0.9 --seconds 60 --json out/tuned.json
@@ -23,6 +24,8 @@ _EXAMPLE = """example:
 def _run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     plan, settings = arguments.plan_of(args), arguments.study_of(args)
+    for note in notes_on(plan.traffic):
+        warn(note)
     optimiser = make_optimiser(
         args.search, plan.space, seed=args.seed, anchors=arguments.anchors_of(args, plan.space)
     )
@@ -46,7 +49,7 @@ def _heading(plan: TwinPlan) -> str:
     trace = plan.traffic
     rate = "at once" if trace.rate_per_s is None else f"at {trace.rate_per_s:.2f} requests/s"
     return (
-        f"{trace.name}: {len(trace.requests):,} requests {rate}, windows of "
+        f"{trace.title}: {len(trace.requests):,} requests {rate}, windows of "
         f"{plan.settings.window_requests:,}; {len(plan.engines)} engines; objective {plan.objective.kind}"
     )
 

@@ -1,10 +1,11 @@
 """The catalog of workloads: what a name or a path stands for, for simulator, benchmark and planner."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from serve_app.workloads.loaders import load_trace
+from serve_app.workloads.loaders import describe_skipped, load_trace
 from serve_app.workloads.published import RECIPES
 from serve_app.workloads.streams import stream
 from serve_app.workloads.tenants import assign_priorities, assign_tenants, parse_shares
@@ -80,6 +81,18 @@ def resolve(settings: WorkloadSettings) -> Trace:
     return trace
 
 
+def notes_on(trace: Trace) -> Iterator[str]:
+    """What a user must know of the requests that are played, a line each: generated ones, rows left out."""
+    if names := trace.without_file:
+        files = "its file is" if len(names) == 1 else "their files are"
+        yield (
+            f"{' and '.join(names)}: {files} not here, so lengths and arrivals are generated from published "
+            "percentiles; scripts/fetch_traces downloads the traces"
+        )
+    if skipped := describe_skipped(trace):
+        yield f"{trace.name}: {skipped}"
+
+
 def trace_file(settings: WorkloadSettings) -> Path | None:
     """The file that the workload is read from; None when it is to be generated.
 
@@ -120,7 +133,8 @@ def _from_file(path: Path, settings: WorkloadSettings) -> Trace:
 def _generated(settings: WorkloadSettings) -> Trace:
     recipe = RECIPES[settings.trace]
     count = _count(settings, settings.rate_per_s or recipe.rate_per_s, otherwise=_DEFAULT_REQUESTS)
-    return recipe.generate(settings.trace, count, settings.seed, settings.rate_per_s)
+    trace = recipe.generate(settings.trace, count, settings.seed, settings.rate_per_s)
+    return replace(trace, without_file=(settings.trace,)) if settings.trace in _FILES else trace
 
 
 def _count(settings: WorkloadSettings, rate_per_s: float | None, otherwise: int) -> int:

@@ -47,12 +47,15 @@ class Trace:
     Attributes:
         source: the file, or the figures from which it was generated, with every change made since.
         skipped: rows that could not be read, by reason; None for a generated trace.
+        without_file: names of published traces in it whose files are not here, so that their requests are
+            generated.
     """
 
     name: str
     source: str
     requests: tuple[TraceRequest, ...]
     skipped: Mapping[str, SkippedRows] | None = None
+    without_file: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.requests:
@@ -68,12 +71,23 @@ class Trace:
         """Mean arrival rate, `(n - 1) / span`; None when all arrive at once."""
         return (len(self.requests) - 1) / self.span_s if self.span_s > 0 else None
 
+    @property
+    def title(self) -> str:
+        """Its name for a caption, which says where generated lengths stand for those of a file."""
+        if not self.without_file:
+            return self.name
+        parts = (
+            "" if self.without_file == tuple(self.name.split("+")) else f" of {', '.join(self.without_file)}"
+        )
+        return f"{self.name} (generated lengths{parts})"
+
     def provenance(self) -> dict[str, object]:
         """What a result file records about its workload."""
         skipped = {reason: rows.count for reason, rows in (self.skipped or {}).items()}
         return {
             "name": self.name,
             "source": self.source,
+            "generated_without_file": list(self.without_file),
             "requests": len(self.requests),
             "rate_per_s": self.rate_per_s,
             "prompt_tokens": sum(request.prompt_tokens for request in self.requests),

@@ -38,7 +38,13 @@ def merge(traces: Iterable[Trace], name: str) -> Trace:
         f"{trace.name}: {reason}": rows for trace in merged for reason, rows in (trace.skipped or {}).items()
     }
     source = "merged: " + "; ".join(trace.source for trace in merged)
-    return Trace(name=name, source=source, requests=tuple(requests), skipped=skipped)
+    return Trace(
+        name=name,
+        source=source,
+        requests=tuple(requests),
+        skipped=skipped,
+        without_file=tuple(missing for trace in merged for missing in trace.without_file),
+    )
 
 
 def scale_to_rate(trace: Trace, rate_per_s: float) -> Trace:

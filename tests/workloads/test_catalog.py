@@ -3,7 +3,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serve_app.workloads import catalog
 from serve_app.workloads.catalog import TRACES_VARIABLE, WorkloadSettings, resolve
 from serve_app.workloads.published import RECIPES
 from serve_app.workloads.trace import Trace, TraceError
@@ -11,14 +10,6 @@ from serve_app.workloads.trace import Trace, TraceError
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:17:{second:02}.9799600,{100 + second},10\n" for second in range(0, 60, 2)
 )
-
-
-@pytest.fixture
-def no_trace_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The usual folders of trace files are empty."""
-    monkeypatch.delenv(TRACES_VARIABLE, raising=False)
-    monkeypatch.setattr(catalog, "DOWNLOAD_FOLDER", tmp_path / "none")
-    monkeypatch.setattr(catalog, "_SHARED_FOLDER", tmp_path / "none")
 
 
 def lengths(trace: Trace) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from serve_app.simulation.partitions import PartitionSource, write_partition
 from serve_app.simulation.run import DIRECT, RunResult, RunSettings, run_header, simulate
 from serve_app.simulation.workload import choose_trace
 from serve_app.tables import paragraph
-from serve_app.workloads.loaders import describe_skipped
+from serve_app.workloads.catalog import notes_on
 
 _EXAMPLE = """example:
   python -m serve_app simulate --trace paper-mix --policy direct,fcfs,ewsjf --replicas 4 --load 0.9 \\
@@ -27,8 +27,8 @@ _EXAMPLE = """example:
 
 def _run(args: argparse.Namespace, learned: PartitionSource) -> int:
     runs = _placed(arguments.runs(args, learned), args)
-    if skipped := describe_skipped(choose_trace(runs[0].trace, runs[0].seed)):
-        warn(f"{runs[0].trace.name}: {skipped}")
+    for note in notes_on(choose_trace(runs[0].trace, runs[0].seed)):
+        warn(note)
     results = list(_played(runs, args))
     rows = [run_as_json(result) for result in results]
     say(f"{paragraph(_heading(results[0]))}\n\n{seeds_table(rows)}")
@@ -88,7 +88,7 @@ def _heading(result: RunResult) -> str:
     load = "" if settings.load is None else f", load {settings.load:.3g}"
     rate = "at once" if trace.rate_per_s is None else f"at {trace.rate_per_s:.2f} requests/s"
     return (
-        f"{trace.name}: {len(trace.requests):,} requests {rate}{load}; {settings.fleet.profile}, {pools}; "
+        f"{trace.title}: {len(trace.requests):,} requests {rate}{load}; {settings.fleet.profile}, {pools}; "
         f"short: at most {settings.short_at_tokens} tokens; means over n seeds ± 95 % interval"
     )
 
