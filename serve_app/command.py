@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -111,15 +111,37 @@ def fetched(url: str, api_key: str | None = None, *, method: str = "GET") -> byt
     return body
 
 
+class Advance(Protocol):
+    """Tells a progress bar that more is done."""
+
+    def __call__(self, steps: int = 1) -> object:
+        """Count further steps."""
+        ...
+
+
 @contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[], object]]:
-    """Show a progress bar on a terminal; yields a function to call after each of `total` steps."""
+def progress_bar(what: str, total: int) -> Iterator[Advance]:
+    """Show a progress bar on a terminal; yields what to call after each of `total` steps.
+
+    Args:
+        total: may be an estimate: the bar grows when there are more steps, and ends with those there were.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda: None
+        yield lambda *_, **__: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Four updates a second: drawing costs CPU that a load generator needs.
     with Progress(*columns, console=console, refresh_per_second=4) as progress:
         task = progress.add_task(what, total=total)
-        yield lambda: progress.advance(task)
+
+        def advance(steps: int = 1) -> None:
+            nonlocal total
+            progress.advance(task, steps)
+            done = round(progress.tasks[0].completed)
+            if done > total:
+                total = done
+                progress.update(task, total=total)
+
+        yield advance
+        progress.update(task, total=progress.tasks[0].completed)

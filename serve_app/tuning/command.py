@@ -1,17 +1,17 @@
 """The command `python -m serve_app tune`: search better settings for a trace in the digital twin."""
 
 import argparse
-import math
 import time
+from collections.abc import Callable
 
-from serve_app.command import Command, given_arguments, progress_bar, say, warn, write_json
+from serve_app.command import Advance, Command, given_arguments, progress_bar, say, warn, write_json
 from serve_app.provenance import provenance
 from serve_app.tables import paragraph
 from serve_app.tuning import arguments
 from serve_app.tuning.search.optimiser import make_optimiser
 from serve_app.tuning.search.study import Study
 from serve_app.tuning.search.study_report import StudyReport
-from serve_app.tuning.search.study_run import Budget, run_study
+from serve_app.tuning.search.study_run import Budget, Round, run_study
 from serve_app.tuning.twin.digital_twin import TwinPlan
 from serve_app.tuning.twin.processes import TwinProcesses
 from serve_app.workloads.catalog import notes_on
@@ -33,9 +33,8 @@ def _run(args: argparse.Namespace) -> int:
     # Reading the trace and finding load 1.0 took part of the user's time, but none of the search's.
     left_s = None if args.seconds is None else max(1.0, args.seconds - (time.monotonic() - began))
     budget = Budget(clock=time.monotonic, seconds=left_s)
-    rounds = math.ceil((args.trials - 1) / settings.batch)
-    with progress_bar("rounds", rounds) as advance, TwinProcesses(plan, jobs=args.jobs) as twin:
-        course = run_study(study, settings, twin, budget, lambda _: advance())
+    with progress_bar("candidates", args.trials) as advance, TwinProcesses(plan, jobs=args.jobs) as twin:
+        course = run_study(study, settings, twin, budget, _counted(advance))
     assert study.finding is not None
     report = StudyReport(plan.space, settings, study.finding, course)
     say(f"{paragraph(_heading(plan))}\n\n{report.as_text()}")
@@ -43,6 +42,18 @@ def _run(args: argparse.Namespace) -> int:
         found = provenance(plan.traffic, given_arguments(args), [args.seed])
         write_json(args.json, report.as_json() | {"provenance": found})
     return 0
+
+
+def _counted(advance: Advance) -> Callable[[Round], object]:
+    """Moves the progress bar by the candidates that each round adds; a round is not one of a known number."""
+    shown = 0
+
+    def on_round(one: Round) -> None:
+        nonlocal shown
+        advance(one.trials - shown)
+        shown = one.trials
+
+    return on_round
 
 
 def _heading(plan: TwinPlan) -> str:

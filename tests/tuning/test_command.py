@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,18 @@ def test_the_objective_of_the_paper_and_two_pools_can_be_asked_for(tmp_path: Pat
     found = json.loads(out.read_text())
     assert set(found["terms"]["incumbent"]) == {"compactness", "balance", "proliferation", "latency"}
     assert found["incumbent"]["b_short_tokens"] == 2_000
+
+
+def test_the_progress_bar_ends_with_the_candidates_that_were_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # rich takes any output for a terminal then.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert tune("--rate", "20", "--trials", "9") == 0
+    shown = capsys.readouterr()
+    last = re.findall(r"(\d+)/(\d+)", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.err))[-1]
+    assert last == ("9", "9")
+    assert "9 candidates: " in shown.out
 
 
 @pytest.mark.parametrize(

@@ -231,11 +231,7 @@ class Study:
 
     def _confirm_on(self) -> None:
         if not self._finalists:
-            self._end(
-                "no candidate won with confidence on fresh windows"
-                if self._refuted
-                else "no candidate looked better than the values in force"
-            )
+            self._end(self._why_nobody_won())
             return
         candidate, first = self._finalists[0], self._settings.rungs[-1]
         self._plan([INCUMBENT, candidate], range(first, first + self._settings.confirm_windows))
@@ -246,6 +242,13 @@ class Study:
             self._end(f"candidate {candidate} won on {found.windows} fresh windows", candidate)
         else:
             self._refuted.append(self._finalists.pop(0))
+
+    def _why_nobody_won(self) -> str:
+        if self._refuted:
+            return "no candidate won with confidence on fresh windows"
+        if self._search_ended and self.board.whole() == [INCUMBENT]:
+            return "time was up before any candidate had played all windows of the search"
+        return "no candidate looked better than the values in force"
 
     def _end(self, reason: str, winner: int | None = None) -> None:
         best = winner if winner is not None else next(iter(self._refuted), None)

@@ -73,7 +73,8 @@ class StudyReport:
         }
 
     def _verdict(self) -> str:
-        text = f"{self.finding.trials} candidates: {self.finding.reason}"
+        tried = self.finding.trials
+        text = f"{tried} candidate{'' if tried == 1 else 's'}: {self.finding.reason}"
         found = self.finding.confirmation
         if found is None or found.low is None or found.high is None:
             return text

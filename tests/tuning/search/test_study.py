@@ -115,7 +115,8 @@ def test_time_may_be_up_before_anything_was_tried() -> None:
     machine = study(SMALL)
     machine.end_search()
     play(machine, bowl)
-    assert verdict(machine) == (False, "no candidate looked better than the values in force")
+    why = "time was up before any candidate had played all windows of the search"
+    assert verdict(machine) == (False, why)
 
 
 def test_a_job_of_a_round_that_was_given_up_changes_nothing() -> None:
