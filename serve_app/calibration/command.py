@@ -1,4 +1,4 @@
-"""The command `python -m serve_app calibrate`: an engine profile from the request timestamps of an engine."""
+"""The command `python -m serve_app calibrate`: an engine profile from the timestamps of its requests."""
 
 import argparse
 import json
@@ -16,8 +16,10 @@ from serve_app.engine_model.profiles import EngineProfile, load_profile, save_pr
 from serve_app.errors import SettingsError
 
 _EXAMPLE = """example:
-  python -m serve_app calibrate --measurements requests.jsonl --kv-tokens 41408 --max-model-len 16384 \\
-      --out my-model-my-gpu-tp1.yaml
+  python -m serve_app bench --url http://127.0.0.1:8001 --trace lmsys --rate 4 --requests 300 --body text \\
+      --records out/requests.jsonl
+  python -m serve_app calibrate --measurements out/requests.jsonl --kv-tokens 41408 --max-model-len 16384 \\
+      --out out/my-model-my-gpu-tp1.yaml
 
 The errors are those on the requests that were not fitted: their arrivals and lengths are replayed, and their
 timings compared. They are errors of the distributions' statistics (mean against mean, p90 against p90).
@@ -31,7 +33,14 @@ _LIMITS = ("kv_tokens", "max_model_len", "max_num_seqs", "max_num_batched_tokens
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--measurements", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument(
+        "--measurements",
+        type=Path,
+        required=True,
+        metavar="FILE.jsonl",
+        help="an engine's own timestamps, or the records of `bench --records`",
+    )
+    parser.add_argument("--replica", metavar="NAME", help="of records of several replicas, the one to fit")
     parser.add_argument("--out", type=Path, required=True, metavar="PROFILE.yaml")
     parser.add_argument(
         "--fit-first", type=positive_int, metavar="N", help="requests to fit, by arrival (two thirds)"
@@ -50,8 +59,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     _check_outputs(args)
-    measurements = read_measurements(args.measurements)
+    measurements = read_measurements(args.measurements, args.replica)
     _report_skipped(measurements)
+    if measurements.engines:
+        warn("the timestamps are a client's: TTFT includes the network and the tokenizer")
     requests = measurements.requests
     fit_first = _fit_first(args.fit_first, len(requests))
     profile = _limits(args, measurements, fit_first)
@@ -76,8 +87,12 @@ def _check_outputs(args: argparse.Namespace) -> None:
     if args.out.suffix not in {".yaml", ".yml"}:
         raise SettingsError(f"--out {args.out}: the name of a profile's file must end in .yaml")
     for path in (args.out, args.json):
-        if path and not path.parent.is_dir():
+        if path is None or path.parent.is_dir():
+            continue
+        # A folder such as `out` is made; where its own folder is missing as well, the path is a slip.
+        if not path.parent.parent.is_dir():
             raise SettingsError(f"{path}: there is no directory {path.parent}")
+        path.parent.mkdir()
 
 
 def _report_skipped(measurements: Measurements) -> None:

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
-from serve_app.calibration.measurements import CalibrationError, MeasuredRequest
+from serve_app.calibration.measurement import MeasuredRequest
+from serve_app.calibration.measurements import CalibrationError
 from serve_app.calibration.replay import Floats, Timings, measured, replay
 from serve_app.calibration.start import starting_point, typical_step_s
 from serve_app.engine_model.settings import EngineModelSettings

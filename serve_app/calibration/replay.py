@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.calibration.measurements import MeasuredRequest
+from serve_app.calibration.measurement import MeasuredRequest
 from serve_app.engine_model.model import EngineModel
 from serve_app.engine_model.sequences import EngineSequence
 from serve_app.engine_model.settings import EngineModelSettings

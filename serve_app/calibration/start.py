@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from serve_app.calibration.measurements import CalibrationError, MeasuredRequest
+from serve_app.calibration.measurement import MeasuredRequest
+from serve_app.calibration.measurements import CalibrationError
 from serve_app.engine_model.step_time import StepTimeModel
 
 # Per sequence, of the base of a decode step: 0.4 % for an 8B model on one RTX 4090, 1.2 % for a 70B model on

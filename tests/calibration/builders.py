@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from serve_app.calibration.measurements import MeasuredRequest
+from serve_app.calibration.measurement import MeasuredRequest
 from serve_app.engine_model import EngineModel, EngineModelSettings, EngineSequence
 from serve_app.engine_model.step_time import StepTimeModel
 
@@ -83,3 +83,20 @@ def as_row(request: MeasuredRequest) -> dict[str, object]:
 def write_rows(path: Path, requests: list[MeasuredRequest], *more: str) -> Path:
     path.write_text("\n".join([*(json.dumps(as_row(request)) for request in requests), *more]) + "\n")
     return path
+
+
+def as_record(request: MeasuredRequest, **changes: object) -> dict[str, object]:
+    """What `bench --records` writes of the request, had it waited half a second in our queue."""
+    return {
+        "request_id": "bench-1",
+        "arrived_at": request.queued_at - 0.5,
+        "sent_at": request.queued_at - 0.5,
+        "dispatched_at": request.queued_at,
+        "first_token_at": request.first_token_at,
+        "finished_at": request.last_token_at,
+        "outcome": "completed",
+        "prompt_tokens": request.prompt_tokens,
+        "output_tokens": request.output_tokens,
+        "replica": "s1",
+        **changes,
+    }
