@@ -187,6 +187,10 @@ class ReplicaLedger:
         """Smallest context limit among the replicas of a pool, in tokens; None while it has none."""
         return self._context_limits.get(pool)
 
+    def has_alive(self, pool: str) -> bool:
+        """Whether a replica of a pool is connected, reports and does not drain."""
+        return any(state.is_alive for state in self._replicas.values() if state.spec.pool == pool)
+
     @property
     def joined(self) -> int:
         """Number of connected replicas."""

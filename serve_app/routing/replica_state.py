@@ -71,10 +71,15 @@ class ReplicaState:
     received: int | None = None
 
     @property
+    def is_alive(self) -> bool:
+        """Whether it is connected, reports and does not drain."""
+        report = self.report
+        return self.joined and report is not None and not (report.draining or self.stale)
+
+    @property
     def is_usable(self) -> bool:
         """Whether the replica will take requests again, even if it has no capacity for any now."""
-        report = self.report
-        return self.joined and report is not None and not (report.draining or self.stale or self.suspended)
+        return self.is_alive and not self.suspended
 
     @property
     def free_tokens(self) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Request
-from serve_app.routing.estimation.estimate import TokenEstimator
+from serve_app.routing.estimation.estimate import TokenEstimate, TokenEstimator
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
 from serve_app.routing.prefill_cost import PrefillCost
@@ -141,8 +141,8 @@ class Scheduler:
 
     def next_wakeup(self) -> float | None:
         """When time alone changes something; None when only an event can."""
-        expiry, report = self._expiry.next_at(), self.ledger.next_report_expiry()
-        times = (expiry, report, self._prefills.next_at())
+        outage, prefill = self.admission.outages.next_at(), self._prefills.next_at()
+        times = (self._expiry.next_at(), self.ledger.next_report_expiry(), outage, prefill)
         return min((time for time in times if time is not None), default=None)
 
     def find(self, request_id: str) -> ScheduledRequest | None:
@@ -187,12 +187,9 @@ class Scheduler:
                 self._refuse_waiting(scheduled, self.admission.deny(scheduled, denial, now))
 
     def _admit(self, request: Request, now: float) -> ScheduledRequest | None:
-        refusal = self.admission.refuse(request, now)
         estimate = self.estimator.estimate(request)
-        pools = () if refusal else self.router.route(request, estimate)
-        if not refusal and not pools:
-            refusal = too_long(request, estimate, self.router.longest_context())
-        if refusal:
+        pools, refusal = self._route(request, estimate, now)
+        if refusal := self.admission.refuse(request) or refusal:
             self._conclude(request, refusal)
             return None
         self._sequence += 1
@@ -276,10 +273,11 @@ class Scheduler:
         """To the front of its queue, with its whole timeout again: it had been dispatched in time."""
         request = scheduled.request
         # Routed again: an engine may have found it too long, and pools may have changed while it ran.
-        scheduled.pools = self.router.route(request, scheduled.estimate, above_tokens=scheduled.above_tokens)
-        if not scheduled.pools:
-            refusal = too_long(request, scheduled.estimate, self.router.longest_context())
-            self._conclude(request, replace(refusal, message=message or refusal.message), dispatched=True)
+        scheduled.pools, refusal = self._route(request, scheduled.estimate, now, scheduled.above_tokens)
+        if refusal:
+            if refusal.outcome is Outcome.REJECTED_TOO_LONG and message:
+                refusal = replace(refusal, message=message)
+            self._conclude(request, refusal, dispatched=True)
             return
         scheduled.returned, scheduled.prediction = True, None
         scheduled.cached_tokens = self.affinity.cached_tokens(
@@ -303,22 +301,29 @@ class Scheduler:
     def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
         if self.ledger.report(event.replica_id, event.report, now):
             self._commands.append(ReportFresh(replica_id=event.replica_id))
+        self.admission.outages.observe(self.ledger.has_alive, now)
         if (moved := self.router.adapt(self.ledger, now)) is not None:
             self._commands.append(moved)
-            self._route_anew()
+            self._route_anew(now)
 
     def _on_replicas_changed(self, now: float) -> None:
-        self.admission.on_replicas_changed(self.ledger.joined, now)
-        self._route_anew()
+        self.admission.outages.observe(self.ledger.has_alive, now)
+        self._route_anew(now)
 
-    def _route_anew(self) -> None:
-        """Route waiting requests again: context limits or `b_short_tokens` may have changed."""
+    def _route(
+        self, request: Request, estimate: TokenEstimate, now: float, above_tokens: int = 0
+    ) -> tuple[tuple[str, ...], Conclusion | None]:
+        """The pools that a request may go to, and its refusal where it may not even wait for them."""
+        pools = self.router.route(request, estimate, above_tokens=above_tokens)
+        if not pools:
+            return pools, too_long(request, estimate, self.router.longest_context())
+        return pools, self.admission.refuse_outage(request, pools, now)
+
+    def _route_anew(self, now: float) -> None:
+        """Route waiting requests again: context limits, `b_short_tokens` or live pools may have changed."""
         for scheduled in list(self.queue):
-            pools = self.router.route(
-                scheduled.request, scheduled.estimate, above_tokens=scheduled.above_tokens
-            )
-            if not pools:
-                refusal = too_long(scheduled.request, scheduled.estimate, self.router.longest_context())
+            pools, refusal = self._route(scheduled.request, scheduled.estimate, now, scheduled.above_tokens)
+            if refusal:
                 self._refuse_waiting(scheduled, refusal)
             elif pools != scheduled.pools:
                 self.queue.reroute(scheduled, pools)
@@ -328,19 +333,14 @@ class Scheduler:
     def _end_overdue(self, now: float) -> None:
         for replica_id, age_s in self.ledger.expire_reports(now):
             self._commands.append(ReportStale(replica_id=replica_id, age_s=age_s))
+            self.admission.outages.observe(self.ledger.has_alive, now)
         self._prefills.end_overdue(now)
         self.admission.predictor.drain.on_time(len(self.queue), now)
+        if self.admission.outages.pop_due(now):
+            self._route_anew(now)
         for scheduled in self._expiry.pop_expired(now):
             self.queue.remove(scheduled)
-            waited_s = now - scheduled.request.arrived_at
-            bare = not self.ledger.joined
-            reason = "no replica was available" if bare else "its turn did not come"
-            conclusion = Conclusion(
-                Outcome.REJECTED_NO_REPLICA if bare else Outcome.EXPIRED,
-                f"the request waited {waited_s:.1f} s in the queue and {reason}",
-                self.admission.retry_after_expiry_s(scheduled, now),
-            )
-            self._conclude(scheduled.request, conclusion)
+            self._conclude(scheduled.request, self.admission.expire(scheduled, now))
 
     # Dispatch
 

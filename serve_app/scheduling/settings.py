@@ -54,9 +54,10 @@ class WrittenScheduler:
     # Replicas that a request may be lost on before it fails: three in a row suggest that the request is the
     # cause.
     max_attempts: Annotated[int, at_least(1), ADVANCED] = 3
-    # A pool that starts or restarts has no replica for a while (vLLM takes 40-80 s). Requests that arrive
-    # after this many seconds without any replica are refused with 503 instead of queued.
-    no_replica_grace_s: Annotated[float, NOT_NEGATIVE] = 30.0
+    # How long a request waits while no replica that could take it is alive, before it is refused with 503.
+    # It covers a replica that reconnects or whose report is late. It is not meant to cover the start of an
+    # engine: a client that is told so at once may go elsewhere.
+    no_replica_grace_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 5.0
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     # Upper bound of Retry-After, in seconds; the OpenAI SDK obeys up to 120 s.
     retry_after_cap_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 60.0

@@ -133,8 +133,9 @@ def test_the_replica_with_the_most_free_tokens_is_chosen() -> None:
 def test_too_long_for_every_pool_is_refused_with_numbers() -> None:
     refusal = the_conclusion(two_pools().arrive("r", prompt_tokens=4_000, max_output_tokens=1))
     assert (refusal.outcome, refusal.retry_after_s) == (Outcome.REJECTED_TOO_LONG, None)
-    assert "4000" in refusal.message
-    assert "4001" in refusal.message
+    assert "maximum context length is 4000 tokens. " in refusal.message
+    assert "estimated at 4,000 tokens and 1 are asked for as output" in refusal.message
+    assert "needs 4,001." in refusal.message
 
 
 def test_a_full_queue_refuses_with_a_retry_after() -> None:
@@ -227,9 +228,14 @@ def test_a_draining_replica_gets_nothing_new() -> None:
 def test_without_any_replica_requests_wait_and_are_refused_after_the_grace() -> None:
     driver = ManualDriver(no_replica_grace_s=10.0)
     assert driver.arrive("r") == []
-    driver.now = 11.0
+    assert driver.scheduler.next_wakeup() == 10.0
+    assert driver.feed(Woke(), after_s=9.9) == []
+    commands = driver.feed(Woke(), after_s=0.1)
+    assert concluded(commands) == [("r", "rejected_no_replica")]
+    assert "no replica of m is alive, for 10.0 s now" in the_conclusion(commands).message
     assert concluded(driver.arrive("late")) == [("late", "rejected_no_replica")]
-    assert dispatched(driver.join("s1", "short")) == [("r", "s1")]
+    driver.join("s1", "short")
+    assert dispatched(driver.arrive("later")) == [("later", "s1")]
 
 
 def test_waiting_requests_are_routed_again_when_a_pool_turns_out_too_small() -> None:

@@ -1,8 +1,9 @@
 """Admission control: which requests may wait, and when a refused one should return.
 
-On arrival a request is refused when its model is not served here, or has had no replica for a while
-(`refuse`). A request that fits a replica at once is dispatched, however full the queue is. The others have to
-wait, which these limits may deny (`denial`):
+On arrival a request is refused when its model is not served here (`refuse`), or when no replica that could
+take it is alive (`refuse_outage`; `outages` says how long it may wait for one). A request that fits a replica
+at once is dispatched, however full the queue is. The others have to wait, which these limits may deny
+(`denial`):
 
 - Deadline: the predicted wait, with a margin, must end before the request's queue timeout. It applies only
   where such predictions have proved right (`wait_prediction`).
@@ -28,6 +29,7 @@ from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Request
 from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.pools import least_budget_tokens
+from serve_app.scheduling.admission.outages import Outages
 from serve_app.scheduling.admission.retry_reservations import (
     QueueLimit,
     ReservedWork,
@@ -78,6 +80,7 @@ class Admission:
     Attributes:
         predictor: of waits in the queue.
         retry_reservations: of refused requests that were told when to return.
+        outages: the pools without a live replica.
     """
 
     def __init__(self, settings: SchedulerSettings, queue: RequestQueue, now: float) -> None:
@@ -86,27 +89,31 @@ class Admission:
         self._names = frozenset((settings.model, *settings.aliases))
         self.predictor = WaitPredictor(settings.admission, now)
         self.retry_reservations = RetryReservations(settings.admission)
-        # Since when no replica has been connected; None while one is.
-        self._no_replica_since: float | None = now
+        self.outages = Outages(settings.routing.pools, settings.no_replica_grace_s, now)
 
-    def on_replicas_changed(self, joined: int, now: float) -> None:
-        """Note how many replicas are connected."""
-        if joined:
-            self._no_replica_since = None
-        elif self._no_replica_since is None:
-            self._no_replica_since = now
+    def refuse(self, request: Request) -> Conclusion | None:
+        """The refusal of a request whose model is not served here."""
+        if request.spec.model in self._names:
+            return None
+        names = ", ".join(sorted(self._names))
+        message = f"model {request.spec.model!r} is not served here; served: {names}"
+        return Conclusion(Outcome.REJECTED_UNKNOWN_MODEL, message)
 
-    def refuse(self, request: Request, now: float) -> Conclusion | None:
-        """The refusal of a request whose model is not served here, or has had no replica for too long."""
-        if request.spec.model not in self._names:
-            names = ", ".join(sorted(self._names))
-            message = f"model {request.spec.model!r} is not served here; served: {names}"
-            return Conclusion(Outcome.REJECTED_UNKNOWN_MODEL, message)
-        since = self._no_replica_since
-        if since is not None and now - since > self._settings.no_replica_grace_s:
-            message = f"no replica of {self._settings.model} has been available for {now - since:.0f} s"
-            return Conclusion(Outcome.REJECTED_NO_REPLICA, message, self._retry_after_s(request, _UNKNOWN_S))
+    def refuse_outage(self, request: Request, pools: tuple[str, ...], now: float) -> Conclusion | None:
+        """The refusal of a request none of whose pools has a live replica; None while it may wait for one."""
+        outages = self.outages
+        if outages.deny(pools, now) or (request.submission.no_wait and outages.concern(pools)):
+            return self._no_replica(request, pools, now)
         return None
+
+    def expire(self, scheduled: ScheduledRequest, now: float) -> Conclusion:
+        """The conclusion of a request whose queue timeout has ended."""
+        request = scheduled.request
+        if self.outages.concern(scheduled.pools):
+            return self._no_replica(request, scheduled.pools, now)
+        waited_s = now - request.arrived_at
+        message = f"the request waited {waited_s:.1f} s in the queue and its turn did not come"
+        return Conclusion(Outcome.EXPIRED, message, self._retry_after_expiry_s(scheduled, now))
 
     def denial(self, scheduled: ScheduledRequest, now: float) -> Denial | None:
         """Why a request that has just arrived may not wait; None when it may.
@@ -142,12 +149,17 @@ class Admission:
             self.retry_reservations.reserve(request, scheduled.estimate.expected_tokens, now + retry_after_s)
         return Conclusion(denial.outcome, denial.message, retry_after_s)
 
-    def retry_after_expiry_s(self, scheduled: ScheduledRequest, now: float) -> float:
+    def _retry_after_expiry_s(self, scheduled: ScheduledRequest, now: float) -> float:
         """In how many seconds an expired request should return; its work is reserved for that time."""
         self.predictor.on_expiry(scheduled, now)
         waits = (self._admissible_in_s(each, now) for each in self._conditions(scheduled, now))
         admissible_in_s = max(waits, default=0.0)
         return self.deny(scheduled, Denial(Outcome.EXPIRED, "", admissible_in_s), now).retry_after_s or 0.0
+
+    def _no_replica(self, request: Request, pools: tuple[str, ...], now: float) -> Conclusion:
+        retry_after_s = self._retry_after_s(request, self.outages.rest_s(pools, now))
+        message = self.outages.describe(self._settings.model, pools, now)
+        return Conclusion(Outcome.REJECTED_NO_REPLICA, message, retry_after_s)
 
     # The limits
 
@@ -248,7 +260,8 @@ def too_long(request: Request, estimate: TokenEstimate, limit: int | None) -> Co
     least, output = least_budget_tokens(request, estimate), request.spec.max_output_tokens or 0
     return Conclusion(
         Outcome.REJECTED_TOO_LONG,
-        f"This model's maximum context length is {limit} tokens, and the request needs at least {least}: "
-        f"about {estimate.expected_prompt_tokens} in the prompt, {output} asked for as output. "
-        "Shorten the prompt or lower max_tokens.",
+        # The first sentence is OpenAI's, and programs parse its number.
+        f"This model's maximum context length is {limit} tokens. The prompt is estimated at "
+        f"{estimate.expected_prompt_tokens:,} tokens and {output:,} are asked for as output; at the lowest "
+        f"estimate the request needs {least:,}. Shorten the prompt or lower max_tokens.",
     )

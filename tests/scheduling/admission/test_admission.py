@@ -114,7 +114,7 @@ def test_lower_classes_leave_a_share_of_the_queue_to_higher_ones(
 def test_an_expired_request_is_told_when_to_return() -> None:
     driver = settled()
     driver.arrive("r", tenant="filler", expires_at=driver.now + 20.0)
-    commands = driver.report(waiting=3, after_s=20.0)
+    commands = [command for _ in range(20) for command in driver.report(waiting=3, after_s=1.0)]
     expired = [command for command in commands if isinstance(command, Conclude)]
     assert concluded(expired) == [("r", "expired")]
     assert retry_after_s(expired) > 0

@@ -1,0 +1,99 @@
+"""Outages: pools in which no replica is alive, and how long they may be expected to last.
+
+A replica is alive while it is connected, reports and does not drain. Without one, a request waits for a grace
+period, which covers a replica that reconnects or whose report is late. It is refused after that, whether it
+has just arrived or has waited. An engine takes from seconds to many minutes to start, and a client that is
+told so may go elsewhere, or return when it is worth while.
+
+The expected rest of an outage is the mean length of those before it, less its age. The first outage is the
+start of the application, so an engine's start is known from then on. An outage that is older than expected,
+or the first one, is expected to last as long again as it has lasted. Outages shorter than the grace period
+tell nothing about the start of an engine, and are not counted.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+# A shorter promise would be chance; engines do not start in less.
+_LEAST_S = 2.0
+# Weight of one outage in the mean of their lengths.
+_WEIGHT = 0.5
+
+
+class Outages:
+    """The pools of one model without a live replica.
+
+    Args:
+        pools: all pools of the model; each begins without a replica.
+        grace_s: how long a request may wait for a pool without one.
+        now: time at which it begins, in seconds.
+    """
+
+    def __init__(self, pools: Iterable[str], grace_s: float, now: float) -> None:
+        self._pools = tuple(pools)
+        self._grace_s = grace_s
+        self._since = dict.fromkeys(self._pools, now)
+        # When requests that wait for a pool have to be refused; a pool leaves it once that is done.
+        self._ends_at = dict.fromkeys(self._pools, now + grace_s)
+        self._mean_s: float | None = None
+
+    def observe(self, has_alive: Callable[[str], bool], now: float) -> None:
+        """Note which pools have a live replica."""
+        for pool in self._pools:
+            since = self._since.get(pool)
+            if has_alive(pool):
+                if since is not None:
+                    self._end(pool, now - since)
+            elif since is None:
+                self._since[pool] = now
+                self._ends_at[pool] = now + self._grace_s
+
+    def concern(self, pools: Iterable[str]) -> bool:
+        """Whether none of these pools has a live replica."""
+        return all(pool in self._since for pool in pools)
+
+    def deny(self, pools: Iterable[str], now: float) -> bool:
+        """Whether none of these pools has had a live replica for the grace period."""
+        return all(now >= self._since.get(pool, math.inf) + self._grace_s for pool in pools)
+
+    def next_at(self) -> float | None:
+        """When requests that wait for some pool must be refused; None while no outage is within its grace."""
+        return min(self._ends_at.values(), default=None)
+
+    def pop_due(self, now: float) -> bool:
+        """Whether the grace period of a pool has ended since the last call."""
+        due = [pool for pool, ends_at in self._ends_at.items() if ends_at <= now]
+        for pool in due:
+            del self._ends_at[pool]
+        return bool(due)
+
+    def age_s(self, pools: Iterable[str], now: float) -> float:
+        """Seconds since the last of these pools lost its last replica."""
+        return now - max(self._since.get(pool, now) for pool in pools)
+
+    def rest_s(self, pools: Iterable[str], now: float) -> float:
+        """Expected seconds until one of these pools has a live replica again."""
+        return min(self._rest_s(now - self._since.get(pool, now)) for pool in pools)
+
+    def describe(self, model: str, pools: Iterable[str], now: float) -> str:
+        """The outage in a sentence for a client."""
+        whole = self.concern(self._pools)
+        where = model if whole else f"{model} that can take this request"
+        return (
+            f"no replica of {where} is alive, for {self.age_s(pools, now):.1f} s now: "
+            "its engines are starting, or failed and are being replaced; come again when Retry-After says"
+        )
+
+    def _rest_s(self, age_s: float) -> float:
+        mean_s = self._mean_s or 0.0
+        return max(mean_s - age_s if age_s < mean_s else age_s, _LEAST_S)
+
+    def _end(self, pool: str, lasted_s: float) -> None:
+        del self._since[pool]
+        self._ends_at.pop(pool, None)
+        if lasted_s > self._grace_s:
+            mean_s = lasted_s if self._mean_s is None else self._mean_s
+            self._mean_s = mean_s + _WEIGHT * (lasted_s - mean_s)
+
+    def __repr__(self) -> str:
+        return f"<Outages {sorted(self._since)} mean={self._mean_s}>"

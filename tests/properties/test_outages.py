@@ -1,0 +1,47 @@
+"""`nobody_waits_without_a_replica`: past the grace no request waits for pools where no replica is alive."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import invariant
+
+from serve_app.scheduling import events as ev
+from tests.properties.test_scheduler_invariants import REPORT_LIMIT_S, ROUTING, SchedulerMachine
+
+# As the machine sets it.
+GRACE_S = 1.0
+
+
+class OutageMachine(SchedulerMachine):
+    """Keeps its own record of the time since which a pool has had no live replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.without_since: dict[str, float] = dict.fromkeys(ROUTING.pools, 0.0)
+
+    def feed(self, event: ev.Event) -> None:
+        for pool in ROUTING.pools:
+            if self.is_alive(pool):
+                self.without_since.pop(pool, None)
+            else:
+                self.without_since.setdefault(pool, self.now)
+        super().feed(event)
+
+    def is_alive(self, pool: str) -> bool:
+        return any(
+            known.reported_at is not None
+            and self.now < known.reported_at + REPORT_LIMIT_S
+            and not known.draining
+            for known in self.replicas.values()
+            if known.spec.pool == pool
+        )
+
+    @invariant()
+    def nobody_waits_without_a_replica(self) -> None:
+        for scheduled in self.scheduler.queue:
+            lasted_s = [self.now - self.without_since.get(pool, self.now) for pool in scheduled.pools]
+            assert min(lasted_s) < GRACE_S, scheduled
+
+
+TestOutageMachine = OutageMachine.TestCase
+TestOutageMachine.settings = settings(
+    max_examples=200, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
+)
