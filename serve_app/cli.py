@@ -1,4 +1,4 @@
-"""Experiments and inspection from the command line; the application itself is started by `serve run`."""
+"""Serve an application, look into it, and plan, simulate and tune one."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,8 +6,11 @@ from collections.abc import Sequence
 import serve_app
 from serve_app.bench.command import COMMAND as BENCH
 from serve_app.calibration.command import COMMAND as CALIBRATE
+from serve_app.checking.command import COMMAND as CHECK
 from serve_app.command import Command, CommandParser, warn
 from serve_app.errors import ServeAppError
+from serve_app.launch.command import COMMAND as SERVE
+from serve_app.launch.stop_command import COMMAND as STOP
 from serve_app.planning.command import COMMAND as PLAN
 from serve_app.simulation.command.command import simulate_command
 from serve_app.simulation.command.replay import COMMAND as REPLAY
@@ -16,13 +19,16 @@ from serve_app.tuning import LearnedPartitions
 from serve_app.tuning.command import COMMAND as TUNE
 
 COMMANDS: tuple[Command, ...] = (
+    SERVE,
+    STOP,
+    CHECK,
+    STATUS,
     simulate_command(LearnedPartitions()),
     REPLAY,
     BENCH,
     PLAN,
     TUNE,
     CALIBRATE,
-    STATUS,
 )
 """All sub-commands. To add one, write a module with a `Command`, and name it here."""
 

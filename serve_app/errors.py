@@ -20,6 +20,7 @@ class Outcome(enum.StrEnum):
     REJECTED_DEADLINE_UNMEETABLE = "rejected_deadline_unmeetable"
     REJECTED_RATE_LIMITED = "rejected_rate_limited"
     REJECTED_NO_REPLICA = "rejected_no_replica"
+    REJECTED_STOPPING = "rejected_stopping"
     # Left the queue without being dispatched.
     EXPIRED = "expired"
     # At any time.
@@ -39,6 +40,7 @@ HTTP_STATUS: dict[Outcome, int] = {
     Outcome.REJECTED_DEADLINE_UNMEETABLE: 429,
     Outcome.REJECTED_RATE_LIMITED: 429,
     Outcome.REJECTED_NO_REPLICA: 503,
+    Outcome.REJECTED_STOPPING: 503,
     Outcome.EXPIRED: 504,
     Outcome.CANCELLED: 499,
     Outcome.FAILED: 502,

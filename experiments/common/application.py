@@ -1,4 +1,4 @@
-"""A served application: `serve run` with its own Ray cluster and ports, started and ended here."""
+"""A served application: `python -m serve_app serve` on a free port, started and ended here."""
 
 import contextlib
 import os
@@ -19,6 +19,7 @@ import yaml
 
 from experiments.common.processes import is_alive, process_tree
 from serve_app.bench.connection import BenchError
+from serve_app.launch.environment import instance_folder
 
 BUILD_APP = "serve_app.app:build_app"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +35,8 @@ class Application:
 
     Attributes:
         name: of the application, as Ray Serve knows it.
-        pid: of `serve run`; the processes of Ray descend from it.
-        folder: where Ray keeps what belongs to it; removed at the end.
+        pid: of its supervisor; the processes of Ray descend from it.
+        folder: where Ray keeps what belongs to it; removed when the next one takes its port.
     """
 
     name: str
@@ -79,27 +80,27 @@ def served_application(
     Raises:
         BenchError: it does not start; the message ends with the last lines of its logs.
     """
-    # A short path: Ray's sockets lie under it, and their names are limited to 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="ov", dir="/tmp", ignore_cleanup_errors=True) as place:
-        folder = Path(place)
-        ports = _free_ports(6)
-        file = folder / "serve.yaml"
-        http_options = {**config["http_options"], "port": ports[0]}
+    port = free_port()
+    folder = instance_folder(port)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+        file = Path(place) / "serve.yaml"
+        http_options = {**config["http_options"], "port": port}
         file.write_text(yaml.safe_dump({**config, "http_options": http_options}), encoding="utf-8")
-        with (folder / "serve.log").open("w") as output:
+        output = Path(place) / "console.log"
+        with output.open("w") as console:
             # The arguments are our own.
             process = subprocess.Popen(
-                [str(Path(sys.executable).with_name("serve")), "run", str(file)],
+                [sys.executable, "-m", "serve_app", "serve", str(file)],
                 cwd=_ROOT,
-                env={**_environment(place, ports), **environment},
-                stdout=output,
-                stderr=output,
+                env={**_environment(), **environment},
+                stdout=console,
+                stderr=console,
                 start_new_session=True,
             )
         name = config["applications"][0]["name"]
-        served = Application(name, process.pid, f"http://127.0.0.1:{ports[0]}", folder)
+        served = Application(name, process.pid, f"http://127.0.0.1:{port}", folder)
         try:
-            _wait_until_ready(served, process, start_timeout_s)
+            _wait_until_ready(served, process, output, start_timeout_s)
             yield served
         finally:
             _end(process)
@@ -135,60 +136,34 @@ def free_port() -> int:
     return port
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, below those that the kernel gives out by itself."""
-    found: list[int] = []
-    for port in range(18_000 + os.getpid() % 4_000, 30_000, 7):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise BenchError("no free ports between 18,000 and 30,000")
-
-
-def _environment(folder: str, ports: Sequence[int]) -> dict[str, str]:
-    """What `scripts/serve` sets, and places and ports of its own for all that two clusters would share."""
-    lines = (_ROOT / "scripts" / "serve.env").read_text(encoding="utf-8").splitlines()
-    defaults = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+def _environment() -> dict[str, str]:
+    """What the processes of an application inherit: no other cluster, and patience on a busy machine."""
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return {
-        **defaults,
         **inherited,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
-        "RAY_TMPDIR": folder,
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy/haproxy.cfg",
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/haproxy/admin.sock",
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": f"{folder}/haproxy",
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/haproxy/server-state",
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/haproxy/metrics.sock",
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[1]),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[2]),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[3]),
-        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports[4]),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ports[5]),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports[5] + 200),
         # A busy machine takes longer than the 30 s that Ray allows its own processes.
         "RAY_raylet_start_wait_time_s": "120",
-        # Nobody is connected that would have to be waited for when an experiment is over.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     }
 
 
-def _wait_until_ready(served: Application, process: "subprocess.Popen[bytes]", timeout_s: float) -> None:
+def _wait_until_ready(
+    served: Application, process: "subprocess.Popen[bytes]", output: Path, timeout_s: float
+) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise BenchError(f"serve run ended with status {process.returncode}:\n{_tail(served.folder)}")
+            raise BenchError(f"it ended with status {process.returncode}:\n{_tail(output, served.folder)}")
         with contextlib.suppress(OSError):
             served.fetched("/ready")
             return
         time.sleep(0.5)
-    raise BenchError(f"{served.url} was not ready after {timeout_s:.0f} s:\n{_tail(served.folder)}")
+    raise BenchError(f"{served.url} was not ready after {timeout_s:.0f} s:\n{_tail(output, served.folder)}")
 
 
-def _tail(folder: Path) -> str:
+def _tail(output: Path, folder: Path) -> str:
     """The ends of the logs that state why an application did not start."""
-    logs = (folder / "serve.log", *folder.glob("ray/session_latest/logs/serve/*.log"))
+    logs = (output, *folder.glob("*.log"), *folder.glob("ray/session_latest/logs/serve/*.log"))
     return "\n".join(
         f"--- {log.name}\n{log.read_text(encoding='utf-8', errors='replace')[-_TAIL_CHARACTERS:]}"
         for log in logs
@@ -196,7 +171,7 @@ def _tail(folder: Path) -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ask `serve run` to end, which ends its Ray cluster; what is left of that after a while is killed."""
+    """Ask it to end, which ends its Ray cluster; what is left of that after a while is killed."""
     family = process_tree(process.pid)
     process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + _END_TIMEOUT_S

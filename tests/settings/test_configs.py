@@ -21,7 +21,7 @@ def test_the_kubernetes_service_parses_and_runs_with_the_settings_of_serve_env()
     spec = yaml.safe_load((CONFIGS / "kuberay.yaml").read_text())["spec"]
     ours = yaml.safe_load(spec["serveConfigV2"])["applications"][0]
     assert list(settings_of(ours["args"]).served_names())
-    lines = (CONFIGS.parent / "scripts" / "serve.env").read_text().splitlines()
+    lines = (CONFIGS.parent / "serve_app" / "launch" / "serve.env").read_text().splitlines()
     expected = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     cluster = spec["rayClusterConfig"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
@@ -33,9 +33,9 @@ def test_the_cluster_launcher_takes_our_cluster() -> None:
     content = yaml.safe_load((CONFIGS.parent / "cluster.yaml").read_text())
     validate_config(prepare_config(content))
     assert set(content["available_node_types"]) == {"head", "gpu_worker"}
-    # Ray's processes read scripts/serve.env when they start, on every node.
+    # Ray's processes read serve_app/launch/serve.env when they start, on every node.
     for kind in ("head", "worker"):
-        assert any("scripts/serve.env" in command for command in content[f"{kind}_start_ray_commands"])
+        assert any("serve_app/launch/serve.env" in command for command in content[f"{kind}_start_ray_commands"])
 
 
 def test_the_real_model_on_a_cpu_sends_three_thousand_tokens_to_the_long_pool() -> None:

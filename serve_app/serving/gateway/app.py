@@ -4,6 +4,7 @@ Read next: `request/reader.py`, how a request becomes a job, and `forward.py`, w
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from serve_app.serving.gateway.answer.responses import (
     send_refusal,
 )
 from serve_app.serving.gateway.exposition import merge
-from serve_app.serving.gateway.forward import ScheduledCall, Services
+from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.parse import PARSERS, parse_model
 from serve_app.serving.gateway.request.reader import RequestReader
@@ -57,6 +58,8 @@ class SchedulerViews:
 
 # A person is waiting, and a scheduler that takes longer has other troubles.
 _VIEW_TIMEOUT_S = 5.0
+# For the last event of streams that are cut; clients that do not read it lose it.
+_LAST_WORDS_S = 2.0
 
 
 class Gateway:
@@ -94,6 +97,10 @@ class Gateway:
         )
         self._services = Services(self._upstream, self.telemetry)
         self._any_replica = AnyReplica(self._upstream)
+        self._calls: set[ScheduledCall] = set()
+        self._call_ended = asyncio.Event()
+        # What clients are told once the application stops.
+        self._stops_for_s: float | None = None
         self._routes: dict[str, tuple[str, Handler]] = {
             **dict.fromkeys(PARSERS, ("POST", self._scheduled)),
             "/tokenize": ("POST", self._tokenize),
@@ -114,6 +121,40 @@ class Gateway:
     def in_flight(self) -> int:
         """Requests that wait or run now."""
         return sum(self.telemetry.in_flight.values())
+
+    @property
+    def open_requests(self) -> int:
+        """Requests whose answers are not complete."""
+        return len(self._calls)
+
+    async def drain(self, drain_s: float, retry_after_s: float) -> int:
+        """Refuse new requests, and return once the open ones have ended.
+
+        Args:
+            drain_s: how long they may go on; then they end with an error.
+            retry_after_s: what refused clients are told.
+
+        Returns:
+            How many were ended with an error.
+        """
+        self._stops_for_s = retry_after_s
+        await self._until_idle(drain_s)
+        cut = tuple(self._calls)
+        for call in cut:
+            call.end(retry_after_s)
+        await self._until_idle(_LAST_WORDS_S)
+        return len(cut)
+
+    async def _until_idle(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._calls:
+                    self._call_ended.clear()
+                    await self._call_ended.wait()
+
+    def _check_stopping(self) -> None:
+        if self._stops_for_s is not None:
+            raise stopping(self._stops_for_s)
 
     def close(self) -> None:
         """Cut all connections to replicas."""
@@ -163,8 +204,17 @@ class Gateway:
         return handler
 
     async def _scheduled(self, incoming: IncomingRequest) -> None:
+        self._check_stopping()
         job = await self._reader.job(incoming)
-        await ScheduledCall(job, self._services, self._schedulers[job.submission.spec.model]).run()
+        # A body may take long to arrive.
+        self._check_stopping()
+        call = ScheduledCall(job, self._services, self._schedulers[job.submission.spec.model])
+        self._calls.add(call)
+        try:
+            await call.run()
+        finally:
+            self._calls.discard(call)
+            self._call_ended.set()
 
     async def _tokenize(self, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming)
@@ -193,8 +243,10 @@ class Gateway:
     async def _ready(self, incoming: IncomingRequest) -> None:
         """Ready when every model has a replica; says which have none."""
         missing = [model.name for model in self._models if not self._schedulers[model.name].replicas()]
-        document = {"status": "waiting" if missing else "ready", "models_without_replica": missing}
-        await send_json(incoming.send, 503 if missing else 200, encode(document), [])
+        stops = self._stops_for_s is not None
+        status = "stopping" if stops else "waiting" if missing else "ready"
+        document = {"status": status, "models_without_replica": missing}
+        await send_json(incoming.send, 503 if missing or stops else 200, encode(document), [])
 
     async def _metrics(self, incoming: IncomingRequest) -> None:
         """This gateway's metrics and those of the schedulers behind it."""

@@ -54,6 +54,14 @@ class GatewayDeployment:
         """What Serve serves; called once, after the constructor."""
         return without_request_id(self._gateway)
 
+    async def open_requests(self) -> int:
+        """Requests whose answers are not complete."""
+        return self._gateway.open_requests
+
+    async def drain(self, drain_s: float, retry_after_s: float) -> int:
+        """See `Gateway.drain`."""
+        return await self._gateway.drain(drain_s, retry_after_s)
+
     async def __del__(self) -> None:
         for client in getattr(self, "_clients", {}).values():
             await client.close()

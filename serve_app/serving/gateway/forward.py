@@ -10,6 +10,7 @@ The rules:
 """
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
 from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
 from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, outcome_of
 from serve_app.serving.gateway.answer.responses import (
+    STOPPING_CODE,
     HeaderList,
     RequestRefused,
     error_event,
@@ -82,6 +84,7 @@ class ScheduledCall:
         "_send",
         "_services",
         "_started",
+        "_streams",
         "_usage",
         "_watch",
     )
@@ -96,6 +99,7 @@ class ScheduledCall:
         self._grant: Grant | None = None
         self._attempts = 0
         self._started = False
+        self._streams = False
         self._outcome: Outcome | None = None
         self._usage: Usage | None = None
         self._granted_at: float | None = None
@@ -127,6 +131,15 @@ class ScheduledCall:
         finally:
             self._services.telemetry.on_departure(model)
             self._services.telemetry.on_conclusion(self._concluded())
+
+    def end(self, retry_after_s: float) -> None:
+        """Stop in the middle, because the application stops: with an error event where a stream has begun."""
+        if self._started:
+            message = "the server stopped in the middle of this answer, which is incomplete"
+            refusal = RequestRefused(Outcome.FAILED, message, code=STOPPING_CODE)
+        else:
+            refusal = stopping(retry_after_s)
+        self._watch.fire(refusal)
 
     async def _serve(self) -> None:
         submission = self._job.submission
@@ -193,6 +206,7 @@ class ScheduledCall:
         self._scheduler.first_token(self._job.submission.request_id)
         send = self._send
         await send({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
+        self._streams = True
         try:
             while not response.at_end:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
@@ -201,6 +215,7 @@ class ScheduledCall:
             events = self._broken(error, scanner)
         else:
             self._settle(_stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        self._streams = False
         await send({"type": "http.response.body", "body": events, "more_body": False})
 
     def _broken(self, error: UpstreamError, scanner: StreamScanner) -> bytes:
@@ -215,7 +230,10 @@ class ScheduledCall:
         return [*returned(response.headers), request_id, *describing(self._grant.dispatch)]
 
     async def _answer(self, refusal: RequestRefused) -> None:
-        """Tell the client of an error, as long as nothing else has been told."""
+        """Tell the client of an error: in its stream, or as long as nothing else has been told."""
+        if self._streams:
+            self._streams = False
+            await self._end_stream(refusal)
         if self._started:
             return
         self._started = True
@@ -229,6 +247,11 @@ class ScheduledCall:
         except OSError:
             # The client went while it was being refused; the refusal stays its outcome.
             self._detail = f"{self._detail} (client gone)"
+
+    async def _end_stream(self, refusal: RequestRefused) -> None:
+        event = {"type": "http.response.body", "body": error_event(refusal), "more_body": False}
+        with contextlib.suppress(OSError):
+            await self._send(event)
 
     def _settle(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:
         """Fix how the request ends, and give its place back; only the first call counts."""
@@ -281,6 +304,13 @@ def _stream_outcome(scanner: StreamScanner) -> Outcome:
     if scanner.error is None:
         return Outcome.COMPLETED
     return Outcome.FAILED if scanner.error_is_engines else Outcome.REJECTED_INVALID
+
+
+def stopping(retry_after_s: float) -> RequestRefused:
+    """What a request hears that comes, or still waits, when the application stops."""
+    return RequestRefused(
+        Outcome.REJECTED_STOPPING, "the server is stopping: try again later", retry_after_s=retry_after_s
+    )
 
 
 def _as_refusal(refusal: Conclusion, failure: UpstreamError | None) -> RequestRefused:

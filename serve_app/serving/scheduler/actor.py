@@ -195,6 +195,13 @@ class SchedulerActor:
                 self._started = self._begin()
                 await self._started
 
+    async def save(self) -> None:
+        """Keep what was learned now, because the application is about to stop."""
+        if self._live is not None:
+            self._live.flush()
+        if self._keeper is not None:
+            await self._keeper.save()
+
     async def close(self) -> None:
         """Keep what was learned a last time, and shut down."""
         keeper, self._keeper = self._keeper, None

@@ -1,5 +1,6 @@
 """The decision log file of a live scheduler: bounded, in the format of `scheduling.decision_log`."""
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Annotated
@@ -49,6 +50,11 @@ class DecisionLogFile:
             if self._left == 0:
                 self._write(encode_end("max_events reached"))
                 self._file.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        with contextlib.suppress(OSError, ValueError):
+            self._file.flush()
 
     def close(self) -> None:
         """Write what is buffered, and end the file."""

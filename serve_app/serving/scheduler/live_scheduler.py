@@ -135,6 +135,11 @@ class LiveScheduler:
         if self._log is not None:
             self._log.close()
 
+    def flush(self) -> None:
+        """Write what the decision log holds back."""
+        if self._log is not None:
+            self._log.flush()
+
     def endpoint(self) -> SchedulerEndpoint:
         """Where peers find this scheduler.
 

@@ -1,9 +1,9 @@
-"""The watch for clients that leave while their request waits, runs or streams.
+"""The watch for what ends a request early: its client leaves, or the application stops.
 
-ASGI tells of it only to whoever waits in `receive`. The watch waits there beside the task that serves the
-request, and cancels that task when the client goes; leaving the watch turns that cancellation into
-`ClientGone`, and leaves one that came from elsewhere (the server stops) as it is. `asyncio.timeout` works
-the same way.
+ASGI tells of a client's end only to whoever waits in `receive`. The watch waits there beside the task that
+serves the request, and cancels that task when the client goes; leaving the watch turns that cancellation into
+`ClientGone`, or into another error that was given. A cancellation that came from elsewhere stays as it is.
+`asyncio.timeout` works the same way.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ class DisconnectWatch:
         ClientGone: on leaving, when the client has gone meanwhile.
     """
 
-    __slots__ = ("_fired", "_receive", "_served", "_stopped", "_waiting")
+    __slots__ = ("_error", "_receive", "_served", "_stopped", "_waiting")
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._fired = False
+        self._error: ServeAppError | None = None
         self._stopped = False
         self._served: asyncio.Task[object] | None = None
         self._waiting: asyncio.Task[Message] | None = None
@@ -45,17 +45,17 @@ class DisconnectWatch:
         self._stopped = True
         if self._waiting is not None:
             self._waiting.cancel()
-        if not self._fired:
+        if self._error is None:
             return
         assert self._served is not None
         if self._served.uncancel() == 0 and kind is asyncio.CancelledError:
-            raise ClientGone("the client closed its connection") from None
+            raise self._error from None
 
-    def fire(self) -> None:
-        """End the serving of the request as if the client had gone."""
-        if self._fired or self._stopped:
+    def fire(self, error: ServeAppError | None = None) -> None:
+        """End the serving of the request with an error; without one, as if the client had gone."""
+        if self._error is not None or self._stopped:
             return
-        self._fired = True
+        self._error = error or ClientGone("the client closed its connection")
         assert self._served is not None
         self._served.cancel()
 

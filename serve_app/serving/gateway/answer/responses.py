@@ -12,6 +12,9 @@ HeaderList = list[tuple[bytes, bytes]]
 
 JSON_TYPE = (b"content-type", b"application/json")
 
+# Of requests that are refused or cut because the application stops.
+STOPPING_CODE = "shutting_down"
+
 # OpenAI's own words where it has one; SDKs turn statuses and codes into exception classes.
 _TYPE_AND_CODE: dict[Outcome, tuple[str, str | None]] = {
     Outcome.REJECTED_INVALID: ("invalid_request_error", None),
@@ -23,6 +26,7 @@ _TYPE_AND_CODE: dict[Outcome, tuple[str, str | None]] = {
     Outcome.REJECTED_DEADLINE_UNMEETABLE: ("rate_limit_error", "deadline_unmeetable"),
     Outcome.REJECTED_RATE_LIMITED: ("rate_limit_error", "rate_limit_exceeded"),
     Outcome.REJECTED_NO_REPLICA: ("server_error", "no_replica"),
+    Outcome.REJECTED_STOPPING: ("server_error", STOPPING_CODE),
     Outcome.EXPIRED: ("server_error", "queue_timeout"),
     Outcome.FAILED: ("server_error", "engine_failed"),
     Outcome.CANCELLED: ("server_error", "cancelled"),

@@ -1,0 +1,10 @@
+"""What can be known of a configuration before Ray starts: everything wrong with a file, with line numbers.
+
+Read `checks.py` first, which runs all checks in order; `document.py` finds lines, `serve_schema.py` knows the
+keys of Ray Serve, `machine.py` asks this machine for ports, cores, GPUs and memory.
+"""
+
+from serve_app.checking.checks import Checked, check_file
+from serve_app.checking.mistake import Mistake
+
+__all__ = ["Checked", "Mistake", "check_file"]

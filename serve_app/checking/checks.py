@@ -1,0 +1,81 @@
+"""All checks of a configuration, in order: file, Ray Serve's keys, our settings, engines, this machine."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from serve_app.checking.document import Document, UnreadableError
+from serve_app.checking.engines import check_engines
+from serve_app.checking.machine import check_machine
+from serve_app.checking.mistake import Mistake
+from serve_app.checking.serve_schema import check_serve_keys
+from serve_app.errors import SettingsError
+from serve_app.settings.application import AppSettings
+from serve_app.settings.loading import IMPORT_PATH, settings_of
+
+
+@dataclass(slots=True)
+class Checked:
+    """What was found.
+
+    Attributes:
+        content: the whole file as plain values; empty when it cannot be read.
+        settings: the settings of our application; None when there are mistakes in them.
+    """
+
+    mistakes: list[Mistake] = field(default_factory=list)
+    content: Mapping[str, Any] = field(default_factory=dict)
+    settings: AppSettings | None = None
+
+
+def check_file(path: Path, *, on_this_machine: bool = True) -> Checked:
+    """Everything that is wrong with a configuration, as far as it can be known before Ray starts.
+
+    Args:
+        on_this_machine: also ask whether ports, cores, GPUs, memory and model folders are there; false for a
+            configuration that another machine or a cluster is to run.
+    """
+    found = Checked()
+    try:
+        document = Document(path)
+    except UnreadableError as exc:
+        found.mistakes.append(exc.mistake)
+        return found
+    found.mistakes += [*document.mistakes, *check_serve_keys(document, IMPORT_PATH)]
+    if not isinstance(document.content, Mapping):
+        return found
+    found.content = document.content
+    number, application = _ours(document.content)
+    if application is None:
+        return found
+    where = ("applications", number, "args")
+    try:
+        found.settings = settings_of(application.get("args", {}))
+    except SettingsError as exc:
+        found.mistakes += [document.mistake(where, sentence) for sentence in str(exc).splitlines()]
+        return found
+    found.mistakes += [
+        document.mistake(where, sentence)
+        for sentence in check_engines(found.settings, on_this_machine=on_this_machine)
+    ]
+    if on_this_machine:
+        found.mistakes += _machine_mistakes(document, found.settings)
+    return found
+
+
+def _machine_mistakes(document: Document, settings: AppSettings) -> Iterator[Mistake]:
+    for path, sentence in check_machine(document.content, settings):
+        yield Mistake(sentence, document.line(path))
+
+
+def _ours(content: Mapping[str, Any]) -> tuple[int, Mapping[str, Any] | None]:
+    """The application of our import path; or the only one there is, which may extend ours."""
+    applications = content.get("applications")
+    if isinstance(applications, list):
+        if len(applications) == 1 and isinstance(applications[0], Mapping):
+            return 0, applications[0]
+        for number, application in enumerate(applications):
+            if isinstance(application, Mapping) and application.get("import_path") == IMPORT_PATH:
+                return number, application
+    return 0, None

@@ -1,0 +1,133 @@
+"""The command `python -m serve_app serve`: checks a configuration, and runs it until it is stopped."""
+
+import argparse
+import asyncio
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from serve_app.checking import Checked, Mistake, check_file
+from serve_app.checking.machine import http_address
+from serve_app.command import Command, warn
+from serve_app.errors import SettingsError
+from serve_app.launch.console import Console
+from serve_app.launch.environment import environment, instance_folder, raise_descriptor_limit
+from serve_app.launch.instance import publish, withdraw
+from serve_app.launch.messages import HostJob
+from serve_app.launch.supervisor import Launch, Supervisor
+from serve_app.settings.application import AppSettings
+
+_DEFAULT_CONFIG = Path("configs/local.yaml")
+# An address that is none to connect to.
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - looked up, not bound
+
+
+def serve(config: Path, *, address: str | None = None, dashboard: bool = False) -> int:
+    """Serve the application of a configuration until a signal stops it.
+
+    Args:
+        address: of a Ray cluster that runs already.
+
+    Returns:
+        The exit status: 2 for a configuration with mistakes, otherwise as `Supervisor.run`.
+    """
+    console = Console()
+    checked = check_file(config, on_this_machine=address is None)
+    if tell_mistakes(config, checked.mistakes):
+        return 2
+    assert checked.settings is not None, "a file without mistakes has settings"
+    console.line(f"{config} is fine ({console.elapsed_s:.1f} s)")
+    host, port = http_address(checked.content)
+    folder = _fresh_folder(instance_folder(port))
+    raise_descriptor_limit()
+    launch = Launch(
+        job=_job(config, checked, folder, address, dashboard),
+        environment=environment(os.environ, folder, port),
+        drain_s=checked.settings.gateways.drain_timeout_s,
+        models=tuple(checked.settings.served_names()),
+        keys=bool(checked.settings.gateway.keys),
+        listens=f"http://{host}:{port}",
+    )
+    publish(launch.job.url, config, folder)
+    try:
+        return asyncio.run(Supervisor(launch, console).run())
+    finally:
+        withdraw(folder)
+
+
+def tell_mistakes(config: Path, mistakes: list[Mistake]) -> bool:
+    """Write each mistake as one line; true when there are any."""
+    for mistake in mistakes:
+        warn(mistake.located(config))
+    return bool(mistakes)
+
+
+def _job(config: Path, checked: Checked, folder: Path, address: str | None, dashboard: bool) -> HostJob:
+    settings = checked.settings
+    assert settings is not None, "see serve"
+    return HostJob(
+        config=str(config.resolve()),
+        folder=str(folder),
+        url=local_url(checked.content),
+        address=address,
+        dashboard=dashboard,
+        engines=_engines(settings),
+    )
+
+
+def local_url(content: Mapping[str, Any]) -> str:
+    """Where programs on this machine reach the application of a configuration."""
+    host, port = http_address(content)
+    scheme = "https" if (content.get("http_options") or {}).get("ssl_certfile") else "http"
+    return f"{scheme}://{_EVERYWHERE.get(host, host)}:{port}"
+
+
+def _engines(settings: AppSettings) -> dict[str, str]:
+    found = {}
+    for model in settings.models:
+        for pool in model.pools:
+            kinds = ("emulated", "vllm", "remote")
+            kind = next(kind for kind in kinds if getattr(pool.engine, kind) is not None)
+            found[f"{pool.name}-{model.name}"] = kind
+    return found
+
+
+def _fresh_folder(folder: Path) -> Path:
+    """An empty folder of this user for the files of an instance; what the last one left is removed.
+
+    Raises:
+        SettingsError: somebody else owns it.
+    """
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.parent.stat().st_uid != os.getuid():
+        raise SettingsError(f"{folder.parent} belongs to another user: set TMPDIR to a folder of your own")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", nargs="?", type=Path, default=_DEFAULT_CONFIG, help="configuration (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--address",
+        help="a Ray cluster that runs already, such as auto; its `ray start` must have had "
+        "serve_app/launch/serve.env in its environment",
+    )
+    parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard as well")
+
+
+def _run(args: argparse.Namespace) -> int:
+    return serve(args.config, address=args.address, dashboard=args.dashboard)
+
+
+COMMAND = Command(
+    name="serve",
+    summary="check a configuration and serve its application until Ctrl-C",
+    example="example:\n  python -m serve_app serve configs/local.yaml",
+    configure=_configure,
+    run=_run,
+)

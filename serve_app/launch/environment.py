@@ -1,0 +1,111 @@
+"""What the processes of Ray inherit: Serve's settings, folders and ports of this instance, open files."""
+
+import contextlib
+import os
+import resource
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_SETTINGS = Path(__file__).with_name("serve.env")
+
+# HAProxy does not start with fewer descriptors than two and a half for each connection.
+_DESCRIPTORS_PER_CONNECTION = 3
+_MAX_CONNECTIONS = 20_000
+_UNLIMITED_DESCRIPTORS = 200_000
+# Ports of gateways, each with its own range, so that several instances of one machine do not meet.
+_GATEWAY_PORTS = range(20_000, 30_000, 200)
+
+
+def instance_folder(port: int) -> Path:
+    """Where an instance on this port keeps its files. Short: Ray's sockets allow 107 bytes for a path."""
+    return Path(tempfile.gettempdir()) / f"ewsjf-{os.getuid()}" / str(port)
+
+
+def default_settings() -> dict[str, str]:
+    """The settings of Ray Serve that this application is meant to run with."""
+    lines = _SETTINGS.read_text(encoding="utf-8").splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
+def environment(given: Mapping[str, str], folder: Path, port: int) -> dict[str, str]:
+    """The environment of the host and of all that it starts; what is `given` counts more than our defaults.
+
+    Args:
+        folder: of this instance.
+        port: on which it listens; no other port is chosen twice.
+    """
+    haproxy = folder / "haproxy"
+    ports = {
+        "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+        "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
+    }
+    free = _free_ports([wanted for name, wanted in ports.items() if name not in given], taken={port})
+    chosen = {name: str(next(free)) for name in ports if name not in given}
+    gateways = _gateway_ports(port)
+    defaults = {
+        **default_settings(),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{haproxy}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{haproxy}/admin.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{haproxy}/server-state",
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{haproxy}/metrics.sock",
+        "RAY_SERVE_HAPROXY_MAXCONN": str(_connections()),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(gateways.start),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(gateways.stop - 1),
+        **chosen,
+    }
+    inherited = dict(given)
+    # A dozen processes import the same thousand modules: they are compiled once, whatever a container's
+    # image says.
+    inherited.pop("PYTHONDONTWRITEBYTECODE", None)
+    return defaults | inherited
+
+
+def raise_descriptor_limit() -> None:
+    """As many open files as the system allows: a waiting request holds a connection."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _connections() -> int:
+    """What HAProxy may hold; Serve's own 4,096 are below what the schedulers' queues hold."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors = _UNLIMITED_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
+    return min(descriptors // _DESCRIPTORS_PER_CONNECTION, _MAX_CONNECTIONS)
+
+
+def _free_ports(wanted: list[int], taken: set[int]) -> Iterator[int]:
+    """For each wanted port itself, or the next free one above it."""
+    for first in wanted:
+        port = first
+        while port in taken or not is_free(port):
+            port += 1
+        taken.add(port)
+        yield port
+
+
+def _gateway_ports(port: int) -> range:
+    """A range for the gateways; two instances begin to look for one in different places."""
+    places = len(_GATEWAY_PORTS)
+    for offset in range(places):
+        first = _GATEWAY_PORTS[(port + offset) % places]
+        if all(is_free(each) for each in range(first, first + 4)):
+            break
+    return range(first, first + _GATEWAY_PORTS.step)
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody listens on a port of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
