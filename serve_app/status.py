@@ -15,17 +15,22 @@ from serve_app.errors import ServeAppError
 
 Document = Mapping[str, Any]
 
+_LOCAL_URL = "http://127.0.0.1:8000"
 _KEY_VARIABLE = "EWSJF_API_KEY"
 # Wide enough that no name is cut when the output goes into a file.
 _PIPE_COLUMNS = 160
 
 
 class StatusError(ServeAppError):
-    """The application does not answer, or its answer is invalid."""
+    """The application refuses, or its answer is invalid."""
+
+
+class UnreachableError(StatusError):
+    """Nothing answers at the address."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", required=True, help="of the application: http://127.0.0.1:8000")
+    parser.add_argument("--url", help=f"of the application ({_LOCAL_URL}, where `scripts/serve` serves)")
     parser.add_argument(
         "--api-key", default=os.environ.get(_KEY_VARIABLE), help=f"a key with `admin` ({_KEY_VARIABLE})"
     )
@@ -40,14 +45,32 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the answers of the application as JSON")
 
 
+def default_url() -> str:
+    """The address of the application on this machine, for a user who names none."""
+    return _LOCAL_URL
+
+
 def _run(args: argparse.Namespace) -> int:
+    url = args.url or default_url()
+    try:
+        return _answered(url, args)
+    except UnreachableError as error:
+        if args.url:
+            raise
+        raise UnreachableError(
+            f"{error}; this address is tried without --url: start the application there, or give --url"
+        ) from error
+
+
+def _answered(url: str, args: argparse.Namespace) -> int:
     if args.freeze_tuner or args.thaw_tuner:
         word = "freeze" if args.freeze_tuner else "thaw"
-        for model in ask(args.url, f"/debug/tuner/{word}", args.api_key, method="POST")["models"]:
-            say(f"{model['model']}: {model.get('error') or word}")
-        return 0
-    status = ask(args.url, "/debug/status", args.api_key)
-    queue = ask(args.url, "/debug/queue", args.api_key)
+        models = ask(url, f"/debug/tuner/{word}", args.api_key, method="POST")["models"]
+        for model in models:
+            say(f"{model['model']}: {model.get('error') or model.get('message', word)}")
+        return 1 if any("error" in model for model in models) else 0
+    status = ask(url, "/debug/status", args.api_key)
+    queue = ask(url, "/debug/queue", args.api_key)
     if args.json:
         say(json.dumps({"status": status, "queue": queue}, indent=1))
         return 0
@@ -63,7 +86,8 @@ def ask(url: str, path: str, api_key: str | None, method: str = "GET") -> Docume
     """A document of the application.
 
     Raises:
-        StatusError: it cannot be reached, refuses, or does not answer with such a document.
+        UnreachableError: nothing answers.
+        StatusError: it refuses, or does not answer with such a document.
     """
     address = url.rstrip("/") + path
     if not address.startswith(("http://", "https://")):
@@ -75,7 +99,10 @@ def ask(url: str, path: str, api_key: str | None, method: str = "GET") -> Docume
             f"; --api-key or {_KEY_VARIABLE} must name a key with `admin`" if error.code in {401, 403} else ""
         )
         raise StatusError(f"{address} answered {error.code} {error.reason}{hint}") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise UnreachableError(f"{url} does not answer: {reason}") from error
+    except ValueError as error:
         raise StatusError(f"{address} does not answer as a gateway of this project: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.get("models"), list):
         raise StatusError(f"{address} is not a gateway of this project: its answer names no models")

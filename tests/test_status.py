@@ -1,6 +1,7 @@
 """`python -m serve_app status` against documents with the fields of a live scheduler's."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from serve_app import status
 from serve_app.cli import main
 from serve_app.status import StatusError, ask
 
@@ -75,7 +77,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         POSTED.append(self.path)
-        self.answer({"models": [{"model": "demo", "asked": self.path}]})
+        message = f"the tuner was asked to {self.path.rpartition('/')[2]}"
+        self.answer({"models": [{"model": "demo", "message": message}]})
 
     def answer(self, document: object) -> None:
         body = json.dumps(document).encode()
@@ -145,4 +148,30 @@ def test_one_command_freezes_and_thaws_every_tuner(url: str, capsys: pytest.Capt
     assert main(["status", "--url", url, "--api-key", "k1", "--freeze-tuner"]) == 0
     assert main(["status", "--url", url, "--api-key", "k1", "--thaw-tuner"]) == 0
     assert POSTED == ["/debug/tuner/freeze", "/debug/tuner/thaw"]
-    assert capsys.readouterr().out == "demo: freeze\ndemo: thaw\n"
+    said = ("demo: the tuner was asked to freeze", "demo: the tuner was asked to thaw")
+    assert tuple(capsys.readouterr().out.splitlines()) == said
+
+
+def test_without_an_address_the_local_application_is_asked(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(status, "default_url", lambda: url)
+    assert main(["status", "--api-key", "k1"]) == 0
+    assert "others go first" in capsys.readouterr().out
+
+
+def test_where_nothing_runs_the_message_names_the_address_and_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setattr(status, "default_url", lambda: nowhere)
+        assert main(["status"]) == 2
+        (guessed,) = capsys.readouterr().err.splitlines()
+        assert main(["status", "--url", nowhere]) == 2
+        (given,) = capsys.readouterr().err.splitlines()
+    assert given == f"status: {nowhere} does not answer: [Errno 111] Connection refused"
+    assert guessed == (
+        f"{given}; this address is tried without --url: start the application there, or give --url"
+    )

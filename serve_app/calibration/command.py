@@ -16,8 +16,8 @@ from serve_app.engine_model.profiles import EngineProfile, load_profile, save_pr
 from serve_app.errors import SettingsError
 
 _EXAMPLE = """example:
-  python -m serve_app bench --url http://127.0.0.1:8001 --trace lmsys --rate 4 --requests 300 --body text \\
-      --records out/requests.jsonl
+  python -m serve_app bench --url http://engine.example:8000 --trace lmsys --rate 4 --requests 300 \\
+      --body text --records out/requests.jsonl
   python -m serve_app calibrate --measurements out/requests.jsonl --kv-tokens 41408 --max-model-len 16384 \\
       --out out/my-model-my-gpu-tp1.yaml
 

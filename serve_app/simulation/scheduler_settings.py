@@ -6,15 +6,18 @@ the operator's choice and no part of an ordering policy. Its price is paid by th
 output token reaches it.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from serve_app.errors import SettingsError
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
+from serve_app.settings_base import ADVANCED, OutOfRangeError, block_of, describe
 from serve_app.simulation.workload import MODEL
 
 # More than any trace holds.
@@ -42,7 +45,7 @@ def scheduler_settings(
         "backpressure": {"tpot_gate_s": None},
     }
     for path, value in changes.items():
-        _plant(tree, path, value)
+        _plant(tree, _known(path), value)
     # These follow from the arguments: the fleet decides which pools there are.
     for owned in ("policy", "model", "routing.pools", "routing.b_short_tokens"):
         if owned in changes:
@@ -50,10 +53,60 @@ def scheduler_settings(
     try:
         settings = _ADAPTER.validate_python(tree)
     except ValidationError as error:
-        raise SettingsError(f"these scheduler settings do not work: {error}") from error
+        raise SettingsError("; ".join(map(_explained, error.errors()))) from error
     chosen = settings.routing
     routing = replace(routing, spill=chosen.spill, adaptive_b_short=chosen.adaptive_b_short)
     return replace(settings, policy=policy, routing=routing)
+
+
+def _known(path: str) -> str:
+    """The path of a setting as the class has it; files write `advanced` before some, which may stay away.
+
+    Raises:
+        SettingsError: there is no such setting.
+    """
+    steps = [step for step in path.split(".") if step != ADVANCED.value]
+    plain = ".".join(steps)
+    reached, block = _followed(steps)
+    if len(reached) == len(steps) or block is None:
+        return plain
+    known = list(_paths(SchedulerSettings))
+    same_name = [each for each in known if each.rpartition(".")[2] == steps[-1]]
+    near = same_name or difflib.get_close_matches(plain, known, n=1)
+    raise SettingsError(f"{path}: unknown key" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _paths(block: type, above: str = "") -> Iterator[str]:
+    """Of all settings, and of the blocks that they stand in."""
+    for setting in describe(block):
+        yield above + setting.name
+        inner = block_of(setting.kind)
+        if inner is not None:
+            yield from _paths(inner, f"{above}{setting.name}.")
+
+
+def _followed(steps: Sequence[int | str]) -> tuple[list[str], type | None]:
+    """The steps of a path that are settings, and the block that they end in; None when that is a value."""
+    reached: list[str] = []
+    block: type | None = SchedulerSettings
+    for step in steps:
+        kinds = {setting.name: setting.kind for setting in describe(block)} if block is not None else {}
+        if step not in kinds:
+            break
+        reached.append(str(step))
+        block = block_of(kinds[str(step)])
+    return reached, block
+
+
+def _explained(error: ErrorDetails) -> str:
+    """What is wrong with a value, in the words in which a settings file is refused."""
+    if error["type"] != "value_error":
+        path = ".".join(_followed(error["loc"])[0])
+        return f"{path}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
+    reason = error["ctx"]["error"]
+    if isinstance(reason, OutOfRangeError):
+        return f"{'.'.join(_followed((*error['loc'], reason.name))[0])} {reason.reason}"
+    return str(reason)
 
 
 def _plant(tree: dict[str, Any], path: str, value: object) -> None:

@@ -17,7 +17,7 @@ from serve_app.tuning.twin.processes import TwinProcesses
 from serve_app.workloads.catalog import notes_on
 
 _EXAMPLE = """example:
-  python -m serve_app tune --trace azure-code+azure-conv --load 0.9 --seconds 60 --json out/tuned.json
+  python -m serve_app tune --trace azure-code+azure-conv --load 0.9 --seconds 180 --json out/tuned.json
 """
 
 

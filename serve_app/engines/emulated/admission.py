@@ -1,11 +1,14 @@
 """Admission to the emulated engine: vLLM's limits and refusals, and the sequences of an admitted request."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve_app.engine_model import EngineModelSettings, EngineSequence, SchedulingPolicy
 from serve_app.engines.emulated import errors
+from serve_app.engines.emulated.content.script import Script, write_script
+from serve_app.engines.emulated.content.spec import RawText
 from serve_app.engines.emulated.driver import EngineDriver, Ticket
-from serve_app.engines.emulated.lengths import OutputLengthSampler
+from serve_app.engines.emulated.lengths import OutputLength, OutputLengthSampler
 from serve_app.engines.emulated.metrics import EngineMetrics
 from serve_app.engines.emulated.requests import Generation
 from serve_app.engines.emulated.text import Prompt
@@ -47,8 +50,14 @@ class EmulatedAdmission:
             raise errors.unknown_model(model, names)
         return model or names[0]
 
-    def admit(self, generation: Generation, request_id: str) -> Ticket:
-        """A ticket with a sequence for every choice of every prompt."""
+    def admit(self, generation: Generation, request_id: str, texts: Sequence[RawText] = ()) -> Ticket:
+        """A ticket with a sequence for every choice of every prompt.
+
+        Args:
+            generation: the request.
+            request_id: of its answer.
+            texts: those of constrained answers; there may be fewer than answers.
+        """
         limits = self._rules.limits
         self._check_priority(generation.priority)
         if generation.max_tokens is not None and generation.max_tokens > limits.max_model_len:
@@ -59,13 +68,19 @@ class EmulatedAdmission:
         self._check_queue(len(output_limits) * generation.choices)
         sequences: list[EngineSequence] = []
         reasons: list[str] = []
+        scripts: list[Script] = []
         for prompt, output_limit in zip(generation.prompts, output_limits, strict=True):
             for _ in range(generation.choices):
+                number = len(sequences)
                 length = self._lengths.draw(generation, output_limit)
+                if generation.spec is not None:
+                    text = texts[number % len(texts)] if texts else None
+                    scripts.append(write_script(generation.spec, text, number, length, output_limit))
+                    length = OutputLength(len(scripts[-1].tokens), scripts[-1].finish_reason)
                 reasons.append(length.finish_reason)
-                sequence_id = f"{request_id}-{len(sequences)}"
+                sequence_id = f"{request_id}-{number}"
                 sequences.append(self._sequence(sequence_id, prompt, length.tokens, generation.priority))
-        return Ticket(sequences, reasons, streaming=generation.stream)
+        return Ticket(sequences, reasons, streaming=generation.stream, scripts=scripts)
 
     def admit_embeddings(self, prompts: list[Prompt], priority: int, request_id: str) -> Ticket:
         """A ticket with sequences that compute their prompts and generate nothing."""

@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from serve_app.engines.asgi import read_body, require_http, send_response, wait_for_disconnect
 from serve_app.engines.emulated import errors
 from serve_app.engines.emulated.admission import EmulatedAdmission
-from serve_app.engines.emulated.answers import (
+from serve_app.engines.emulated.answers.completions import (
     DONE,
     AnswerHead,
     ChatAnswer,
@@ -18,8 +18,12 @@ from serve_app.engines.emulated.answers import (
     EmulatedAnswer,
     encode,
 )
+from serve_app.engines.emulated.answers.embeddings import embedding, embeddings_answer
+from serve_app.engines.emulated.answers.responses import ResponsesAnswer
+from serve_app.engines.emulated.answers.scripted import ScriptedChat, ScriptedCompletion, ScriptedHead
+from serve_app.engines.emulated.answers.scripted_responses import scripted_response
+from serve_app.engines.emulated.content.spec import RawText
 from serve_app.engines.emulated.driver import EngineDriver, Ticket
-from serve_app.engines.emulated.embeddings import embedding, embeddings_answer
 from serve_app.engines.emulated.http import Call
 from serve_app.engines.emulated.metrics import CONTENT_TYPE, EngineMetrics
 from serve_app.engines.emulated.requests import (
@@ -30,7 +34,6 @@ from serve_app.engines.emulated.requests import (
     read_responses,
     read_tokenize,
 )
-from serve_app.engines.emulated.responses import ResponsesAnswer
 from serve_app.engines.emulated.text import PseudoTokenizer
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import EngineError
@@ -51,16 +54,25 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedRoute:
-    """How one generating endpoint reads requests and writes answers."""
+    """How one generating endpoint reads requests and writes answers.
+
+    Attributes:
+        write: an answer of placeholder text.
+        write_scripted: an answer whose content the request prescribes.
+    """
 
     read: Callable[[bytes, PseudoTokenizer], Generation]
     write: Callable[[AnswerHead], EmulatedAnswer]
+    write_scripted: Callable[[ScriptedHead], EmulatedAnswer]
     id_prefix: str
 
 
-_CHAT = EmulatedRoute(read_chat, ChatAnswer, "chatcmpl")
-_COMPLETIONS = EmulatedRoute(read_completion, CompletionAnswer, "cmpl")
-_RESPONSES = EmulatedRoute(read_responses, ResponsesAnswer, "resp")
+_CHAT = EmulatedRoute(read_chat, ChatAnswer, ScriptedChat, "chatcmpl")
+_COMPLETIONS = EmulatedRoute(read_completion, CompletionAnswer, ScriptedCompletion, "cmpl")
+_RESPONSES = EmulatedRoute(read_responses, ResponsesAnswer, scripted_response, "resp")
+
+# Different texts of one constrained request; further choices repeat them.
+_MAX_TEXTS = 16
 
 
 class EmulatedApp:
@@ -94,9 +106,9 @@ class EmulatedApp:
     async def _route(self, call: Call) -> None:
         method, handler = self._routes.get(call.scope["path"], ("", None))
         if handler is None:
-            await send_response(call.send, 404, b'{"detail":"Not Found"}')
+            await send_response(call.send, 404, errors.no_such_route(404).body)
         elif call.scope["method"] != method:
-            await send_response(call.send, 405, b'{"detail":"Method Not Allowed"}')
+            await send_response(call.send, 405, errors.no_such_route(405).body)
         else:
             try:
                 await handler(call)
@@ -109,7 +121,7 @@ class EmulatedApp:
         generation = endpoint.read(call.body, self._parts.tokenizer)
         model = self._parts.admission.check_model(generation.model)
         request_id = call.request_id(endpoint.id_prefix)
-        ticket = self._parts.admission.admit(generation, request_id)
+        ticket = self._parts.admission.admit(generation, request_id, await _constrained_texts(generation))
         head = AnswerHead(
             request_id=request_id,
             created=int(time.time()),
@@ -119,7 +131,10 @@ class EmulatedApp:
             prompts=len(generation.prompts),
             include_usage=generation.include_usage,
         )
-        answer = endpoint.write(head)
+        if generation.spec is None:
+            answer = endpoint.write(head)
+        else:
+            answer = endpoint.write_scripted(ScriptedHead(head, generation.spec, tuple(ticket.scripts)))
         async with self._in_engine(call, ticket):
             if generation.stream:
                 await self._stream(call, ticket, answer)
@@ -228,6 +243,15 @@ class EmulatedApp:
 
     async def _metrics(self, call: Call) -> None:
         await send_response(call.send, 200, self._parts.metrics.text(), CONTENT_TYPE)
+
+
+async def _constrained_texts(generation: Generation) -> Sequence[RawText]:
+    """Texts for a constrained request, sampled in a thread so that a large schema delays no step."""
+    spec = generation.spec
+    if spec is None or not spec.is_constrained:
+        return ()
+    count = min(_MAX_TEXTS, len(generation.prompts) * generation.choices)
+    return await asyncio.to_thread(spec.texts, count)
 
 
 async def _answer_whole(call: Call, ticket: Ticket, whole: Callable[[], bytes]) -> None:

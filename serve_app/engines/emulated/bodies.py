@@ -4,10 +4,17 @@ Two fields of our own make traces replayable. `ewsjf_prompt_tokens` states the l
 no text of that length needs to be sent; such a prompt does not use the prefix cache. `ewsjf_output_tokens`
 states the length of the answer; `max_tokens` still limits it, and `finish_reason` is then "length".
 
-Ignored, because the answer is placeholder text: sampling parameters, `stop`, `logprobs`, response formats.
+Fields of type `Raw` are read by those who need them, so that a request without them pays nothing. Fields that
+vLLM ignores are ignored here.
 """
 
+from typing import Annotated, Any, Literal
+
 import msgspec
+
+# vLLM's limit of stop strings.
+StopStrings = str | Annotated[list[str], msgspec.Meta(max_length=4)]
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 # Text or token ids, alone or in a list; a list that mixes them is refused by `_inputs`.
 Inputs = str | list[str | int | list[int]]
@@ -24,7 +31,8 @@ class Body(msgspec.Struct, kw_only=True):
 class StreamOptions(msgspec.Struct):
     """What a stream holds besides text."""
 
-    include_usage: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class GeneratingBody(Body, kw_only=True):
@@ -36,6 +44,31 @@ class GeneratingBody(Body, kw_only=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     ewsjf_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Seed | None = None
+    stop: StopStrings | None = None
+    include_stop_str_in_output: bool = False
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: msgspec.Raw = msgspec.Raw()
+    # Refused, see `sampling`.
+    use_beam_search: msgspec.Raw = msgspec.Raw()
+    return_token_ids: msgspec.Raw = msgspec.Raw()
+    return_tokens_as_token_ids: msgspec.Raw = msgspec.Raw()
+    prompt_logprobs: msgspec.Raw = msgspec.Raw()
+    logprob_token_ids: msgspec.Raw = msgspec.Raw()
+    truncate_prompt_tokens: msgspec.Raw = msgspec.Raw()
+    repetition_detection: msgspec.Raw = msgspec.Raw()
+    prompt_embeds: msgspec.Raw = msgspec.Raw()
+    suffix: msgspec.Raw = msgspec.Raw()
 
 
 class Part(msgspec.Struct):
@@ -62,6 +95,11 @@ class ChatBody(GeneratingBody, kw_only=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     tools: msgspec.Raw = msgspec.Raw()
+    tool_choice: msgspec.Raw = msgspec.Raw()
+    response_format: msgspec.Raw = msgspec.Raw()
+    logprobs: bool | None = False
+    top_logprobs: int | None = 0
+    echo: bool | None = False
 
 
 class CompletionBody(GeneratingBody, kw_only=True):
@@ -69,6 +107,9 @@ class CompletionBody(GeneratingBody, kw_only=True):
 
     prompt: Inputs
     max_tokens: int | None = 16
+    response_format: msgspec.Raw = msgspec.Raw()
+    logprobs: int | None = None
+    echo: bool | None = False
 
 
 class ResponsesBody(GeneratingBody, kw_only=True):
@@ -78,6 +119,27 @@ class ResponsesBody(GeneratingBody, kw_only=True):
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: msgspec.Raw = msgspec.Raw()
+    tool_choice: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
+    include: list[str] | None = None
+    top_logprobs: int | None = 0
+    # Refused, see `specs`.
+    previous_response_id: msgspec.Raw = msgspec.Raw()
+    background: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+
+
+class ResponsesFormat(msgspec.Struct):
+    """The format of a response's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema: dict[str, Any] | None = None
+
+
+class ResponsesText(msgspec.Struct):
+    """`text` of the Responses API."""
+
+    format: ResponsesFormat | None = None
 
 
 class EmbeddingsBody(Body, kw_only=True):

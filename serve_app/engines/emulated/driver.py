@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from serve_app.engine_model import EngineModel, EngineSequence, ModelSnapshot, StepOutcome
 from serve_app.engine_model.recent_mean import TPOT_WINDOW_S, RecentMean
+from serve_app.engines.emulated.content.script import Script
 from serve_app.engines.emulated.metrics import EngineMetrics
 from serve_app.engines.engine import EngineLoad
 from serve_app.errors import EngineError
@@ -31,6 +32,7 @@ class Ticket:
     Attributes:
         sequences: one per answer, in the order of the choices.
         finish_reasons: why each answer will end.
+        scripts: the text of each answer, where the request asks for more than some text; else empty.
         streaming: wake the handler at every token, not only at the end.
         abandoned: the client has disconnected.
     """
@@ -42,15 +44,22 @@ class Ticket:
         "_waiter",
         "abandoned",
         "finish_reasons",
+        "scripts",
         "sequences",
         "streaming",
     )
 
     def __init__(
-        self, sequences: Sequence[EngineSequence], finish_reasons: Sequence[str], *, streaming: bool
+        self,
+        sequences: Sequence[EngineSequence],
+        finish_reasons: Sequence[str],
+        *,
+        streaming: bool,
+        scripts: Sequence[Script] = (),
     ) -> None:
         self.sequences = sequences
         self.finish_reasons = finish_reasons
+        self.scripts = scripts
         self.streaming = streaming
         self.abandoned = False
         self._unfinished = len(sequences)

@@ -1,5 +1,6 @@
 """Error responses of the emulated engine, in vLLM's words and OpenAI's format."""
 
+from http import HTTPStatus
 from typing import Any, NoReturn
 
 import msgspec
@@ -36,6 +37,17 @@ def invalid(message: str, *, param: str | None = None, value: Any = None) -> Api
 def unreadable(message: str) -> ApiError:
     """A body that is not a request: 400."""
     return ApiError(400, f"1 validation error:\n  {message}", kind="Bad Request")
+
+
+def not_emulated(field: str) -> ApiError:
+    """A field that would change the answer in a way that is not emulated: 400."""
+    return invalid(f"{field} is not supported by the emulated engine.", param=field)
+
+
+def no_such_route(status: int) -> ApiError:
+    """A path or a method that is not served: 404 or 405."""
+    phrase = HTTPStatus(status).phrase
+    return ApiError(status, phrase, kind=phrase)
 
 
 def unknown_model(model: str, served: tuple[str, ...]) -> ApiError:

@@ -18,7 +18,10 @@ from serve_app.engines.emulated.bodies import (
     ResponsesBody,
     TokenizeBody,
 )
+from serve_app.engines.emulated.content.spec import OutputSpec
 from serve_app.engines.emulated.errors import invalid, unreadable
+from serve_app.engines.emulated.sampling import check_sampling
+from serve_app.engines.emulated.specs import chat_spec, completion_spec, responses_spec
 from serve_app.engines.emulated.text import Prompt, PseudoTokenizer
 
 # Prompt tokens of an image or another medium. Vision models take some 85 to 1,600 tokens for an image.
@@ -41,6 +44,7 @@ class Generation:
         max_tokens_param: name of that field in the request.
         include_usage: whether a stream ends with the token counts.
         exact_output_tokens: from `ewsjf_output_tokens`.
+        spec: what it asks of the text of its answers; None when some text will do.
     """
 
     model: str | None
@@ -54,6 +58,7 @@ class Generation:
     min_tokens: int = 0
     ignore_eos: bool = False
     exact_output_tokens: int | None = None
+    spec: OutputSpec | None = None
 
 
 def read_chat(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
@@ -63,13 +68,14 @@ def read_chat(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
         raise invalid("messages must not be empty", param="messages")
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     prompts = [_conversation(body.messages, body.tools, tokenizer)]
-    return _generation(body, prompts, getattr(body, param), param)
+    return _generation(body, prompts, (getattr(body, param), param), chat_spec(body, raw))
 
 
 def read_completion(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
     """A text completion request."""
     body = _decode(_COMPLETION, raw)
-    return _generation(body, _inputs(body.prompt, tokenizer, "prompt"), body.max_tokens, "max_tokens")
+    prompts = _inputs(body.prompt, tokenizer, "prompt")
+    return _generation(body, prompts, (body.max_tokens, "max_tokens"), completion_spec(body, raw))
 
 
 def read_responses(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
@@ -81,7 +87,8 @@ def read_responses(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
     if body.n not in {None, 1}:
         raise invalid("a response has one output, n must be 1", param="n", value=body.n)
     prompts = [_conversation(messages, body.tools, tokenizer)]
-    return _generation(body, prompts, body.max_output_tokens, "max_output_tokens")
+    spec = responses_spec(body, raw, messages)
+    return _generation(body, prompts, (body.max_output_tokens, "max_output_tokens"), spec)
 
 
 def read_embeddings(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[EmbeddingsBody, list[Prompt]]:
@@ -131,13 +138,16 @@ def _decode(decoder: "msgspec.json.Decoder[_B]", raw: bytes) -> _B:
 
 
 def _generation(
-    body: GeneratingBody, prompts: list[Prompt], max_tokens: int | None, max_tokens_param: str
+    body: GeneratingBody, prompts: list[Prompt], limit: tuple[int | None, str], spec: OutputSpec | None
 ) -> Generation:
+    """The request, checked; `limit` is `max_tokens` and the name of its field."""
+    max_tokens, max_tokens_param = limit
     choices = 1 if body.n is None else body.n
     if choices < 1:
         raise invalid(f"n must be at least 1, got {choices}.", param="n", value=choices)
     if choices > _MAX_CHOICES:
         raise invalid(f"n must be at most {_MAX_CHOICES}, got {choices}.", param="n", value=choices)
+    check_sampling(body, choices)
     if max_tokens is not None and max_tokens < 1:
         raise invalid(
             f"max_tokens must be at least 1, got {max_tokens}.", param="max_tokens", value=max_tokens
@@ -159,11 +169,12 @@ def _generation(
         max_tokens_param=max_tokens_param,
         choices=choices,
         stream=bool(body.stream),
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         priority=body.priority,
         min_tokens=body.min_tokens,
         ignore_eos=body.ignore_eos,
         exact_output_tokens=body.ewsjf_output_tokens,
+        spec=spec,
     )
 
 

@@ -17,8 +17,9 @@ _ANSWER = (
     b"to stop"
 )
 PIECES = tuple(b" " + word for word in _ANSWER.split())
+WORDS = tuple(dict.fromkeys(_ANSWER.decode().split()))
 
-_VOCABULARY = 32_000
+VOCABULARY = 32_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class PseudoTokenizer:
     def token_ids(self, text: bytes) -> list[int]:
         """Ids in place of the tokens of a text."""
         ends = [int(index * self._bytes_per_token) for index in range(self.count(text))] + [len(text)]
-        return [zlib.crc32(text[start:end]) % _VOCABULARY for start, end in itertools.pairwise(ends)]
+        return [zlib.crc32(text[start:end]) % VOCABULARY for start, end in itertools.pairwise(ends)]
 
 
 def _chained_hashes(parts: Iterable[Hashable]) -> list[int]:

@@ -35,6 +35,12 @@ from serve_app.serving.gateway.upstream.pool import UpstreamPool
 _METRICS_TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 _MODELS = "/v1/models"
 
+_FROZEN = (
+    "the tuner is frozen: values on trial are withdrawn, those in force stay, and no others are tried until "
+    "POST /debug/tuner/thaw, or until the scheduler starts anew"
+)
+_THAWED = "the tuner is thawed: other values may be tried again"
+
 Handler = Callable[[IncomingRequest], Awaitable[None]]
 View = Callable[[], Awaitable[Mapping[str, Any]]]
 
@@ -273,7 +279,7 @@ class Gateway:
         for model, views in self._views.items():
             try:
                 await asyncio.wait_for(views.freeze(reason), _VIEW_TIMEOUT_S)
-                models.append({"model": model, "frozen": reason})
+                models.append({"model": model, "frozen": reason, "message": _FROZEN if reason else _THAWED})
             except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
                 models.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
         await send_json(incoming.send, 200, encode({"models": models}), [])

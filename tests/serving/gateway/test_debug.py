@@ -66,8 +66,10 @@ async def test_admins_freeze_and_thaw_every_tuner() -> None:
         admin, other = ({"authorization": f"Bearer {key}"} for key in ("k1", "k2"))
         assert (await http.post("/debug/tuner/freeze", headers=other)).status_code == 401
         assert heard == []
-        await http.post("/debug/tuner/freeze", headers=admin)
+        (said, _) = (await http.post("/debug/tuner/freeze", headers=admin)).json()["models"]
+        assert "no others are tried until POST /debug/tuner/thaw" in said["message"]
         assert heard == [("a", "frozen by an admin"), ("b", "frozen by an admin")]
         answer = (await http.post("/debug/tuner/thaw", headers=admin)).json()["models"]
-    assert answer[0] == {"model": "a", "frozen": ""}
+    thawed = "the tuner is thawed: other values may be tried again"
+    assert answer[0] == {"model": "a", "frozen": "", "message": thawed}
     assert "gone" in answer[1]["error"]

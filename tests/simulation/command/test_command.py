@@ -183,3 +183,35 @@ def test_a_single_seed_has_no_interval_and_the_oracle_is_marked() -> None:
     table = seeds_table([row("fcfs", 0, 1.0), row("oracle", 0, 0.5, deployable=False)])
     assert "±" not in table
     assert "oracle (not deployable)" in table
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("foo.bar=1", "simulate: foo.bar: unknown key"),
+        ("backpressure.target_wating=5", "did you mean backpressure.target_waiting?"),
+        ("target_waiting=5", "target_waiting: unknown key; did you mean backpressure.target_waiting?"),
+        (
+            "backpressure.target_waiting=many",
+            "simulate: backpressure.target_waiting: input should be a valid",
+        ),
+        ("backpressure.target_waiting=-1", "simulate: backpressure.target_waiting must "),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_in_the_words_of_a_settings_file(
+    given: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate("--policy", "fcfs", "--rate", "5", "--set", given) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert "pydantic" not in line
+
+
+def test_an_advanced_setting_may_be_given_as_files_write_it(tmp_path: Path) -> None:
+    weights = []
+    for path in ("ewsjf.weights.b_u", "advanced.ewsjf.weights.b_u"):
+        out = tmp_path / "out.json"
+        assert simulate("--policy", "ewsjf", "--rate", "5", "--set", f"{path}=0.5", "--json", str(out)) == 0
+        (run,) = json.loads(out.read_text())["runs"]
+        weights.append(run["metrics"])
+    assert weights[0] == weights[1]

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's formats: chat completions and text completions, whole or as a stream of events.
+"""Answers of placeholder text in OpenAI's formats: chat and text completions, whole or as a stream of events.
 
 The constant part of an answer is encoded once, so that a token costs one concatenation of bytes. The events
 and their order are those of vLLM: a chunk with the role, a chunk per token with the finish reason in the last
@@ -105,8 +105,8 @@ class _ChoicesAnswer:
 
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
-        common = encode(_common(head, self._chunk_kind)).removesuffix(b"}")
-        self._chunk_head = b"data: " + common + b',"choices":[{"index":'
+        opening = encode(common(head, self._chunk_kind)).removesuffix(b"}")
+        self._chunk_head = b"data: " + opening + b',"choices":[{"index":'
 
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:
         """One chunk."""
@@ -119,7 +119,7 @@ class _ChoicesAnswer:
         head = self._head
         if not head.include_usage:
             return DONE
-        usage = encode({**_common(head, self._chunk_kind), "choices": [], "usage": head.usage()})
+        usage = encode({**common(head, self._chunk_kind), "choices": [], "usage": head.usage()})
         return b"data: " + usage + b"\n\n" + DONE
 
     def whole(self) -> bytes:
@@ -135,7 +135,7 @@ class _ChoicesAnswer:
             }
             for choice, reason in enumerate(head.finish_reasons)
         ]
-        return encode({**_common(head, self._kind), "choices": choices, "usage": head.usage()})
+        return encode({**common(head, self._kind), "choices": choices, "usage": head.usage()})
 
     def _content(self, text: str) -> dict[str, Any]:
         raise NotImplementedError
@@ -157,7 +157,7 @@ class ChatAnswer(_ChoicesAnswer):
         )
 
     def _content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "tool_calls": []}}
+        return {"message": {"role": "assistant", "content": text}}
 
 
 class CompletionAnswer(_ChoicesAnswer):
@@ -174,5 +174,6 @@ class CompletionAnswer(_ChoicesAnswer):
         return {"text": text}
 
 
-def _common(head: AnswerHead, kind: str) -> dict[str, Any]:
+def common(head: AnswerHead, kind: str) -> dict[str, Any]:
+    """What every object and chunk of an answer begins with."""
     return {"id": head.request_id, "object": kind, "created": head.created, "model": head.model}

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from serve_app.engines.emulated.answers import encode
+from serve_app.engines.emulated.answers.completions import encode
 
 
 def embedding(seed: str, dimensions: int) -> list[float]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from serve_app.engines.emulated.answers import AnswerHead, encode
+from serve_app.engines.emulated.answers.completions import AnswerHead, encode
 
 
 class ResponsesAnswer:
@@ -18,13 +18,11 @@ class ResponsesAnswer:
 
     def opening(self) -> bytes:
         """The events up to the empty content part."""
-        running = self._response("in_progress", [], usage=False)
         return b"".join(
             (
-                self._event("response.created", response=running),
-                self._event("response.in_progress", response=running),
+                self._beginning(),
                 self._event("response.output_item.added", output_index=0, item=self._item("in_progress", [])),
-                self._event("response.content_part.added", **self._place(), part=_part("")),
+                self._event("response.content_part.added", **self._place(), part=_part("", [])),
             )
         )
 
@@ -40,22 +38,43 @@ class ResponsesAnswer:
 
     def ending(self) -> bytes:
         """The whole text, part, item and response, each in the event that completes it."""
-        text = self._head.whole_text(0)
-        last = "response.completed" if self._status == "completed" else "response.incomplete"
-        item = self._item(self._status, [_part(text)])
+        text, logprobs = self._whole_text(), self._whole_logprobs()
+        (item,) = self._output()
         return b"".join(
             (
-                self._event("response.output_text.done", **self._place(), text=text, logprobs=[]),
-                self._event("response.content_part.done", **self._place(), part=_part(text)),
+                self._event("response.output_text.done", **self._place(), text=text, logprobs=logprobs),
+                self._event("response.content_part.done", **self._place(), part=_part(text, logprobs)),
                 self._event("response.output_item.done", output_index=0, item=item),
-                self._event(last, response=self._response(self._status, [item], usage=True)),
+                self._completion(),
             )
         )
 
     def whole(self) -> bytes:
         """A response object."""
-        item = self._item(self._status, [_part(self._head.whole_text(0))])
-        return encode(self._response(self._status, [item], usage=True))
+        return encode(self._response(self._status, self._output(), usage=True))
+
+    def _beginning(self) -> bytes:
+        running = self._response("in_progress", [], usage=False)
+        return b"".join(
+            (
+                self._event("response.created", response=running),
+                self._event("response.in_progress", response=running),
+            )
+        )
+
+    def _completion(self) -> bytes:
+        last = "response.completed" if self._status == "completed" else "response.incomplete"
+        return self._event(last, response=self._response(self._status, self._output(), usage=True))
+
+    def _output(self) -> list[dict[str, Any]]:
+        """The items of a finished response."""
+        return [self._item(self._status, [_part(self._whole_text(), self._whole_logprobs())])]
+
+    def _whole_text(self) -> str:
+        return self._head.whole_text(0)
+
+    def _whole_logprobs(self) -> list[dict[str, Any]]:
+        return []
 
     @property
     def _status(self) -> str:
@@ -110,5 +129,5 @@ class ResponsesAnswer:
         }
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -1,0 +1,55 @@
+"""Commands in documents and in `--help` write only to folders that git ignores, or outside the checkout."""
+
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serve_app import cli
+from tests.docs import documents, shell
+from tests.docs.documents import ROOT, code_blocks
+
+_OUTPUTS = ("json", "records", "plot", "log", "out", "save_partition")
+_OWN = "python -m serve_app "
+
+
+def shown_commands() -> Iterator[tuple[str, str]]:
+    """Where a command of ours is shown, and its arguments."""
+    for document in documents.documents():
+        for block in code_blocks(document):
+            if block.language == "console":
+                for command in shell.commands(block.text):
+                    yield block.place, command
+    for own in cli.COMMANDS:
+        for command in own.example.replace("\\\n", " ").splitlines():
+            yield f"{own.name} --help", command
+
+
+SHOWN = [
+    (place, command.replace("\\\n", " ").partition(_OWN)[2])
+    for place, command in shown_commands()
+    if _OWN in command
+]
+
+
+def written_by(arguments: list[str]) -> list[Path]:
+    parsed = vars(cli._parser().parse_args(arguments))
+    given = (parsed.get(name) for name in _OUTPUTS)
+    return [path for path in given if isinstance(path, Path) and not path.is_absolute()]
+
+
+@pytest.mark.parametrize(("place", "command"), SHOWN, ids=[place for place, _ in SHOWN])
+def test_what_it_writes_is_ignored_by_git(place: str, command: str) -> None:
+    arguments = shlex.split(command, comments=True)
+    for path in written_by(arguments):
+        # What lies below is asked for, because a pattern such as `out/` is of a folder.
+        ignored = subprocess.run(
+            ["git", "-C", str(ROOT), "check-ignore", "-q", str(path / "file")], check=False
+        )
+        assert ignored.returncode == 0, f"{place}: {path} would show up in `git status`: write to out/"
+
+
+def test_outputs_are_found() -> None:
+    assert sum(bool(written_by(shlex.split(command, comments=True))) for _, command in SHOWN) >= 5
