@@ -42,10 +42,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "provenance": {"workloads"},
     "calibration": WORDS | {"engine_model", "command"},
     "command": set(),
+    # What can be known of a configuration without Ray, and the start of the application that it describes.
+    "checking": {"errors", "command", "engines", "settings"},
+    "launch": {"errors", "command", "checking", "settings"},
     "tables": set(),
     # Another client from outside.
     "status": {"errors", "command"},
-    "cli": WORDS | {"command", "status", "bench", "calibration", "simulation", "planning", "tuning"},
+    "cli": WORDS
+    | {"command", "checking", "launch", "status", "bench", "calibration", "simulation", "planning", "tuning"},
     "__main__": {"cli"},
 }
 
@@ -73,7 +77,7 @@ PURE_LIBRARIES = {"scheduling/decision_log.py": "msgspec"}
 
 # Where the heavy libraries may be imported.
 HOMES = {
-    "ray": ("serving", "app.py"),
+    "ray": ("serving", "app.py", "launch/cluster.py", "launch/draining.py"),
     "vllm": ("engines/vllm/library.py",),
     "sklearn": ("tuning",),
     "scipy": ("calibration",),

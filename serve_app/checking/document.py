@@ -80,7 +80,7 @@ def _slip(error: yaml.MarkedYAMLError) -> Mistake:
     mark = error.problem_mark or error.context_mark
     what = error.problem or error.context or "cannot be understood"
     advice = ""
-    if "\t" in what:
+    if "\\t" in what:
         advice = ": indent with spaces"
     elif "mapping values are not allowed" in what:
         advice = ": is a line above indented otherwise, or is a text with a colon not quoted?"

@@ -4,6 +4,7 @@ A profile is a YAML file that states the source of its figures; `calibrate` writ
 lie in `profile_data`, a folder per model, and go by their name (`model-gpu-tpN`). Any other goes by its path.
 """
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
@@ -74,9 +75,10 @@ def load_profile(name_or_path: str) -> EngineProfile:
     elif name_or_path.endswith((".yaml", ".yml")) and Path(name_or_path).is_file():
         text = Path(name_or_path).read_text(encoding="utf-8")
     else:
-        known = ", ".join(profile_names())
+        near = difflib.get_close_matches(name_or_path, profile_names(), n=3)
+        advice = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(profile_names())}"
         raise SettingsError(
-            f"no engine profile {name_or_path!r}: use one of {known}, or the path of a YAML file"
+            f"no engine profile {name_or_path!r}: {advice} A path of a YAML file will do, too"
         )
     try:
         return _ADAPTER.validate_python(yaml.safe_load(text))

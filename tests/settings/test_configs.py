@@ -35,7 +35,9 @@ def test_the_cluster_launcher_takes_our_cluster() -> None:
     assert set(content["available_node_types"]) == {"head", "gpu_worker"}
     # Ray's processes read serve_app/launch/serve.env when they start, on every node.
     for kind in ("head", "worker"):
-        assert any("serve_app/launch/serve.env" in command for command in content[f"{kind}_start_ray_commands"])
+        assert any(
+            "serve_app/launch/serve.env" in command for command in content[f"{kind}_start_ray_commands"]
+        )
 
 
 def test_the_real_model_on_a_cpu_sends_three_thousand_tokens_to_the_long_pool() -> None:

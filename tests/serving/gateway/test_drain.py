@@ -1,0 +1,89 @@
+"""A gateway that is told to stop: new requests are refused, open ones end, the rest hears of it."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+
+from tests.engines.servers import until
+
+from .builders import MODEL
+from .conftest import Stage
+
+CHAT = "/v1/chat/completions"
+
+
+def body(tokens: int, *, stream: bool = False) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": tokens,
+        "stream": stream,
+    }
+
+
+async def opened(stage: Stage, tokens: int, *, stream: bool) -> "asyncio.Task[httpx.Response]":
+    """A request that runs on the engine."""
+    before = stage.engine.running
+    task = asyncio.create_task(stage.http.post(CHAT, json=body(tokens, stream=stream)))
+
+    async def runs() -> bool:
+        return stage.engine.running == before + 1
+
+    await until(runs)
+    return task
+
+
+async def test_open_answers_end_and_new_requests_are_refused(stage: Stage) -> None:
+    stage.engine.token_delay_s = 0.02
+    stream = await opened(stage, 20, stream=True)
+    whole = await opened(stage, 20, stream=False)
+    draining = asyncio.create_task(stage.gateway.drain(30.0, 12.0))
+    await asyncio.sleep(0)
+    assert stage.gateway.open_requests == 2
+    refused = await stage.http.post(CHAT, json=body(1))
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "12"
+    assert refused.json()["error"]["code"] == "shutting_down"
+    ready = await stage.http.get("/ready")
+    assert (ready.status_code, ready.json()["status"]) == (503, "stopping")
+    assert (await stage.http.get("/health")).status_code == 200
+    assert await draining == 0
+    assert (await stream).text.endswith("data: [DONE]\n\n")
+    assert (await whole).json()["usage"]["completion_tokens"] == 20
+    assert stage.gateway.open_requests == 0
+
+
+async def test_what_is_open_at_the_deadline_ends_with_an_error(stage: Stage) -> None:
+    stage.engine.token_delay_s = 0.05
+    stream = await opened(stage, 1000, stream=True)
+    whole = await opened(stage, 1000, stream=False)
+    assert await stage.gateway.drain(0.3, 7.0) == 2
+    lines = [line for line in (await stream).text.splitlines() if line]
+    error = json.loads(lines[-1].removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("server_error", "shutting_down")
+    assert "incomplete" in error["message"]
+    assert len(lines) > 1
+    cut = await whole
+    assert (cut.status_code, cut.headers["retry-after"]) == (503, "7")
+    assert cut.json()["error"]["code"] == "shutting_down"
+    assert not stage.dispatcher.held
+
+
+async def test_requests_that_wait_for_their_turn_are_refused_at_the_deadline(stage: Stage) -> None:
+    stage.dispatcher.gate.clear()
+    waiting = asyncio.create_task(stage.http.post(CHAT, json=body(1)))
+
+    async def waits() -> bool:
+        return stage.gateway.open_requests == 1
+
+    await until(waits)
+    assert await stage.gateway.drain(0.1, 5.0) == 1
+    assert (await waiting).status_code == 503
+    assert not stage.dispatcher.held
+
+
+async def test_a_gateway_with_nothing_open_is_drained_at_once(stage: Stage) -> None:
+    async with asyncio.timeout(5):
+        assert await stage.gateway.drain(600.0, 5.0) == 0
