@@ -12,11 +12,11 @@ from serve_app.checking import Checked, Mistake, check_file
 from serve_app.checking.machine import http_address
 from serve_app.command import Command, warn
 from serve_app.errors import SettingsError
-from serve_app.launch.console import Console
 from serve_app.launch.environment import environment, instance_folder, raise_descriptor_limit
 from serve_app.launch.instance import publish, withdraw
 from serve_app.launch.messages import HostJob
 from serve_app.launch.supervisor import Launch, Supervisor
+from serve_app.launch.terminal.console import Console
 from serve_app.settings.application import AppSettings
 
 _DEFAULT_CONFIG = Path("configs/local.yaml")

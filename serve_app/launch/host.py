@@ -39,7 +39,7 @@ _RUN_POLL_S = 2.0
 _LOST_AFTER_S = 30.0
 
 
-class Host:
+class ApplicationHost:
     """Runs one application from its start to its end.
 
     Args:
@@ -150,7 +150,7 @@ def main() -> int:
     # Ray's processes must not hold the supervisor's pipe open.
     os.set_inheritable(descriptor, False)
     messages = os.fdopen(descriptor, "wb")
-    status = Host(job, messages).run(sys.stdin.buffer)
+    status = ApplicationHost(job, messages).run(sys.stdin.buffer)
     messages.close()
     # Ray registers exit handlers that wait for processes which are gone by now.
     sys.stdout.flush()
