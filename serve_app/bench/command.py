@@ -19,6 +19,7 @@ from serve_app.command import Command, given_arguments, progress_bar, say, warn,
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.summary import Summary, summarise
 from serve_app.provenance import provenance
+from serve_app.tables import paragraph
 from serve_app.workloads.catalog import notes_on, resolve
 from serve_app.workloads.trace import Trace
 
@@ -46,7 +47,7 @@ def _run(args: argparse.Namespace) -> int:
     known = preempted_before is not None and preempted is not None
     summary = summarise(load.records, arguments.rules(args))
     summary = replace(summary, preemptions=(preempted or 0) - (preempted_before or 0) if known else None)
-    say(f"{trace.title}: {trace.source}\n\n{table(summary)}")
+    say(f"{paragraph(f'{trace.title}: {trace.source}')}\n\n{table(summary)}")
     for warning in _warnings(load):
         warn(warning)
     _write(args, trace, load, summary, cpu_s)

@@ -40,8 +40,8 @@ def unreadable(message: str) -> ApiError:
 
 
 def not_emulated(field: str) -> ApiError:
-    """A field that would change the answer in a way that is not emulated: 400."""
-    return invalid(f"{field} is not supported by the emulated engine.", param=field)
+    """A field, or a use of it, that would change the answer in a way that is not emulated: 400."""
+    return invalid(f"{field} is not supported by the emulated engine.", param=field.partition(" ")[0])
 
 
 def no_such_route(status: int) -> ApiError:

@@ -144,9 +144,12 @@ def _generation(
     max_tokens, max_tokens_param = limit
     choices = 1 if body.n is None else body.n
     if choices < 1:
-        raise invalid(f"n must be at least 1, got {choices}.", param="n", value=choices)
+        raise invalid(f"n must be at least 1, got {choices}.")
     if choices > _MAX_CHOICES:
-        raise invalid(f"n must be at most {_MAX_CHOICES}, got {choices}.", param="n", value=choices)
+        raise invalid(
+            f"n must be at most {_MAX_CHOICES}, got {choices}. To increase this limit, set the "
+            "VLLM_MAX_N_SEQUENCES environment variable."
+        )
     check_sampling(body, choices)
     if max_tokens is not None and max_tokens < 1:
         raise invalid(

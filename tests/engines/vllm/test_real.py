@@ -20,6 +20,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import pytest_asyncio
 
+from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.engines.engine import Engine, EngineLimits, EngineLoad
 from serve_app.engines.remote.engine import RemoteEngine, RemoteEngineSettings
 from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings, check_vllm_args
@@ -28,7 +29,8 @@ from serve_app.request import PriorityClass, Request
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities, EnginePrioritySettings
 from serve_app.serving.gateway.request.splice import with_priority
 from tests.builders import request
-from tests.engines.servers import free_port, serving, until
+from tests.engines.servers import free_port, served, serving, until
+from tests.engines.vllm.conformance import ANSWERED, REFUSED, answer, choice_form
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 
@@ -255,6 +257,22 @@ class TestTinyEngine:
             "allowed_media_domains": ["a.example", "b.example"],
         }
         check_vllm_args(VllmEngineSettings(model="m", args=args))
+
+    async def test_the_emulated_engine_refuses_what_vllm_refuses_in_its_words(self, tiny: Running) -> None:
+        async with served(EmulatedEngineSettings(served_model_names=("m",))) as emulated:
+            for path, parameters in REFUSED:
+                real = await answer(tiny.client, path, parameters)
+                ours = await answer(emulated.http, path, parameters)
+                assert real.status_code == 400, (parameters, real.text)
+                assert ours.json() == real.json(), parameters
+
+    async def test_answers_of_the_emulated_engine_have_vllms_form(self, tiny: Running) -> None:
+        async with served(EmulatedEngineSettings(served_model_names=("m",))) as emulated:
+            for path, parameters in ANSWERED:
+                real = await answer(tiny.client, path, parameters)
+                ours = await answer(emulated.http, path, parameters)
+                assert real.status_code == 200, (parameters, real.text)
+                assert choice_form(ours) == choice_form(real), parameters
 
     async def test_a_dead_engine_is_unhealthy_and_its_requests_fail(self, tiny: Running) -> None:
         """The last test of this engine, which does not outlive it."""

@@ -19,6 +19,8 @@ from serve_app.engines.emulated.content.strings import NoStringError, text, word
 
 # Attempts at a whole value. Most schemas take one; conditions and negations are met by chance.
 _ATTEMPTS = 40
+# Attempts that may fail outright: bounds that exclude everything do so each time, other branches may not.
+_FAILURES = 8
 # Attempts at an item that no other one equals.
 _UNIQUE_ATTEMPTS = 50
 # From this depth on, optional parts are left out and branches are chosen that end soon.
@@ -47,16 +49,18 @@ def sample(schema: Any, rng: random.Random) -> Any:
         SchemaError: it is invalid, accepts nothing, or is beyond this sampler.
     """
     accepts = _validator(schema)
-    problem = "no value was found that it accepts"
+    problems: list[str] = []
     for _ in range(_ATTEMPTS):
         try:
             value = _Draw(schema, rng).value(schema, 0)
         except (NoNumberError, NoStringError, PatternError, SchemaError) as error:
-            problem = str(error)
+            problems.append(str(error))
+            if len(problems) == _FAILURES:
+                break
         else:
             if accepts(value):
                 return value
-    raise SchemaError(problem)
+    raise SchemaError(problems[-1] if problems else "no value was found that it accepts")
 
 
 def _validator(schema: Any) -> Callable[[Any], bool]:
