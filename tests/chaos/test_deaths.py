@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import httpx
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 from tests.e2e.served import Served, wait_for

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 from serve_app.engines.orphan_guard import OrphanGuard
