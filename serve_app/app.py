@@ -18,7 +18,7 @@ from serve_app.engines.vllm.engine import check_vllm_args
 from serve_app.errors import SettingsError
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway.deployment import GatewayDeployment
-from serve_app.serving.pool.deployment import PoolDeployment
+from serve_app.serving.pool.deployment import PoolDeployment, health_check_period_s
 from serve_app.serving.pool.replica import PoolReplicaSettings
 from serve_app.serving.scheduler.actor import SCHEDULER_DEPLOYMENT_OPTIONS, SchedulerActorSettings
 from serve_app.serving.scheduler.deployment import SchedulerDeployment
@@ -114,6 +114,7 @@ def _pool(name: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Ap
     )
     deployment = serve.deployment(
         name=name,
+        health_check_period_s=health_check_period_s(pool.engine.chosen),
         health_check_timeout_s=pool.health_check_timeout_s,
         graceful_shutdown_timeout_s=pool.drain_timeout_s + _STOP_MARGIN_S,
         # Serve counts no requests here, so it need not wait before the replica drains.

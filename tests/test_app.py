@@ -139,3 +139,13 @@ def test_model_names_with_equal_deployment_names_are_refused() -> None:
     models = [{"name": name, "pools": [emulated("long")]} for name in ("a/b", "a b")]
     with pytest.raises(SettingsError, match="long-a-b"):
         application_of(settings(*models))
+
+
+def test_a_dead_engine_is_noticed_within_seconds_and_a_remote_server_may_come_back() -> None:
+    remote = {"name": "long", "engine": {"remote": {"base_url": "http://far:8000"}}}
+    models = ({"name": "demo", "pools": [emulated("long")]}, {"name": "far", "pools": [remote]})
+    found = deployments(application_of(settings(*models)))
+    periods = {
+        name: found[name]._deployment_config.health_check_period_s for name in ("long-demo", "long-far")
+    }
+    assert periods == {"long-demo": 1.0, "long-far": 10.0}

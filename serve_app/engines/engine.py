@@ -19,11 +19,15 @@ class EngineLimits:
         max_model_len: context limit, prompt and output together, in tokens.
         kv_tokens: capacity of the KV cache, in tokens.
         max_num_seqs: most sequences in its batch.
+        tpot_s: time per output token with a full batch, where that is known before anything is served.
+        prefill_token_s: seconds to compute one prompt token, likewise.
     """
 
     max_model_len: int
     kv_tokens: int
     max_num_seqs: int
+    tpot_s: float | None = None
+    prefill_token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,7 @@ class ReplicaLedger:
         was_stale = state.stale
         state.report, state.reported_at, state.stale, state.suspended = report, now, False, False
         state.gated = self._backpressure.gates(state)
+        state.tpot_s = state.tpot_s if report.tpot_s is None else report.tpot_s
         self._fresh[replica_id] = now
         self._fresh.move_to_end(replica_id)
         self.open.update(state, now)

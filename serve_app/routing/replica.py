@@ -12,6 +12,8 @@ class ReplicaSpec:
         max_model_len: the engine's context limit, prompt and output together, in tokens.
         kv_tokens: capacity of the KV cache in tokens.
         max_num_seqs: sequences the engine runs at once.
+        tpot_s: time per output token with a full batch, where that is known before anything is served.
+        prefill_token_s: seconds to compute one prompt token, likewise.
     """
 
     replica_id: str
@@ -19,6 +21,8 @@ class ReplicaSpec:
     max_model_len: int
     kv_tokens: int
     max_num_seqs: int
+    tpot_s: float | None = None
+    prefill_token_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_tokens", "max_num_seqs"):

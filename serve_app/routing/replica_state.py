@@ -44,6 +44,7 @@ class ReplicaState:
         unseen: requests sent that its last report cannot have counted.
         pending_prefill_tokens: prompt tokens of the prefills that have not ended.
         reserved_tokens: kept free for one waiting request (`dispatch.capacity_reservations`).
+        tpot_s: the last time per output token that it reported; None before it generated anything.
         gated: by its last reports it is too busy for more, whatever its queue.
         version: changes with its capacity; see `open_replicas`.
     """
@@ -63,6 +64,7 @@ class ReplicaState:
     long_prefills: tuple[int, int] = (0, 0)
     dispatches: int = 0
     pending_prefill_tokens: int = 0
+    tpot_s: float | None = None
     gated: bool = False
     report: ReplicaReport | None = None
     reported_at: float = 0.0

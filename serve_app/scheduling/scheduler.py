@@ -31,6 +31,7 @@ from serve_app.routing.prefix.affinity import PrefixAffinity
 from serve_app.routing.replica_state import Hold, PrefillClass
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.admission.admission import Admission, too_long
+from serve_app.scheduling.admission.slot_rate import SlotRate
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.scheduling.dispatch.backpressure import EngineBackpressure
 from serve_app.scheduling.dispatch.dispatcher import Choice, Dispatcher
@@ -97,7 +98,8 @@ class Scheduler:
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
         self.router = PoolRouter(settings.routing, self.ledger.context_limit)
-        self.admission = Admission(settings, self.queue, now)
+        slots = SlotRate(self.queue, self.ledger, self.prefill_cost, backpressure.target_waiting)
+        self.admission = Admission(settings, self.queue, slots, now)
         self._expiry = ExpiryHeap()
         self._requests = RequestTable()
         self._sequence = 0
@@ -210,9 +212,8 @@ class Scheduler:
         if scheduled is None:
             estimate = self.estimator.estimate(event.request)
             self._sequence += 1
-            scheduled = ScheduledRequest(
-                event.request, estimate, self._sequence, self.settings.routing.pools[:1]
-            )
+            home = self.settings.routing.pools[:1]
+            scheduled = ScheduledRequest(event.request, estimate, self._sequence, home)
             self._remember(scheduled)
         elif scheduled.replica_id == event.replica_id:
             if event.started:

@@ -33,6 +33,8 @@ class ReplicaPlan:
             max_model_len=self.engine.max_model_len,
             kv_tokens=self.engine.kv_blocks * self.engine.block_size,
             max_num_seqs=self.engine.max_num_seqs,
+            tpot_s=self.step_time.step_s(sequences=self.engine.max_num_seqs),
+            prefill_token_s=self.step_time.prefill_per_token_s,
         )
 
 

@@ -57,7 +57,7 @@ def scheduler_settings(policy: str = "fcfs") -> SchedulerSettings:
         policy=policy,
         routing=RoutingSettings(b_short_tokens=500),
         queue_timeout_s=QueueTimeouts(default=TIMEOUT_S),
-        max_waiting=30,
+        max_waiting=12,
     )
 
 

@@ -15,6 +15,7 @@ def estimate(prompt_tokens: int, output_tokens: int = 100, *, least: int | None 
         least_prompt_tokens=prompt_tokens if least is None else least,
         expected_prompt_tokens=prompt_tokens,
         max_output_tokens=output_tokens,
+        least_output_tokens=output_tokens,
         expected_output_tokens=output_tokens,
     )
 

@@ -2,7 +2,8 @@
 
 It answers the OpenAI API with placeholder text, at the speed of a named profile, and exports vLLM's metrics.
 Queueing, batching, chunked prefill, the KV cache with prefix caching and preemption, limits and their error
-messages, streaming and cancellation behave as in vLLM.
+messages, streaming and cancellation behave as in vLLM. Tool calls and structured outputs are made up so that
+they fit the request; what is not emulated and would change the answer is refused.
 """
 
 import random
@@ -98,6 +99,7 @@ class EmulatedEngine:
         self._settings = settings
         profile = load_profile(settings.profile)
         self._limits = settings.model_settings(profile)
+        self._step_time = profile.step_time
         model = EngineModel(self._limits, profile.step_time)
         metrics = EngineMetrics(settings.model_names[0], self._limits)
         self._driver = EngineDriver(model, metrics, settings.speed_up)
@@ -131,6 +133,8 @@ class EmulatedEngine:
             max_model_len=self._limits.max_model_len,
             kv_tokens=self._limits.kv_blocks * self._limits.block_size,
             max_num_seqs=self._limits.max_num_seqs,
+            tpot_s=self._step_time.step_s(sequences=self._limits.max_num_seqs) / self._settings.speed_up,
+            prefill_token_s=self._step_time.prefill_per_token_s / self._settings.speed_up,
         )
 
     @property

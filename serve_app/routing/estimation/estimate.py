@@ -51,6 +51,8 @@ class TokenEstimate:
         expected_prompt_tokens: mean of all prompts together, which is their use of the KV cache.
         max_output_tokens: the most that *one* choice generates: the client's limit, or a learned quantile.
         expected_output_tokens: mean of what *all* choices together generate.
+        least_output_tokens: the same where lengths have been learned, and less where they are only assumed;
+            for predictions that must not refuse what could be served.
     """
 
     prompt_tokens: int
@@ -58,6 +60,7 @@ class TokenEstimate:
     expected_prompt_tokens: int
     max_output_tokens: int
     expected_output_tokens: int
+    least_output_tokens: int
 
     @property
     def budget_tokens(self) -> int:
@@ -110,13 +113,16 @@ class TokenEstimator:
         """The tokens that the request will need."""
         expected, high, low = self._prompt(request.shape)
         limit = self._output.limit(request)
-        output = self._output.expected(request, limit) * max(1, request.spec.choices)
+        choices = max(1, request.spec.choices)
+        expected_output = self._output.expected(request, limit)
+        least_output = min(expected_output, self._output.least(request))
         return TokenEstimate(
             prompt_tokens=high,
             least_prompt_tokens=low,
             expected_prompt_tokens=expected,
             max_output_tokens=limit,
-            expected_output_tokens=math.ceil(output),
+            expected_output_tokens=math.ceil(expected_output * choices),
+            least_output_tokens=math.ceil(least_output * choices),
         )
 
     def observe(self, request: Request, usage: Usage) -> None:

@@ -13,6 +13,9 @@ from serve_app.request import Request, TextCategory, Usage
 from serve_app.routing.estimation.length_curve import LengthCurve, OutputSettings
 from serve_app.routing.snapshot import Snapshot, section, sections, text
 
+# Of the assumed mean length, for predictions that must not refuse what could be served.
+_ASSUMED_SHARE = 0.4
+
 
 class OutputLengthEstimator:
     """The output lengths of one model, by tenant and category."""
@@ -43,6 +46,10 @@ class OutputLengthEstimator:
             return min(float(limit), curve.expected(limit))
         mean = self._settings.default_mean_tokens  # of an exponential distribution, cut at the limit
         return -mean * math.expm1(-limit / mean)
+
+    def least(self, request: Request) -> float:
+        """A lower estimate of the mean length of one choice, without bound where lengths have been learned."""
+        return math.inf if self._curve(request) else _ASSUMED_SHARE * self._settings.default_mean_tokens
 
     def observe(self, request: Request, usage: Usage) -> None:
         """Learn from one finished request; its choices count as one answer of mean length."""

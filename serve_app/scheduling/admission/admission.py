@@ -6,7 +6,8 @@ at once is dispatched, however full the queue is. The others have to wait, which
 (`denial`):
 
 - Deadline: the predicted wait, with a margin, must end before the request's queue timeout. It applies only
-  where such predictions have proved right (`wait_prediction`).
+  where such predictions have proved right (`wait_prediction`). Until enough is observed, the least wait that
+  the slots of the replicas allow must end before it as well (`slot_rate`).
 - Queue length: `max_waiting` bounds all that wait. `batch` leaves a share of it to `default`, and both leave
   one to `interactive`. A tenant may have at most a multiple of the free places waiting, so that a heavy
   tenant is refused and a light one admitted (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2),
@@ -36,6 +37,7 @@ from serve_app.scheduling.admission.retry_reservations import (
     RetryReservations,
     fair_tokens,
 )
+from serve_app.scheduling.admission.slot_rate import SlotRate
 from serve_app.scheduling.admission.wait_prediction import WaitPredictor
 from serve_app.scheduling.queueing.fairness import FairnessMode
 from serve_app.scheduling.queueing.request_queue import RequestQueue
@@ -83,9 +85,10 @@ class Admission:
         outages: the pools without a live replica.
     """
 
-    def __init__(self, settings: SchedulerSettings, queue: RequestQueue, now: float) -> None:
+    def __init__(self, settings: SchedulerSettings, queue: RequestQueue, slots: SlotRate, now: float) -> None:
         self._settings = settings
         self._queue = queue
+        self._slots = slots
         self._names = frozenset((settings.model, *settings.aliases))
         self.predictor = WaitPredictor(settings.admission, now)
         self.retry_reservations = RetryReservations(settings.admission)
@@ -146,14 +149,14 @@ class Admission:
         retry_after_s = self._retry_after_s(request, denial.admissible_in_s)
         # Nothing is reserved where the wait is beyond what a client may be told, or is unknown.
         if denial.admissible_in_s <= self._settings.retry_after_cap_s and not request.submission.no_wait:
-            self.retry_reservations.reserve(request, scheduled.estimate.expected_tokens, now + retry_after_s)
+            self.retry_reservations.reserve(request, scheduled.estimate.expected_tokens, retry_after_s, now)
         return Conclusion(denial.outcome, denial.message, retry_after_s)
 
     def _retry_after_expiry_s(self, scheduled: ScheduledRequest, now: float) -> float:
         """In how many seconds an expired request should return; its work is reserved for that time."""
         self.predictor.on_expiry(scheduled, now)
-        waits = (self._admissible_in_s(each, now) for each in self._conditions(scheduled, now))
-        admissible_in_s = max(waits, default=0.0)
+        conditions = self._conditions(scheduled, now, has_expired=True)
+        admissible_in_s = max((self._admissible_in_s(each, now) for each in conditions), default=0.0)
         return self.deny(scheduled, Denial(Outcome.EXPIRED, "", admissible_in_s), now).retry_after_s or 0.0
 
     def _no_replica(self, request: Request, pools: tuple[str, ...], now: float) -> Conclusion:
@@ -166,14 +169,27 @@ class Admission:
     def _admissible_in_s(self, condition: _Condition, now: float) -> float:
         return self.retry_reservations.admissible_in_s(condition.queue, condition.reserved_work, now)
 
-    def _conditions(self, scheduled: ScheduledRequest, now: float) -> Iterator[_Condition]:
-        yield from self._deadline(scheduled, now)
+    def _conditions(
+        self, scheduled: ScheduledRequest, now: float, *, has_expired: bool = False
+    ) -> Iterator[_Condition]:
+        yield from self._deadline(scheduled, now, has_expired=has_expired)
         yield from self._queue_length(scheduled)
 
-    def _deadline(self, scheduled: ScheduledRequest, now: float) -> Iterator[_Condition]:
+    def _deadline(
+        self, scheduled: ScheduledRequest, now: float, *, has_expired: bool
+    ) -> Iterator[_Condition]:
         request, prediction = scheduled.request, scheduled.prediction
         timeout_s = request.expires_at - request.arrived_at
-        if prediction is None or timeout_s == math.inf:
+        if timeout_s == math.inf:
+            return
+        if self.predictor.is_cold:
+            bound = self._cold_deadline(scheduled, timeout_s)
+            if bound is not None:
+                yield bound
+                if has_expired:
+                    # What a first backlog taught is no better, and expired requests made it worse.
+                    return
+        if prediction is None:
             return
         per_token_s = self.predictor.seconds_per_token(prediction.kind)
         if per_token_s is None or not self.predictor.is_trusted(prediction.kind, now):
@@ -182,11 +198,24 @@ class Admission:
         ahead_s = per_token_s * self._queue.work_ahead(request)
         yield _Condition(
             Outcome.REJECTED_DEADLINE_UNMEETABLE,
-            f"about {ahead_s:.1f} s of work come first, and the request may wait {timeout_s:.1f} s: "
-            "come again when Retry-After says, or allow more time with x-queue-timeout-s",
+            _unmeetable(ahead_s, timeout_s),
             QueueLimit(ahead_s, 1.0, timeout_s / (1 + self._settings.admission.deadline_margin_ratio)),
             timeout_s / (1 + self._settings.admission.deadline_margin_ratio / 2),
             lambda reserved: per_token_s * tokens(reserved),
+        )
+
+    def _cold_deadline(self, scheduled: ScheduledRequest, timeout_s: float) -> _Condition | None:
+        """The deadline by the slots alone: a lower bound of the wait, so without a margin."""
+        drain = self._slots.drain(scheduled.request, scheduled.pools)
+        if drain is None:
+            return None
+        limit = timeout_s * drain.tokens_per_s + drain.free_tokens
+        return _Condition(
+            Outcome.REJECTED_DEADLINE_UNMEETABLE,
+            _unmeetable((drain.tokens_ahead - drain.free_tokens) / drain.tokens_per_s, timeout_s),
+            QueueLimit(drain.tokens_ahead, drain.tokens_per_s, limit),
+            limit,
+            self._reserved_tokens(scheduled),
         )
 
     def _queue_length(self, scheduled: ScheduledRequest) -> Iterator[_Condition]:
@@ -249,6 +278,13 @@ class Admission:
         wait_s = _UNKNOWN_S if admissible_in_s == math.inf else max(admissible_in_s, _LEAST_S)
         spread = zlib.crc32(request.request_id.encode()) / 2**32
         return min(self._settings.retry_after_cap_s, wait_s + spread * min(_SPREAD_RATIO * wait_s, _SPREAD_S))
+
+
+def _unmeetable(ahead_s: float, timeout_s: float) -> str:
+    return (
+        f"about {ahead_s:.1f} s of work come first, and the request may wait {timeout_s:.1f} s: "
+        "come again when Retry-After says, or allow more time with x-queue-timeout-s"
+    )
 
 
 def too_long(request: Request, estimate: TokenEstimate, limit: int | None) -> Conclusion:

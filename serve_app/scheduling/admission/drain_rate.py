@@ -20,11 +20,14 @@ class DrainRate:
 
     Args:
         now: time at which it begins, in seconds.
+
+    Attributes:
+        backlog_s: seconds of backlog so far.
     """
 
     def __init__(self, now: float) -> None:
         self._at = now
-        self._backlog_s = 0.0
+        self.backlog_s = 0.0
         self._backlogged = False
         self._tokens = DecayingRate(_TIME_CONSTANT_S, 0.0)
         self._requests = DecayingRate(_TIME_CONSTANT_S, 0.0)
@@ -33,24 +36,24 @@ class DrainRate:
         """Note that `waiting` requests have waited from the last call until `now`."""
         self._backlogged = waiting > 0
         if self._backlogged:
-            self._backlog_s += now - self._at
+            self.backlog_s += now - self._at
         self._at = now
 
     def on_dispatch(self, tokens: int) -> None:
         """Count the work of a request that leaves the queue at the time of the last `on_time`."""
         if self._backlogged:
-            self._tokens.add(tokens, self._backlog_s)
-            self._requests.add(1.0, self._backlog_s)
+            self._tokens.add(tokens, self.backlog_s)
+            self._requests.add(1.0, self.backlog_s)
 
     @property
     def tokens_per_s(self) -> float:
         """Estimated tokens per second of backlog; 0.0 before anything was counted."""
-        return self._tokens.per_s(self._backlog_s)
+        return self._tokens.per_s(self.backlog_s)
 
     @property
     def requests_per_s(self) -> float:
         """Requests per second of backlog; 0.0 before anything was counted."""
-        return self._requests.per_s(self._backlog_s)
+        return self._requests.per_s(self.backlog_s)
 
     def __repr__(self) -> str:
         return f"<DrainRate {self.tokens_per_s:.0f} tokens/s {self.requests_per_s:.2f} requests/s>"

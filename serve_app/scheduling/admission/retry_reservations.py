@@ -27,6 +27,9 @@ _SLOT_S = 0.5
 # Reserved work counts for more than its estimate, so that reservations alone never reach the limit: errors of
 # the estimate then delay newcomers, not those who hold a reservation.
 _WEIGHT = 1.25
+# A client that was told a short time returns after at least this share of it. Requests of one burst are often
+# alike, and the later ones would claim the reservations of those before them.
+_LEAST_SHARE = 0.5
 # Weight of one reservation in the claim rate: about the last thirty count.
 _CLAIM_WEIGHT = 1 / 32
 
@@ -49,12 +52,13 @@ class QueueLimit:
     limit: float
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class _RetryReservation:
     """The expected return of one request."""
 
     key: _Key
     due_at: float
+    claimable_at: float
     rank: int
     tenant: str
     tokens: int
@@ -93,11 +97,19 @@ class RetryReservations:
     def __len__(self) -> int:
         return self._count
 
-    def reserve(self, request: Request, tokens: int, due_at: float) -> bool:
-        """Expect this request again at `due_at`; False when there are too many reservations already."""
+    def reserve(self, request: Request, tokens: int, after_s: float, now: float) -> bool:
+        """Expect this request again after so many seconds; False when there are too many reservations."""
         if self._count >= self._settings.max_reservations:
             return False
-        reservation = _RetryReservation(_key(request), due_at, request.priority.rank, request.tenant, tokens)
+        due_at = now + after_s
+        reservation = _RetryReservation(
+            key=_key(request),
+            due_at=due_at,
+            claimable_at=max(due_at - self._settings.reservation_early_s, now + _LEAST_SHARE * after_s),
+            rank=request.priority.rank,
+            tenant=request.tenant,
+            tokens=tokens,
+        )
         slot = _slot(due_at)
         self._by_key.setdefault(reservation.key, []).append(reservation)
         self._in_slot.setdefault(slot, []).append(reservation)
@@ -114,8 +126,7 @@ class RetryReservations:
         """Take up the reservation of a request that has returned, if one is due."""
         if not self._count:
             return False
-        latest = now + self._settings.reservation_early_s
-        due = [each for each in self._by_key.get(_key(request), ()) if each.due_at <= latest]
+        due = [each for each in self._by_key.get(_key(request), ()) if each.claimable_at <= now]
         if not due:
             return False
         reservation = min(due, key=lambda each: each.due_at)

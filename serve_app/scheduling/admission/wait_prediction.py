@@ -15,6 +15,10 @@ A request that expires would have waited longer than it did, so it counts with t
 would feed back on itself: work that expires is ahead of others and soon gone, so waits look short, and more
 requests are admitted that expire.
 
+While little was observed (`is_cold`) `slot_rate` gives a lower bound besides. The first dispatches of a
+backlog fill free slots, faster than the queue drains afterwards, so it takes some seconds of backlog besides
+the observations.
+
 The wait of a refused request is never observed. So the prediction for a kind that was not observed for a
 while is not trusted (`is_trusted`), and one request of that kind is admitted as a probe.
 """
@@ -35,6 +39,8 @@ _LEAST, _MOST = 1 / 32, 8.0
 _OUTLIER_RATIO, _OUTLIER_S = 8.0, 1.0
 # All kinds together need so many times the observations that one kind needs.
 _KINDS = 4
+# Seconds of backlog that must have been seen: several times as long as it takes to fill an engine's batch.
+_COLD_S = 5.0
 # How long an expired request would have waited, relative to how long it did. Twice is the expectation for a
 # duration of which only the age is known.
 _EXPIRED_RATIO = 2.0
@@ -111,6 +117,11 @@ class WaitPredictor:
         kind = kind_of(scheduled)
         uncorrected_s = tokens_ahead / rate
         return PredictedWait(kind, now, uncorrected_s, uncorrected_s * self._correction(kind))
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether too little was observed to rely on predictions alone."""
+        return self._all.count < _KINDS * self._settings.min_observations or self.drain.backlog_s < _COLD_S
 
     def is_trusted(self, kind: WaitKind, now: float) -> bool:
         """Whether enough such waits were observed recently to refuse a request on their account.

@@ -6,13 +6,14 @@ for a pool are found without scanning the queue. There are at most four sets of 
 with spill).
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from serve_app.request import PriorityClass, Request, Usage
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.queueing.fairness import FairnessMode, FairnessSettings, FairShares
 from serve_app.scheduling.queueing.sub_queue import SubQueue, TenantQueues
+from serve_app.scheduling.queueing.waiting_work import WaitingWork
 from serve_app.scheduling.request import ScheduledRequest
 
 
@@ -23,6 +24,7 @@ class RequestQueue:
         shares: the shares of each class's tenants; they are kept also where fairness is off.
         waiting_tokens: expected tokens of all waiting requests.
         waiting_at: waiting requests above the batch class, by home pool.
+        work: what waits, by the pools that it may go to.
     """
 
     def __init__(self, policy: OrderingPolicy, fairness: FairnessSettings) -> None:
@@ -39,6 +41,7 @@ class RequestQueue:
         self.shares = {priority: FairShares(fairness) for priority in PriorityClass}
         self.waiting_tokens = 0
         self.waiting_at: Counter[str] = Counter()
+        self.work: defaultdict[tuple[str, ...], WaitingWork] = defaultdict(WaitingWork)
 
     def add(self, scheduled: ScheduledRequest) -> None:
         """Queue a request, at the front if a replica returned it."""
@@ -222,6 +225,7 @@ class RequestQueue:
                 yield from tenant.sub_queues.values()
 
     def _count_at_home(self, scheduled: ScheduledRequest, by: int) -> None:
+        self.work[scheduled.pools].add(scheduled.estimate, by)
         if scheduled.request.priority is not PriorityClass.BATCH:
             self.waiting_at[scheduled.pools[0]] += by
 

@@ -19,6 +19,9 @@ from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
 
 AnyEngineSettings = EmulatedEngineSettings | VllmEngineSettings | RemoteEngineSettings
 
+# Serve replaces a replica after three failed checks in a row.
+_CHECK_S, _REMOTE_CHECK_S = 1.0, 10.0
+
 
 def make_engine(settings: AnyEngineSettings) -> Engine:
     """The engine that the settings describe, not started yet."""
@@ -29,6 +32,16 @@ def make_engine(settings: AnyEngineSettings) -> Engine:
             return VllmEngine(settings)
         case RemoteEngineSettings():
             return RemoteEngine(settings)
+
+
+def health_check_period_s(settings: AnyEngineSettings) -> float:
+    """How often Serve checks the health of a replica with this engine, in seconds.
+
+    An engine in the replica's own processes that is dead stays dead, so every second until its replacement is
+    lost. A remote server comes back by itself, and a new replica would only wait for it, after it has cut the
+    answers that are under way.
+    """
+    return _REMOTE_CHECK_S if isinstance(settings, RemoteEngineSettings) else _CHECK_S
 
 
 class PoolDeployment:

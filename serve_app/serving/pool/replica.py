@@ -144,6 +144,8 @@ class PoolReplica:
             max_model_len=limits.max_model_len,
             kv_tokens=limits.kv_tokens,
             max_num_seqs=limits.max_num_seqs,
+            tpot_s=limits.tpot_s,
+            prefill_token_s=limits.prefill_token_s,
         )
         address = ReplicaAddress(
             replica_id=self._replica_id,

@@ -28,7 +28,11 @@ M = TypeVar("M")
 
 
 def scheduler_settings(**changes: Any) -> SchedulerSettings:
-    return SchedulerSettings(**{"model": "m", "routing": RoutingSettings(pools=("short",)), **changes})
+    # Many tests of the channel need requests that wait, and no replica.
+    patient = {"no_replica_grace_s": 600.0}
+    return SchedulerSettings(
+        **{"model": "m", "routing": RoutingSettings(pools=("short",)), **patient, **changes}
+    )
 
 
 def submission(

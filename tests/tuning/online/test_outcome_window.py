@@ -46,7 +46,8 @@ def test_one_that_expires_is_an_outcome_without_times_of_service() -> None:
     driver.join("s1", "only", max_num_seqs=1)
     for number in range(8):
         driver.arrive(f"r{number}", expires_at=5.0)
-    driver.feed(ev.Woke(), after_s=6.0)
+    driver.report("s1", after_s=4.0)
+    driver.feed(ev.Woke(), after_s=2.0)
     records = [record_of(row) for row in driver.window.take()]
     assert records
     assert {record.outcome for record in records} == {Outcome.EXPIRED}

@@ -1,0 +1,68 @@
+"""An application whose emulated engines die, and do not start, while a file exists.
+
+A dead engine is as vLLM's is when its core process was killed: the replica's own process lives, and both
+`load` and `check_health` raise `EngineError`.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ray.serve import Application
+
+import serve_app.app
+import serve_app.serving.pool.deployment as deployment
+from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
+from serve_app.engines.engine import Engine, EngineLimits
+from serve_app.errors import EngineError
+
+FILE_VARIABLE = "EWSJF_TEST_ENGINES_ARE_DEAD"
+
+
+class MortalEngine(EmulatedEngine):
+    """Dies when the file appears, and stays dead."""
+
+    def __init__(self, settings: EmulatedEngineSettings) -> None:
+        super().__init__(settings)
+        self._fatal = Path(os.environ[FILE_VARIABLE])
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> EngineLimits:
+        if self._fatal.exists():
+            raise EngineError("the GPU has fallen off the bus")
+        limits = await super().start()
+        self._watch = asyncio.get_running_loop().create_task(self._die_when_told())
+        return limits
+
+    async def _die_when_told(self) -> None:
+        while not self._fatal.exists():  # noqa: ASYNC110 - another process makes the file
+            await asyncio.sleep(0.02)
+        await super().stop()
+
+    async def stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        await super().stop()
+
+
+def make_mortal_engine(settings: Any) -> Engine:
+    """In place of `make_engine`."""
+    return MortalEngine(settings)
+
+
+class MortalPool(deployment.PoolDeployment):
+    """Replicas import this module for it, and with it what stands below."""
+
+
+deployment.make_engine = make_mortal_engine
+
+
+def build_app(args: Mapping[str, Any]) -> Application:
+    """As `serve_app.app.build_app`."""
+    vars(serve_app.app)["PoolDeployment"] = MortalPool
+    return serve_app.app.build_app(args)

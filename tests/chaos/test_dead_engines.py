@@ -1,0 +1,88 @@
+"""What clients hear when every engine of a model is dead, while the processes around them live."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from experiments.common.application import serve_config, served_application
+from tests.chaos.mortal import FILE_VARIABLE
+from tests.e2e.served import Served, wait_for
+
+pytestmark = pytest.mark.timeout(400)
+
+MODEL = {
+    "name": "demo",
+    "pools": [
+        {
+            "name": "only",
+            "engine": {"emulated": {"profile": "laptop", "max_num_seqs": 2}},
+            "resources": {"num_cpus": 0.1},
+        }
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Mortal:
+    """An application, and the file that kills its engines."""
+
+    served: Served
+    file: Path
+
+    async def ask(self, http: httpx.AsyncClient, max_tokens: int = 5) -> httpx.Response:
+        body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": max_tokens, "ignore_eos": True}
+        return await http.post("/v1/completions", json=body, headers={"x-queue-timeout-s": "200"})
+
+
+@pytest.fixture(scope="module")
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mortal]:
+    file = tmp_path_factory.mktemp("mortal") / "dead"
+    config = serve_config("ewsjf", [MODEL], "tests.chaos.mortal:build_app", 0)
+    with served_application(config, environment={FILE_VARIABLE: str(file)}) as application:
+        served = Served(application)
+        served.wait_until_ready()
+        yield Mortal(served, file)
+
+
+def code_of(response: httpx.Response) -> str:
+    code: str = response.json().get("error", {}).get("code", "")
+    return code
+
+
+async def test_dead_engines_are_told_as_503_and_replaced(mortal: Mortal) -> None:
+    """Those that wait and those that come hear 503 long before their timeout of 200 s."""
+    async with httpx.AsyncClient(base_url=mortal.served.url, timeout=250) as http:
+        assert (await mortal.ask(http)).status_code == 200
+        # Two run, three wait in the engine, and the others in the scheduler.
+        waiting = [asyncio.create_task(mortal.ask(http, 4_000)) for _ in range(12)]
+        await asyncio.to_thread(
+            wait_for, lambda: mortal.served.metric("ewsjf_requests_waiting") > 0, 30, "a queue"
+        )
+        mortal.file.touch()
+        await asyncio.to_thread(
+            wait_for, lambda: httpx.get(f"{mortal.served.url}/ready").status_code == 503, 30, "not ready"
+        )
+        answers = await asyncio.gather(*waiting)
+        refused = [answer for answer in answers if answer.status_code == 503]
+        assert {code_of(answer) for answer in refused} == {"no_replica"}
+        assert refused
+        assert "no replica of demo is alive" in refused[0].json()["error"]["message"]
+        # The others were in the engine, and were broken off by its death.
+        assert {answer.status_code for answer in answers} <= {503, 500, 502}
+
+        late = await mortal.ask(http)
+        assert (late.status_code, code_of(late)) == (503, "no_replica")
+        assert 0 < float(late.headers["retry-after"]) <= 60
+
+        mortal.file.unlink()
+
+        def serves() -> bool:
+            response = httpx.get(f"{mortal.served.url}/ready")
+            return response.status_code == 200
+
+        await asyncio.to_thread(wait_for, serves, 200, "a new engine")
+        assert (await mortal.ask(http)).status_code == 200
