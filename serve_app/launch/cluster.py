@@ -17,6 +17,7 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from serve_app.errors import ServeAppError
 from serve_app.launch.background import InBackground
 from serve_app.launch.draining import CALL_TIMEOUT_S, connected, drained
+from serve_app.launch.engine_logs import Stages
 from serve_app.launch.failures import reason_of
 from serve_app.launch.messages import HostJob, HostMessage, Progress, Stop
 
@@ -35,6 +36,7 @@ class Cluster:
         self._schema = ServeDeploySchema.model_validate(content)
         self._application = self._schema.applications[0]
         self._began_at = time.monotonic()
+        self._stages = Stages(Path(job.folder))
         self.dashboard: str | None = None
 
     def start(self) -> None:
@@ -54,7 +56,7 @@ class Cluster:
             }
         try:
             context = ray.init(**options)
-        except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as exc:
+        except Exception as exc:  # Ray raises plain `Exception` when a process of its own is late
             raise ServeAppError(f"Ray did not start: {exc}") from exc
         if self._job.dashboard and context.dashboard_url:
             self.dashboard = f"http://{context.dashboard_url}"
@@ -113,6 +115,8 @@ class Cluster:
             if "failed to start" in deployment.message and self._job.engines.get(name) != "remote":
                 raise ServeAppError(reason_of(name, deployment.message, Path(self._job.folder)))
             state = next((each.lower() for each in states if each != "RUNNING"), "waiting for resources")
+            if self._job.engines.get(name) == "vllm":
+                state = self._stages.of(name) or state
             lines.append(f"{name} {running}/{there or 1} {state}")
         if not found.deployments:
             lines.append("building the application")

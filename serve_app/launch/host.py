@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -65,6 +66,10 @@ class ApplicationHost:
             stop = self._watch()
         except ServeAppError as exc:
             self._tell(Failed(str(exc)))
+            return 1
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the user hears of it, and the log has it all
+            traceback.print_exc()
+            self._tell(Failed(f"The application did not start: {exc!r}"))
             return 1
         if stop is not None:
             self._tell(Drained(self._cluster.drain(stop, self._tell)))

@@ -223,3 +223,5 @@ class Supervisor:
             left = await asyncio.to_thread(end_descendants, _KILL_TIMEOUT_S)
             if left:
                 self._console.line(f"these processes could not be ended: {left}", "red")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(host.wait(), 1.0)
