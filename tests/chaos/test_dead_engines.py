@@ -1,4 +1,4 @@
-"""What clients hear of an application that is cold, and of one whose engines are dead while the rest lives."""
+"""What clients hear of a cold application, and of one whose engines are dead while the rest of it lives."""
 
 import asyncio
 from collections import Counter
