@@ -77,12 +77,13 @@ class ApplicationHost:
         return 0
 
     def _start(self) -> None:
-        # Ray's start waits most of its time; what it waits for is not Python, so imports fit in between.
-        application = InBackground(self._build)
         self._tell(StepBegun("ray"))
         # Ray takes two seconds to import, and a supervisor waits for a first message.
         from serve_app.launch.cluster import Cluster  # noqa: PLC0415
 
+        # Ray's start waits most of its time; what it waits for is not Python, so imports fit in between. Not
+        # beside the import of Ray, which fails when two threads are in it.
+        application = InBackground(self._build)
         self._cluster = Cluster(self._job, self._content)
         self._cluster.start()
         self._tell(StepBegun("application"))
