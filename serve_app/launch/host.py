@@ -31,13 +31,14 @@ from serve_app.launch.messages import (
     StepBegun,
     Stop,
 )
-from serve_app.launch.processes import adopt_orphans
+from serve_app.launch.processes import adopt_orphans, end_descendants
 
 # How often the controller is asked while the application starts, and once it runs.
 _START_POLL_S = 0.2
 _RUN_POLL_S = 2.0
 # Replicas that go on without a controller or a node cannot be told from dead ones.
 _LOST_AFTER_S = 30.0
+_END_TIMEOUT_S = 20.0
 
 
 class ApplicationHost:
@@ -158,6 +159,8 @@ def main() -> int:
     messages = os.fdopen(descriptor, "wb")
     status = ApplicationHost(job, messages).run(sys.stdin.buffer)
     messages.close()
+    # Orphans of Ray have become children of this process; a supervisor that was killed cannot end them.
+    end_descendants(_END_TIMEOUT_S)
     # Ray registers exit handlers that wait for processes which are gone by now.
     sys.stdout.flush()
     os._exit(status)
