@@ -43,11 +43,19 @@ class WayIn:
     dashboard: str | None
 
 
+class _Output(RichConsole):
+    """Rich ends the program when nobody reads its output any more; an application goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Write nothing any more."""
+        self.quiet = True
+
+
 class Console:
     """Writes to standard error, and survives that nobody reads it: a closed terminal stops nothing."""
 
     def __init__(self) -> None:
-        self._rich = RichConsole(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._rich = _Output(file=sys.stderr, highlight=False, soft_wrap=True)
         self._began_at = time.monotonic()
         self._step = ""
         self._step_at = self._began_at
@@ -109,7 +117,7 @@ class Console:
         self.line(f"  state    python -m serve_app status --url {way_in.url}")
         self.line(f"  logs     {way_in.logs}")
         if way_in.dashboard:
-            self.line(f"  Ray      {way_in.dashboard}")
+            self.line(f"  Ray      {way_in.dashboard}   (its token: ray get-auth-token)")
         self.line(
             f"  stop     Ctrl-C: open answers may end, for {way_in.drain_s:g} s at most; again: at once"
         )
