@@ -23,7 +23,7 @@ def reason_of(deployment: str, message: str, folder: Path) -> str:
     """
     own = _last_error(message.splitlines()) or message.strip().rsplit("\n", 1)[-1]
     reason = f"{deployment} did not start: {own}"
-    if cause := _engine_cause(folder):
+    if cause := engine_cause(folder):
         reason += f" Its engine says: {cause}"
     return reason[:_LONGEST]
 
@@ -41,7 +41,7 @@ def _last_error(lines: list[str]) -> str:
     return ""
 
 
-def _engine_cause(folder: Path) -> str:
+def engine_cause(folder: Path) -> str:
     """The last error that a process of vLLM has logged; its log lines go to the files of Ray's workers."""
     logs = sorted(
         (
