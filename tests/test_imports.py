@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tables": set(),
     # Another client from outside.
     "status": {"errors", "command", "launch"},
-    "diagnosis": {"errors", "command", "launch", "checking", "status"},
+    "diagnosis": {"errors", "command", "settings", "launch", "checking", "status"},
     "completion": {"command"},
     "cli": WORDS
     | {"command", "checking", "first_config", "launch", "status", "diagnosis", "completion"}

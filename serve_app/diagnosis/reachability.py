@@ -8,8 +8,10 @@ from serve_app.checking.machine import holder
 from serve_app.command import program
 from serve_app.diagnosis.finding import Finding, Severity
 from serve_app.diagnosis.observed import Observed
+from serve_app.errors import ServeAppError
 from serve_app.launch.failures import engine_cause
 from serve_app.launch.instance import Instance
+from serve_app.settings.loading import load_settings
 
 _HERE = {"127.0.0.1", "localhost", "::1", "0.0.0.0"}  # noqa: S104 - looked up, not bound
 # More than a network takes; certificates, keys and logs of several machines disagree then.
@@ -64,7 +66,7 @@ def unready(seen: Observed, mine: Instance | None) -> Iterator[Finding]:
             "wait for it to end, then start it anew",
         )
     for model in document.get("models_without_replica", ()):
-        cause = engine_cause(Path(mine.folder)) if mine is not None else ""
+        cause = _cause(model, mine) if mine is not None else ""
         where = f"see the logs in {mine.folder}" if mine is not None else "see the logs of its replicas"
         yield Finding(
             Severity.DOWN,
@@ -72,6 +74,19 @@ def unready(seen: Observed, mine: Instance | None) -> Iterator[Finding]:
             + (f"; the last error of an engine: {cause}" if cause else ""),
             f"wait while an engine starts; if none comes, {where}",
         )
+
+
+def _cause(model: str, mine: Instance) -> str:
+    """The last error of an engine of a model that runs on this machine."""
+    try:
+        models = load_settings(Path(mine.config)).models
+    except ServeAppError:
+        return ""  # the file is another one by now
+    deployments = (
+        f"{pool.name}-{each.name}" for each in models if model in each.names for pool in each.pools
+    )
+    causes = (engine_cause(deployment, Path(mine.folder)) for deployment in deployments)
+    return next(filter(None, causes), "")
 
 
 def refused(seen: Observed) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from serve_app import status
 from serve_app.cli import main
 from serve_app.diagnosis import command
 from serve_app.errors import Outcome
+from serve_app.first_config.packaged import PACKAGED_CONFIG
 from serve_app.launch.instance import Instance
 from serve_app.scheduling import SchedulerSettings
 from serve_app.serving.channel.settings import ChannelSettings
@@ -277,8 +278,8 @@ def test_the_worst_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[1] for line in findings] == ["DOWN:", "degraded:", "risk:", "note:"]
 
 
-def instance(url: str, folder: Path) -> Instance:
-    return Instance(pid=1, started_at=0.0, url=url, config="a.yaml", folder=str(folder))
+def instance(url: str, folder: Path, config: str = "a.yaml") -> Instance:
+    return Instance(pid=1, started_at=0.0, url=url, config=config, folder=str(folder))
 
 
 def test_where_nothing_answers_the_applications_of_this_machine_are_named(
@@ -312,13 +313,16 @@ def test_a_missing_replica_of_a_local_application_has_its_engines_last_error(
 ) -> None:
     logs = tmp_path / "ray/session_latest/logs"
     logs.mkdir(parents=True)
-    line = "(EngineCore_DP0 pid=7) ERROR 11-22 21:00:00 [core.py:1] ValueError: weights are missing\n"
-    (logs / "worker-1.err").write_text(line)
+    (logs / "worker-1-01000000-1.err").write_text(
+        ":actor_name:ServeReplica:ewsjf:short-demo\n"
+        "(EngineCore_DP0 pid=7) ERROR 11-22 21:00:00 [core.py:1] ValueError: weights are missing\n"
+    )
     with running(has_no_replica) as url:
-        monkeypatch.setattr(command, "running_instances", lambda: iter([instance(url, tmp_path)]))
+        mine = instance(url, tmp_path, str(PACKAGED_CONFIG))
+        monkeypatch.setattr(command, "running_instances", lambda: iter([mine]))
         assert main(["doctor", "--url", url]) == 1
     told = capsys.readouterr().out
-    assert "the last error of an engine: weights are missing" in told
+    assert "the last error of an engine: ValueError: weights are missing" in told
     assert str(tmp_path) in told
 
 
