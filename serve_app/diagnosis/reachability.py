@@ -21,6 +21,12 @@ _SKEW_S = 30.0
 def why_silent(url: str, reason: str, running: list[Instance]) -> Finding:
     """What is known where nothing answers."""
     what = f"nothing answers at {url}: {reason}"
+    if mine := next((each for each in running if each.url == url), None):
+        return Finding(
+            Severity.DOWN,
+            f"{what}; the application of {mine.config} starts there, or is about to end",
+            f"wait for it; its terminal says how far it is, and the whole story is in {mine.folder}",
+        )
     if held := _held(url):
         return Finding(
             Severity.DOWN,

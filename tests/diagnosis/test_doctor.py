@@ -293,6 +293,12 @@ def test_where_nothing_answers_the_applications_of_this_machine_are_named(
     monkeypatch.setattr(command, "running_instances", lambda: iter([other]))
     assert main(["doctor", "--url", silent]) == 1
     assert "applications run here at http://127.0.0.1:7 (a.yaml)" in capsys.readouterr().out
+    starting = instance(silent, tmp_path)
+    monkeypatch.setattr(command, "running_instances", lambda: iter([other, starting]))
+    assert main(["doctor", "--url", silent]) == 1
+    told = capsys.readouterr().out
+    assert "the application of a.yaml starts there" in told
+    assert str(tmp_path) in told
 
 
 def test_a_program_that_holds_the_port_and_says_nothing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
