@@ -19,12 +19,12 @@ def _run(args: argparse.Namespace) -> int:
     url = (args.url or default_url()).rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise SettingsError(f"{url!r} is not an address: begin it with http:// or https://")
-    findings = diagnose(url, args.api_key, list(running_instances()))
-    if not findings:
+    troubles = diagnose(url, args.api_key, list(running_instances()))
+    if not troubles:
         say(f"{url}: nothing found")
         return 0
-    for number, finding in enumerate(findings, 1):
-        say(f"{number}. {_LABELS[finding.severity]}: {finding.what}\n   next: {finding.next_step}")
+    for number, trouble in enumerate(troubles, 1):
+        say(f"{number}. {_LABELS[trouble.severity]}: {trouble.what}\n   next: {trouble.next_step}")
     return 1
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from serve_app.diagnosis.finding import Finding, Severity
-from serve_app.diagnosis.observed import Observed
+from serve_app.diagnosis.inspection import Inspection
+from serve_app.diagnosis.trouble import Severity, Trouble
 
 _CONCLUDED = "ewsjf_requests_concluded_total"
 # Below so many requests a share says nothing.
@@ -38,13 +38,13 @@ _OUTCOMES = (
 _PUT_BACK_SHARE = 0.01
 
 
-def outcomes(seen: Observed, model: str) -> Iterator[Finding]:
+def outcomes(seen: Inspection, model: str) -> Iterator[Trouble]:
     """Requests that did not get what they came for."""
     all_of_them = seen.total(_CONCLUDED, model)
     for outcome, share, meaning, step in _OUTCOMES:
         count = seen.total(_CONCLUDED, model, outcome=outcome)
         if count > share * all_of_them and all_of_them >= _FEW:
-            yield Finding(
+            yield Trouble(
                 Severity.RISK,
                 f"model {model}: since its scheduler started, {count:,.0f} of {all_of_them:,.0f} requests "
                 f"{meaning}",
@@ -52,22 +52,22 @@ def outcomes(seen: Observed, model: str) -> Iterator[Finding]:
             )
 
 
-def put_backs(seen: Observed, model: str) -> Iterator[Finding]:
+def put_backs(seen: Inspection, model: str) -> Iterator[Trouble]:
     """Requests that came back from replicas before their first byte."""
     sent = seen.total("ewsjf_dispatches_total", model)
     back = seen.total("ewsjf_put_backs_total", model)
     if sent >= _FEW and back > _PUT_BACK_SHARE * sent:
-        yield Finding(
+        yield Trouble(
             Severity.RISK,
             f"model {model}: {back:,.0f} of {sent:,.0f} dispatches came back before their first byte",
             "ewsjf_put_backs_total says why by its label `failure`; then see the engine's log",
         )
 
 
-def errors(seen: Observed, model: str) -> Iterator[Finding]:
+def errors(seen: Inspection, model: str) -> Iterator[Trouble]:
     """Faults of the scheduler itself, and of the store for what it learns."""
     if count := seen.total("ewsjf_scheduler_errors_total", model):
-        yield Finding(
+        yield Trouble(
             Severity.RISK,
             f"model {model}: its scheduler could not handle {count:,.0f} events",
             "see `event=core_failed` in its log, and report it with the lines below",
@@ -75,7 +75,7 @@ def errors(seen: Observed, model: str) -> Iterator[Finding]:
     for operation, verb in (("save", "written"), ("load", "read"), ("restore", "used")):
         count = seen.total("ewsjf_state_failures_total", model, operation=operation)
         if count:
-            yield Finding(
+            yield Trouble(
                 Severity.RISK,
                 f"model {model}: {count:,.0f} times learned state could not be {verb}",
                 "see whether state_uri can be reached and written to from every node",

@@ -24,7 +24,7 @@ class SilentError(ServeAppError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """An answer of any status."""
 
     status: int
@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class Inspection:
     """What was read.
 
     Attributes:
@@ -52,13 +52,13 @@ class Observed:
         refusal: why the views could not be read.
     """
 
-    health: Answer
-    ready: Answer
+    health: HttpAnswer
+    ready: HttpAnswer
     status: tuple[Document, ...] = ()
     queues: tuple[Document, ...] = ()
     samples: tuple[Sample, ...] = ()
     clock_skew_s: float | None = None
-    refusal: Answer | None = None
+    refusal: HttpAnswer | None = None
 
     def total(self, name: str, model: str, **labels: str) -> float:
         """The sum of a metric's samples with these labels."""
@@ -69,7 +69,7 @@ class Observed:
         )
 
 
-def observe(url: str, api_key: str | None) -> Observed:
+def inspect(url: str, api_key: str | None) -> Inspection:
     """Ask for everything once.
 
     Raises:
@@ -79,7 +79,7 @@ def observe(url: str, api_key: str | None) -> Observed:
     ready = _get(url, "/ready", None)
     status, queue = (_get(url, path, api_key) for path in ("/debug/status", "/debug/queue"))
     refused = next((answer for answer in (status, queue) if answer.status != 200), None)
-    return Observed(
+    return Inspection(
         health=health,
         ready=ready,
         status=_models(status),
@@ -90,16 +90,18 @@ def observe(url: str, api_key: str | None) -> Observed:
     )
 
 
-def _get(url: str, path: str, api_key: str | None) -> Answer:
+def _get(url: str, path: str, api_key: str | None) -> HttpAnswer:
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     # The caller has checked that the URL is HTTP.
     request = urllib.request.Request(url + path, headers=headers)  # noqa: S310
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
-            return Answer(response.status, dict(response.headers), response.read().decode("utf-8", "replace"))
+            return HttpAnswer(
+                response.status, dict(response.headers), response.read().decode("utf-8", "replace")
+            )
     except urllib.error.HTTPError as error:
         with error:
-            return Answer(error.code, dict(error.headers), error.read().decode("utf-8", "replace"))
+            return HttpAnswer(error.code, dict(error.headers), error.read().decode("utf-8", "replace"))
     except OSError as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise SilentError(str(reason)) from error
@@ -107,13 +109,13 @@ def _get(url: str, path: str, api_key: str | None) -> Answer:
         raise SilentError(str(error)) from error
 
 
-def _models(answer: Answer) -> tuple[Document, ...]:
+def _models(answer: HttpAnswer) -> tuple[Document, ...]:
     document = answer.document() if answer.status == 200 else None
     models = (document or {}).get("models")
     return tuple(models) if isinstance(models, list) else ()
 
 
-def _samples(answer: Answer) -> tuple[Sample, ...]:
+def _samples(answer: HttpAnswer) -> tuple[Sample, ...]:
     if answer.status != 200:
         return ()
     try:
@@ -123,7 +125,7 @@ def _samples(answer: Answer) -> tuple[Sample, ...]:
     return tuple(sample for family in families for sample in family.samples)
 
 
-def _skew_s(answer: Answer) -> float | None:
+def _skew_s(answer: HttpAnswer) -> float | None:
     told = next((value for name, value in answer.headers.items() if name.lower() == "date"), None)
     try:
         return None if told is None else email.utils.parsedate_to_datetime(told).timestamp() - time.time()

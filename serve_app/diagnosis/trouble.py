@@ -18,7 +18,7 @@ class Severity(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Trouble:
     """What is wrong, and what to do next, one sentence each."""
 
     severity: Severity
