@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,13 +18,15 @@ import yaml
 
 from experiments.common.processes import is_alive, process_tree
 from serve_app.bench.connection import BenchError
-from serve_app.launch.environment import instance_folder
+from serve_app.launch.environment import instance_folder, is_free
 
 BUILD_APP = "serve_app.app:build_app"
 _ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 180.0
 _END_TIMEOUT_S = 30.0
 _TAIL_CHARACTERS = 2_000
+# Gateways of applications take theirs above.
+_PORTS = range(17_000, 20_000)
 _ONE_GATEWAY = MappingProxyType({"replicas": 1, "num_cpus": 0.2})
 
 
@@ -130,10 +131,11 @@ def serve_config(
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+    """A port that nobody listens on now, below those that the kernel gives out by itself."""
+    for port in range(_PORTS.start + os.getpid() % 1_000, _PORTS.stop):
+        if is_free(port):
+            return port
+    raise BenchError(f"no free port between {_PORTS.start:,} and {_PORTS.stop:,}")
 
 
 def _environment() -> dict[str, str]:

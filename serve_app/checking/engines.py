@@ -1,13 +1,10 @@
 """Engines of a configuration: vLLM's arguments by vLLM's own parser, and model folders that are not there."""
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from serve_app.engines.vllm.engine import VllmEngineSettings, check_vllm_args
-from serve_app.engines.vllm.library import is_installed, version
 from serve_app.errors import EngineError, SettingsError
 from serve_app.settings.application import AppSettings
 
@@ -75,33 +72,9 @@ def _is_cached(model: str) -> bool:
 
 
 def _check_args(where: str, engine: VllmEngineSettings) -> Iterator[str]:
-    if not is_installed():
-        return
     try:
-        approved = _Approved(engine)
-        if not approved:
-            check_vllm_args(engine)
-            approved.note()
+        check_vllm_args(engine)
     except (SettingsError, EngineError) as exc:
         sentence = str(exc)
         separator = "." if sentence.startswith("args.") else ": "
         yield f"{where}{separator}{sentence}"
-
-
-class _Approved:
-    """Remembers arguments that vLLM's parser has taken, because asking it takes ten seconds."""
-
-    def __init__(self, engine: VllmEngineSettings) -> None:
-        asked = json.dumps([version(), engine.model, engine.args], sort_keys=True, default=str)
-        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-        self._mark = cache / "ewsjf" / "vllm-arguments" / hashlib.sha256(asked.encode()).hexdigest()
-
-    def __bool__(self) -> bool:
-        return self._mark.exists()
-
-    def note(self) -> None:
-        try:
-            self._mark.parent.mkdir(parents=True, exist_ok=True)
-            self._mark.touch()
-        except OSError:
-            return  # a home that cannot be written to; the parser is asked again next time

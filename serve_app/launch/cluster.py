@@ -1,6 +1,7 @@
 """Ray and Ray Serve, as the host needs them: start, deploy, look, drain, stop."""
 
 import contextlib
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +18,7 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from serve_app.errors import ServeAppError
 from serve_app.launch.background import InBackground
 from serve_app.launch.draining import CALL_TIMEOUT_S, connected, drained
+from serve_app.launch.engine_logs import Stages
 from serve_app.launch.failures import reason_of
 from serve_app.launch.messages import HostJob, HostMessage, Progress, Stop
 
@@ -24,6 +26,8 @@ from serve_app.launch.messages import HostJob, HostMessage, Progress, Stop
 # process of its own, which takes some seconds longer.
 _OUR_KEYS = frozenset({"name", "route_prefix", "import_path", "args", "logging_config"})
 GATEWAY = "gateway"
+# All deployments are there by then, and HAProxy starts in a second; a busy machine takes several attempts.
+_FRONT_END_S = 120.0
 _CONTROLLER_POLL_S = 0.05
 
 
@@ -35,6 +39,8 @@ class Cluster:
         self._schema = ServeDeploySchema.model_validate(content)
         self._application = self._schema.applications[0]
         self._began_at = time.monotonic()
+        self._ready_at = time.monotonic()
+        self._stages = Stages(Path(job.folder))
         self.dashboard: str | None = None
 
     def start(self) -> None:
@@ -54,7 +60,7 @@ class Cluster:
             }
         try:
             context = ray.init(**options)
-        except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as exc:
+        except Exception as exc:  # Ray raises plain `Exception` when a process of its own is late
             raise ServeAppError(f"Ray did not start: {exc}") from exc
         if self._job.dashboard and context.dashboard_url:
             self.dashboard = f"http://{context.dashboard_url}"
@@ -96,7 +102,6 @@ class Cluster:
         Raises:
             ServeAppError: one cannot start; the message has its own reason.
         """
-        self._check_front_end()
         found = serve.status().applications.get(self._application.name)
         if found is None:
             return Progress([], ["waiting for Serve"])
@@ -113,25 +118,40 @@ class Cluster:
             if "failed to start" in deployment.message and self._job.engines.get(name) != "remote":
                 raise ServeAppError(reason_of(name, deployment.message, Path(self._job.folder)))
             state = next((each.lower() for each in states if each != "RUNNING"), "waiting for resources")
+            if self._job.engines.get(name) == "vllm":
+                state = self._stages.of(name) or state
             lines.append(f"{name} {running}/{there or 1} {state}")
         if not found.deployments:
             lines.append("building the application")
+        self._check_front_end(ready=not lines)
         return Progress(ready, lines)
 
-    def _check_front_end(self) -> None:
-        if self._serve_starts.is_done:
+    def _check_front_end(self, *, ready: bool) -> None:
+        """Serve replaces an HTTP front end that fails to start, as on a busy machine, but not for ever."""
+        now = time.monotonic()
+        if not ready:
+            self._ready_at = now
+        if self._serve_starts.is_done and (not _has_controller() or now - self._ready_at > _FRONT_END_S):
             try:
                 self._serve_starts.result()
             except Exception as exc:
                 raise ServeAppError(f"Ray Serve did not start: {_last_line(exc)}") from exc
+            if now - self._ready_at > _FRONT_END_S:
+                raise ServeAppError(f"the HTTP front end does not answer at {self._job.url}/ready")
 
     def is_ready(self) -> bool:
-        """Whether the HTTP front end reaches a gateway that knows a replica of every model."""
-        # The address is that of our own configuration.
+        """Whether the HTTP front end reaches a gateway that knows a replica of every model.
+
+        The front end of a cluster may not be reachable from here; what Serve says must do then.
+        """
+        if self._job.address is not None:
+            return True
+        # The address is that of our own configuration, and so is its certificate, which may be self-signed.
         ready = f"{self._job.url}/ready"
+        trusting = ssl._create_unverified_context()  # noqa: S323, SLF001 - a loopback address
         with (
             contextlib.suppress(OSError, urllib.error.URLError),
-            urllib.request.urlopen(ready, timeout=2) as answer,  # noqa: S310
+            urllib.request.urlopen(ready, timeout=2, context=trusting) as answer,  # noqa: S310
         ):
             return bool(answer.status == 200)
         return False

@@ -13,7 +13,7 @@ from serve_app.checking.machine import http_address
 from serve_app.command import Command, warn
 from serve_app.errors import SettingsError
 from serve_app.launch.environment import environment, instance_folder, raise_descriptor_limit
-from serve_app.launch.instance import publish, withdraw
+from serve_app.launch.instance import publish, running_instances, withdraw
 from serve_app.launch.messages import HostJob
 from serve_app.launch.supervisor import Launch, Supervisor
 from serve_app.launch.terminal.console import Console
@@ -81,7 +81,8 @@ def local_url(content: Mapping[str, Any]) -> str:
     """Where programs on this machine reach the application of a configuration."""
     host, port = http_address(content)
     scheme = "https" if (content.get("http_options") or {}).get("ssl_certfile") else "http"
-    return f"{scheme}://{_EVERYWHERE.get(host, host)}:{port}"
+    prefix = content["applications"][0].get("route_prefix") or "/"
+    return f"{scheme}://{_EVERYWHERE.get(host, host)}:{port}{prefix.rstrip('/')}"
 
 
 def _engines(settings: AppSettings) -> dict[str, str]:
@@ -98,11 +99,17 @@ def _fresh_folder(folder: Path) -> Path:
     """An empty folder of this user for the files of an instance; what the last one left is removed.
 
     Raises:
-        SettingsError: somebody else owns it.
+        SettingsError: somebody else owns it, or an instance that is about to start uses it.
     """
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.parent.stat().st_uid != os.getuid():
         raise SettingsError(f"{folder.parent} belongs to another user: set TMPDIR to a folder of your own")
+    for running in running_instances():
+        if running.folder == str(folder):
+            raise SettingsError(
+                f"an application with {running.config} runs in process {running.pid} and is to have the same "
+                "port: stop it by `python -m serve_app stop`, or choose another http_options.port"
+            )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(exist_ok=True)
     return folder

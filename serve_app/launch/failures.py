@@ -3,15 +3,13 @@
 import re
 from pathlib import Path
 
+from serve_app.launch.engine_logs import error_lines
+
 # `serve_app.errors.EngineError: text`, at the beginning of a line of a traceback.
 _ERROR = re.compile(r"^(?:ray\.exceptions\.\w+: )?(?:[\w.]*\.)?(\w*(?:Error|Exception|Interrupt)): (.*)$")
-# vLLM prefixes the lines of its processes, and marks what went wrong.
-_ENGINE_LOG = re.compile(
-    r"^\((?:EngineCore|Worker|APIServer|VllmWorker)[^)]*\).*?(?:ERROR|CRITICAL)[^\]]*\] (.*)$"
-)
+# vLLM's words when the cause is in the log of another process.
+_SEE_ABOVE = "Engine core initialization failed"
 _LONGEST = 1_200
-# A replica's log may be long; its end tells.
-_TAIL_BYTES = 200_000
 
 
 def reason_of(deployment: str, message: str, folder: Path) -> str:
@@ -23,9 +21,18 @@ def reason_of(deployment: str, message: str, folder: Path) -> str:
     """
     own = _last_error(message.splitlines()) or message.strip().rsplit("\n", 1)[-1]
     reason = f"{deployment} did not start: {own}"
-    if cause := _engine_cause(folder):
-        reason += f" Its engine says: {cause}"
+    if cause := _first_error(error_lines(folder, deployment)):
+        # The engine's own words in place of "see above", as nothing is above here.
+        reason = f"{reason.split(_SEE_ABOVE, maxsplit=1)[0].rstrip(': ')}: {cause}"
     return reason[:_LONGEST]
+
+
+def _first_error(lines: list[str]) -> str:
+    """What the first process of an engine failed with; others fail because of it."""
+    for line in lines:
+        if found := _ERROR.match(line.strip()):
+            return f"{found[1]}: {found[2]}"
+    return ""
 
 
 def _last_error(lines: list[str]) -> str:
@@ -38,23 +45,4 @@ def _last_error(lines: list[str]) -> str:
     for line in reversed(lines):
         if found := _ERROR.match(line.strip()):
             return found[2]
-    return ""
-
-
-def _engine_cause(folder: Path) -> str:
-    """The last error that a process of vLLM has logged; its log lines go to the files of Ray's workers."""
-    logs = sorted(
-        (
-            *folder.glob("ray/session_latest/logs/worker-*.out"),
-            *folder.glob("ray/session_latest/logs/worker-*.err"),
-        ),
-        key=lambda log: log.stat().st_mtime,
-    )
-    for log in reversed(logs):
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-        told = [found[1] for line in lines if (found := _ENGINE_LOG.match(line))]
-        if cause := _last_error(told):
-            return cause
     return ""

@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,13 +31,14 @@ from serve_app.launch.messages import (
     StepBegun,
     Stop,
 )
-from serve_app.launch.processes import adopt_orphans
+from serve_app.launch.processes import adopt_orphans, end_descendants
 
 # How often the controller is asked while the application starts, and once it runs.
 _START_POLL_S = 0.2
 _RUN_POLL_S = 2.0
 # Replicas that go on without a controller or a node cannot be told from dead ones.
 _LOST_AFTER_S = 30.0
+_END_TIMEOUT_S = 20.0
 
 
 class ApplicationHost:
@@ -66,18 +68,23 @@ class ApplicationHost:
         except ServeAppError as exc:
             self._tell(Failed(str(exc)))
             return 1
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the user hears of it, and the log has it all
+            traceback.print_exc()
+            self._tell(Failed(f"The application did not start: {exc!r}"))
+            return 1
         if stop is not None:
             self._tell(Drained(self._cluster.drain(stop, self._tell)))
         self._cluster.stop()
         return 0
 
     def _start(self) -> None:
-        # Ray's start waits most of its time; what it waits for is not Python, so imports fit in between.
-        application = InBackground(self._build)
         self._tell(StepBegun("ray"))
         # Ray takes two seconds to import, and a supervisor waits for a first message.
         from serve_app.launch.cluster import Cluster  # noqa: PLC0415
 
+        # Ray's start waits most of its time; what it waits for is not Python, so imports fit in between. Not
+        # beside the import of Ray, which fails when two threads are in it.
+        application = InBackground(self._build)
         self._cluster = Cluster(self._job, self._content)
         self._cluster.start()
         self._tell(StepBegun("application"))
@@ -152,6 +159,8 @@ def main() -> int:
     messages = os.fdopen(descriptor, "wb")
     status = ApplicationHost(job, messages).run(sys.stdin.buffer)
     messages.close()
+    # Orphans of Ray have become children of this process; a supervisor that was killed cannot end them.
+    end_descendants(_END_TIMEOUT_S)
     # Ray registers exit handlers that wait for processes which are gone by now.
     sys.stdout.flush()
     os._exit(status)

@@ -41,6 +41,7 @@ _KILL_TIMEOUT_S = 20.0
 # How long the host may take beyond the drain time before it is taken for hung.
 _DRAIN_MARGIN_S = 20.0
 _INTERRUPTED = 130
+_LOGS_OF_CLUSTER = "in Ray's session folder on each node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,9 @@ class Supervisor:
         adopt_orphans()
         loop = asyncio.get_running_loop()
         for each in _SIGNALS:
-            loop.add_signal_handler(each, self._on_signal)
+            # `nohup` ignores SIGHUP for its command, which is to survive its terminal.
+            if each is not signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN:
+                loop.add_signal_handler(each, self._on_signal)
         reading = asyncio.create_task(self._read(await self._start_host()))
         try:
             await self._until_stopped(reading)
@@ -155,7 +158,7 @@ class Supervisor:
             listens=launch.listens,
             models=launch.models,
             keys=launch.keys,
-            logs=f"{launch.job.folder}/ray/session_latest/logs/serve",
+            logs=_LOGS_OF_CLUSTER if launch.job.address else f"{launch.job.folder}/ray/session_latest/logs",
             drain_s=launch.drain_s,
             dashboard=dashboard,
         )
@@ -223,3 +226,5 @@ class Supervisor:
             left = await asyncio.to_thread(end_descendants, _KILL_TIMEOUT_S)
             if left:
                 self._console.line(f"these processes could not be ended: {left}", "red")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(host.wait(), 1.0)

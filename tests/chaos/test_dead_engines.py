@@ -1,6 +1,7 @@
-"""What clients hear when every engine of a model is dead, while the processes around them live."""
+"""What clients hear of a cold application, and of one whose engines are dead while the rest of it lives."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +34,11 @@ class Mortal:
     served: Served
     file: Path
 
-    async def ask(self, http: httpx.AsyncClient, max_tokens: int = 5) -> httpx.Response:
+    async def ask(
+        self, http: httpx.AsyncClient, max_tokens: int = 5, timeout_s: float = 200.0
+    ) -> httpx.Response:
         body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": max_tokens, "ignore_eos": True}
-        return await http.post("/v1/completions", json=body, headers={"x-queue-timeout-s": "200"})
+        return await http.post("/v1/completions", json=body, headers={"x-queue-timeout-s": f"{timeout_s}"})
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,21 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mortal]:
 def code_of(response: httpx.Response) -> str:
     code: str = response.json().get("error", {}).get("code", "")
     return code
+
+
+async def test_a_burst_on_a_cold_application_is_refused_at_once(mortal: Mortal) -> None:
+    """The first test of the application: it has seen no wait, and serves about five requests a second."""
+    async with httpx.AsyncClient(base_url=mortal.served.url, timeout=100) as http:
+        answers = await asyncio.gather(*(mortal.ask(http, 100, timeout_s=2.0) for _ in range(60)))
+    ends = Counter(answer.status_code for answer in answers)
+    assert set(ends) <= {200, 429, 504}
+    assert ends[200] > 0
+    assert ends[429] > 30, ends
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert {code_of(answer) for answer in refused} == {"deadline_unmeetable"}
+    told = sorted(float(answer.headers["retry-after-ms"]) / 1_000 for answer in refused)
+    # One after the other; all is over in about ten seconds.
+    assert told[0] < told[len(told) // 2] < told[-1] < 30
 
 
 async def test_dead_engines_are_told_as_503_and_replaced(mortal: Mortal) -> None:

@@ -136,6 +136,38 @@ async def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
         assert listening((port,)) == []
 
 
+@pytest.mark.slow
+def test_a_supervisor_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    port = free_port()
+    with terminal(configuration(tmp_path, port, drain_s=600.0)) as opened:
+        opened.wait_for("stop ")
+        opened.process.kill()
+        deadline = time.monotonic() + END_S
+        while opened.processes_left() or listening((port,)):
+            assert time.monotonic() < deadline, opened.processes_left()
+            time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_two_instances_serve_side_by_side(tmp_path: Path) -> None:
+    folders = [tmp_path / "1", tmp_path / "2"]
+    ports = []
+    with contextlib.ExitStack() as stack:
+        for folder in folders:
+            folder.mkdir()
+            ports.append(free_port())
+            opened = stack.enter_context(terminal(configuration(folder, ports[-1], drain_s=5.0)))
+            opened.wait_for("stop ")
+        for port in ports:
+            answer = httpx.post(
+                f"http://127.0.0.1:{port}/v1/completions",
+                json={"model": "demo", "prompt": "Hi", "max_tokens": 2},
+                timeout=30,
+            )
+            assert answer.status_code == 200
+            assert httpx.get(f"http://127.0.0.1:{port}/metrics").text.count("ewsjf_gateways_connected{") == 1
+
+
 def test_an_engine_that_cannot_start_ends_the_start_with_its_reason(tmp_path: Path) -> None:
     server = {"base_url": "http://127.0.0.1:9", "max_num_seqs": 4, "advanced": {"start_timeout_s": 0.5}}
     pool = {"name": "only", "engine": {"remote": server}, "resources": {"num_cpus": 0.1}}

@@ -201,7 +201,10 @@ class RemoteEngine:
                 f"{self._base_url} does not state its {names}: give {names} in the settings of this engine, "
                 "as the server was started with"
             )
-        return EngineLimits(**{name: value for name, value in found.items() if value is not None})
+        stated = {name: value for name, value in found.items() if value is not None}
+        gaps, gaps_s = self._metrics.token_gaps, self._metrics.token_gaps_s
+        # Of all that the server has generated so far.
+        return EngineLimits(**stated, tpot_s=gaps_s / gaps if gaps and gaps_s else None)
 
     async def _scrape_forever(self) -> None:
         while True:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.engines.orphan_guard import OrphanGuard
+from serve_app.engines.vllm.approval import Approval
 from serve_app.engines.vllm.args import REFUSED_ARGS, parse_arguments
 from serve_app.engines.vllm.library import from_vllm, is_installed, version
 from serve_app.engines.vllm_metrics import LoadMeter, StepRecorder, kv_capacity_tokens
@@ -76,7 +77,8 @@ def check_vllm_args(settings: VllmEngineSettings) -> None:
     """Check the arguments with vLLM's own parser, before anything is started.
 
     Where vLLM is not installed (a driver or a head node) nothing is checked: a log line says so, and the
-    replica checks when it starts. The import of vLLM takes some ten seconds, once in a process.
+    replica checks when it starts. The import of vLLM takes some ten seconds, so what was accepted once is
+    not asked again.
 
     Raises:
         SettingsError: an argument is unknown, or its value is not one that vLLM takes.
@@ -87,7 +89,10 @@ def check_vllm_args(settings: VllmEngineSettings) -> None:
             "vLLM is not installed here: the arguments for %s are checked where it starts", settings.model
         )
         return
-    _parse_args(settings)
+    approval = Approval(settings.model, settings.args)
+    if not approval.is_given:
+        _parse_args(settings)
+        approval.give()
 
 
 class VllmEngine:

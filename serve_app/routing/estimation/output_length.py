@@ -48,7 +48,7 @@ class OutputLengthEstimator:
         return -mean * math.expm1(-limit / mean)
 
     def least(self, request: Request) -> float:
-        """A lower estimate of the mean length of one choice, without bound where lengths have been learned."""
+        """A lower estimate of the mean of one choice, without bound where lengths have been learned."""
         return math.inf if self._curve(request) else _ASSUMED_SHARE * self._settings.default_mean_tokens
 
     def observe(self, request: Request, usage: Usage) -> None:

@@ -93,7 +93,7 @@ class ReplicaRegistry:
         elif isinstance(message, Report):
             self._report(replica_id, message)
         elif isinstance(message, EngineFailed):
-            logger.error("event=engine_failed replica=%s reason=%r", replica_id, message.reason)
+            logger.error("event=replica_failed replica=%s reason=%r", replica_id, message.reason)
             self.on_loss(replica_id, link)
         else:
             raise ChannelError(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,17 @@ async def runs(engine: RemoteEngine, requests: int) -> bool:
 async def test_limits_are_what_the_server_states_and_the_settings_add(server: tuple[VllmLike, str]) -> None:
     engine, limits = await started(server[1])
     await engine.stop()
-    assert limits == EngineLimits(max_model_len=512, kv_tokens=4_095 * 128, max_num_seqs=16)
+    # The mean time per output token of all that the recorded server had generated.
+    assert replace(limits, tpot_s=None) == EngineLimits(
+        max_model_len=512, kv_tokens=4_095 * 128, max_num_seqs=16
+    )
+    assert limits.tpot_s == pytest.approx(0.00602, rel=0.01)
 
 
 async def test_settings_override_what_the_server_states(server: tuple[VllmLike, str]) -> None:
     engine, limits = await started(server[1], max_model_len=256, kv_tokens=1_000, max_num_seqs=4)
     await engine.stop()
-    assert limits == EngineLimits(max_model_len=256, kv_tokens=1_000, max_num_seqs=4)
+    assert limits == EngineLimits(max_model_len=256, kv_tokens=1_000, max_num_seqs=4, tpot_s=limits.tpot_s)
 
 
 async def test_limits_that_are_not_stated_are_named(server: tuple[VllmLike, str]) -> None:

@@ -244,7 +244,11 @@ class TestTinyEngine:
         with pytest.raises(SettingsError, match=message):
             check_vllm_args(VllmEngineSettings(model="m", args=args))
 
-    async def test_the_parser_of_vllm_takes_what_our_configurations_use(self) -> None:
+    async def test_the_parser_of_vllm_takes_what_our_configurations_use(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        # An empty cache: nothing was accepted before.
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         args = {
             **ARGS,
             "gpu_memory_utilization": 0.4,

@@ -1,0 +1,52 @@
+"""What the processes of Ray inherit."""
+
+import socket
+from pathlib import Path
+
+from serve_app.launch.environment import default_settings, environment, instance_folder, is_free
+
+PORTS = (
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT",
+)
+
+
+def test_settings_of_the_user_count_more_than_ours(tmp_path: Path) -> None:
+    assert default_settings()["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    given = {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_HAPROXY_METRICS_PORT": "7", "HOME": "/h"}
+    found = environment(given, tmp_path, 8000)
+    assert found["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
+    assert found["RAY_SERVE_HAPROXY_METRICS_PORT"] == "7"
+    assert found["HOME"] == "/h"
+    assert found["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "1"
+
+
+def test_a_second_instance_gets_other_ports_and_folders(tmp_path: Path) -> None:
+    first = environment({}, tmp_path / "1", 8000)
+    with socket.create_server(("", int(first["RAY_SERVE_HAPROXY_METRICS_PORT"]))):
+        second = environment({}, tmp_path / "2", 8001)
+    assert second["RAY_SERVE_HAPROXY_METRICS_PORT"] != first["RAY_SERVE_HAPROXY_METRICS_PORT"]
+    assert second["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] != first["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"]
+    paths = [name for name, value in first.items() if str(tmp_path) in value]
+    assert len(paths) == 5
+    assert all(first[name] != second[name] for name in paths)
+
+
+def test_no_port_is_chosen_twice_and_not_the_applications_own(tmp_path: Path) -> None:
+    found = environment({}, tmp_path, 9101)
+    chosen = [int(found[name]) for name in PORTS]
+    assert len(set(chosen)) == len(chosen)
+    assert 9101 not in chosen
+    assert all(is_free(port) for port in chosen)
+
+
+def test_modules_are_compiled_once_for_all_processes(tmp_path: Path) -> None:
+    assert "PYTHONDONTWRITEBYTECODE" not in environment({"PYTHONDONTWRITEBYTECODE": "1"}, tmp_path, 8000)
+
+
+def test_sockets_of_ray_fit_into_the_folder_of_an_instance() -> None:
+    # Ray adds its session and the name of a socket to it; the kernel takes 107 bytes.
+    assert len(str(instance_folder(65_535))) < 35
