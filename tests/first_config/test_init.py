@@ -24,11 +24,15 @@ from tests.engines.servers import free_port, served
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# Options, and the contexts and engines of the pools that they give.
 GPUS = {
-    "two pools": ["--gpus", "8", "--max-model-len", "65536"],
-    "tensor parallel": ["--gpus", "8", "--max-model-len", "131072", "--gpus-per-engine", "2"],
-    "short context": ["--gpus", "4", "--max-model-len", "8192"],
-    "one engine": ["--gpus", "1"],
+    "two pools": (["--gpus", "8", "--max-model-len", "65536"], [(8_192, 6), (65_536, 2)]),
+    "tensor parallel": (
+        ["--gpus", "8", "--max-model-len", "131072", "--gpus-per-engine", "2"],
+        [(8_192, 3), (131_072, 1)],
+    ),
+    "short context": (["--gpus", "4", "--max-model-len", "8192"], [(8_192, 4)]),
+    "one engine": (["--gpus", "1"], [(32_768, 1)]),
 }
 
 
@@ -64,9 +68,12 @@ def test_the_installed_copy_is_the_file_of_the_clone(monkeypatch: pytest.MonkeyP
     assert default_config() == PACKAGED_CONFIG
 
 
-@pytest.mark.parametrize("options", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize(("options", "pools"), GPUS.values(), ids=GPUS)
 def test_gpus_are_divided_among_pools(
-    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    pools: list[tuple[int, int]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "x.yaml"
     assert main(["init", str(path), *options, "--model", "meta-llama/Llama-3.1-8B-Instruct"]) == 0
@@ -74,16 +81,26 @@ def test_gpus_are_divided_among_pools(
     assert model.name == "Llama-3.1-8B-Instruct"
     gpus = sum(pool.resources.num_gpus * (pool.replicas or 1) for pool in model.pools)
     assert gpus == int(options[1])
-    contexts = [pool.engine.max_model_len for pool in model.pools]
-    if "two pools" in GPUS and options in (GPUS["two pools"], GPUS["tensor parallel"]):
-        assert contexts == [8192, int(options[3])]
-    else:
-        assert len(contexts) == 1
+    assert [(pool.engine.max_model_len, pool.replicas) for pool in model.pools] == pools
     told = capsys.readouterr()
     # No machine that runs these tests has as many GPUs, or none at all.
     if "machine lacks" in told.out:
         assert f"{path}:" in told.err
         assert told.out.splitlines()[-1].startswith("next, once that is settled: ")
+
+
+def test_the_driver_is_asked_for_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver = tmp_path / "nvidia-smi"
+    given = ["init", str(tmp_path / "x.yaml"), "--gpus", "--model", "owner/model"]
+    for listed, status in (("", 2), ("NVIDIA H100 80GB HBM3\n" * 3, 0)):
+        driver.write_text(f"#!/bin/sh\nprintf '%s' '{listed}'\n")
+        driver.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        assert main(given) == status
+    assert "nvidia-smi lists no GPU here" in capsys.readouterr().err
+    assert [pool.replicas for pool in written(tmp_path / "x.yaml").pools] == [2, 1]
 
 
 def test_a_model_folder_states_its_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
