@@ -9,7 +9,13 @@ from serve_app.launch.instance import Instance
 
 Check = Callable[[Document], Iterator[Trouble]]
 
-_OF_STATUS: tuple[Check, ...] = (replicas.reports, load.saturation, replicas.tuner, replicas.decision_log)
+_OF_STATUS: tuple[Check, ...] = (
+    replicas.pools,
+    replicas.reports,
+    load.saturation,
+    replicas.tuner,
+    replicas.decision_log,
+)
 _OF_QUEUES: tuple[Check, ...] = (load.queue_length, load.longest_wait)
 
 

@@ -41,6 +41,18 @@ def reports(model: Document) -> Iterator[Trouble]:
     )
 
 
+def pools(model: Document) -> Iterator[Trouble]:
+    """Pools that have no replica, while another pool of the model has one and takes their requests."""
+    has = {replica["pool"] for replica in model["replicas"].values()}
+    for pool in model.get("pools", ()):
+        if has and pool not in has:
+            yield Trouble(
+                Severity.DEGRADED,
+                f"model {model['model']}: pool {pool} has no replica, so its requests wait or go to the other",
+                "a replica that starts joins by itself; if none comes, see the logs of its engine",
+            )
+
+
 def tuner(model: Document) -> Iterator[Trouble]:
     """A tuner that somebody froze."""
     frozen = (model.get("tuner") or {}).get("frozen")

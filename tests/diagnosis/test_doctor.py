@@ -189,6 +189,10 @@ FINDINGS: dict[str, tuple[Change, str]] = {
         lambda answers: model(answers).update(ended="superseded"),
         "degraded: model demo: its scheduler has ended: superseded",
     ),
+    "empty pool": (
+        lambda answers: model(answers).update(pools=["short", "long"]),
+        "degraded: model demo: pool long has no replica",
+    ),
     "stale report": (has_a_stale_report, "degraded: model demo: 1 of 2 replicas have no fresh report"),
     "no report": (has_no_report_at_all, "DOWN: model demo: 2 of 2 replicas have no fresh report"),
     "no key": (
@@ -380,6 +384,7 @@ async def test_a_real_gateway_and_scheduler_are_understood(
 
     try:
         assert await asked("--api-key", "k1") == (0, f"{url}: nothing found\n")
+        assert scheduler.status()["pools"] == ["short", "long"]
         found, told = await asked()
         assert found == 1
         assert "answered 401" in told

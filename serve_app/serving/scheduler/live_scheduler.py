@@ -161,6 +161,7 @@ class LiveScheduler:
             "queues": {"learned": len(self.tuner.queues), "age_s": self.tuner.queues.age_s(self.now())},
             "waiting": {priority.value: n for priority, n in self._gateways.book.waiting().items()},
             "tuner": self.tuner.status(),
+            "pools": list(self._settings.routing.pools),
             "decision_log_ended": self._log.ended if self._log is not None else "",
             "replicas": {
                 replica_id: {
