@@ -1,36 +1,95 @@
-"""Serve an application, look into it, and plan, simulate and tune one."""
+"""The command line: a table of sub-commands, each in a module that is imported when it is asked for.
+
+All modules together take most of a second to import; a completion after the Tab key must not.
+"""
 
 import argparse
-from collections.abc import Sequence
+import importlib
+import os
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import serve_app
-from serve_app.bench.command import COMMAND as BENCH
-from serve_app.calibration.command import COMMAND as CALIBRATE
-from serve_app.checking.command import COMMAND as CHECK
-from serve_app.command import Command, CommandParser, warn
+from serve_app.command import Command, CommandParser, program, warn
 from serve_app.errors import ServeAppError
-from serve_app.launch.command import COMMAND as SERVE
-from serve_app.launch.stop_command import COMMAND as STOP
-from serve_app.planning.command import COMMAND as PLAN
-from serve_app.simulation.command.command import simulate_command
-from serve_app.simulation.command.replay import COMMAND as REPLAY
-from serve_app.status import COMMAND as STATUS
-from serve_app.tuning import LearnedPartitions
-from serve_app.tuning.command import COMMAND as TUNE
 
-COMMANDS: tuple[Command, ...] = (
-    SERVE,
-    STOP,
-    CHECK,
-    STATUS,
-    simulate_command(LearnedPartitions()),
-    REPLAY,
-    BENCH,
-    PLAN,
-    TUNE,
-    CALIBRATE,
+_MODULE_CALL = "python -m serve_app"
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEntry:
+    """One line of the table.
+
+    Attributes:
+        summary: of the command itself, so that the list of commands needs none of their modules.
+        module: has the command as `COMMAND`.
+    """
+
+    name: str
+    summary: str
+    module: str
+
+    def load(self) -> Command:
+        """The command itself."""
+        command: Command = importlib.import_module(self.module).COMMAND
+        return command
+
+
+COMMANDS: tuple[CommandEntry, ...] = (
+    CommandEntry(
+        "init",
+        "write a first configuration: asks what there is, or takes it as options",
+        "serve_app.first_config.command",
+    ),
+    CommandEntry(
+        "check",
+        "say what is wrong with a configuration, with line numbers, before anything starts",
+        "serve_app.checking.command",
+    ),
+    CommandEntry(
+        "serve", "check a configuration and serve its application until Ctrl-C", "serve_app.launch.command"
+    ),
+    CommandEntry(
+        "stop", "stop an application in good order: open answers may end", "serve_app.launch.stop_command"
+    ),
+    CommandEntry(
+        "status", "show queues, replicas, tenants and the tuner of a running application", "serve_app.status"
+    ),
+    CommandEntry(
+        "doctor",
+        "say what is wrong with a running application, the worst first, each with the next step",
+        "serve_app.diagnosis.command",
+    ),
+    CommandEntry(
+        "simulate",
+        "play a trace on simulated replicas, with any policies side by side",
+        "serve_app.tuning.simulate_command",
+    ),
+    CommandEntry(
+        "replay",
+        "feed a decision log to a new scheduler: the same events must give the same commands",
+        "serve_app.simulation.command.replay",
+    ),
+    CommandEntry("bench", "open-loop load against a live endpoint, from a trace", "serve_app.bench.command"),
+    CommandEntry(
+        "plan",
+        "size a fleet to latency limits: one pool or two, verified in simulation",
+        "serve_app.planning.command",
+    ),
+    CommandEntry(
+        "tune",
+        "search better scheduler settings for a trace in the digital twin",
+        "serve_app.tuning.command",
+    ),
+    CommandEntry(
+        "calibrate",
+        "fit an engine profile to the request timestamps of a real engine",
+        "serve_app.calibration.command",
+    ),
+    CommandEntry("completion", "print a script that completes commands in a shell", "serve_app.completion"),
 )
-"""All sub-commands. To add one, write a module with a `Command`, and name it here."""
+"""All sub-commands. To add one, write a module with a `Command` named `COMMAND`, and name it here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: the command's own, 2 for an error that the user can correct, 130 when interrupted.
     """
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
     args = _parser().parse_args(argv)
     command: Command = args.command
     try:
@@ -50,23 +111,62 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _complete() -> None:
+    """Answer a shell that asks what could follow, and end the process."""
+    import argcomplete  # noqa: PLC0415 - for nothing but this
+
+    words = os.environ.get("COMP_LINE", "").split()
+    argcomplete.autocomplete(_parser(words), always_complete_options=False)
+
+
+def _parser(loaded: Container[str] = ()) -> argparse.ArgumentParser:
+    """The parser of all commands.
+
+    Args:
+        loaded: names of commands to load at once; argcomplete looks at a parser before it has parsed.
+    """
     parser = CommandParser(
-        prog="python -m serve_app",
-        description=__doc__,
-        epilog="example:\n  python -m serve_app bench --help",
+        prog=program(),
+        description=serve_app.__doc__.partition("\n")[0] if serve_app.__doc__ else None,
+        epilog=f"example:\n  {program()} bench --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=serve_app.__version__)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in COMMANDS:
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=_EntryParser
+    )
+    for entry in COMMANDS:
         own = commands.add_parser(
-            command.name,
-            help=command.summary,
-            description=command.summary,
-            epilog=command.example,
+            entry.name,
+            help=entry.summary,
+            description=entry.summary,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.configure(own)
-        own.set_defaults(command=command)
+        own.entry = entry
+        if entry.name in loaded:
+            own.load()
     return parser
+
+
+class _EntryParser(CommandParser):
+    """The parser of a sub-command, which loads that command when it has arguments to parse.
+
+    Attributes:
+        entry: None once it is loaded.
+    """
+
+    entry: CommandEntry | None = None
+
+    def load(self) -> None:
+        """Get the arguments of the command, once."""
+        if self.entry is None:
+            return
+        command, self.entry = self.entry.load(), None
+        self.epilog = command.example.replace(_MODULE_CALL, program())
+        command.configure(self)
+        self.set_defaults(command=command)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse, with the arguments of the command."""
+        self.load()
+        return super().parse_known_args(args, namespace)

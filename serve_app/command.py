@@ -54,6 +54,12 @@ class CommandParser(argparse.ArgumentParser):
         return found, unknown
 
 
+def program() -> str:
+    """How the user called this program, for messages that name a next command."""
+    called = Path(sys.argv[0]).name
+    return called if called == "ewsjf" else "python -m serve_app"
+
+
 def say(text: str) -> None:
     """Write results to standard output."""
     sys.stdout.write(text + "\n")

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from serve_app.command import Command, fetched, positive_int, say
 from serve_app.errors import ServeAppError
+from serve_app.launch.instance import running_instances
 
 Document = Mapping[str, Any]
 
@@ -29,11 +30,18 @@ class UnreachableError(StatusError):
     """Nothing answers at the address."""
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help=f"of the application ({_LOCAL_URL}, where `scripts/serve` serves)")
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """The arguments that name an application and a key for it."""
+    parser.add_argument(
+        "--url", help=f"of the application (the one that `serve` runs on this machine, else {_LOCAL_URL})"
+    )
     parser.add_argument(
         "--api-key", default=os.environ.get(_KEY_VARIABLE), help=f"a key with `admin` ({_KEY_VARIABLE})"
     )
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_address(parser)
     parser.add_argument("--sub-queues", type=positive_int, default=15, help="how many to show (%(default)s)")
     tuner = parser.add_mutually_exclusive_group()
     tuner.add_argument(
@@ -46,8 +54,16 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def default_url() -> str:
-    """The address of the application on this machine, for a user who names none."""
-    return _LOCAL_URL
+    """The address of the application on this machine, for a user who names none.
+
+    Raises:
+        StatusError: several run.
+    """
+    running = list(running_instances())
+    if len(running) > 1:
+        known = ", ".join(f"{each.url} ({each.config})" for each in running)
+        raise StatusError(f"several applications run here, choose one by --url: {known}")
+    return running[0].url if running else _LOCAL_URL
 
 
 def _run(args: argparse.Namespace) -> int:

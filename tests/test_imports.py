@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.cli import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[1] / "serve_app"
 
 WORDS = {"request", "errors", "settings_base"}
@@ -44,12 +46,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "command": set(),
     # What can be known of a configuration without Ray, and the start of the application that it describes.
     "checking": {"errors", "command", "engines", "settings"},
-    "launch": {"errors", "command", "checking", "settings"},
+    "launch": {"errors", "command", "checking", "settings", "first_config"},
+    # What `init` writes.
+    "first_config": {"errors", "command", "checking", "engines"},
     "tables": set(),
     # Another client from outside.
-    "status": {"errors", "command"},
+    "status": {"errors", "command", "launch"},
+    "diagnosis": {"errors", "command", "settings", "launch", "checking", "status"},
+    "completion": {"command"},
     "cli": WORDS
-    | {"command", "checking", "launch", "status", "bench", "calibration", "simulation", "planning", "tuning"},
+    | {"command", "checking", "first_config", "launch", "status", "diagnosis", "completion"}
+    | {"bench", "calibration", "simulation", "planning", "tuning"},
     "__main__": {"cli"},
 }
 
@@ -134,11 +141,18 @@ def is_within(file: str, places: tuple[str, ...]) -> bool:
     return any(file == place or file.startswith(f"{place}/") for place in places)
 
 
+def named_in_the_table_of_commands() -> Iterator[Import]:
+    """The modules that the command line imports by the name that its table has."""
+    for entry in COMMANDS:
+        yield Import("cli.py", entry.module, 0)
+
+
 def component_of(file: str) -> str:
     return file.partition("/")[0].removesuffix(".py")
 
 
 IMPORTS = [one for path in sorted(ROOT.rglob("*.py")) for one in imports_of(path)]
+IMPORTS += named_in_the_table_of_commands()
 
 
 def test_the_reader_finds_imports_wherever_they_hide() -> None:

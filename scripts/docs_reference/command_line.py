@@ -14,9 +14,8 @@ from serve_app.command import Command
 _INTRODUCTION = """
 # Command line reference
 
-`python -m serve_app COMMAND` runs experiments and inspects a running application. The application itself is
-started by `scripts/serve`, or by `serve run`. After an installation with pip the same commands are there as
-`ewsjf-serve`.
+`python -m serve_app COMMAND` writes configurations, serves them, inspects a running application, and runs
+experiments. After an installation with pip the same commands are there as `ewsjf COMMAND`.
 
 Exit statuses: 0 when it worked, 2 when the arguments or the input are wrong, 130 when interrupted.
 """
@@ -27,7 +26,9 @@ _DEFAULT_IN_HELP = re.compile(r"\s*\(%\(default\)s\)")
 def command_line_page() -> str:
     """The whole page."""
     rows = ((f"[{code(each.name)}](#{each.name})", sentence(each.summary)) for each in COMMANDS)
-    return document(_INTRODUCTION, table(("Command", "What it does"), rows), *map(_section, COMMANDS))
+    return document(
+        _INTRODUCTION, table(("Command", "What it does"), rows), *(_section(each.load()) for each in COMMANDS)
+    )
 
 
 def _section(command: Command) -> str:

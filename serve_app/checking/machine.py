@@ -61,7 +61,7 @@ def check_port(content: Mapping[str, Any]) -> Iterator[Found]:
         if is_taken(exc):
             yield (
                 where,
-                f"http_options.port {port} is taken{_holder(port)}: end that program or choose another port",
+                f"http_options.port {port} is taken{holder(port)}: end that program or choose another port",
             )
         else:
             yield ("http_options", "host"), f"cannot listen on http_options.host {host!r}: {exc.strerror}"
@@ -72,8 +72,8 @@ def is_taken(error: OSError) -> bool:
     return error.errno in {98, 48}  # EADDRINUSE of Linux and of macOS
 
 
-def _holder(port: int) -> str:
-    """Who listens on a port, where this user may know."""
+def holder(port: int) -> str:
+    """Who listens on a port, as the end of a sentence; empty where nobody does or this user may not know."""
     try:
         for connection in psutil.net_connections("tcp"):
             is_it = connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,)

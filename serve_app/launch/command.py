@@ -12,6 +12,7 @@ from serve_app.checking import Checked, Mistake, check_file
 from serve_app.checking.machine import http_address
 from serve_app.command import Command, warn
 from serve_app.errors import SettingsError
+from serve_app.first_config.packaged import default_config
 from serve_app.launch.environment import environment, instance_folder, raise_descriptor_limit
 from serve_app.launch.instance import publish, running_instances, withdraw
 from serve_app.launch.messages import HostJob
@@ -19,7 +20,6 @@ from serve_app.launch.supervisor import Launch, Supervisor
 from serve_app.launch.terminal.console import Console
 from serve_app.settings.application import AppSettings
 
-_DEFAULT_CONFIG = Path("configs/local.yaml")
 # An address that is none to connect to.
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - looked up, not bound
 
@@ -117,7 +117,10 @@ def _fresh_folder(folder: Path) -> Path:
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", nargs="?", type=Path, default=_DEFAULT_CONFIG, help="configuration (default: %(default)s)"
+        "config",
+        nargs="?",
+        type=Path,
+        help="configuration (configs/local.yaml, or the copy that is installed)",
     )
     parser.add_argument(
         "--address",
@@ -128,7 +131,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    return serve(args.config, address=args.address, dashboard=args.dashboard)
+    return serve(args.config or default_config(), address=args.address, dashboard=args.dashboard)
 
 
 COMMAND = Command(

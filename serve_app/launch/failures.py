@@ -21,15 +21,15 @@ def reason_of(deployment: str, message: str, folder: Path) -> str:
     """
     own = _last_error(message.splitlines()) or message.strip().rsplit("\n", 1)[-1]
     reason = f"{deployment} did not start: {own}"
-    if cause := _first_error(error_lines(folder, deployment)):
+    if cause := engine_cause(deployment, folder):
         # The engine's own words in place of "see above", as nothing is above here.
         reason = f"{reason.split(_SEE_ABOVE, maxsplit=1)[0].rstrip(': ')}: {cause}"
     return reason[:_LONGEST]
 
 
-def _first_error(lines: list[str]) -> str:
-    """What the first process of an engine failed with; others fail because of it."""
-    for line in lines:
+def engine_cause(deployment: str, folder: Path) -> str:
+    """What the first process of a deployment's newest engine failed with; others fail because of it."""
+    for line in error_lines(folder, deployment):
         if found := _ERROR.match(line.strip()):
             return f"{found[1]}: {found[2]}"
     return ""

@@ -32,7 +32,7 @@ _FOLDERS = ("configs", "docs", "experiments", "scripts", "serve_app", "tests")
 _COMMON = frozenset(
     {"cat", "cd", "cp", "echo", "export", "grep", "head", "jq", "ls", "mkdir", "source", "tail"}
 )
-_TOOLS = frozenset({"git", "pip", "uv"})
+_TOOLS = frozenset({"docker", "git", "pip", "uv"})
 
 
 def commands(text: str) -> list[str]:
@@ -233,7 +233,7 @@ def _check_curl(words: list[str]) -> None:
 
 _RULES: Mapping[str, Rule] = {
     "python": _check_python,
-    "ewsjf-serve": _check_own,
+    "ewsjf": _check_own,
     "serve": _check_click,
     "ray": _check_click,
     "curl": _check_curl,

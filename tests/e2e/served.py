@@ -62,6 +62,7 @@ ARGS = {
             },
         }
     ],
+    "gateway": {"cors": {"allow_origins": ["https://chat.example.com"]}},
     "gateways": {"replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 10.0},
 }
 
@@ -157,6 +158,7 @@ def serve(
 ) -> Iterator[Served]:
     """Serve an application with these settings, and end every process of it afterwards."""
     config = serve_config("ewsjf", args["models"], BUILD_APP, 0, args["gateways"])
+    config["applications"][0]["args"].update(args)
     with served_application(
         config, environment=environment or {}, start_timeout_s=start_timeout_s
     ) as application:

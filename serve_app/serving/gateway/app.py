@@ -16,12 +16,14 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.serving.channel.scheduler_client import SchedulerClient
 from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
 from serve_app.serving.gateway.answer.responses import (
+    MethodRefused,
     RequestRefused,
     encode,
     send_body,
     send_json,
     send_refusal,
 )
+from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.exposition import merge
 from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
 from serve_app.serving.gateway.request.incoming import IncomingRequest
@@ -92,6 +94,7 @@ class Gateway:
         if missing:
             raise SettingsError(f"no scheduler for the models {', '.join(missing)}")
         self._models = settings.models
+        self._http = with_cors(self._serve, settings.cors)
         self._schedulers = schedulers
         self._views = views or {}
         self._reader = RequestReader(settings, gateway_id)
@@ -170,7 +173,7 @@ class Gateway:
         """Serve one ASGI connection."""
         kind = scope["type"]
         if kind == "http":
-            await self._serve(scope, receive, send)
+            await self._http(scope, receive, send)
         elif kind == "lifespan":
             await self._lifespan(receive, send)
         elif kind == "websocket":
@@ -201,12 +204,7 @@ class Gateway:
             )
         allowed, handler = route
         if method != allowed and not (method == "HEAD" and allowed == "GET"):
-            raise RequestRefused(
-                Outcome.REJECTED_INVALID,
-                f"{method} is not allowed for {path[:200]}: use {allowed}",
-                code="method_not_allowed",
-                status=405,
-            )
+            raise MethodRefused(method, path, allowed)
         return handler
 
     async def _scheduled(self, incoming: IncomingRequest) -> None:

@@ -15,6 +15,7 @@ from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway.app import Gateway, SchedulerViews
+from serve_app.serving.gateway.http10 import answer_http10_without_chunks
 from serve_app.serving.gateway.settings import GatewaySettings
 
 _REQUEST_ID = b"x-request-id"
@@ -52,6 +53,7 @@ class GatewayDeployment:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve serves; called once, after the constructor."""
+        answer_http10_without_chunks()
         return without_request_id(self._gateway)
 
     async def open_requests(self) -> int:

@@ -21,6 +21,7 @@ from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
 from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
 from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, outcome_of
+from serve_app.serving.gateway.answer.engine_error import in_openai_shape
 from serve_app.serving.gateway.answer.responses import (
     STOPPING_CODE,
     HeaderList,
@@ -193,7 +194,9 @@ class ScheduledCall:
         outcome = outcome_of(response.status)
         self._settle(outcome, usage_of(body) if outcome is Outcome.COMPLETED else None)
         self._started = True
-        await send_body(self._send, response.status, self._headers(response), body)
+        path = self._job.incoming.path
+        headers, body = in_openai_shape(response.status, path, self._headers(response), body)
+        await send_body(self._send, response.status, headers, body)
 
     async def _pass_stream(self, response: UpstreamResponse) -> None:
         scanner = StreamScanner(hide_usage=self._job.hide_usage)

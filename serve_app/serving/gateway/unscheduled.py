@@ -4,6 +4,7 @@ from serve_app.errors import Outcome
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
 from serve_app.serving.gateway.answer.engine_answer import failure_of
+from serve_app.serving.gateway.answer.engine_error import in_openai_shape
 from serve_app.serving.gateway.answer.responses import RequestRefused, send_body
 from serve_app.serving.gateway.request.headers import returned, upstream_head
 from serve_app.serving.gateway.request.incoming import IncomingRequest
@@ -33,7 +34,10 @@ class AnyReplica:
         """
         response, answer = await self._ask(scheduler, incoming, forwarded, body)
         request_id = (b"x-request-id", incoming.client_request_id.encode())
-        await send_body(incoming.send, response.status, [*returned(response.headers), request_id], answer)
+        headers, answer = in_openai_shape(
+            response.status, incoming.path, [*returned(response.headers), request_id], answer
+        )
+        await send_body(incoming.send, response.status, headers, answer)
 
     async def _ask(
         self, scheduler: SchedulerClient, incoming: IncomingRequest, forwarded: bytes, body: bytes

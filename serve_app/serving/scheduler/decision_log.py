@@ -33,6 +33,9 @@ class DecisionLogSettings:
 class DecisionLogFile:
     """Writes decisions to a file, buffered; `close` ends it.
 
+    Attributes:
+        ended: why nothing is recorded any more; empty while something is.
+
     It ends after `max_events` with a line that says so; a replay needs its beginning, so that stays.
     """
 
@@ -40,6 +43,7 @@ class DecisionLogFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", encoding="utf-8")
         self._left = max_events
+        self.ended = ""
         self._write(encode_header(header))
 
     def add(self, decision: Decision) -> None:
@@ -48,7 +52,8 @@ class DecisionLogFile:
             self._left -= 1
             self._write(encode_decision(decision))
             if self._left == 0:
-                self._write(encode_end("max_events reached"))
+                self.ended = "max_events reached"
+                self._write(encode_end(self.ended))
                 self._file.flush()
 
     def flush(self) -> None:
@@ -67,4 +72,5 @@ class DecisionLogFile:
         except OSError as error:
             # A full disk must not stop the scheduler.
             self._left = 0
+            self.ended = str(error)
             logger.warning("event=decision_log_ended path=%s reason=%r", self._file.name, error)

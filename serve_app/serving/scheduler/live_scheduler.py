@@ -161,6 +161,8 @@ class LiveScheduler:
             "queues": {"learned": len(self.tuner.queues), "age_s": self.tuner.queues.age_s(self.now())},
             "waiting": {priority.value: n for priority, n in self._gateways.book.waiting().items()},
             "tuner": self.tuner.status(),
+            "pools": list(self._settings.routing.pools),
+            "decision_log_ended": self._log.ended if self._log is not None else "",
             "replicas": {
                 replica_id: {
                     **asdict(spec),
@@ -183,6 +185,10 @@ class LiveScheduler:
             "model": self._settings.model,
             "policy": self._settings.policy,
             "waiting": len(self.core.queue),
+            "max_waiting": self._settings.max_waiting,
+            "queue_timeout_s": {
+                priority.value: self._settings.queue_timeout_s.of(priority) for priority in PriorityClass
+            },
             "sub_queues": sub_queues,
             "sub_queues_left_out": snapshot.left_out,
             "b_short_tokens": snapshot.b_short_tokens,

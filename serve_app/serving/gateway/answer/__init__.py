@@ -1,5 +1,6 @@
 """The way of an engine's answer to the client.
 
-`engine_answer` decides whether an answer may pass or the request is retried, `sse` watches streams, `usage`
-reads token counts, `responses` writes the gateway's own errors, `disconnect` notices clients that leave.
+`engine_answer` decides whether an answer may pass or the request is retried, `engine_error` brings errors
+into OpenAI's shape, `sse` watches streams, `usage` reads token counts, `responses` writes the gateway's own
+errors, `disconnect` notices clients that leave.
 """

@@ -81,6 +81,23 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, 
         ]
 
 
+class MethodRefused(RequestRefused):
+    """A path is asked for with a method that it does not take.
+
+    Attributes:
+        allowed: the method that it takes.
+    """
+
+    def __init__(self, method: str, path: str, allowed: str) -> None:
+        message = f"{method} is not allowed for {path[:200]}: use {allowed}"
+        super().__init__(Outcome.REJECTED_INVALID, message, code="method_not_allowed", status=405)
+        self.allowed = allowed
+
+    def headers(self) -> HeaderList:
+        """The methods that the path takes."""
+        return [(b"allow", b"GET, HEAD" if self.allowed == "GET" else self.allowed.encode())]
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorDetail:
     """OpenAI's error object."""

@@ -31,11 +31,16 @@ _HOP_BY_HOP = frozenset(
     }
 )
 _WRITTEN_ANEW = frozenset({b"host", b"content-length", b"expect", b"x-request-id", b"x-replica-token"})
-# The caller's credentials are for the gateway; and it must be able to read the usage in the answer.
-_KEPT_HERE = frozenset({b"authorization", b"cookie", b"accept-encoding"})
+# The caller's credentials are for the gateway, which also decides for which pages it answers; and it must be
+# able to read the usage in the answer.
+_KEPT_HERE = frozenset({b"authorization", b"cookie", b"accept-encoding", b"origin"})
 _NOT_FORWARDED = _HOP_BY_HOP | _WRITTEN_ANEW | _KEPT_HERE
 # The server in front writes its own date and server; the length is written anew with the body.
-_NOT_RETURNED = _HOP_BY_HOP | {b"content-length", b"date", b"server", b"x-request-id"}
+_NOT_RETURNED = _HOP_BY_HOP | {
+    *(b"content-length", b"date", b"server", b"x-request-id"),
+    # vLLM lets every page in unless it is told otherwise; here `gateway.cors` decides.
+    *(b"access-control-allow-origin", b"access-control-allow-credentials", b"access-control-expose-headers"),
+}
 
 _ORDINARY_CONNECTION = frozenset({b"", b"keep-alive", b"close"})
 

@@ -1,0 +1,33 @@
+"""The command `ewsjf completion`: a script for a shell, which asks the program itself what could follow."""
+
+import argparse
+
+from argcomplete.shell_integration import shellcode
+
+from serve_app.command import Command, say
+
+_EXECUTABLE = "ewsjf"
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that is to read the script")
+
+
+def _run(args: argparse.Namespace) -> int:
+    say(shellcode([_EXECUTABLE], shell=args.shell))
+    return 0
+
+
+COMMAND = Command(
+    name="completion",
+    summary="print a script that completes commands in a shell",
+    example=(
+        "example:\n"
+        "  python -m serve_app completion bash\n"
+        "\n"
+        'in ~/.bashrc or ~/.zshrc: eval "$(ewsjf completion bash)", with zsh for bash there; '
+        "in fish: ewsjf completion fish | source"
+    ),
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,144 @@
+"""The command `python -m serve_app init`: writes a first configuration that passes `check`."""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from serve_app.checking import Mistake, check_file
+from serve_app.checking.machine import gpu_names
+from serve_app.command import Command, positive_int, program, say, warn
+from serve_app.engines.vllm.library import is_installed
+from serve_app.errors import ServeAppError, SettingsError
+from serve_app.first_config.document import Place, configuration
+from serve_app.first_config.fleet import Emulated, Fleet, Gpus, Servers
+from serve_app.first_config.questions import ask_fleet, ask_port
+from serve_app.first_config.servers import ask_servers
+
+_PATH = Path("ewsjf.yaml")
+_PORT = 8000
+_LAST_PORT = 65_535
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", nargs="?", type=Path, default=_PATH, help="file to write (%(default)s)")
+    parser.add_argument("--force", action="store_true", help="overwrite the file")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--emulated", action="store_true", help="engines without a GPU or a model, to try it")
+    what.add_argument(
+        "--gpus",
+        nargs="?",
+        type=positive_int,
+        const=0,
+        metavar="N",
+        help="vLLM on this many GPUs (without N: those that nvidia-smi lists here)",
+    )
+    what.add_argument("--servers", nargs="+", metavar="URL", help="in front of these vLLM servers, which run")
+    parser.add_argument("--model", help="with --gpus: a name on the model hub, or a folder")
+    parser.add_argument(
+        "--max-model-len",
+        type=positive_int,
+        help="with --gpus: longest context in tokens (the model's, or 32768)",
+    )
+    parser.add_argument(
+        "--gpus-per-engine",
+        type=positive_int,
+        default=1,
+        help="with --gpus: tensor parallelism (%(default)s)",
+    )
+    parser.add_argument("--api-key-env", help="with --servers: environment variable that holds their key")
+    parser.add_argument(
+        "--max-num-seqs",
+        type=positive_int,
+        default=256,
+        help="with --servers: most sequences in the batch of each, as it was started with (%(default)s)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=positive_int, help=f"port to listen on ({_PORT})")
+
+
+def _run(args: argparse.Namespace) -> int:
+    path: Path = args.path
+    if path.exists() and not args.force:
+        raise SettingsError(f"{path} exists: name another file, or overwrite it with --force")
+    port = args.port or _PORT
+    fleet = _given_fleet(args)
+    if fleet is None:
+        if not sys.stdin.isatty():
+            raise SettingsError(
+                "say what is there: --emulated, --gpus [N] --model NAME, or --servers URL ..."
+            )
+        console = Console(highlight=False, markup=False)
+        fleet = ask_fleet(console)
+        port = args.port or ask_port(console, _PORT)
+    if port > _LAST_PORT:
+        raise SettingsError(f"--port must be at most {_LAST_PORT}, got {port}")
+    start = f"{program()} serve {path}"
+    text = configuration(fleet, Place(host=args.host, port=port, start=start))
+    missing_here = _checked(text, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    _tell(fleet, path, missing_here)
+    return 0
+
+
+def _given_fleet(args: argparse.Namespace) -> Fleet | None:
+    """What the options say; None when they say nothing."""
+    if args.servers is not None:
+        found = ask_servers(args.servers, args.api_key_env)
+        return Servers(found=found, api_key_env=args.api_key_env, max_num_seqs=args.max_num_seqs)
+    if args.emulated:
+        return Emulated()
+    if args.gpus is None and args.model is None:
+        return None
+    if args.model is None:
+        raise SettingsError("--gpus needs --model: a name on the model hub, or a folder")
+    count = args.gpus or len(gpu_names())
+    if not count:
+        raise SettingsError("nvidia-smi lists no GPU here: say how many there will be by --gpus N")
+    return Gpus(
+        count=count,
+        model=args.model,
+        max_model_len=args.max_model_len,
+        per_engine=args.gpus_per_engine,
+    )
+
+
+def _checked(text: str, path: Path) -> list[Mistake]:
+    """What this machine lacks for a configuration.
+
+    Raises:
+        ServeAppError: it has mistakes that no machine would cure.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder) / path.name
+        draft.write_text(text, encoding="utf-8")
+        if mistakes := check_file(draft, on_this_machine=False).mistakes:
+            raise ServeAppError("; ".join(mistake.located(path) for mistake in mistakes))
+        return check_file(draft).mistakes
+
+
+def _tell(fleet: Fleet, path: Path, missing_here: list[Mistake]) -> None:
+    say(
+        f"{path} is written and passes `check`"
+        + (", but for what this machine lacks" if missing_here else "")
+    )
+    for mistake in missing_here:
+        warn(mistake.located(path))
+    if isinstance(fleet, Gpus) and not is_installed():
+        warn("vLLM is not installed here: install this package with its extra `vllm` where the engines run")
+    if missing_here:
+        say(f"next, once that is settled: {program()} serve {path}")
+    else:
+        say(f"next: {program()} serve {path}")
+
+
+COMMAND = Command(
+    name="init",
+    summary="write a first configuration: asks what there is, or takes it as options",
+    example="example:\n  python -m serve_app init out/ewsjf.yaml --emulated",
+    configure=_configure,
+    run=_run,
+)

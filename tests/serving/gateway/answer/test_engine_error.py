@@ -1,0 +1,79 @@
+"""Errors of engines that are not in OpenAI's shape, and those that are."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from serve_app.serving.gateway.answer.engine_error import in_openai_shape
+from tests.serving.gateway.builders import MODEL, chat, error_json, replies
+from tests.serving.gateway.conftest import Stage
+
+EMBEDDINGS = "/v1/embeddings"
+
+
+def shaped(status: int, body: object) -> dict[str, Any]:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers, found = in_openai_shape(
+        status, EMBEDDINGS, [(b"content-type", b"text/plain"), (b"x-a", b"1")], raw
+    )
+    assert headers == [(b"content-type", b"application/json"), (b"x-a", b"1")]
+    error: dict[str, Any] = json.loads(found)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize("body", [{"detail": "Not Found"}, b"", b"Not Found", {}])
+def test_a_route_that_the_engine_lacks_is_named(body: object) -> None:
+    assert shaped(404, body) == {
+        "message": "the engine of this model does not serve /v1/embeddings",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "not_found",
+    }
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message", "kind"),
+    [
+        (405, {"detail": "Method Not Allowed"}, "Method Not Allowed", "invalid_request_error"),
+        (400, {"object": "error", "message": "too hot", "type": "X"}, "too hot", "invalid_request_error"),
+        (400, {"error": "too hot"}, "too hot", "invalid_request_error"),
+        (
+            422,
+            {"detail": [{"loc": ["body", "n"], "msg": "must be 1"}]},
+            "body.n: must be 1",
+            "invalid_request_error",
+        ),
+        (418, b"<h1>teapot</h1>", "<h1>teapot</h1>", "invalid_request_error"),
+        (501, b"", "the engine answered 501 without a message", "server_error"),
+    ],
+)
+def test_the_engines_own_words_are_kept(status: int, body: object, message: str, kind: str) -> None:
+    error = shaped(status, body)
+    assert (error["message"], error["type"]) == (message, kind)
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_what_is_an_answer_or_openais_error_already_is_left_as_it_is(status: int) -> None:
+    raw = json.dumps(error_json("no", param="n")).encode()
+    headers = [(b"content-type", b"application/json; charset=utf-8")]
+    assert in_openai_shape(status, EMBEDDINGS, headers, raw) == (headers, raw)
+
+
+async def test_the_sdk_shows_what_a_route_that_is_not_there_answers(stage: Stage) -> None:
+    stage.engine.answers.append(replies(404, {"detail": "Not Found"}))
+    with pytest.raises(openai.NotFoundError) as caught:
+        await stage.sdk.embeddings.create(model=MODEL, input="x")
+    assert caught.value.code == "not_found"
+    assert "does not serve /v1/embeddings" in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/v1/responses"])
+async def test_every_route_that_is_passed_on_has_its_errors_in_shape(stage: Stage, path: str) -> None:
+    stage.engine.answers.append(replies(404, {"detail": "Not Found"}))
+    answer = await stage.http.post(path, json=chat(prompt="x", input="x"))
+    assert answer.status_code == 404
+    assert answer.headers["content-length"] == str(len(answer.content))
+    assert path in answer.json()["error"]["message"]

@@ -1,0 +1,136 @@
+"""Browsers: preflights, and the headers without which a page's script reads no answer."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from serve_app.errors import SettingsError
+from serve_app.serving.gateway import ApiKey
+from serve_app.serving.gateway.cors import CorsSettings
+
+from .builders import MODEL, Engine, FakeDispatcher, chat, gateway, reply_json, serving
+from .conftest import Stage, staged
+
+CHAT = "/v1/chat/completions"
+PAGE = "https://chat.example.com"
+PREFLIGHT = {
+    "origin": PAGE,
+    "access-control-request-method": "POST",
+    # What OpenAI's SDK for JavaScript sends, and a header of ours.
+    "access-control-request-headers": "authorization,content-type,x-stainless-os,x-priority",
+}
+
+
+@contextlib.asynccontextmanager
+async def staged_for(*origins: str, **changes: object) -> AsyncIterator[Stage]:
+    engine = Engine()
+    async with serving(engine) as port:
+        dispatcher = FakeDispatcher([port])
+        app = gateway(dispatcher, cors=CorsSettings(allow_origins=origins), **changes)
+        async with staged(engine, dispatcher, app) as made:
+            yield made
+
+
+def words(answer: httpx.Response, name: str) -> set[str]:
+    return {word.strip().lower() for word in answer.headers.get(name, "").split(",")}
+
+
+async def test_a_preflight_is_answered_without_a_key() -> None:
+    async with staged_for(PAGE, keys=(ApiKey(tenant="a", key="k"),)) as stage:
+        answer = await stage.http.options(CHAT, headers=PREFLIGHT)
+        assert answer.status_code == 204
+        assert answer.content == b""
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert "POST" in answer.headers["access-control-allow-methods"]
+        assert set(PREFLIGHT["access-control-request-headers"].split(",")) <= words(
+            answer, "access-control-allow-headers"
+        )
+        assert answer.headers["access-control-max-age"] == "600"
+        assert "origin" in words(answer, "vary")
+        # What the preflight allows still needs the key, and the page may read that it does.
+        refused = await stage.http.post(CHAT, json=chat(), headers={"origin": PAGE})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == PAGE
+
+
+@pytest.mark.parametrize("origins", [(PAGE, "https://other.example.com"), ("*",)])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_answer_may_be_read_by_the_page_with_its_scheduling(
+    origins: tuple[str, ...], streamed: bool
+) -> None:
+    async with staged_for(*origins) as stage:
+        answer = await stage.http.post(CHAT, json=chat(stream=streamed), headers={"origin": PAGE})
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == ("*" if origins == ("*",) else PAGE)
+        exposed = words(answer, "access-control-expose-headers")
+        ours = {name for name in answer.headers if name.startswith("x-")} - {"x-engine"}
+        assert {"x-pool", "x-queue-wait-ms"} <= ours <= exposed
+        assert {"retry-after", "retry-after-ms"} <= exposed
+        assert "access-control-allow-credentials" not in answer.headers
+
+
+async def test_errors_of_every_kind_carry_the_headers() -> None:
+    async with staged_for(PAGE) as stage:
+        for send in (
+            stage.http.post(CHAT, content=b"{", headers={"origin": PAGE}),
+            stage.http.get("/nothere", headers={"origin": PAGE}),
+            stage.http.get(CHAT, headers={"origin": PAGE}),
+        ):
+            answer = await send
+            assert answer.status_code in (400, 404, 405)
+            assert answer.headers["access-control-allow-origin"] == PAGE
+            assert "error" in answer.json()
+
+
+async def test_another_page_gets_no_leave_not_even_the_engines() -> None:
+    async with staged_for(PAGE) as stage:
+        foreign = {"origin": "https://evil.example.com"}
+        preflight = await stage.http.options(CHAT, headers={**PREFLIGHT, **foreign})
+        assert preflight.status_code == 400
+        assert "https://evil.example.com" in preflight.json()["error"]["message"]
+        assert "access-control-allow-origin" not in preflight.headers
+        answer = await stage.http.post(CHAT, json=chat(), headers=foreign)
+        assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("origins", [(), (PAGE,)])
+async def test_what_an_engine_allows_pages_does_not_pass(origins: tuple[str, ...]) -> None:
+    async with staged_for(*origins) as stage:
+        open_to_all = [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", b"x-a")]
+
+        async def answer_as_vllm(scope, parsed, send) -> None:  # type: ignore[no-untyped-def]
+            await reply_json(send, 200, {"model": MODEL, "choices": []}, open_to_all)
+
+        stage.engine.answers.append(answer_as_vllm)
+        answer = await stage.http.post(CHAT, json=chat(), headers={"origin": "https://evil.example.com"})
+        assert answer.status_code == 200
+        assert "access-control-allow-origin" not in answer.headers
+        assert "x-a" not in words(answer, "access-control-expose-headers")
+        assert b"origin" not in stage.engine.heads[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "allow"), [(CHAT, "POST"), ("/v1/models", "GET, HEAD"), ("/health", "GET, HEAD")]
+)
+async def test_without_the_setting_a_preflight_is_refused_with_the_methods_there_are(
+    stage: Stage, path: str, allow: str
+) -> None:
+    answer = await stage.http.options(path, headers=PREFLIGHT)
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == allow
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["chat.example.com", "https://a.example.com/", "https://a.example.com/chat", "https://A.example.com", ""],
+)
+def test_what_no_browser_calls_an_origin_is_refused(origin: str) -> None:
+    with pytest.raises(SettingsError, match="allow_origins"):
+        CorsSettings(allow_origins=(origin,))
+
+
+def test_an_origin_may_have_a_port() -> None:
+    assert CorsSettings(allow_origins=("http://localhost:5173", "*"))
