@@ -169,7 +169,7 @@ def test_two_instances_serve_side_by_side(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_cannot_start_ends_the_start_with_its_reason(tmp_path: Path) -> None:
-    server = {"base_url": "http://127.0.0.1:9", "max_num_seqs": 4, "advanced": {"start_timeout_s": 0.5}}
+    server = {"base_url": "http://127.0.0.1:9", "max_num_seqs": 4, "advanced": {"start_timeout_s": 5.0}}
     pool = {"name": "only", "engine": {"remote": server}, "resources": {"num_cpus": 0.1}}
     port = free_port()
     with terminal(configuration(tmp_path, port, drain_s=5.0, pools=[pool])) as opened:
