@@ -48,7 +48,7 @@ def pools(model: Document) -> Iterator[Trouble]:
         if has and pool not in has:
             yield Trouble(
                 Severity.DEGRADED,
-                f"model {model['model']}: pool {pool} has no replica, so its requests wait or go to the other",
+                f"model {model['model']}: pool {pool} has no replica: its requests wait or go to the other",
                 "a replica that starts joins by itself; if none comes, see the logs of its engine",
             )
 

@@ -1,5 +1,6 @@
 """A real model on real vLLM engines, as configs/cpu_vllm.yaml and configs/remote.yaml have it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,33 @@ def check_capital_of_france(client: openai.OpenAI) -> None:
     assert "Paris" in "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 
 
+def check_tools_and_missing_routes(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    weather: Any = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    question: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    for choice in ("auto", "required"):
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=question,
+            tools=[weather],
+            tool_choice=choice,
+            max_tokens=80,
+            temperature=0,
+        )
+        calls = answer.choices[0].message.tool_calls or []
+        assert calls or choice == "auto"
+        for call in calls:
+            assert call.type == "function"
+            assert json.loads(call.function.arguments).keys() == {"city"}
+    with pytest.raises(openai.NotFoundError, match="does not serve /v1/embeddings"):
+        client.embeddings.create(model=MODEL, input="x")
+
+
 def test_two_real_engines_share_the_requests_by_their_length() -> None:
     with serve(shipped("cpu_vllm"), start_timeout_s=ENGINE_START_S) as app:
         wait_for(lambda: app.pools() == {"short", "long"}, ENGINE_START_S, "both pools")
@@ -58,6 +86,7 @@ def test_two_real_engines_share_the_requests_by_their_length() -> None:
             assert pool == "long"
             # More than the short pool's engine holds.
             assert answer.usage.prompt_tokens > 2_048
+            check_tools_and_missing_routes(client)
 
 
 def test_a_real_server_started_by_hand_serves_behind_a_remote_pool(tmp_path: Path) -> None:

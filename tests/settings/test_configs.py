@@ -45,3 +45,11 @@ def test_the_real_model_on_a_cpu_sends_three_thousand_tokens_to_the_long_pool() 
     assert [pool.engine.max_model_len for pool in chosen.pools] == [2_048, 8_192]
     assert chosen.scheduler.routing.b_short_tokens < 3_000
     assert chosen.scheduler.queue_timeout_s.of(PriorityClass.DEFAULT) >= 300
+
+
+@pytest.mark.parametrize("name", ["cpu_vllm", "gpu_1x", "gpu_8x"])
+def test_no_long_prompt_fills_the_iterations_of_a_real_engine(name: str) -> None:
+    for model in load_settings(CONFIGS / f"{name}.yaml").models:
+        for pool in model.pools:
+            assert pool.engine.vllm is not None
+            assert 0 < pool.engine.vllm.args["long_prefill_token_threshold"] <= 512, pool.name
