@@ -14,7 +14,7 @@ WAY_IN = WayIn(
     listens="http://0.0.0.0:8000",
     models=("demo", "alias"),
     keys=True,
-    logs="/tmp/logs",  # noqa: S108 - only shown
+    logs="/tmp/logs",
     drain_s=600.0,
     dashboard="http://127.0.0.1:8265",
 )
