@@ -122,6 +122,7 @@ async def test_no_stop_cuts_a_stream_without_an_error_event(tmp_path: Path, how:
         assert listening((port, *USUAL_PORTS)) == []
 
 
+@pytest.mark.slow
 async def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     port = free_port()
     with terminal(configuration(tmp_path, port, drain_s=600.0)) as opened:
@@ -169,7 +170,7 @@ def test_two_instances_serve_side_by_side(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_cannot_start_ends_the_start_with_its_reason(tmp_path: Path) -> None:
-    server = {"base_url": "http://127.0.0.1:9", "max_num_seqs": 4, "advanced": {"start_timeout_s": 5.0}}
+    server = {"base_url": "http://127.0.0.1:9", "max_num_seqs": 4, "advanced": {"start_timeout_s": 3.0}}
     pool = {"name": "only", "engine": {"remote": server}, "resources": {"num_cpus": 0.1}}
     port = free_port()
     with terminal(configuration(tmp_path, port, drain_s=5.0, pools=[pool])) as opened:
