@@ -101,6 +101,8 @@ class Supervisor:
             self._console.line(self._failed, "red")
             self._console.line(f"The full story is in {self._log} and {self._launch.job.folder}/ray.")
             return 1
+        if self._is_ready:
+            self._console.line("Stopped.")
         return 0 if self._is_ready else _INTERRUPTED
 
     def _on_signal(self) -> None:
