@@ -43,7 +43,7 @@ def adjusted(
 ) -> Partition:
     """The same queues, each a step nearer to its recent members."""
     lengths = np.sort(np.asarray(recent, dtype=np.int64))
-    queue_of = _routed(partition, lengths, settings.tolerance_ratio)
+    queue_of = routed(partition, lengths, settings.tolerance_ratio)
     return Partition(
         tuple(
             _stepped(queue, lengths[queue_of == place], settings)
@@ -52,7 +52,7 @@ def adjusted(
     )
 
 
-def _routed(
+def routed(
     partition: Partition, lengths: npt.NDArray[np.int64], tolerance_ratio: float
 ) -> npt.NDArray[np.int64]:
     """The index of each length's queue by Dynamic Queue Routing, -1 for a bubble queue."""

@@ -7,9 +7,10 @@ A full run of Refine-and-Prune happens
 
 - `first`: as soon as `first_after` lengths have been seen;
 - `interval`: `interval_s` after the last run, on the whole sample;
-- `drift`: when the lengths have drifted since the last run (`drift`, tested every `drift_every` lengths), on
-  the recent lengths alone. Older ones belong to other traffic and are dropped. A run in the middle of a
-  change learns a mixture of both, which drifts again, and the next run corrects it.
+- `drift`: when the lengths have drifted since the last run (`drift`, tested every `drift_every` lengths), or
+  too many of them fit no learned queue. It uses the recent lengths alone: older ones belong to other traffic
+  and are dropped. A run in the middle of a change learns a mixture of both, which drifts again, and the next
+  run corrects it.
 
 Between full runs the queues follow their members by small steps (`online_adjustment`).
 
@@ -31,7 +32,7 @@ import numpy.typing as npt
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.settings_base import FINITE_POSITIVE, at_least, settings
 from serve_app.tuning.partition.drift import DriftSettings, has_drifted
-from serve_app.tuning.partition.online_adjustment import AdjustmentSettings, adjusted
+from serve_app.tuning.partition.online_adjustment import AdjustmentSettings, adjusted, routed
 from serve_app.tuning.partition.refine_and_prune import refine_and_prune
 from serve_app.tuning.partition.settings import RefineAndPruneSettings
 
@@ -169,7 +170,22 @@ class StrategicLoop:
             return None
         self._tested = self._observed
         recent = self._last(settings.drift_window)
-        return Reason.DRIFT if has_drifted(self._reference, recent, settings.drift).drifted else None
+        drift = has_drifted(self._reference, recent, settings.drift)
+        return Reason.DRIFT if drift.drifted or (drift.enough and self._fits_badly(recent)) else None
+
+    def _fits_badly(self, recent: Sequence[int]) -> bool:
+        """Whether too many prompts belong to no learned queue.
+
+        The drift test compares distributions. A kind of prompts whose lengths all moved is no significant
+        shift where it is a quarter of few requests, though each of them waits in a bubble queue. The lengths
+        that queues were learned from leave next to none outside, so this share needs no other significance.
+        """
+        if self._moving is None:
+            return False
+        strangers = routed(
+            self._moving, np.asarray(recent, dtype=np.int64), self._settings.adjustment.tolerance_ratio
+        )
+        return float(np.mean(strangers < 0)) >= self._settings.drift.min_shift
 
     def _learn(self, reason: Reason, now: float) -> Partition | None:
         if reason is Reason.DRIFT:
