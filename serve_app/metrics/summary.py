@@ -14,6 +14,9 @@ JsonValue = float | int | str | None | Mapping[str, "JsonValue"]
 SHORT_AT_TOKENS = 256
 """A prompt of at most this many tokens is a short one, unless the caller says otherwise."""
 
+MOST_TENANTS = 100
+"""A summary names no more tenants than these, so that it stays readable however many there are."""
+
 
 @dataclass(frozen=True, slots=True)
 class BySize:
@@ -22,6 +25,30 @@ class BySize:
     all: Distribution
     short: Distribution
     long: Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Three figures of a latency, in seconds."""
+
+    mean: float | None
+    p99: float | None
+    max: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantFigures:
+    """What one tenant met.
+
+    Attributes:
+        requests: all of them, whatever their outcome.
+        ttft_s: of those completed.
+        service_tokens: prompt and output tokens of those completed.
+    """
+
+    requests: int
+    ttft_s: Spread
+    service_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +62,7 @@ class Summary:
         makespan_s: from the first arrival to the last completion.
         preemptions: in the engines; None when the observer does not see them.
         jain_tenants: Jain's index over what each tenant got of its fair share, see `fairness`.
+        tenants: figures of each tenant, of the `MOST_TENANTS` with most requests.
         outcomes: number of requests by outcome.
         output_tokens_per_s: output tokens of completed requests alone, per second of makespan.
     """
@@ -49,6 +77,7 @@ class Summary:
     e2e_s: BySize
     queue_wait_s: BySize
     jain_tenants: float | None
+    tenants: Mapping[str, TenantFigures] = field(default_factory=dict)
     outcomes: Mapping[str, int] = field(default_factory=dict)
     output_tokens_per_s: float = 0.0
 
@@ -109,9 +138,25 @@ def summarise(
         e2e_s=_by_size(done, rules, lambda record: record.e2e_s),
         queue_wait_s=_by_size(done, rules, lambda record: record.queue_wait_s),
         jain_tenants=jain_of_tenants(records, rules.weights),
+        tenants=_by_tenant(records),
         outcomes=dict(sorted(Counter(str(record.outcome) for record in records).items())),
         output_tokens_per_s=_per_s(output_tokens, makespan_s),
     )
+
+
+def _by_tenant(records: Sequence[RequestRecord]) -> dict[str, TenantFigures]:
+    requests = Counter(record.tenant for record in records)
+    of_tenant: dict[str, list[RequestRecord]] = {name: [] for name, _ in requests.most_common(MOST_TENANTS)}
+    for record in records:
+        if record.completed and record.tenant in of_tenant:
+            of_tenant[record.tenant].append(record)
+    return {name: _tenant_figures(requests[name], done) for name, done in of_tenant.items()}
+
+
+def _tenant_figures(requests: int, done: Sequence[RequestRecord]) -> TenantFigures:
+    ttft = Distribution.of(record.ttft_s for record in done if record.ttft_s is not None)
+    tokens = sum(record.prompt_tokens + record.output_tokens for record in done)
+    return TenantFigures(requests, Spread(ttft.mean, ttft.p99, ttft.max), tokens)
 
 
 def _makespan_s(records: Sequence[RequestRecord], done: Sequence[RequestRecord]) -> float:

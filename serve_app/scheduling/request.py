@@ -55,6 +55,8 @@ class ScheduledRequest:
         started: its answer has begun.
         charged: service that its tenant was charged for it.
         prediction: of its wait; None when none was possible, or it came back from a replica.
+        turn: work that leaves the queue before it in the order of arrival, see `queueing.delay_bound`; None
+            for short prompts, and outside the queue.
     """
 
     request: Request
@@ -80,6 +82,7 @@ class ScheduledRequest:
     started: bool = False
     charged: float = 0.0
     prediction: PredictedWait | None = None
+    turn: int | None = None
 
     @property
     def prefill_tokens(self) -> int:

@@ -82,7 +82,7 @@ class Scheduler:
         self.prefill_costs = PrefillCosts(settings.prefill_cost)
         inputs = PolicyInputs(prefill_costs=self.prefill_costs, ewsjf=settings.ewsjf)
         self._policy = make_policy(settings.policy, inputs, policies)
-        self.queue = RequestQueue(self._policy, settings.fairness)
+        self.queue = RequestQueue(self._policy, settings.fairness, settings.delay_bound)
         backpressure = settings.backpressure_in_force
         self._backpressure = EngineBackpressure(backpressure, self.prefill_costs)
         self.ledger = ReplicaLedger(

@@ -15,6 +15,7 @@ from serve_app.scheduling.dispatch.engine_priority import EnginePrioritySettings
 from serve_app.scheduling.dispatch.promotion import PromotionSettings
 from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
 from serve_app.scheduling.policies.settings import EwsjfSettings
+from serve_app.scheduling.queueing.delay_bound import DelayBoundSettings
 from serve_app.scheduling.queueing.fairness import FairnessSettings
 from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
 
@@ -70,6 +71,7 @@ class WrittenScheduler:
     affinity: AffinitySettings = field(default_factory=AffinitySettings)
     isolation: Annotated[IsolationSettings, ADVANCED] = field(default_factory=IsolationSettings)
     prefill_cost: Annotated[PrefillCostSettings, ADVANCED] = field(default_factory=PrefillCostSettings)
+    delay_bound: Annotated[DelayBoundSettings, ADVANCED] = field(default_factory=DelayBoundSettings)
     promotion: Annotated[PromotionSettings, ADVANCED] = field(default_factory=PromotionSettings)
     ewsjf: Annotated[EwsjfSettings, ADVANCED] = field(default_factory=EwsjfSettings)
 

@@ -21,6 +21,7 @@ def test_the_json_has_exactly_the_names_of_the_contract() -> None:
         "makespan_s",
         "preemptions",
         "jain_tenants",
+        "tenants",
     }
     assert set(metrics) == latencies | others
     for name in latencies:
@@ -50,6 +51,23 @@ def test_figures_of_a_small_run_can_be_checked_by_hand() -> None:
     assert (summary.ttft_s.short.max, summary.ttft_s.long.max) == (1.0, 3.0)
     assert summary.queue_wait_s.all.mean == 1.0
     assert summary.outcomes == {"completed": 2, "failed": 1}
+
+
+def test_each_tenant_has_its_figures_and_the_busiest_are_named() -> None:
+    records = [
+        record(tenant="a", arrived_at=0.0, first_token_at=1.0, finished_at=2.0),
+        record(tenant="a", arrived_at=0.0, first_token_at=3.0, finished_at=4.0),
+        record(tenant="b", outcome=Outcome.EXPIRED),
+    ]
+    tenants = summarise(records).as_json()["tenants"]
+    assert tenants == {
+        "a": {"requests": 2, "ttft_s": {"mean": 2.0, "p99": 2.98, "max": 3.0}, "service_tokens": 2 * 111},
+        "b": {"requests": 1, "ttft_s": {"mean": None, "p99": None, "max": None}, "service_tokens": 0},
+    }
+    many = [record(tenant=f"t{number}") for number in range(150)] + [record(tenant="t149")]
+    named = summarise(many).tenants
+    assert len(named) == 100
+    assert named["t149"].requests == 2
 
 
 def test_a_prompt_of_exactly_the_short_limit_is_short() -> None:

@@ -1,12 +1,13 @@
-"""Capacity reservations: KV cache kept free for a promoted request that fits no replica.
+"""Capacity reservations: KV cache kept free for a request that is owed service, and fits no replica.
 
 Without one, smaller requests take each bit of capacity as it becomes free, and a request that needs most of a
-KV cache never fits. So a promoted request (`promotion`) that fits nowhere in its pool gets a reservation on
-the replica that lacks least for it. That replica takes no other request that would need the reserved tokens,
-until the promoted one fits. Each pool has at most one reservation, which lasts as long as its request waits.
+KV cache never fits. So a promoted request (`promotion`), or the next of a tenant that is behind its share
+(`fairness`), gets a reservation if it fits nowhere in its pool. It is on the replica that lacks least for it,
+which takes no other request that would need the reserved tokens until this one fits. Each pool has at most
+one reservation, which lasts as long as its request waits.
 
-The cost is capacity that stays idle meanwhile. The bounded rate of promotions bounds it, and no promotions
-are saved up while a reservation stands.
+The cost is capacity that stays idle meanwhile. It is bounded by the rate of promotions, of which none are
+saved up while a reservation stands, and by what fair shares owe a tenant.
 
 Source: ours, after reservations under backfilling (Lifka, "The ANL/IBM SP scheduling system", 1995).
 """

@@ -5,7 +5,8 @@
    (`promotion`). If it fits nowhere, capacity is kept for it (`capacity_reservations`).
 3. A lower class that is owed its floor share (`class_floors`).
 4. The classes in their order; inside a class the tenants in the order of their shares (`fairness`); among
-   tenants with equal shares, and inside each of them, the heads of the sub-queues by the policy's score.
+   tenants with equal shares, and inside each of them, the heads of the sub-queues by the policy's score,
+   within the bound on delay (`delay_bound`). Capacity is kept for a tenant that is clearly behind, too.
 
 The first in this order that fits a replica of the pool is dispatched. Batch work fits only where the engine's
 own queue is empty, unless it is owed its floor share.
@@ -27,6 +28,10 @@ from serve_app.scheduling.queueing.expiry import ExpiryHeap
 from serve_app.scheduling.queueing.request_queue import RequestQueue
 from serve_app.scheduling.request import ScheduledRequest
 from serve_app.scheduling.settings import SchedulerSettings
+
+# A tenant that is behind all others by so many average requests has capacity kept for its next one. Where
+# tenants are alike, one is seldom that far behind.
+_OWED_REQUESTS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +152,15 @@ class Dispatcher:
             placed = self._placement.choose(head, replica, query, now)
             if placed is not None:
                 return Choice(head, *placed)
-            if head is first and at_home:
+            if at_home and (head is first or self._is_owed(head, pool)):
                 self._reserve_capacity(head, pool, tokens, now)
         return None
+
+    def _is_owed(self, head: ScheduledRequest, pool: str) -> bool:
+        """Whether its tenant is behind, and would stay so while others take each bit of capacity first."""
+        if not self._policy.promotes or self.reservations.of(pool) is not None:
+            return False
+        return self._queue.behind_requests(head.request) >= _OWED_REQUESTS
 
     def _reserve_capacity(self, head: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
         reservation = self.reservations.of(pool)

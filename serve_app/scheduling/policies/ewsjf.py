@@ -114,11 +114,12 @@ class EwsjfPaper(OrderingPolicy):
 
 
 class Ewsjf(EwsjfPaper):
-    """Ours: scored before each dispatch instead of once a round, with prefill isolation and promotion."""
+    """Ours: scored before each dispatch, with prefill isolation, a bound on delay, and promotion."""
 
     default_weights = OWN_WEIGHTS
     isolates = True
     promotes = True
+    bounds_delay = True
 
     def rank(self, heads: list[ScheduledRequest], now: float) -> None:
         """By score alone."""

@@ -31,6 +31,9 @@ class OrderingPolicy:
     promotes: bool = False
     """Whether requests that have waited too long are promoted (`dispatch.promotion`)."""
 
+    bounds_delay: bool = False
+    """Whether long prompts that the score put last for too long go first (`queueing.delay_bound`)."""
+
     learns_queues: bool = False
     """Whether its length queues are those of the learned partition (`replace_partition`)."""
 

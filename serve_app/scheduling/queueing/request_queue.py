@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from serve_app.request import PriorityClass, Request, Usage
 from serve_app.scheduling.policies.protocol import OrderingPolicy
+from serve_app.scheduling.queueing.delay_bound import DelayBound, DelayBoundSettings
 from serve_app.scheduling.queueing.fairness import FairnessMode, FairnessSettings, FairShares
 from serve_app.scheduling.queueing.sub_queue import SubQueue, TenantQueues
 from serve_app.scheduling.queueing.waiting_work import WaitingWork
@@ -27,8 +28,18 @@ class RequestQueue:
         work: what waits, by the pools that it may go to.
     """
 
-    def __init__(self, policy: OrderingPolicy, fairness: FairnessSettings) -> None:
+    def __init__(
+        self,
+        policy: OrderingPolicy,
+        fairness: FairnessSettings,
+        delay_bound: DelayBoundSettings | None = None,
+    ) -> None:
         self._policy = policy
+        bound = delay_bound or DelayBoundSettings()
+        # By class and home pool: one pool's backlog says nothing about turns in the other.
+        self._delays: defaultdict[tuple[PriorityClass, str], DelayBound] = defaultdict(
+            lambda: DelayBound(bound)
+        )
         self._fairness = fairness
         self._tenants: dict[PriorityClass, dict[str, TenantQueues]] = {
             priority: {} for priority in PriorityClass
@@ -52,6 +63,7 @@ class RequestQueue:
         if tenant is None:
             tenant = tenants[request.tenant] = TenantQueues()
             self.shares[request.priority].on_backlog(request.tenant)
+        self._delay_bound(scheduled).join(scheduled)
         self._insert(scheduled, tenant)
         scheduled.queued = True
         self._count(scheduled, tenant, 1)
@@ -62,6 +74,7 @@ class RequestQueue:
         tenants = self._tenants[request.priority]
         tenant = tenants[request.tenant]
         self._take_out(scheduled, tenant)
+        self._delay_bound(scheduled).leave(scheduled)
         scheduled.queued = False
         self._count(scheduled, tenant, -1)
         if not tenant.waiting:
@@ -147,7 +160,9 @@ class RequestQueue:
         tenant = self._tenants[scheduled.request.priority][scheduled.request.tenant]
         self._take_out(scheduled, tenant)
         self._count_at_home(scheduled, -1)
+        self._delay_bound(scheduled).leave(scheduled)
         scheduled.pools = pools
+        self._delay_bound(scheduled).join(scheduled)
         self._count_at_home(scheduled, 1)
         self._insert(scheduled, tenant)
 
@@ -195,6 +210,9 @@ class RequestQueue:
     def _shares_of(self, scheduled: ScheduledRequest) -> FairShares:
         return self.shares[scheduled.request.priority]
 
+    def _delay_bound(self, scheduled: ScheduledRequest) -> DelayBound:
+        return self._delays[scheduled.request.priority, scheduled.pools[0]]
+
     def _insert(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
         sub_queue = tenant.sub_queue((scheduled.length_queue, scheduled.pools, scheduled.prefill_class))
         self._insertions += 1
@@ -217,7 +235,10 @@ class RequestQueue:
         heads = _heads(sub_queues, pool, at_home=at_home)
         if len(heads) > 1:
             self._policy.rank(heads, now)
-        return heads
+        # All of them have one home: there are two pools at most.
+        return (
+            self._delay_bound(heads[0]).arrange(heads, now) if heads and self._policy.bounds_delay else heads
+        )
 
     def _sub_queues(self) -> Iterator[SubQueue]:
         for tenants in self._tenants.values():

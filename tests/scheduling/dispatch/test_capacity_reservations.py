@@ -141,3 +141,23 @@ def test_reservations_are_made_one_at_a_time_and_all_requests_are_dispatched() -
         at for name, at in crowd.sent_at.items() if name.startswith("small") and times[0] < at < times[2]
     ]
     assert between
+
+
+def test_a_tenant_that_is_behind_has_capacity_kept_before_it_has_waited_long() -> None:
+    crowd = Crowd(promoted_after_s=1_000.0)
+    crowd.seconds(15)
+    crowd.arrive("huge", prompt_tokens=5_990, max_output_tokens=10, tenant="light")
+    arrived_at = crowd.now
+    crowd.seconds(20, 2)
+    # All that ran when it came has ended by then, and what the flood was served since puts it behind.
+    assert crowd.sent_at["huge"] <= arrived_at + 15.0
+    assert crowd.reserved == [0]
+
+
+def test_among_equal_shares_no_capacity_is_kept_idle() -> None:
+    crowd = Crowd(promoted_after_s=1_000.0)
+    crowd.seconds(15)
+    crowd.arrive("huge", prompt_tokens=5_990, max_output_tokens=10)
+    for _ in range(20):
+        crowd.second(2)
+        assert crowd.reserved == [0]
