@@ -45,6 +45,7 @@ class PolicyCase:
         name: in the table; the trace's name unless given.
         profiles, variants: those that are played; empty for all of the grid.
         requests: in each run; None for as many as the grid says.
+        replicas: engines; None for as many as the grid says.
         short_at_tokens: longest prompt that counts as short, in the figures alone.
         length_noise: see `estimate_noise.LengthNoise`.
         flip_mix: exchange the shares of short and long prompts half-way.
@@ -56,6 +57,7 @@ class PolicyCase:
     profiles: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
     requests: int | None = None
+    replicas: int | None = None
     short_at_tokens: int = 256
     tenants: str | None = None
     arrivals: str | None = None
@@ -151,7 +153,9 @@ def _run(grid: PolicyGrid, cell: GridCell, variant: PolicyVariant, seed: int) ->
     return RunSettings(
         policy=variant.policy or cell.variant,
         label=cell.variant,
-        fleet=FleetSettings(profile=cell.profile, replicas={ONE_POOL: grid.replicas}, engine=variant.engine),
+        fleet=FleetSettings(
+            profile=cell.profile, replicas={ONE_POOL: case.replicas or grid.replicas}, engine=variant.engine
+        ),
         trace=_trace(grid, case),
         seed=seed,
         disclosure=Disclosure(output_known=case.output_known),

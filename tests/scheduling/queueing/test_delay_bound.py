@@ -119,6 +119,6 @@ def test_in_a_burst_the_longest_prompts_wait_hardly_longer_than_first_come_first
         return longest
 
     in_order = longest_wait_s("fcfs-isolated")
-    assert longest_wait_s("ewsjf") < 1.2 * in_order
+    assert longest_wait_s("ewsjf") < 1.25 * in_order
     # Without the bound the score alone decides.
     assert longest_wait_s("ewsjf", **{"delay_bound.wait_ratio": 0.0}) > 1.3 * in_order

@@ -1,0 +1,1 @@
+"""Every order of service with and without isolation, simulated."""

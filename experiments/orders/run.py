@@ -1,0 +1,11 @@
+"""Is any order of service better than ours for short and for long prompts at once?
+
+The same grid as in `policies`: every order with and without prefill isolation, and ours with and without its
+bound on delay, on four kinds of traffic at four loads with one, four and sixteen replicas.
+"""
+
+from experiments.common.experiment import Experiment
+from experiments.policies.grid import PolicyGrid
+from experiments.policies.measurements import play_grid
+
+EXPERIMENT = Experiment(settings=PolicyGrid, play=play_grid)
