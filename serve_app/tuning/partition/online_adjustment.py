@@ -28,8 +28,8 @@ class AdjustmentSettings:
     # Share of the way that a step goes. At a quarter, steps on the same traffic average out, and a queue is
     # half-way to its new members after three.
     rate: Annotated[float, SHARE.hint("0 is no adjustment")] = 0.25
-    # A queue with fewer recent members stays as it is. The mean of 200 lengths in a queue whose longest are ten
-    # times its shortest is known to about 5 %, of which a step goes a quarter.
+    # A queue with fewer recent members stays as it is. The mean of 200 lengths in a wide queue is known to
+    # about 5 %, of which a step goes a quarter.
     min_members: Annotated[int, at_least(1)] = 200
     # `partition_distance` from the queues in force at which the moved ones replace them. Steps on unchanged
     # traffic stay below it.
