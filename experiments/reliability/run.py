@@ -1,8 +1,8 @@
 """Do two pools preempt and refuse less than one pool of as many GPUs, under KV pressure?
 
 Fleets of as many GPUs meet the same requests at the same times. Each is played with a mere router, which
-sends every request on at once, and behind the gateway, which holds requests back until an engine's KV cache has
-room for them. Load 1.0 is the rate at which the first fleet of a case finishes the requests under FCFS.
+sends every request on at once, and behind the gateway, which holds requests back until an engine's KV cache
+has room for them. Load 1.0 is the rate at which the first fleet of a case finishes the requests under FCFS.
 """
 
 from collections.abc import Iterator, Mapping
