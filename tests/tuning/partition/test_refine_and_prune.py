@@ -44,12 +44,12 @@ def test_alpha_decides_which_gaps_of_a_sample_are_significant() -> None:
     assert extents(refine_and_prune(lengths, replace(published, alpha=RELEASED.alpha)))[0] == (10, 30)
 
 
-def test_alpha_acts_on_the_gaps_between_logarithms_where_smooth_ranges_are_kept() -> None:
+def test_alpha_acts_on_the_gaps_between_logarithms() -> None:
     # Each 1.3 times the one before, so that all gaps are alike and wide enough to count.
     lengths = [round(100 * 1.3**step) for step in range(12)]
 
-    assert len(refine_and_prune(lengths, replace(KEEP, alpha=0.9))) == 12
-    assert len(refine_and_prune(lengths, replace(KEEP, alpha=1.5))) == KEEP.clusters
+    assert len(refine_and_prune(lengths, replace(STABLE, alpha=0.9))) == 12
+    assert len(refine_and_prune(lengths, replace(STABLE, alpha=1.5))) == STABLE.clusters
 
 
 def test_pruning_ends_at_the_wanted_number_of_queues() -> None:

@@ -1,4 +1,4 @@
-"""Every parameter that is searched changes what is decided: a search over an inert one wastes its candidates."""
+"""Every parameter that is searched changes what is decided: over an inert one, a search wastes candidates."""
 
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.run import RunSettings, fitted_trace
