@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from experiments.common.rows import ANY, Row
 from experiments.common.tables import Table, markdown, plus_minus
-from experiments.ewsjf_published.run import POLICY
 from experiments.policies.tables import (
     GOODPUT,
     LONG_MEAN,
@@ -16,6 +15,7 @@ from experiments.policies.tables import (
     THROUGHPUT,
     grid_table,
 )
+from experiments.published.run import POLICY
 
 _RATE = "rate, 1/s"
 
