@@ -42,7 +42,8 @@ def saturated_rate_per_s(fleet: FleetSettings, choice: TraceChoice, seed: int) -
 
 def load_key(fleet: FleetSettings, choice: TraceChoice, seed: int) -> str:
     """Everything that load 1.0 depends on, as a text to compare."""
-    return repr((fleet.without_chunk_limits(), choice, seed))
+    # Other times of arrival are no other load: here all requests arrive at once.
+    return repr((fleet.without_chunk_limits(), replace(choice, arrivals=None), seed))
 
 
 def saturated_rate_of(fleet: FleetSettings, trace: Trace) -> float:
