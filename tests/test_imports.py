@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calibration": WORDS | {"engine_model", "command"},
     "command": set(),
     # What can be known of a configuration without Ray, and the start of the application that it describes.
-    "checking": {"errors", "command", "engines", "settings"},
+    "checking": {"errors", "command", "engines", "engine_model", "settings"},
     "launch": {"errors", "command", "checking", "settings", "first_config"},
     # What `init` writes.
     "first_config": {"errors", "command", "checking", "engines"},

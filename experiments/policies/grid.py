@@ -5,15 +5,16 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from experiments.common.rows import Key
+from experiments.policies.queues import queue_source
 from serve_app.settings_base import at_least, settings
 from serve_app.simulation.batch import saturated_rates
 from serve_app.simulation.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
-from serve_app.simulation.partitions import LEARNED, partition_source
+from serve_app.simulation.partitions import LEARNED
 from serve_app.simulation.run import RunSettings, SloByLength, policy_names
 from serve_app.simulation.simulation import SimulationSettings
 from serve_app.simulation.workload import Disclosure, TraceChoice
-from serve_app.tuning import LearnedPartitions
+from serve_app.tuning import RefineAndPruneSettings
 
 
 @settings
@@ -24,13 +25,15 @@ class PolicyVariant:
         policy: its name; the variant's own name unless given.
         engine: what it changes in every engine.
         scheduler: settings by dotted path.
-        partition: as `--partition` of `simulate`.
+        partition: source of its queues, see `queues.queue_source`.
+        refine_and_prune: how queues are learned, where they are; None is the default.
     """
 
     policy: str = ""
     engine: EngineChanges = field(default_factory=EngineChanges)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     partition: str = LEARNED
+    refine_and_prune: RefineAndPruneSettings | None = None
 
 
 @settings
@@ -155,7 +158,7 @@ def _run(grid: PolicyGrid, cell: GridCell, variant: PolicyVariant, seed: int) ->
         noise=LengthNoise(relative_error=case.length_noise),
         simulation=case.world,
         scheduler=variant.scheduler,
-        partition=partition_source(variant.partition, LearnedPartitions()),
+        partition=queue_source(variant.partition, variant.refine_and_prune),
         slo=SloByLength(short_at_tokens=case.short_at_tokens),
         short_at_tokens=case.short_at_tokens,
     )

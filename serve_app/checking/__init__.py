@@ -1,7 +1,8 @@
 """What can be known of a configuration before Ray starts: everything wrong with a file, with line numbers.
 
 Read `checks.py` first, which runs all checks in order; `document.py` finds lines, `serve_schema.py` knows the
-keys of Ray Serve, `machine.py` asks this machine for ports, cores, GPUs and memory.
+keys of Ray Serve, `machine.py` asks this machine for ports, cores, GPUs and memory, and `capacity.py` reckons
+whether engines can hold what is asked of them.
 """
 
 from serve_app.checking.checks import Checked, check_file

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from serve_app.checking.capacity import check_capacity
 from serve_app.checking.document import Document, UnreadableError
 from serve_app.checking.engines import check_engines
-from serve_app.checking.machine import check_machine
+from serve_app.checking.machine import check_machine, gpu_names
 from serve_app.checking.mistake import Mistake
 from serve_app.checking.serve_schema import check_serve_keys
 from serve_app.errors import SettingsError
@@ -20,21 +21,24 @@ class Checked:
     """What was found.
 
     Attributes:
+        warnings: targets that an engine cannot reach by our reckoning, which stop nothing.
         content: the whole file as plain values; empty when it cannot be read.
         settings: the settings of our application; None when there are mistakes in them.
     """
 
     mistakes: list[Mistake] = field(default_factory=list)
+    warnings: list[Mistake] = field(default_factory=list)
     content: Mapping[str, Any] = field(default_factory=dict)
     settings: AppSettings | None = None
 
 
-def check_file(path: Path, *, on_this_machine: bool = True) -> Checked:
+def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = None) -> Checked:
     """Everything that is wrong with a configuration, as far as it can be known before Ray starts.
 
     Args:
         on_this_machine: also ask whether ports, cores, GPUs, memory and model folders are there; false for a
             configuration that another machine or a cluster is to run.
+        gpu: the card of its engines; None takes that of this machine, if it is to run it.
     """
     found = Checked()
     try:
@@ -59,9 +63,17 @@ def check_file(path: Path, *, on_this_machine: bool = True) -> Checked:
         document.mistake(where, sentence)
         for sentence in check_engines(found.settings, on_this_machine=on_this_machine)
     ]
+    card = gpu or (_only_card() if on_this_machine else None)
+    found.warnings += [document.mistake(where, sentence) for sentence in check_capacity(found.settings, card)]
     if on_this_machine:
         found.mistakes += _machine_mistakes(document, found.settings)
     return found
+
+
+def _only_card() -> str | None:
+    """The GPU of this machine; None if there is none, or not one kind."""
+    cards = set(gpu_names())
+    return cards.pop() if len(cards) == 1 else None
 
 
 def _machine_mistakes(document: Document, settings: AppSettings) -> Iterator[Mistake]:

@@ -8,6 +8,7 @@ The emulated engine and the simulator share it. The model itself has no clock, n
 - `step_time`: the duration of one iteration; `settings`: the limits of an engine;
 - `profiles`: named step times and limits, in `profile_data`; `roofline`, `roofline_profiles` and `hardware`:
   the profiles that are computed from data sheets;
+- `capacity`: the context and the sequences that an engine can hold;
 - `recent_mean`: the mean TPOT over the last seconds, for reports of an engine's load.
 """
 

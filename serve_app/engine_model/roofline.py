@@ -48,12 +48,14 @@ class EngineSetup:
     Attributes:
         tensor_parallel: GPUs that share every layer.
         gpu_memory_utilization: share of the memory that the engine may use (0-1).
+        kv_cache_memory_bytes: bytes of KV cache on each GPU; None takes what `gpu_memory_utilization` leaves.
     """
 
     model: ModelArchitecture
     gpu: Gpu
     tensor_parallel: int = 1
     gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2_048
 
@@ -113,6 +115,8 @@ def kv_tokens(setup: EngineSetup) -> int:
     memory = setup.gpu.memory_gib * GIB
     weights, other = model.weights_size / gpus, _other_size(setup)
     left = memory * setup.gpu_memory_utilization - weights - other
+    if setup.kv_cache_memory_bytes is not None:
+        left = min(setup.kv_cache_memory_bytes, memory - weights - other)
     tokens = int(left / model.kv_size_per_gpu(gpus))
     if tokens < _ROUND_LEN:
         needed = weights + other + _ROUND_LEN * model.kv_size_per_gpu(gpus)
@@ -123,6 +127,14 @@ def kv_tokens(setup: EngineSetup) -> int:
             f"{memory / 1e9:.1f} GB: take more GPUs, larger ones, or fewer bytes per weight"
         )
     return tokens // _ROUND_KV_TOKENS * _ROUND_KV_TOKENS
+
+
+def memory_share(setup: EngineSetup) -> float:
+    """Share of each GPU's memory that the engine takes (0-1, or more than there is)."""
+    if setup.kv_cache_memory_bytes is None:
+        return setup.gpu_memory_utilization
+    weights = setup.model.weights_size / setup.tensor_parallel
+    return (weights + _other_size(setup) + setup.kv_cache_memory_bytes) / (setup.gpu.memory_gib * GIB)
 
 
 def _other_size(setup: EngineSetup) -> float:

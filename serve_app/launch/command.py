@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serve_app.checking import Checked, Mistake, check_file
+from serve_app.checking import Checked, check_file
+from serve_app.checking.command import tell
 from serve_app.checking.machine import http_address
-from serve_app.command import Command, warn
+from serve_app.command import Command
 from serve_app.errors import SettingsError
 from serve_app.first_config.packaged import default_config
 from serve_app.launch.environment import environment, instance_folder, raise_descriptor_limit
@@ -35,7 +36,8 @@ def serve(config: Path, *, address: str | None = None, dashboard: bool = False) 
     """
     console = Console()
     checked = check_file(config, on_this_machine=address is None)
-    if tell_mistakes(config, checked.mistakes):
+    tell(config, checked)
+    if checked.mistakes:
         return 2
     assert checked.settings is not None, "a file without mistakes has settings"
     console.line(f"{config} is fine ({console.elapsed_s:.1f} s)")
@@ -55,13 +57,6 @@ def serve(config: Path, *, address: str | None = None, dashboard: bool = False) 
         return asyncio.run(Supervisor(launch, console).run())
     finally:
         withdraw(folder)
-
-
-def tell_mistakes(config: Path, mistakes: list[Mistake]) -> bool:
-    """Write each mistake as one line; true when there are any."""
-    for mistake in mistakes:
-        warn(mistake.located(config))
-    return bool(mistakes)
 
 
 def _job(config: Path, checked: Checked, folder: Path, address: str | None, dashboard: bool) -> HostJob:

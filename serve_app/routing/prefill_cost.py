@@ -4,16 +4,22 @@
 older observations. An observation is the time from dispatch to first token of a request whose prefill had its
 replica to itself. Requests that share a replica wait for each other, and would count the same time twice.
 
+Each pool has a fit of its own, since pools may run on unlike hardware: the planner recommends it where that
+is cheaper. A pool that has shown little so far borrows the fit of all pools together.
+
 Source: EWSJF, section 4.3, which calls it empirical and leaves the form open. A prior counts as a few
 observations and fades as real ones arrive.
 """
 
 from typing import Annotated
 
-from serve_app.routing.snapshot import Snapshot, check_version, number, numbers
+from serve_app.routing.snapshot import Snapshot, check_version, number, numbers, section
 from serve_app.settings_base import INNER_SHARE, POSITIVE, settings
 
 _STATE_VERSION = 1
+_POOLS_VERSION = 2
+# Prefills after which a pool's own fit outweighs its prior, see `prior_weight`.
+_OWN = 8
 
 
 @settings(block="prefill_cost")
@@ -31,7 +37,7 @@ class PrefillCostSettings:
 
 
 class PrefillCost:
-    """The fit of one model."""
+    """One fit: of a pool, or of all pools of a model."""
 
     def __init__(self, settings: PrefillCostSettings) -> None:
         self._settings = settings
@@ -95,3 +101,53 @@ class PrefillCost:
         return (
             f"<PrefillCost {self.base_s:.4f} s + {self.per_token_s * 1e3:.4f} ms/token n={self.observations}>"
         )
+
+
+class PrefillCosts:
+    """The fits of a model's pools.
+
+    Attributes:
+        shared: the fit of all pools together.
+    """
+
+    def __init__(self, settings: PrefillCostSettings) -> None:
+        self._settings = settings
+        self._by_pool: dict[str, PrefillCost] = {}
+        self.shared = PrefillCost(settings)
+
+    def of(self, pool: str) -> PrefillCost:
+        """The cost of a prefill in a pool: its own fit, or the shared one while it has shown little."""
+        own = self._by_pool.get(pool)
+        return self.shared if own is None or own.observations < _OWN else own
+
+    def observe(self, pool: str, tokens: int, seconds: float) -> None:
+        """Learn from one prefill that had its replica to itself; impossible values are ignored."""
+        if pool not in self._by_pool:
+            self._by_pool[pool] = PrefillCost(self._settings)
+        for cost in (self._by_pool[pool], self.shared):
+            cost.observe(tokens, seconds)
+
+    def state(self) -> dict[str, object]:
+        """Everything learned (see `snapshot`)."""
+        return {
+            "version": _POOLS_VERSION,
+            "shared": self.shared.state(),
+            "pools": {pool: cost.state() for pool, cost in self._by_pool.items()},
+        }
+
+    def restore(self, state: Snapshot) -> None:
+        """Restore what `state` returned (see `snapshot`)."""
+        check_version(state, _POOLS_VERSION)
+        shared = self._restored(section(state, "shared"))
+        pools = section(state, "pools")
+        by_pool = {pool: self._restored(section(pools, pool)) for pool in pools}
+        self.shared, self._by_pool = shared, by_pool
+
+    def _restored(self, state: Snapshot) -> PrefillCost:
+        cost = PrefillCost(self._settings)
+        cost.restore(state)
+        return cost
+
+    def __repr__(self) -> str:
+        pools = " ".join(f"{pool}={cost}" for pool, cost in self._by_pool.items())
+        return f"<PrefillCosts shared={self.shared} {pools}".rstrip() + ">"

@@ -1,8 +1,8 @@
 """The learned state of a scheduler, which is kept for the next one.
 
-It has bytes per token, template overhead, output lengths, the cost of a prefill, and an adaptive `B_short`.
-The tuner keeps the learned length queues. Requests, replicas and their caches are not part of it: gateways
-and replicas report them to every new scheduler.
+It has bytes per token, template overhead, output lengths, the cost of a prefill in each pool, and an adaptive
+`B_short`. The tuner keeps the learned length queues. Requests, replicas and their caches are not part of it:
+gateways and replicas report them to every new scheduler.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ def learned_state(core: Scheduler) -> dict[str, Any]:
     """Everything to keep, as plain values that later events do not change."""
     return {
         "estimator": core.estimator.state(),
-        "prefill_cost": core.prefill_cost.state(),
+        "prefill_costs": core.prefill_costs.state(),
         "b_short_tokens": core.router.b_short_tokens,
     }
 
@@ -34,7 +34,7 @@ def take_over(core: Scheduler, document: Mapping[str, Any], now: float) -> None:
     """
     b_short_tokens = int(number(document, "b_short_tokens", at_least=1))
     core.estimator.restore(section(document, "estimator"))
-    core.prefill_cost.restore(section(document, "prefill_cost"))
+    core.prefill_costs.restore(section(document, "prefill_costs"))
     core.router.restore(b_short_tokens, now)
 
 

@@ -26,7 +26,7 @@ from serve_app.request import PriorityClass, Request
 from serve_app.routing.estimation.estimate import TokenEstimate, TokenEstimator
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
-from serve_app.routing.prefill_cost import PrefillCost
+from serve_app.routing.prefill_cost import PrefillCosts
 from serve_app.routing.prefix.affinity import PrefixAffinity
 from serve_app.routing.replica_state import Hold, PrefillClass
 from serve_app.scheduling import events as ev
@@ -65,7 +65,7 @@ class Scheduler:
         affinity: which replicas have probably cached which prompts.
         isolation: what counts as a long prefill.
         dispatcher: the order of service.
-        prefill_cost: how long prefills take.
+        prefill_costs: how long prefills take in each pool.
         admission: who may wait, and how long that is predicted to take.
         router: which pools a request may go to.
     """
@@ -79,12 +79,12 @@ class Scheduler:
         estimator: TokenEstimator | None = None,
     ) -> None:
         self.settings = settings
-        self.prefill_cost = PrefillCost(settings.prefill_cost)
-        inputs = PolicyInputs(prefill_cost=self.prefill_cost, ewsjf=settings.ewsjf)
+        self.prefill_costs = PrefillCosts(settings.prefill_cost)
+        inputs = PolicyInputs(prefill_costs=self.prefill_costs, ewsjf=settings.ewsjf)
         self._policy = make_policy(settings.policy, inputs, policies)
         self.queue = RequestQueue(self._policy, settings.fairness)
         backpressure = settings.backpressure_in_force
-        self._backpressure = EngineBackpressure(backpressure, self.prefill_cost)
+        self._backpressure = EngineBackpressure(backpressure, self.prefill_costs)
         self.ledger = ReplicaLedger(
             backpressure=self._backpressure,
             report_limit_s=backpressure.report_limit_s,
@@ -92,13 +92,13 @@ class Scheduler:
         )
         self._engine_priorities = EnginePriorities(settings.engine_priority)
         self.estimator = estimator or TokenEstimator(settings.estimator)
-        self._prefills = PrefillWatch(self.ledger, self.prefill_cost, lag := FeedbackDelay())
+        self._prefills = PrefillWatch(self.ledger, self.prefill_costs, lag := FeedbackDelay())
         self.isolation = PrefillIsolation(settings.isolation, lag, wanted=self._policy.isolates)
-        self.affinity = PrefixAffinity(settings.affinity, self.prefill_cost, self.estimator.bytes_per_token)
+        self.affinity = PrefixAffinity(settings.affinity, self.prefill_costs, self.estimator.bytes_per_token)
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
         self.router = PoolRouter(settings.routing, self.ledger.context_limit)
-        slots = SlotRate(self.queue, self.ledger, self.prefill_cost, backpressure.target_waiting)
+        slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)
         self.admission = Admission(settings, self.queue, slots, now)
         self._expiry = ExpiryHeap()
         self._requests = RequestTable()

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from serve_app.routing.prefill_cost import PrefillCost, PrefillCostSettings
+from serve_app.routing.prefill_cost import PrefillCost, PrefillCosts, PrefillCostSettings
 
 
 def test_the_prior_holds_before_anything_is_seen() -> None:
@@ -42,3 +42,22 @@ def test_nonsense_is_ignored() -> None:
     cost.observe(10, 0.0)
     assert cost.observations == 0
     assert repr(cost).endswith("n=0>")
+
+
+def test_pools_on_unlike_hardware_have_unlike_costs() -> None:
+    costs = PrefillCosts(PrefillCostSettings())
+    for number in range(400):
+        tokens = 100 + number % 50 * 80
+        costs.observe("short", tokens, 5e-4 * tokens)
+        costs.observe("long", tokens, 5e-5 * tokens)
+    assert costs.of("short").per_token_s == pytest.approx(5e-4, rel=0.1)
+    assert costs.of("long").per_token_s == pytest.approx(5e-5, rel=0.1)
+
+
+def test_a_pool_that_has_shown_little_borrows_the_cost_of_all() -> None:
+    costs = PrefillCosts(PrefillCostSettings())
+    for _ in range(100):
+        costs.observe("short", 1_000, 2.0)
+    costs.observe("long", 1_000, 0.1)
+    assert costs.of("long") is costs.of("another") is costs.shared
+    assert costs.of("short") is not costs.shared

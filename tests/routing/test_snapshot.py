@@ -13,7 +13,7 @@ from serve_app.routing.estimation.estimate import EstimatorSettings, TokenEstima
 from serve_app.routing.estimation.length_curve import OutputSettings
 from serve_app.routing.estimation.output_length import OutputLengthEstimator
 from serve_app.routing.estimation.overhead import MediaTokens, OverheadSettings, TemplateOverhead
-from serve_app.routing.prefill_cost import PrefillCost, PrefillCostSettings
+from serve_app.routing.prefill_cost import PrefillCost, PrefillCosts, PrefillCostSettings
 from tests.routing.prompts import request
 
 
@@ -30,6 +30,7 @@ def fresh() -> dict[str, Learner]:
         "media": MediaTokens(OverheadSettings()),
         "output": OutputLengthEstimator(OutputSettings()),
         "cost": PrefillCost(PrefillCostSettings()),
+        "costs": PrefillCosts(PrefillCostSettings()),
         "estimator": TokenEstimator(EstimatorSettings()),
     }
 
@@ -43,6 +44,7 @@ def taught() -> dict[str, Any]:
         learners["media"].observe(1, 700.0)
         learners["output"].observe(request(), usage)
         learners["cost"].observe(400, 0.2)
+        learners["costs"].observe("short", 400, 0.2)
         learners["estimator"].observe(request(messages=1), usage)
     return learners
 
@@ -85,6 +87,8 @@ def lengths(**changes: object) -> dict[str, object]:
         ("output", lengths(ended={"99999": 1.0})),
         ("output", lengths(ended={"3": -1.0})),
         ("output", {"tenants": [{"tenant": 7, "category": "prose", "curve": {}}]}),
+        ("costs", {"shared": {}}),
+        ("costs", {"pools": {"short": {}}}),
         ("estimator", {"version": 7}),
         *(("estimator", {part: None}) for part in ("version", "text", "tools", "overhead", "output")),
         *((name, None) for name in sorted(fresh())),

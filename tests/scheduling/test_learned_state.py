@@ -42,7 +42,7 @@ def taught(lessons: list[tuple[Request, Usage, int]], prefills: list[tuple[int, 
         for _ in range(times):
             core.estimator.observe(request, usage)
     for tokens, seconds in prefills:
-        core.prefill_cost.observe(tokens, seconds)
+        core.prefill_costs.observe("short", tokens, seconds)
     return core
 
 
@@ -63,12 +63,12 @@ def test_through_json_the_next_scheduler_estimates_the_same_and_learns_on_the_sa
     for request, usage in later:
         for core in (first, second):
             core.estimator.observe(request, usage)
-            core.prefill_cost.observe(usage.prompt_tokens, 1.0)
+            core.prefill_costs.observe("long", usage.prompt_tokens, 1.0)
     for request in asked:
         assert second.estimator.estimate(request) == first.estimator.estimate(request)
-        assert second.prefill_cost.seconds(request.shape.text_bytes) == first.prefill_cost.seconds(
-            request.shape.text_bytes
-        )
+        for pool in ("short", "long"):
+            costs = [core.prefill_costs.of(pool) for core in (first, second)]
+            assert costs[0].seconds(request.shape.text_bytes) == costs[1].seconds(request.shape.text_bytes)
 
 
 def test_what_was_taken_does_not_change_any_more() -> None:
@@ -76,7 +76,7 @@ def test_what_was_taken_does_not_change_any_more() -> None:
     document = learned_state(core)
     before = json.dumps(document)
     core.estimator.observe(builders.request(), Usage(prompt_tokens=40, output_tokens=70))
-    core.prefill_cost.observe(200, 3.0)
+    core.prefill_costs.observe("short", 200, 3.0)
     assert json.dumps(document) == before
 
 
@@ -87,11 +87,11 @@ def test_what_was_taken_does_not_change_any_more() -> None:
         (("estimator", "version"), 99, "has version 99, this release reads 1"),
         (("estimator", "text", "prose", "mean"), "4", "'mean' should be a number"),
         (("b_short_tokens",), 0, "'b_short_tokens' should be a number from 1"),
-        (("prefill_cost",), [], "'prefill_cost' should be a dictionary"),
-        (("prefill_cost", "version"), 2, "has version 2, this release reads 1"),
-        (("prefill_cost", "sums"), [1.0], "'sums' should be a list of 5 numbers"),
-        (("prefill_cost", "sums"), [1.0, 1.0, 1.0, 1.0, -1.0], "'sums' should be a number from 0"),
-        (("prefill_cost", "base_s"), 0.0, "no prefill costs 0.0 s"),
+        (("prefill_costs",), [], "'prefill_costs' should be a dictionary"),
+        (("prefill_costs", "version"), 1, "has version 1, this release reads 2"),
+        (("prefill_costs", "shared", "sums"), [1.0], "'sums' should be a list of 5 numbers"),
+        (("prefill_costs", "shared", "sums"), [1.0, 1.0, 1.0, 1.0, -1.0], "'sums' should be a number from 0"),
+        (("prefill_costs", "shared", "base_s"), 0.0, "no prefill costs 0.0 s"),
     ],
 )
 def test_a_document_of_another_shape_meets_an_objection(

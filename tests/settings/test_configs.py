@@ -1,12 +1,18 @@
 """The configurations that are shipped."""
 
+import math
 from pathlib import Path
 
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from serve_app.checking.capacity import check_capacity
+from serve_app.checking.engine_setup import known_setup
+from serve_app.engine_model.capacity import capacity
+from serve_app.engine_model.profiles import load_profile
 from serve_app.request import PriorityClass
+from serve_app.settings.application import AppSettings
 from serve_app.settings.loading import load_settings, settings_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -47,9 +53,75 @@ def test_the_real_model_on_a_cpu_sends_three_thousand_tokens_to_the_long_pool() 
     assert chosen.scheduler.queue_timeout_s.of(PriorityClass.DEFAULT) >= 300
 
 
-@pytest.mark.parametrize("name", ["cpu_vllm", "gpu_1x", "gpu_8x"])
-def test_no_long_prompt_fills_the_iterations_of_a_real_engine(name: str) -> None:
-    for model in load_settings(CONFIGS / f"{name}.yaml").models:
-        for pool in model.pools:
-            assert pool.engine.vllm is not None
-            assert 0 < pool.engine.vllm.args["long_prefill_token_threshold"] <= 512, pool.name
+def test_no_long_prompt_fills_the_iterations_of_a_real_engine_without_a_gpu() -> None:
+    for pool in load_settings(CONFIGS / "cpu_vllm.yaml").models[0].pools:
+        assert pool.engine.vllm is not None
+        assert 0 < pool.engine.vllm.args["long_prefill_token_threshold"] <= 512, pool.name
+
+
+def on_gpus(name: str) -> AppSettings:
+    if name != "kuberay":
+        return load_settings(CONFIGS / f"{name}.yaml")
+    spec = yaml.safe_load((CONFIGS / "kuberay.yaml").read_text())["spec"]
+    return settings_of(yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"])
+
+
+GPU_CONFIGS = [(name, card) for name in ("gpu_1x", "gpu_8x", "kuberay") for card in ("a100", "h100", "h200")]
+
+
+@pytest.mark.parametrize(("name", "card"), GPU_CONFIGS)
+def test_engines_on_gpus_start_and_reach_their_own_targets(name: str, card: str) -> None:
+    settings = on_gpus(name)
+    assert list(check_capacity(settings, card)) == []
+    for pool in settings.models[0].pools:
+        assert pool.engine.vllm is not None
+        setup = known_setup(pool.engine.vllm, card)
+        assert setup is not None, "nothing would be checked"
+        args = pool.engine.vllm.args
+        # vLLM's own defaults are those of a card, and some of them take a tenth of what is left here.
+        assert args.keys() >= {"max_model_len", "max_num_seqs", "max_num_batched_tokens"}, pool.name
+        assert math.ceil(pool.resources.num_gpus) == setup.tensor_parallel, pool.name
+        # A tenth of slack, since the reckoning knows no CUDA graphs.
+        assert args["max_model_len"] <= 0.9 * capacity(setup).kv_tokens, pool.name
+
+
+@pytest.mark.parametrize(("name", "card"), GPU_CONFIGS)
+def test_chunks_of_long_prefills_are_what_a_card_computes_beside_decoding(name: str, card: str) -> None:
+    for pool in on_gpus(name).models[0].pools:
+        assert pool.engine.vllm is not None
+        setup = known_setup(pool.engine.vllm, card)
+        assert setup is not None
+        threshold = pool.engine.vllm.args["long_prefill_token_threshold"]
+        chunk = capacity(setup).chunk_tokens
+        # The roofline's decode steps are up to half too short, see gpus.yaml, and so are its chunks.
+        assert chunk <= threshold <= 2 * chunk + 64, (pool.name, chunk)
+    assert load_profile("llama2-70b-h100-tp4").step_time.chunk_tokens() == 256, "measured"
+
+
+def gpus_of(settings: AppSettings) -> float:
+    """GPUs with as many replicas as there may be."""
+    pools = settings.models[0].pools
+    return sum(
+        pool.resources.num_gpus * (pool.autoscaling.max_replicas if pool.autoscaling else pool.replicas or 1)
+        for pool in pools
+    )
+
+
+def test_all_replicas_fit_the_gpus_that_there_are() -> None:
+    assert gpus_of(on_gpus("gpu_1x")) <= 1
+    assert gpus_of(on_gpus("gpu_8x")) <= 8
+    spec = yaml.safe_load((CONFIGS / "kuberay.yaml").read_text())["spec"]
+    (group,) = spec["rayClusterConfig"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    workers = int(container["resources"]["requests"]["nvidia.com/gpu"]) * group["maxReplicas"]
+    assert gpus_of(on_gpus("kuberay")) <= workers
+    content = yaml.safe_load((CONFIGS.parent / "cluster.yaml").read_text())
+    worker = content["available_node_types"]["gpu_worker"]
+    assert gpus_of(on_gpus("gpu_8x")) <= worker["max_workers"] * worker["resources"]["GPU"]
+
+
+def test_engines_that_start_together_on_one_card_do_not_measure_each_other() -> None:
+    for pool in on_gpus("gpu_1x").models[0].pools:
+        assert pool.engine.vllm is not None
+        # vLLM takes the change of the card's free memory for its own need, unless the cache is given.
+        assert pool.engine.vllm.args["kv_cache_memory_bytes"] > 0

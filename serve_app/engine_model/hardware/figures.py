@@ -35,6 +35,7 @@ class Gpu:
         step_s: seconds of a step outside the layers: scheduling, sampling, copies to the host.
         sequence_s: seconds of the host for each sequence of a step.
         evidence: what was measured on this GPU, and the error of the roofline.
+        known_as: what NVIDIA's driver and Ray's `accelerator_type` call it.
     """
 
     memory_gib: Annotated[float, POSITIVE]
@@ -50,6 +51,7 @@ class Gpu:
     step_s: Annotated[float, POSITIVE]
     sequence_s: Annotated[float, POSITIVE]
     evidence: str
+    known_as: tuple[str, ...] = ()
 
 
 @settings
@@ -64,9 +66,11 @@ class ModelArchitecture:
         experts_per_token: of those, how many a token is routed to.
         vocabulary: rows of the embedding.
         tied_embeddings: whether the output layer is the embedding.
-        published_parameters: of the model card, to compare with `parameters`.
-        published_active_parameters: those that one token uses; None in a dense model.
         longest_len: longest context of a profile, in tokens.
+        published_parameters: of the model card, to compare with `parameters`; None when it is not at hand.
+        published_active_parameters: those that one token uses; None in a dense model.
+        published_as: names on the model hub, without the owner, of models with this very architecture, whose
+            context is `longest_len`.
         weight_bytes: bytes of one parameter.
         kv_bytes: bytes of one number in the KV cache.
     """
@@ -78,12 +82,13 @@ class ModelArchitecture:
     head_dim: int
     intermediate: int
     vocabulary: int
-    published_parameters: float
     longest_len: int
     experts: int = 1
     experts_per_token: int = 1
     tied_embeddings: bool = False
+    published_parameters: float | None = None
     published_active_parameters: float | None = None
+    published_as: tuple[str, ...] = ()
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
 
@@ -167,6 +172,22 @@ def load_model(name: str) -> ModelArchitecture:
         SettingsError: there is none under that name.
     """
     return _named("model", name, _models())
+
+
+def find_gpu(card: str) -> str | None:
+    """The name under which the figures of a card are known, by that name or by one in `Gpu.known_as`."""
+    for name, gpu in _gpus().items():
+        if card.lower() in {name, *(each.lower() for each in gpu.known_as)}:
+            return name
+    return None
+
+
+def find_model(published: str) -> ModelArchitecture | None:
+    """The architecture of a model with this name on the model hub, without its owner; None if not known."""
+    for model in _models().values():
+        if published in model.published_as:
+            return model
+    return None
 
 
 @cache

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from serve_app.request import Request, TextCategory
-from serve_app.routing.prefill_cost import PrefillCost
+from serve_app.routing.prefill_cost import PrefillCosts
 from serve_app.routing.prefix.blocks import cached_tokens
 from serve_app.routing.prefix.index import PrefixIndex
 from serve_app.routing.replica import ReplicaSpec
@@ -79,18 +79,18 @@ class PrefixAffinity:
     """Weighs prefix caches against load, for the replicas of one model.
 
     Args:
-        prefill_cost: the scheduler's own, which goes on learning.
+        prefill_costs: the scheduler's own, which go on learning.
         bytes_per_token: the learned ratio of a text category.
     """
 
     def __init__(
         self,
         settings: AffinitySettings,
-        prefill_cost: PrefillCost,
+        prefill_costs: PrefillCosts,
         bytes_per_token: Callable[[TextCategory], float],
     ) -> None:
         self._settings = settings
-        self._prefill_cost = prefill_cost
+        self._prefill_costs = prefill_costs
         self._bytes_per_token = bytes_per_token
         self.index = PrefixIndex(settings.max_blocks)
 
@@ -158,7 +158,7 @@ class PrefixAffinity:
         waited = here.replica.pending_prefill_tokens - there.replica.pending_prefill_tokens
         more_in_flight = here.replica.in_flight - there.replica.in_flight
         slowed = query.output_tokens * more_in_flight * self._settings.step_cost_tokens
-        return (saved - waited - slowed) * self._prefill_cost.per_token_s
+        return (saved - waited - slowed) * self._prefill_costs.of(here.replica.spec.pool).per_token_s
 
     def _left(self, request: Request, prompt_tokens: int, blocks: int) -> int:
         if not blocks:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from serve_app.request import Request
 from serve_app.routing.ledger import ReplicaLedger
-from serve_app.routing.prefill_cost import PrefillCost
+from serve_app.routing.prefill_cost import PrefillCosts
 from serve_app.routing.replica_state import ReplicaState
 from serve_app.scheduling.queueing.request_queue import RequestQueue
 from serve_app.scheduling.queueing.waiting_work import WaitingWork
@@ -54,11 +54,11 @@ class SlotRate:
     """
 
     def __init__(
-        self, queue: RequestQueue, ledger: ReplicaLedger, prefill_cost: PrefillCost, beyond_batch: int
+        self, queue: RequestQueue, ledger: ReplicaLedger, prefill_costs: PrefillCosts, beyond_batch: int
     ) -> None:
         self._queue = queue
         self._ledger = ledger
-        self._prefill_cost = prefill_cost
+        self._prefill_costs = prefill_costs
         self._beyond_batch = beyond_batch
 
     def drain(self, request: Request, pools: tuple[str, ...]) -> SlotDrain | None:
@@ -98,7 +98,8 @@ class SlotRate:
         tpot_s = spec.tpot_s if state.tpot_s is None else state.tpot_s
         if tpot_s is None:
             return None
-        learned_s = self._prefill_cost.per_token_s if self._prefill_cost.observations >= _LEARNED else 0.0
+        cost = self._prefill_costs.of(spec.pool)
+        learned_s = cost.per_token_s if cost.observations >= _LEARNED else 0.0
         prefill_token_s = learned_s if spec.prefill_token_s is None else spec.prefill_token_s
         engine_s = max(work.prompt_tokens * prefill_token_s, work.least_output_tokens * tpot_s / slots)
         return engine_s or None

@@ -24,7 +24,7 @@ rate and report delay is ours.
 import math
 from typing import Annotated
 
-from serve_app.routing.prefill_cost import PrefillCost
+from serve_app.routing.prefill_cost import PrefillCosts
 from serve_app.routing.replica_state import ReplicaState
 from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, at_least, settings
 
@@ -68,9 +68,9 @@ class BackpressureSettings:
 class EngineBackpressure:
     """The bounds above, with the learned cost of prefills."""
 
-    def __init__(self, settings: BackpressureSettings, cost: PrefillCost) -> None:
+    def __init__(self, settings: BackpressureSettings, costs: PrefillCosts) -> None:
         self._settings = settings
-        self._cost = cost
+        self._costs = costs
 
     def retune(self, settings: BackpressureSettings) -> None:
         """Apply other limits from now on; the ledger has to check each replica again."""
@@ -81,7 +81,7 @@ class EngineBackpressure:
         settings = self._settings
         if replica.in_flight >= replica.spec.max_num_seqs + settings.target_waiting:
             return False
-        if replica.pending_prefill_tokens * self._cost.per_token_s > settings.max_prefill_backlog_s:
+        if self._prefill_backlog_s(replica) > settings.max_prefill_backlog_s:
             return False
         # A long prefill has its own limit, and is in the engine's batch, not in its queue.
         if replica.unstarted - replica.long_prefills[0] < settings.target_waiting:
@@ -92,7 +92,7 @@ class EngineBackpressure:
     def has_empty_queue(self, replica: ReplicaState) -> bool:
         """Whether batch work may be sent: the engine's own queue is empty, or nearly so."""
         settings = self._settings
-        prefill_s = replica.pending_prefill_tokens * self._cost.per_token_s
+        prefill_s = self._prefill_backlog_s(replica)
         # Where the batch is full, any request waits in the engine, however short its prefill.
         if prefill_s <= settings.batch_prefill_s and replica.in_flight < replica.spec.max_num_seqs:
             return True
@@ -111,3 +111,7 @@ class EngineBackpressure:
             return False
         share = settings.tpot_reopen_ratio if replica.gated else 1.0
         return report.tpot_s > share * settings.tpot_gate_s
+
+    def _prefill_backlog_s(self, replica: ReplicaState) -> float:
+        """Seconds of prefill under way, as learned."""
+        return replica.pending_prefill_tokens * self._costs.of(replica.spec.pool).per_token_s

@@ -8,7 +8,7 @@ import heapq
 from dataclasses import replace
 
 from serve_app.routing.ledger import ReplicaLedger
-from serve_app.routing.prefill_cost import PrefillCost
+from serve_app.routing.prefill_cost import PrefillCosts
 from serve_app.routing.replica_state import PrefillClass, ReplicaState
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
 from serve_app.scheduling.request import ScheduledRequest
@@ -21,9 +21,9 @@ _USUAL_TIMES = 2.0
 class PrefillWatch:
     """Ends prefills in the ledger, and teaches their cost and the feedback delay."""
 
-    def __init__(self, ledger: ReplicaLedger, cost: PrefillCost, delay: FeedbackDelay) -> None:
+    def __init__(self, ledger: ReplicaLedger, costs: PrefillCosts, delay: FeedbackDelay) -> None:
         self._ledger = ledger
-        self._cost = cost
+        self._costs = costs
         self._delay = delay
         # A heap of (assumed end, order of dispatch, request, its dispatch number).
         self._assumed: list[tuple[float, int, ScheduledRequest, int]] = []
@@ -32,8 +32,10 @@ class PrefillWatch:
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
         """A request has just been dispatched."""
         if not scheduled.request.spec.streamed:
+            assert scheduled.replica_id is not None
+            cost = self._costs.of(self._ledger[scheduled.replica_id].spec.pool)
             self._sent += 1
-            ends_at = now + _USUAL_TIMES * self._cost.seconds(scheduled.prefill_tokens)
+            ends_at = now + _USUAL_TIMES * cost.seconds(scheduled.prefill_tokens)
             heapq.heappush(self._assumed, (ends_at, self._sent, scheduled, scheduled.dispatch_number))
 
     def on_first_token(self, scheduled: ScheduledRequest, now: float) -> None:
@@ -43,7 +45,7 @@ class PrefillWatch:
         still_alone = scheduled.dispatch_number == replica.dispatches
         # An answer that is not streamed begins when it ends, long after its prefill.
         if scheduled.prefilled_alone and still_alone and scheduled.request.spec.streamed:
-            self._cost.observe(scheduled.prefill_tokens, now - scheduled.dispatched_at)
+            self._costs.observe(replica.spec.pool, scheduled.prefill_tokens, now - scheduled.dispatched_at)
         if scheduled.request.spec.streamed:
             self._learn_delay(scheduled, replica, now - scheduled.dispatched_at)
         self._end(scheduled, now)
@@ -64,9 +66,8 @@ class PrefillWatch:
             self._delay.on_long_first_token(seconds)
         elif replica.in_flight < replica.spec.max_num_seqs:
             iteration_s = (replica.report.tpot_s if replica.report else None) or 0.0
-            self._delay.on_short_first_token(
-                seconds - self._cost.per_token_s * scheduled.prefill_tokens - iteration_s
-            )
+            token_s = self._costs.of(replica.spec.pool).per_token_s
+            self._delay.on_short_first_token(seconds - token_s * scheduled.prefill_tokens - iteration_s)
 
     def _end(self, scheduled: ScheduledRequest, now: float) -> None:
         hold = scheduled.hold

@@ -57,7 +57,7 @@ class EwsjfPaper(OrderingPolicy):
     def __init__(self, inputs: PolicyInputs) -> None:
         settings = inputs.ewsjf
         self._weights = settings.weights.over(self.default_weights)
-        self._prefill_cost = inputs.prefill_cost
+        self._prefill_costs = inputs.prefill_costs
         self.queues = QueueMap(
             prior_partition(),
             tolerance_ratio=settings.tolerance_ratio,
@@ -80,7 +80,7 @@ class EwsjfPaper(OrderingPolicy):
             mean_tokens=self.queues[head.length_queue].mean_tokens,
             queue_weight=float(len(self.queues) - index),
             waited_s=now - head.request.arrived_at,
-            prefill_s=self._prefill_cost.seconds(tokens),
+            prefill_s=self._prefill_costs.of(head.pools[0]).seconds(tokens),
         )
 
     def rank(self, heads: list[ScheduledRequest], now: float) -> None:

@@ -21,7 +21,7 @@ class Hrrn(OrderingPolicy):
     """
 
     def __init__(self, inputs: PolicyInputs) -> None:
-        self._prefill_cost = inputs.prefill_cost
+        self._prefill_costs = inputs.prefill_costs
 
     def queue_of(self, scheduled: ScheduledRequest) -> str:
         """By length, in steps of a thirty-second of an octave."""
@@ -29,4 +29,5 @@ class Hrrn(OrderingPolicy):
 
     def score(self, head: ScheduledRequest, now: float) -> float:
         """The response ratio."""
-        return (now - head.request.arrived_at) / self._prefill_cost.seconds(head.prefill_tokens)
+        prefill_s = self._prefill_costs.of(head.pools[0]).seconds(head.prefill_tokens)
+        return (now - head.request.arrived_at) / prefill_s

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from serve_app.routing.prefill_cost import PrefillCost, PrefillCostSettings
+from serve_app.routing.prefill_cost import PrefillCosts, PrefillCostSettings
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.scheduling.policies.settings import EwsjfSettings
 from serve_app.scheduling.request import ScheduledRequest
@@ -12,7 +12,7 @@ from serve_app.scheduling.request import ScheduledRequest
 class PolicyInputs:
     """The learned cost of prefills, shared with the scheduler, and the settings of EWSJF."""
 
-    prefill_cost: PrefillCost = field(default_factory=lambda: PrefillCost(PrefillCostSettings()))
+    prefill_costs: PrefillCosts = field(default_factory=lambda: PrefillCosts(PrefillCostSettings()))
     ewsjf: EwsjfSettings = field(default_factory=EwsjfSettings)
 
 

@@ -155,15 +155,16 @@ class DigitalTwin:
         """Give a new scheduler what the one in production has learned."""
         scheduler = simulation.scheduler
         scheduler.estimator.restore(self._estimates)
-        engine = self._plan.engines[0]
-        budget = engine.engine.max_num_batched_tokens
         recent = self._recent()
         for one in recent:
             scheduler.isolation.observe(one.prompt_tokens)
         # A few dozen observations outweigh the prior; each costs a sum over its chunks.
         for one in recent[:: max(1, len(recent) // 64)]:
-            seconds = engine.step_time.prefill_s(one.prompt_tokens, max_num_batched_tokens=budget)
-            scheduler.prefill_cost.observe(one.prompt_tokens, seconds)
+            # The engines of a pool are alike.
+            for pool, plan in {each.pool: each for each in self._plan.engines}.items():
+                budget = plan.engine.max_num_batched_tokens
+                seconds = plan.step_time.prefill_s(one.prompt_tokens, max_num_batched_tokens=budget)
+                scheduler.prefill_costs.observe(pool, one.prompt_tokens, seconds)
 
     def _recent(self) -> tuple[TraceRequest, ...]:
         learned = self._plan.settings.learned_requests

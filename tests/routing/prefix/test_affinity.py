@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from serve_app.request import PromptShape
 from serve_app.routing.ledger import ReplicaLedger
-from serve_app.routing.prefill_cost import PrefillCost, PrefillCostSettings
+from serve_app.routing.prefill_cost import PrefillCosts, PrefillCostSettings
 from serve_app.routing.prefix.affinity import AffinitySettings, PrefixAffinity, PrefixQuery, ReplicaFilter
 from serve_app.routing.replica_state import Hold, ReplicaState
 from tests.builders import report, request, spec
@@ -38,7 +38,7 @@ class Fleet:
     def __init__(self, *replica_ids: str, **changes: float | bool) -> None:
         self.affinity = PrefixAffinity(
             AffinitySettings(**changes),  # type: ignore[arg-type]
-            PrefillCost(PrefillCostSettings()),
+            PrefillCosts(PrefillCostSettings()),
             lambda _category: 4.0,
         )
         self.ledger = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10, kv_fill_ratio=1.0)
@@ -150,7 +150,7 @@ def test_what_is_cached_is_counted_where_most_of_it_is() -> None:
 
 @pytest.mark.parametrize(("bytes_per_token", "cached"), [(4.0, 1_024), (2.0, 2_048)])
 def test_text_that_is_cached_is_counted_in_tokens_of_its_kind(bytes_per_token: float, cached: int) -> None:
-    cost = PrefillCost(PrefillCostSettings())
+    cost = PrefillCosts(PrefillCostSettings())
     affinity = PrefixAffinity(AffinitySettings(), cost, lambda _category: bytes_per_token)
     affinity.join(spec("s1"))
     text = request(

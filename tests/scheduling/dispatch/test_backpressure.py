@@ -73,4 +73,4 @@ def test_an_answer_that_is_not_streamed_teaches_nothing_of_prefills() -> None:
     driver = make_driver()
     driver.arrive("r", prompt_tokens=100, streamed=False)
     driver.feed(FirstToken("r"), after_s=30.0)
-    assert driver.scheduler.prefill_cost.observations == 0
+    assert driver.scheduler.prefill_costs.shared.observations == 0

@@ -64,7 +64,7 @@ def test_batch_waits_for_an_engine_with_an_empty_queue() -> None:
 def test_batch_joins_a_prefill_that_is_shorter_than_an_iteration() -> None:
     """At the prior of 0.1 ms a token, 0.02 s are 200 tokens."""
     driver = make_driver(class_floors=ClassFloorSettings(batch_share=0.0))
-    per_token_s = driver.scheduler.prefill_cost.per_token_s
+    per_token_s = driver.scheduler.prefill_costs.shared.per_token_s
     enough = int(FREE.batch_prefill_s / per_token_s) + 1
     driver.arrive("r1", prompt_tokens=enough - 50)
     assert dispatched(driver.arrive("b1", priority=BATCH, prompt_tokens=100)) == [("b1", "r1")]

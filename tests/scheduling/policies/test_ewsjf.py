@@ -105,6 +105,54 @@ def test_the_papers_round_fills_from_the_best_queue_and_then_its_neighbours() ->
     assert [request_id for request_id, _ in sent] == ["a1", "a2", "b"]
 
 
+PUBLISHED = EwsjfSettings(weights=GivenWeights.all_of(PAPER_WEIGHTS))
+ORDER = ("best", "near", "far")
+FOUR_QUEUES = partition((1, 50), (51, 100), (101, 500), (501, 1_000))
+
+
+def score_of(driver: ManualDriver, request_id: str) -> float:
+    return driver.scheduler._policy.score(driver.find(request_id), driver.now)
+
+
+@pytest.mark.parametrize(("waited_s", "first"), [(0.0, "short"), (0.14, "short"), (0.4, "longer")])
+def test_a_shorter_queue_weighs_more_until_the_other_head_has_waited(waited_s: float, first: str) -> None:
+    # Twice as long and 0.14 s old, the longer head would win in queues of equal weight: a value of 6.9 / 81
+    # against 2.9 / 41. With 4 and 3 queues from the end it does not, but after 0.4 s it does.
+    driver = saturated("ewsjf-paper", ewsjf=PUBLISHED)
+    driver.feed(PartitionChanged(FOUR_QUEUES))
+    driver.arrive("longer", prompt_tokens=80)
+    driver.now += waited_s
+    driver.arrive("short", prompt_tokens=40)
+    assert in_order(driver, 1) == [first]
+
+
+def test_the_weights_of_two_queues_are_those_of_their_places() -> None:
+    driver = saturated("ewsjf-paper", ewsjf=PUBLISHED)
+    driver.feed(PartitionChanged(FOUR_QUEUES))
+    scores = {}
+    for tokens in (40, 80, 400, 900):
+        driver.arrive(f"r{tokens}", prompt_tokens=tokens)
+        scores[tokens] = score_of(driver, f"r{tokens}")
+    # Fresh heads: q / (b + 1) * (1 + w_fair * ln(b + 1)), w_fair of the mean length of the queue.
+    for place, (tokens, mean) in enumerate(((40, 25.5), (80, 75.5), (400, 300.5), (900, 750.5))):
+        value = 1 + (0.5 - 5e-5 * mean) * math.log(tokens + 1)
+        assert scores[tokens] == pytest.approx((4 - place) / (tokens + 1) * value), tokens
+
+
+def test_a_round_of_the_paper_fills_from_near_queues_before_a_far_one_with_a_higher_score() -> None:
+    driver = saturated("ewsjf-paper", ewsjf=PUBLISHED)
+    driver.feed(PartitionChanged(FOUR_QUEUES))
+    driver.arrive("far", prompt_tokens=900)
+    driver.now += 20.0
+    driver.arrive("best", prompt_tokens=40)
+    driver.arrive("near", prompt_tokens=80)
+    scores = [score_of(driver, name) for name in ORDER]
+    assert scores[0] > scores[2] > scores[1], "by score alone, the far one would be second"
+    # All three starts are in one report, so three are dispatched in one round.
+    sent = dispatched(driver.report("r1", received=3, running=3, after_s=0.01))
+    assert tuple(request_id for request_id, _ in sent) == ORDER
+
+
 def test_a_new_partition_loses_no_request_and_keeps_the_order_of_arrival_inside_a_queue() -> None:
     driver = saturated("ewsjf")
     for number in range(20):

@@ -122,7 +122,7 @@ def teach(actor: SchedulerActor, output_tokens: int) -> int:
     core = shell_of(actor).core
     for _ in range(60):
         core.estimator.observe(UNLIMITED, Usage(prompt_tokens=40, output_tokens=output_tokens))
-    core.prefill_cost.observe(1_000, 7.5)
+    core.prefill_costs.observe("short", 1_000, 7.5)
     return core.estimator.estimate(UNLIMITED).max_output_tokens
 
 
@@ -140,13 +140,13 @@ async def test_an_actor_that_restarts_knows_what_the_last_one_had_learned(
     first = cluster.actor(str(tmp_path))
     await first.check_health()
     learned = teach(first, output_tokens=77)
-    cost_s = shell_of(first).core.prefill_cost.seconds(500)
+    cost_s = shell_of(first).core.prefill_costs.shared.seconds(500)
     await first.close()
     second = cluster.actor(str(tmp_path))
     await second.check_health()
     core = shell_of(second).core
     assert core.estimator.estimate(UNLIMITED).max_output_tokens == learned != 1_024
-    assert core.prefill_cost.seconds(500) == cost_s
+    assert core.prefill_costs.shared.seconds(500) == cost_s
     assert 'ewsjf_state_failures_total{model="m",operation="load"} 0.0' in await second.exposition()
 
 
@@ -172,7 +172,7 @@ async def test_a_state_that_makes_no_sense_is_set_aside_and_the_actor_begins_ane
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = StateStore(str(tmp_path), "scheduler", "app/m")
-    store.save({"estimator": {"version": 1}, "prefill_cost": {}})
+    store.save({"estimator": {"version": 1}, "prefill_costs": {}})
     actor = cluster.actor(str(tmp_path))
     await actor.check_health()
     await until(lambda: Path(f"{store.path}.refused").exists())

@@ -34,6 +34,23 @@ def test_the_published_refinement_leaves_small_clusters_whole() -> None:
     assert extents(refine_and_prune(lengths, PAPER)) == [(10, 30), (1000, 1010), (4000, 4000)]
 
 
+def test_alpha_decides_which_gaps_of_a_sample_are_significant() -> None:
+    # In {10 .. 30} the widest gap is 17, 3.4 times the mean gap of 5.
+    lengths = [10, 11, 12, 29, 30, 1000, 1010, 4000]
+    published = replace(PAPER, min_cluster_size=2)
+
+    assert extents(refine_and_prune(lengths, replace(published, alpha=3.3)))[:2] == [(10, 12), (29, 30)]
+    assert extents(refine_and_prune(lengths, replace(published, alpha=RELEASED.alpha)))[0] == (10, 30)
+
+
+def test_alpha_acts_on_the_gaps_between_logarithms_where_smooth_ranges_are_kept() -> None:
+    # Each 1.3 times the one before, so that all gaps are alike and wide enough to count.
+    lengths = [round(100 * 1.3**step) for step in range(12)]
+
+    assert len(refine_and_prune(lengths, replace(KEEP, alpha=0.9))) == 12
+    assert len(refine_and_prune(lengths, replace(KEEP, alpha=1.5))) == KEEP.clusters
+
+
 def test_pruning_ends_at_the_wanted_number_of_queues() -> None:
     for kind in (replace(STABLE, prune="merge-highest"), replace(STABLE, prune="merge-lowest"), PAPER):
         partition = refine_and_prune(paper_mix(5000, seed=1), replace(kind, max_queues=7))

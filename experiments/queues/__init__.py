@@ -1,0 +1,1 @@
+"""Which length queues are best for scheduling, simulated."""
