@@ -39,7 +39,8 @@ class TunerSettings:
     """How one model's scheduler is tuned while it runs.
 
     Attributes:
-        mode: on, off, or auto: on when the scheduler's policy learns its queues. A change of the policy in a
+        mode: on, off, or auto: on when the scheduler's policy learns its queues, or when settings of
+            `parameters` are given. A change of the policy in a
             running application does not start a tuner.
     """
 
