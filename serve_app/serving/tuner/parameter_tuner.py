@@ -35,7 +35,7 @@ from serve_app.tuning.twin.engine_fit import EngineFitResult, EngineFitTask
 logger = logging.getLogger("ray.serve")
 
 # Of the thread that searches: everything else of the machine goes first.
-_NICENESS = 15
+_NICENESS = 10
 
 Result = TypeVar("Result")
 Task = TypeVar("Task")

@@ -177,7 +177,7 @@ async def test_work_is_done_in_one_thread_of_low_priority() -> None:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     before = priority()
-    assert await made._in_thread(priority, None) == min(19, before + 15)
+    assert await made._in_thread(priority, None) == min(19, before + 10)
     assert priority() == before
     made.stop()
 
