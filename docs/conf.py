@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 CONTENTS = {
     "Use it": ("get-started", "put-in-front", "tuning", "planning", "operations", "security"),
-    "Understand it": ("architecture", "scheduling", "routing", "queueing", "results", "glossary"),
+    "Understand it": ("architecture", "scheduling", "routing", "queueing", "results", "claims", "glossary"),
     "Reference": (
         "reference/configuration",
         "reference/cli",

@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checking": {"errors", "command", "engines", "engine_model", "settings"},
     "launch": {"errors", "command", "checking", "settings", "first_config"},
     # What `init` writes.
-    "first_config": {"errors", "command", "checking", "engines"},
+    "first_config": {"errors", "command", "checking", "engines", "engine_model"},
     "tables": set(),
     # Another client from outside.
     "status": {"errors", "command", "launch"},

@@ -16,6 +16,7 @@ _FORMS = {
 }
 _BASELINES = {WORST_CASE: "16 places", PAGED: "one paged pool"}
 _NONE = "-"
+_HOURS_A_YEAR = 8_760
 
 
 def _cases(rows: Sequence[Row]) -> str:
@@ -56,6 +57,23 @@ def _against(row: Row, baseline: str) -> Mapping[str, Any] | None:
     pools = row.figures["fleets"].get(POOLS)
     found: Mapping[str, Any] | None = None if pools is None else pools["savings"].get(baseline)
     return found
+
+
+def _dollars(rows: Sequence[Row]) -> str:
+    head = ["demand", *(f"against {title}, $ a year" for title in _BASELINES.values())]
+    lines = [
+        [row.settings["title"], *(_saved_a_year(row, baseline) for baseline in _BASELINES)] for row in rows
+    ]
+    return markdown(head, lines)
+
+
+def _saved_a_year(row: Row, baseline: str) -> str:
+    """Millions of dollars that two pools save in a year, negative where they cost more."""
+    fleets = row.figures["fleets"]
+    if baseline not in fleets or POOLS not in fleets:
+        return _NONE
+    saved = fleets[baseline]["usd_per_hour"] - fleets[POOLS]["usd_per_hour"]
+    return f"{saved * _HOURS_A_YEAR / 1e6:+.2f} M"
 
 
 def _promises(rows: Sequence[Row]) -> str:
@@ -137,6 +155,11 @@ TABLES = {
         where={"case": ANY},
         note="Simulated; ± is one replica of what was simulated, and nothing finer can be told. Left out for "
         "time: Azure on A100, and Qwen3-235B on MI300X",
+    ),
+    "dollars": Table(
+        text=_dollars,
+        where={"case": ANY},
+        note="What two pools save, at the prices per GPU and hour of the planner's table; a minus is a loss",
     ),
     "grid": Table(
         text=_promises,

@@ -6,7 +6,8 @@ from typing import Any
 
 from experiments.common.experiment import Context, Measurement
 from experiments.common.provenance import trace_sources
-from experiments.policies.grid import GridCell, PolicyGrid, cells_of, planned
+from experiments.common.rows import Key
+from experiments.policies.grid import PolicyGrid, cells_of, planned
 from serve_app.command import progress_bar, warn
 from serve_app.simulation.batch import run_all
 from serve_app.simulation.command.results import run_as_json, settings_as_json, unequal_work
@@ -20,19 +21,20 @@ def play_grid(grid: PolicyGrid, context: Context) -> Iterator[Measurement]:
     results = run_all([run for runs in plan for run in runs], jobs=context.jobs)
     with progress_bar("policies", len(cells)) as advance:
         for cell, runs in zip(cells, plan, strict=True):
-            yield _measurement(cell, list(islice(results, len(runs))))
+            yield measurement_of(cell.key, cell.case.trace, list(islice(results, len(runs))))
             advance()
 
 
-def _measurement(cell: GridCell, results: Sequence[RunResult]) -> Measurement:
+def measurement_of(key: Key, trace: str, results: Sequence[RunResult]) -> Measurement:
+    """The row of a cell, with the figures of all its seeds."""
     rows = [run_as_json(result) for result in results]
     for line in unequal_work(rows):
-        warn(f"not the same work: {cell.case.title}, load {cell.load}: {line}")
+        warn(f"not the same work: {dict(key)}: {line}")
     columns = [_figures(row) for row in rows]
     return Measurement(
-        key=cell.key,
+        key=key,
         seeds=[result.settings.seed for result in results],
-        traces=trace_sources(cell.case.trace),
+        traces=trace_sources(trace),
         figures={name: [one[name] for one in columns] for name in columns[0]}
         | {"deployable": all(row["deployable"] for row in rows)},
         settings=_settings(results[0]),

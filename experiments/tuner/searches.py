@@ -1,10 +1,11 @@
 """One search by each method, and the judgement of what each came to."""
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from experiments.tuner.settings import Method, TunerExperiment
+from experiments.tuner.settings import LiveSearch, Method, TunerExperiment
 from serve_app.tuning.search.optimiser import make_optimiser
 from serve_app.tuning.search.scoreboard import INCUMBENT
 from serve_app.tuning.search.search_space import Values
@@ -51,7 +52,7 @@ class Search:
 class CountingPlayer:
     """A twin whose clock counts the requests that it has simulated."""
 
-    def __init__(self, plan: TwinPlan, pace_requests_per_s: float) -> None:
+    def __init__(self, plan: TwinPlan, pace_requests_per_s: float = math.inf) -> None:
         self._twin = TwinProcesses(plan)
         self._pace_requests_per_s = pace_requests_per_s
         self.requests = 0
@@ -70,7 +71,7 @@ class CountingPlayer:
 def search(experiment: TunerExperiment, method: Method, plan: TwinPlan, seed: int) -> Search:
     """One search."""
     if method == "live":
-        return live_search(experiment, plan, seed)
+        return live_search(experiment.live, plan, seed)
     return twin_search(experiment, method, plan, seed)
 
 
@@ -96,13 +97,12 @@ def twin_search(experiment: TunerExperiment, method: Method, plan: TwinPlan, see
     )
 
 
-def live_search(experiment: TunerExperiment, plan: TwinPlan, seed: int) -> Search:
+def live_search(live: LiveSearch, plan: TwinPlan, seed: int) -> Search:
     """The paper's loop: each trial on the traffic of its own minutes, with nothing to compare it with."""
-    live = experiment.live
     assert plan.traffic.rate_per_s is not None
     window = max(1, round(live.trial_s * plan.traffic.rate_per_s))
     twin = replace(plan.settings, window_requests=window, warm_up_ratio=0.0)
-    player = CountingPlayer(replace(plan, settings=twin), experiment.pace_requests_per_s)
+    player = CountingPlayer(replace(plan, settings=twin))
     optimiser = make_optimiser("tpe", plan.space, seed=seed)
     seen: list[tuple[float, Values]] = []
     leaders = []

@@ -35,6 +35,7 @@ SETUPS: tuple[tuple[str, str, int], ...] = (
     ("llama31-8b", "mi300x", 1),
     ("llama31-8b", "l40s", 1),
     ("llama2-13b", "a100", 1),
+    ("llama2-13b", "a100", 4),
     ("llama2-13b", "h100", 1),
     ("llama2-13b", "l40s", 1),
     ("llama3-70b", "a100", 2),

@@ -40,7 +40,7 @@ def test_a_search_in_the_twin_stays_within_its_counted_seconds_and_repeats_itsel
 def test_the_live_loop_begins_with_the_start_and_exposes_production_to_every_trial() -> None:
     small = experiment()
     plan = small.twin_plan("paper-mix", "bad", 5.0, 0)
-    found = live_search(small, plan, 0)
+    found = live_search(small.live, plan, 0)
     assert found.trials == len(found.leaders) == small.live.trials
     assert found.leaders[0].values == plan.space.current
     assert found.worst_trial is not None

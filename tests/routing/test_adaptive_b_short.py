@@ -225,3 +225,45 @@ def test_a_restored_value_stays_within_the_bounds() -> None:
     crowd.adaptive.restore(1, 0.0)
     assert crowd.adaptive.b_short_tokens == 1
     assert AdaptiveBShortSettings().lowest(8_192) == 256
+
+
+class GivenLoads:
+    """Loads of which only the imbalance matters: before a move, and after it."""
+
+    def __init__(self, before: float, after: float) -> None:
+        self._imbalance = {0: before, 1: after}
+
+    def imbalance(self, bucket: int) -> float:
+        return self._imbalance[bucket]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "chance", "is_better"),
+    [
+        (0.5, 0.1, 0.2, True),
+        (0.5, 0.45, 0.2, False),  # less than half the tolerance
+        (0.5, -0.5, 0.0, False),  # as uneven on the other side
+        (0.5, 0.1, 0.9, True),  # the same error at both cancels
+        (0.5, -0.1, 0.3, True),  # beyond zero it counts, 1.2 times here
+        (0.5, -0.1, 0.35, False),
+        (0.5, -0.25, 0.15, True),
+        (0.5, -0.25, 0.2, False),  # 1.5 times
+        (-0.5, 0.1, 0.35, False),
+        (0.5, 0.0, 0.9, True),
+    ],
+)
+def test_a_move_has_to_be_better_by_more_than_chance(
+    before: float, after: float, chance: float, is_better: bool
+) -> None:
+    adaptive = AdaptiveBShort(AdaptiveBShortSettings(enabled=True, tolerance_ratio=0.1), 8_192)
+    loads = GivenLoads(before, after)
+    assert adaptive._is_better(loads, 1, 0, chance) is is_better  # type: ignore[arg-type]
+
+
+def test_a_value_of_an_earlier_process_is_kept_for_as_long_as_a_move_is() -> None:
+    crowd = Crowd(dwell_s=60.0)
+    crowd.adaptive.restore(4_096, 0.0)
+    for tokens in (500, 1_000):
+        crowd.arrive(4_000, tokens)
+    assert crowd.pass_time(59) == []
+    assert crowd.pass_time(60) != []

@@ -1,5 +1,8 @@
+import pytest
+
 from serve_app.request import PromptShape, Request
-from serve_app.routing.adaptive_b_short import AdaptiveBShortSettings
+from serve_app.routing.adaptive_b_short import AdaptiveBShort, AdaptiveBShortSettings
+from serve_app.routing.demand import PoolCapacity
 from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.pools import PoolRouter, RoutingSettings, least_budget_tokens
 from serve_app.routing.rate import DecayingRate
@@ -118,3 +121,38 @@ def test_a_fixed_b_short_and_that_of_a_single_pool_never_move() -> None:
     adaptive = router(adaptive_b_short=ADAPTIVE)
     adaptive.restore(100, 5.0)
     assert adaptive.b_short_tokens == 100
+
+
+def test_an_adaptive_border_sees_each_pool_with_its_own_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[PoolCapacity | None] = []
+
+    def record(_self: object, short: PoolCapacity | None, long: PoolCapacity | None, _now: float) -> None:
+        seen.extend((short, long))
+
+    monkeypatch.setattr(AdaptiveBShort, "adapt", record)
+    adapting = router(adaptive_b_short=AdaptiveBShortSettings(enabled=True, b_short_min=1))
+    replicas = [
+        ReplicaState(
+            spec(name, pool), order, DecayingRate(10.0, 0.0), kv_budget=budget, joined=name != "gone"
+        )
+        for order, (name, pool, budget) in enumerate(
+            (("s1", "short", 100), ("s2", "short", 200), ("gone", "short", 400), ("l1", "long", 1_000))
+        )
+    ]
+    for state, tpot_s in zip(replicas, (0.02, 0.04, 0.3, None), strict=True):
+        state.report = report(running=1, tpot_s=tpot_s)
+    adapting.adapt(replicas, 1.0)
+    short, long = seen
+    assert short is not None
+    assert long is not None
+    assert (short.kv_tokens, short.sequences, short.context_tokens) == (300, 16, 1_000)
+    assert short.tpot_s == pytest.approx(0.03)
+    assert (long.kv_tokens, long.sequences, long.context_tokens, long.tpot_s) == (1_000, 8, 4_000, None)
+    adapting.adapt(replicas[:3], 100.0)
+    assert seen[3] is None
+
+
+def test_a_request_without_max_tokens_needs_one_token_beside_its_prompt() -> None:
+    assert least_budget_tokens(estimated_request(None), estimate(10)) == 11
+    assert least_budget_tokens(estimated_request(1), estimate(10)) == 11
+    assert least_budget_tokens(estimated_request(0), estimate(10)) == 10

@@ -28,12 +28,12 @@ class AdjustmentSettings:
     # Share of the way that a step goes. At a quarter, steps on the same traffic average out, and a queue is
     # half-way to its new members after three.
     rate: Annotated[float, SHARE.hint("0 is no adjustment")] = 0.25
-    # A queue with fewer recent members stays as it is. The mean of 20 lengths in a queue that is 20 % wide is
-    # known to about 1 %.
-    min_members: Annotated[int, at_least(1)] = 20
+    # A queue with fewer recent members stays as it is. The mean of 200 lengths in a wide queue is known to
+    # about 5 %, of which a step goes a quarter.
+    min_members: Annotated[int, at_least(1)] = 200
     # `partition_distance` from the queues in force at which the moved ones replace them. Steps on unchanged
     # traffic stay below it.
-    min_distance: Annotated[float, POSITIVE] = 0.02
+    min_distance: Annotated[float, POSITIVE] = 0.05
     # As in the scheduler's `ewsjf.tolerance_ratio`: how far beyond its bounds a queue takes lengths.
     tolerance_ratio: Annotated[float, share_below(1)] = 0.10
 

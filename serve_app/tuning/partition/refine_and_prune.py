@@ -9,7 +9,6 @@ Source: EWSJF (arXiv 2601.21758), section 4.2. `mode="paper"` follows it where t
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from serve_app.errors import ServeAppError
 from serve_app.scheduling.policies.partition import LengthInterval, Partition
 from serve_app.tuning.partition.gaps import Values, coarse_cuts, gap_cuts
-from serve_app.tuning.partition.settings import Lengths, Merge, RefineAndPruneSettings
+from serve_app.tuning.partition.settings import Lengths, RefineAndPruneSettings
 from serve_app.tuning.partition.stable_refinement import stable_cuts
 from serve_app.tuning.partition.utility import prune
 
@@ -37,12 +36,7 @@ def refine_and_prune(
     Raises:
         LengthsError: there is no length, or one that is not a whole number from 1 to 2**53.
     """
-    # After widening there may still be a queue or two too many.
-    merge: Merge = "merge-highest" if settings.prune == "widen" else settings.prune
-    queues = prune(refine(lengths, settings), settings.max_queues, merge)
-    if settings.bounds == "midpoint":
-        queues = _without_gaps(queues)
-    return Partition(tuple(queues))
+    return Partition(tuple(prune(refine(lengths, settings), settings.max_queues)))
 
 
 def refine(
@@ -101,14 +95,3 @@ def _interval(members: Lengths) -> LengthInterval:
         mean_tokens=min(max(float(members.mean()), shortest), longest),
         count=len(members),
     )
-
-
-def _without_gaps(queues: list[LengthInterval]) -> list[LengthInterval]:
-    """The same queues, each reaching to the middle of the gaps beside it."""
-    middles = [(lower.max_tokens + upper.min_tokens) // 2 for lower, upper in itertools.pairwise(queues)]
-    starts = [queues[0].min_tokens, *(middle + 1 for middle in middles)]
-    ends = [*middles, queues[-1].max_tokens]
-    return [
-        replace(queue, min_tokens=start, max_tokens=end)
-        for queue, start, end in zip(queues, starts, ends, strict=True)
-    ]

@@ -57,8 +57,8 @@ class StrategicSettings:
     # See `drift_every`.
     drift_window: Annotated[int, at_least(1)] = 500
     # `partition_distance` at which a learned partition replaces the one in force. It lies above the distance
-    # between samples of the same traffic (`experiments/partition`, column moved).
-    min_distance: Annotated[float, FINITE_POSITIVE] = 0.05
+    # between samples of some thousand requests of the same traffic (`experiments/partition`, column moved).
+    min_distance: Annotated[float, FINITE_POSITIVE] = 0.3
     refine_and_prune: RefineAndPruneSettings = field(default_factory=RefineAndPruneSettings)
     drift: DriftSettings = field(default_factory=DriftSettings)
     adjustment: AdjustmentSettings = field(default_factory=AdjustmentSettings)
@@ -104,7 +104,7 @@ def partition_distance(
     """How differently two partitions see the same prompts.
 
     The score of a request depends on its queue through the queue's mean length. The distance is the mean over
-    prompts of |ln(mean in the one / mean in the other)|: at 0.05, lengths seem about 5 % different.
+    prompts of |ln(mean in the one / mean in the other)|: at 0.3, lengths seem about a third different.
     """
     ratios = queue_means(first, lengths) / queue_means(second, lengths)
     return float(np.abs(np.log(ratios)).mean())

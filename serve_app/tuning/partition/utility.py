@@ -6,7 +6,8 @@ Source: EWSJF (arXiv 2601.21758), section 4.2, step 3 and Eq 3:
 
 with rho a queue's density (requests per token of width) and b_bar its mean length. It is high for two queues
 that are dense and close together. Counts scale all utilities alike, so the order of merging does not depend
-on the size of the sample.
+on the size of the sample. The sources leave open which pair goes; merging the highest is what the released
+code does in effect, and merging the lowest left queues four times as wide.
 """
 
 import itertools
@@ -14,7 +15,6 @@ import itertools
 import numpy as np
 
 from serve_app.scheduling.policies.partition import LengthInterval
-from serve_app.tuning.partition.settings import Merge
 
 # Keeps Eq 3 finite; means of neighbours differ by far more, except where lengths are a token apart.
 EPSILON_TOKENS = 1e-6
@@ -26,16 +26,15 @@ def utility(lower: LengthInterval, upper: LengthInterval) -> float:
     return (lower.density + upper.density) / (distance_tokens + EPSILON_TOKENS)
 
 
-def prune(intervals: list[LengthInterval], max_queues: int, by: Merge) -> list[LengthInterval]:
-    """Merge neighbours, one pair at a time, until at most `max_queues` are left.
+def prune(intervals: list[LengthInterval], max_queues: int) -> list[LengthInterval]:
+    """Merge the neighbours of the highest utility, pair by pair, until at most `max_queues` are left.
 
     Of equal utilities the pair of the shorter lengths is merged.
     """
     merged = list(intervals)
     utilities = [utility(*pair) for pair in itertools.pairwise(merged)]
-    choose = np.argmax if by == "merge-highest" else np.argmin
     while len(merged) > max_queues:
-        pair = int(choose(utilities))
+        pair = int(np.argmax(utilities))
         merged[pair : pair + 2] = [_join(merged[pair], merged[pair + 1])]
         del utilities[pair]
         for index in (pair - 1, pair):

@@ -5,7 +5,8 @@ A `Tunable` holds what a candidate changes: the scheduler's settings, and those 
 
 Sources: the paper's theta = {a_u, b_u, a_f, b_f, alpha} and its ranges (EWSJF, arXiv 2601.21758, section
 4.4). b_u and b_f go from 0.01 up, because our score needs less urgency than the paper's. Their lower bounds
-are floors: no weight of the score is ever tuned away. All other parameters are this scheduler's own.
+are floors: no weight of the score is ever tuned away. Alpha goes beyond the paper's 3, up to where it makes
+no more queues than k-means alone. All other parameters are this scheduler's own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,10 +32,8 @@ _WEIGHTS = (
     Parameter(name="a_f", path="ewsjf.weights.a_f", low=-1e-3, high=1e-3),
     Parameter(name="b_f", path="ewsjf.weights.b_f", low=0.01, high=2.0, scale=Scale.LOG),
 )
-_QUEUES = (
-    Parameter(name="alpha", path="alpha", low=0.5, high=3.0, part=SettingPart.PARTITION),
-    _count(name="max_queues", path="max_queues", low=4, high=64, part=SettingPart.PARTITION),
-)
+# From as many queues as are allowed down to the clusters of k-means alone; 0.5 to 3 in the paper.
+_ALPHA = Parameter(name="alpha", path="alpha", low=0.5, high=8.0, scale=Scale.LOG, part=SettingPart.PARTITION)
 _ISOLATION = (
     _count(name="max_long_prefills", path="isolation.max_long_prefills", low=1, high=8),
     _count(name="max_longest_prefills", path="isolation.max_longest_prefills", low=1, high=8),
@@ -112,7 +111,7 @@ def parameters_of(
     engine_orders = settings.engine_priority.enabled
     return (
         *(_WEIGHTS if isinstance(policy, EwsjfPaper) else ()),
-        *(_QUEUES if policy.learns_queues else ()),
+        *((_ALPHA,) if policy.learns_queues else ()),
         *(_ISOLATION if policy.isolates and settings.isolation.max_long_prefills else ()),
         _PRIORITY_TARGET_WAITING if engine_orders else _TARGET_WAITING,
         *_pools(settings, max_b_short_tokens),

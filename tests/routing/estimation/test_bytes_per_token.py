@@ -90,3 +90,17 @@ def test_the_divisors_keep_their_order_and_the_floor_holds(
         assert 0 < learned.conservative <= learned.unbiased <= learned.mean < learned.optimistic < math.inf
         assert learned.conservative >= min(learned.unbiased, 1.0)
         assert 0 <= learned.deviation < math.inf
+
+
+def test_the_error_of_an_estimate_grows_with_the_text_and_the_deviation() -> None:
+    learned = ratio()
+    learned.mean, learned.deviation = 4.0, 0.5
+    # 4,000 bytes are 1,000 tokens; the ratio is known to an eighth, in mean absolute deviations.
+    assert learned.standard_error(4_000) == pytest.approx(1_000 * 0.125 * math.sqrt(math.pi / 2), rel=1e-3)
+
+
+def test_the_warm_up_ends_at_the_memory_of_the_averages() -> None:
+    learned = ratio()
+    for _ in range(200):
+        learned.observe(400, 100)
+    assert learned.weight == pytest.approx(20.0)

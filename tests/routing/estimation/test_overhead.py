@@ -1,6 +1,7 @@
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,3 +120,50 @@ def test_media_stay_finite_and_are_restored_as_they_were(observations: list[tupl
     assert 0 <= learned.deviation < math.inf
     copy.restore(learned.state())
     assert copy.state() == learned.state()
+
+
+def test_the_filter_is_a_kalman_filter_of_two_unknowns_with_drift_and_bounds() -> None:
+    """Against matrices: the same state and the same doubt after every observation."""
+    learned, rng = overhead(), random.Random(7)
+    mean, prior, drift = np.array([16.0, 5.0]), np.diag([256.0, 4.0]), np.array([0.01, 0.0005])
+    doubt = prior.copy()
+    outliers = 0
+    for step in range(60):
+        messages, error = rng.choice((1, 2, 5, 9)), rng.uniform(0.5, 6.0)
+        tokens = 30 + 6.0 * messages + rng.gauss(0, error) + (400 if step in (20, 45) else 0)
+        seen_by = np.array([1.0, messages])
+        variance = seen_by @ doubt @ seen_by + error**2 + 1
+        gain, surprise = doubt @ seen_by / variance, tokens - seen_by @ mean
+        limit = 4 * math.sqrt(variance)
+        mean = mean + gain * min(max(surprise, -limit), limit)
+        if abs(surprise) <= limit:
+            doubt = doubt - np.outer(gain, gain) * variance + np.diag(drift)
+        else:
+            doubt, outliers = doubt * 4, outliers + 1
+        kept = np.clip(np.diag(doubt), drift, np.diag(prior))
+        bound = math.sqrt(kept[0] * kept[1])
+        shared = min(max(doubt[0, 1], -bound), bound)
+        doubt = np.array([[kept[0], shared], [shared, kept[1]]])
+
+        learned.observe(messages, tokens, error)
+
+        assert (learned.per_request, learned.per_message) == pytest.approx(tuple(mean)), step
+        for count in (1, 3, 40):
+            unit = np.array([1.0, count])
+            assert learned.deviation(count) == pytest.approx(math.sqrt(unit @ doubt @ unit)), step
+    assert outliers >= 2
+    assert learned.deviation(0) == 0.0
+
+
+def test_media_items_are_averaged_with_the_error_of_the_forecast() -> None:
+    learned = MediaTokens(OverheadSettings(media_item_tokens=1_000.0))
+    learned.observe(2, 1_200.0)  # 600 each, against 1,000; half the weight
+    assert (learned.mean, learned.deviation) == pytest.approx((800.0, 200.0))
+    learned.observe(1, 500.0)  # a third of the weight
+    assert (learned.mean, learned.deviation) == pytest.approx((700.0, 200.0 + (300 - 200) / 3))
+    for _ in range(200):
+        learned.observe(1, 700.0)
+    # The memory is that of a step of a twentieth.
+    learned.observe(1, 1_700.0)
+    assert learned.mean == pytest.approx(750.0, abs=1.0)
+    assert learned.state()["weight"] == pytest.approx(20.0)

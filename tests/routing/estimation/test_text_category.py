@@ -72,3 +72,23 @@ def test_repeating_a_short_text_does_not_change_its_category(text: str, times: i
     raw = text.encode()
     if len(raw) * times <= 8192:
         assert classify(raw * times) is classify(raw)
+
+
+MINIFIED = b"function(){return(a.length>b.length)&&this.render(c,d);};const e=[a,b].map(f=>f.id);" * 12
+
+
+@pytest.mark.parametrize(
+    ("text", "category"),
+    [
+        # English with a few names, and with typographic quotes: 0.5 % and 3 % of the bytes.
+        (PROSE[:995].rstrip() + " José".encode(), TextCategory.PROSE),
+        (PROSE[:900] + "“quoted” … so".encode() * 2, TextCategory.PROSE),
+        # Scarcely a blank or a digit: neither plain code nor encoded bytes.
+        (MINIFIED, TextCategory.MIXED),
+        (MINIFIED.replace(b",", b", ").replace(b">", b" > ").replace(b"&&", b" && "), TextCategory.CODE),
+    ],
+    ids=["names", "quotes", "minified", "spaced"],
+)
+def test_the_shares_that_decide_are_shares_of_the_text(text: bytes, category: TextCategory) -> None:
+    assert classify(text) is category
+    assert classify(text * 3) is category

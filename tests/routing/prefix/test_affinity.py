@@ -196,3 +196,16 @@ def test_among_equally_busy_replicas_one_that_holds_most_is_chosen(held: list[in
     chosen = fleet.choose(names[0], prompt())
     assert chosen is not None
     assert held[names.index(chosen)] == max(held)
+
+
+def test_what_is_in_flight_on_both_replicas_cancels() -> None:
+    fleet = Fleet("a", "b")
+    fleet.on_dispatch("b")
+    fleet.busy("a", 60)
+    fleet.busy("b", 60)
+    assert fleet.choose("a", prompt()) == "b"
+    # 1,024 cached tokens against 2 tokens in each of 100 steps for every request that is more there.
+    fleet.busy("b", 5)
+    assert fleet.choose("a", prompt()) == "b"
+    fleet.busy("b", 1)
+    assert fleet.choose("a", prompt()) == "a"

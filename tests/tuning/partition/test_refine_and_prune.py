@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,12 +9,12 @@ from hypothesis import strategies as st
 
 from serve_app.tuning.partition.refine_and_prune import LengthsError, refine, refine_and_prune
 from serve_app.tuning.partition.settings import PAPER, RELEASED, RefineAndPruneSettings
-from tests.tuning.builders import extents, heavy_tail, paper_mix
+from tests.tuning.builders import Sample, extents, heavy_tail, paper_mix
 
 STABLE = RefineAndPruneSettings()
-KEEP = replace(STABLE, smooth="keep")
+FINE = replace(STABLE, alpha=1.0)
 EVERY_KIND = pytest.mark.parametrize(
-    "kind", [STABLE, KEEP, PAPER, RELEASED], ids=["stable", "keep", "paper", "released"]
+    "kind", [STABLE, FINE, PAPER, RELEASED], ids=["stable", "fine", "paper", "released"]
 )
 
 
@@ -43,31 +44,23 @@ def test_alpha_decides_which_gaps_of_a_sample_are_significant() -> None:
     assert extents(refine_and_prune(lengths, replace(published, alpha=RELEASED.alpha)))[0] == (10, 30)
 
 
-def test_alpha_acts_on_the_gaps_between_logarithms_where_smooth_ranges_are_kept() -> None:
+def test_alpha_acts_on_the_gaps_between_logarithms() -> None:
     # Each 1.3 times the one before, so that all gaps are alike and wide enough to count.
     lengths = [round(100 * 1.3**step) for step in range(12)]
 
-    assert len(refine_and_prune(lengths, replace(KEEP, alpha=0.9))) == 12
-    assert len(refine_and_prune(lengths, replace(KEEP, alpha=1.5))) == KEEP.clusters
+    assert len(refine_and_prune(lengths, replace(STABLE, alpha=0.9))) == 12
+    assert len(refine_and_prune(lengths, replace(STABLE, alpha=1.5))) == STABLE.clusters
 
 
 def test_pruning_ends_at_the_wanted_number_of_queues() -> None:
-    for kind in (replace(STABLE, prune="merge-highest"), replace(STABLE, prune="merge-lowest"), PAPER):
+    for kind in (FINE, PAPER):
         partition = refine_and_prune(paper_mix(5000, seed=1), replace(kind, max_queues=7))
 
         assert len(partition) == 7
         assert sum(queue.count for queue in partition.intervals) == 5000
 
 
-def test_midpoint_bounds_leave_no_gap_between_queues() -> None:
-    lengths = [10, 11, 12, 29, 30, 1000, 1010, 4000]
-    partition = refine_and_prune(lengths, replace(PAPER, min_cluster_size=2, bounds="midpoint"))
-
-    assert extents(partition) == [(10, 20), (21, 515), (516, 2505), (2506, 4000)]
-
-
 def test_lengths_that_keep_to_a_few_sizes_get_a_queue_for_each() -> None:
-    # All three straddle lines on which smooth ranges are cut; narrow ones are left whole all the same.
     rng = np.random.default_rng(5)
     modes = [
         rng.integers(centre - spread, centre + spread + 1, 400)
@@ -80,17 +73,46 @@ def test_lengths_that_keep_to_a_few_sizes_get_a_queue_for_each() -> None:
 
 
 def test_the_gap_between_short_and_long_prompts_is_never_bridged() -> None:
-    for kind in (STABLE, KEEP, PAPER):
+    for kind in (STABLE, FINE, PAPER):
         bounds = extents(refine_and_prune(paper_mix(2000, seed=2), kind))
 
         assert not [pair for pair in bounds if pair[0] <= 256 and pair[1] >= 1024]
 
 
-def test_no_queue_is_wider_than_the_relative_range_allows_where_its_share_permits() -> None:
-    partition = refine_and_prune(paper_mix(20_000, seed=3), STABLE)
+@pytest.mark.parametrize("traffic", [paper_mix, heavy_tail])
+def test_a_lower_alpha_makes_more_queues(traffic: Callable[[int, int], Sample]) -> None:
+    lengths = traffic(20_000, 3)
+    counts = [len(refine_and_prune(lengths, replace(STABLE, alpha=alpha))) for alpha in (1.0, 2.0, 6.0)]
 
-    # e ** 0.2, twice where one cell alone holds too few: at 32 tokens a cell has 2.3 % of the requests.
-    assert all(queue.max_tokens / queue.min_tokens <= np.exp(0.2) ** 2 for queue in partition.intervals)
+    assert counts[0] >= 2 * counts[2]
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_the_stable_steps_on_a_sample_worked_by_hand() -> None:
+    # Logarithms; k-means: {10 .. 30}, {1000, 1010}, {4000}. Gaps of the first .10 .09 .88 .03, mean .28: only
+    # .88 is wider than 3 means, and what it leaves is narrower than a fifth.
+    lengths = [10, 11, 12, 29, 30, 1000, 1010, 4000]
+
+    assert extents(refine_and_prune(lengths, replace(STABLE, alpha=3.0))) == [
+        (10, 12),
+        (29, 30),
+        (1000, 1010),
+        (4000, 4000),
+    ]
+    assert extents(refine_and_prune(lengths, replace(STABLE, alpha=3.5))) == [
+        (10, 30),
+        (1000, 1010),
+        (4000, 4000),
+    ]
+
+
+def test_a_queue_with_too_small_a_share_joins_its_nearer_neighbour() -> None:
+    lengths = [100] * 90 + [150] * 4 + [1000] * 90
+
+    found = refine_and_prune(lengths, replace(STABLE, alpha=1.0, min_share=0.05))
+    assert [queue.count for queue in found.intervals] == [94, 90]
+    found = refine_and_prune(lengths, replace(STABLE, alpha=1.0, min_share=0.01))
+    assert [queue.count for queue in found.intervals] == [90, 4, 90]
 
 
 @EVERY_KIND
@@ -160,9 +182,7 @@ def test_any_integer_type_gives_the_same_queues() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 2**53) | st.integers(1, 300), min_size=1, max_size=150),
-    kind=st.sampled_from(
-        [STABLE, KEEP, PAPER, replace(PAPER, min_cluster_size=2), replace(STABLE, bounds="midpoint")]
-    ),
+    kind=st.sampled_from([STABLE, FINE, PAPER, replace(PAPER, min_cluster_size=2)]),
     max_queues=st.integers(1, 8),
 )
 def test_any_lengths_are_divided_without_loss_in_order_and_within_the_limit(
@@ -199,8 +219,6 @@ def test_the_trap_the_published_refinement_follows_the_size_of_the_sample() -> N
         ({"sample_size": 3}, "sample_size must be at least 16, got 3"),
         ({"min_share": 0.7}, "min_share must be from 0 to 0.5, got 0.7"),
         ({"mode": "fast"}, "mode must be one of stable, paper, got 'fast'"),
-        ({"prune": "no"}, "prune must be one of widen, merge-highest"),
-        ({"mode": "paper"}, "set prune to merge-highest"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(wrong: dict[str, Any], message: str) -> None:

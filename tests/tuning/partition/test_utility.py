@@ -1,6 +1,5 @@
 import pytest
 
-from serve_app.tuning.partition.settings import Merge
 from serve_app.tuning.partition.utility import prune, utility
 from tests.tuning.builders import interval
 
@@ -26,21 +25,14 @@ QUEUES = [
 
 
 def test_the_densest_and_closest_neighbours_are_merged_first() -> None:
-    merged = prune(QUEUES, 3, "merge-highest")
+    merged = prune(QUEUES, 3)
 
     assert merged == [interval(10, 31, 20.0, 200), *QUEUES[2:]]
 
 
-def test_merging_the_lowest_utility_joins_the_sparsest_and_farthest() -> None:
-    merged = prune(QUEUES, 3, "merge-lowest")
-
-    # (145 * 50 + 1345 * 20) / 70
-    assert merged == [*QUEUES[:2], interval(100, 2000, 34_150 / 70, 70)]
-
-
 def test_utilities_are_taken_anew_after_each_merge() -> None:
     # After the first merge: rho 200 / 21 = 9.52, U with the third (9.52 + 0.5) / 125 = 0.080 > 0.00043.
-    merged = prune(QUEUES, 2, "merge-highest")
+    merged = prune(QUEUES, 2)
 
     assert [(queue.min_tokens, queue.max_tokens, queue.count) for queue in merged] == [
         (10, 200, 250),
@@ -49,18 +41,17 @@ def test_utilities_are_taken_anew_after_each_merge() -> None:
     assert merged[0].mean_tokens == pytest.approx((20 * 200 + 145 * 50) / 250)
 
 
-@pytest.mark.parametrize("by", ["merge-highest", "merge-lowest"])
-def test_pruning_keeps_every_request_and_the_outer_bounds(by: Merge) -> None:
-    (only,) = prune(QUEUES, 1, by)
+def test_pruning_keeps_every_request_and_the_outer_bounds() -> None:
+    (only,) = prune(QUEUES, 1)
 
     assert (only.min_tokens, only.max_tokens, only.count) == (10, 2000, 270)
 
 
 def test_few_enough_queues_stay_as_they_are() -> None:
-    assert prune(QUEUES, 4, "merge-highest") == QUEUES
+    assert prune(QUEUES, 4) == QUEUES
 
 
 def test_of_equal_utilities_the_shorter_pair_is_merged() -> None:
     alike = [interval(10, 20, 15.0, 10), interval(30, 40, 35.0, 10), interval(50, 60, 55.0, 10)]
 
-    assert prune(alike, 2, "merge-highest")[0].max_tokens == 40
+    assert prune(alike, 2)[0].max_tokens == 40

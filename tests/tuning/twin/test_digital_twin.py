@@ -46,7 +46,7 @@ def test_candidates_meet_the_same_requests_at_the_same_times() -> None:
     twin = DigitalTwin(plan(rate_per_s=60.0))
     values = twin.records(plan(rate_per_s=60.0).space.current, 0)
     others = twin.records(
-        {**plan(rate_per_s=60.0).space.current, "b_u": 5.0, "target_waiting": 16, "max_queues": 4}, 0
+        {**plan(rate_per_s=60.0).space.current, "b_u": 5.0, "target_waiting": 16, "alpha": 1.0}, 0
     )
     assert [(one.arrived_at, one.prompt_tokens, one.output_tokens, one.tenant) for one in values] == [
         (one.arrived_at, one.prompt_tokens, one.output_tokens, one.tenant) for one in others
@@ -57,12 +57,10 @@ def test_candidates_meet_the_same_requests_at_the_same_times() -> None:
 def test_a_candidate_has_its_own_queues() -> None:
     twin = DigitalTwin(plan())
     queues = {
-        wanted: len(
-            {one.length_queue for one in twin.records({**plan().space.current, "max_queues": wanted}, 0)}
-        )
-        for wanted in (4, 32)
+        wanted: len({one.length_queue for one in twin.records({**plan().space.current, "alpha": wanted}, 0)})
+        for wanted in (1.0, 8.0)
     }
-    assert queues[4] <= 5 < queues[32]
+    assert queues[1.0] > 2 * queues[8.0]
 
 
 def test_the_first_part_of_a_window_is_not_measured() -> None:

@@ -1,0 +1,111 @@
+"""Does EWSJF as published do what its paper says, in the set-up of its paper?
+
+The policy `ewsjf-paper` with the published partition (Refine-and-Prune on raw lengths, Eq 3), and once more
+with the values that the paper's meta-optimiser finds for each seed: theta, the reward of Eq 5, one candidate
+after the other on traffic of its own minutes. The others stand beside it on the same arrivals.
+
+The model is Llama-2-13B on one A100 of 80 GB, and on four, as in the paper.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.rows import Key
+from experiments.policies.grid import GridCell, PolicyGrid, cells_of, planned
+from experiments.policies.measurements import measurement_of, play_grid
+from experiments.tuner.searches import live_search
+from experiments.tuner.settings import LiveSearch
+from serve_app.settings_base import settings
+from serve_app.simulation.batch import parallel, run_all
+from serve_app.simulation.run import RunSettings, fitted_trace
+from serve_app.simulation.scheduler_settings import scheduler_settings
+from serve_app.tuning import LearnedPartitions, StrategicSettings
+from serve_app.tuning.objective.objective import ObjectiveSettings
+from serve_app.tuning.partition.settings import PAPER
+from serve_app.tuning.search.search_space import Values
+from serve_app.tuning.search.tunable import Tunable, space_of
+from serve_app.tuning.twin.digital_twin import TwinPlan, TwinSettings
+
+POLICY, TUNED = "ewsjf-paper", "ewsjf-paper, tuned"
+_THETA = ("a_u", "b_u", "a_f", "b_f", "alpha")
+# Traffic of the trials: no run that is measured has such a seed.
+_TRIALS_SEED = 50_000
+
+
+@settings
+class PublishedExperiment:
+    """What is played.
+
+    Attributes:
+        grid: the policies without a search; `ewsjf-paper` is among them.
+        tuned_loads: loads at which `ewsjf-paper` is played with its meta-optimiser as well.
+        live: the paper's loop.
+    """
+
+    grid: PolicyGrid
+    tuned_loads: tuple[float, ...]
+    live: LiveSearch
+
+
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """The search of one seed."""
+
+    run: RunSettings
+    live: LiveSearch
+
+
+def play(experiment: PublishedExperiment, context: Context) -> Iterator[Measurement]:
+    """The grid, and then the tuned policy."""
+    yield from play_grid(experiment.grid, context)
+    grid = experiment.grid
+    cells = [
+        cell
+        for cell in cells_of(grid)
+        if cell.variant == POLICY and cell.load in experiment.tuned_loads and not context.has(_key(cell))
+    ]
+    for cell, runs in zip(cells, planned(grid, cells, jobs=context.jobs), strict=True):
+        found = list(parallel(_searched, [_Trials(run, experiment.live) for run in runs], context.jobs))
+        tuned = [_with_theta(run, theta) for run, theta in zip(runs, found, strict=True)]
+        results = list(run_all(tuned, jobs=context.jobs))
+        measured = measurement_of(_key(cell), cell.case.trace, results)
+        theta = {name: [values[name] for values in found] for name in _THETA}
+        yield replace(measured, figures={**measured.figures, **theta})
+
+
+def _key(cell: GridCell) -> Key:
+    return {**cell.key, "policy": TUNED}
+
+
+def _searched(trials: _Trials) -> Values:
+    """Theta that led after the last trial."""
+    run = trials.run
+    tunable = Tunable(
+        scheduler=scheduler_settings(run.policy, run.fleet.routing, run.scheduler), refine_and_prune=PAPER
+    )
+    plan = TwinPlan(
+        tunable=tunable,
+        space=space_of(tunable, only=_THETA),
+        engines=tuple(run.fleet.plans()),
+        traffic=fitted_trace(replace(run, seed=_TRIALS_SEED + run.seed)).trace,
+        objective=ObjectiveSettings(kind="paper"),
+        settings=TwinSettings(seed=_TRIALS_SEED + run.seed),
+    )
+    return live_search(trials.live, plan, run.seed).leaders[-1].values
+
+
+def _with_theta(run: RunSettings, theta: Values) -> RunSettings:
+    weights: Mapping[str, object] = {
+        f"ewsjf.weights.{name}": value for name, value in theta.items() if name != "alpha"
+    }
+    partition = replace(PAPER, alpha=theta["alpha"])
+    return replace(
+        run,
+        label=TUNED,
+        scheduler={**run.scheduler, **weights},
+        partition=LearnedPartitions(StrategicSettings(refine_and_prune=partition)),
+    )
+
+
+EXPERIMENT = Experiment(settings=PublishedExperiment, play=play)

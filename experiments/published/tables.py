@@ -1,0 +1,57 @@
+"""The tables of this experiment."""
+
+from collections.abc import Sequence
+
+from experiments.common.rows import ANY, Row
+from experiments.common.tables import Table, markdown, plus_minus
+from experiments.policies.tables import (
+    GOODPUT,
+    LONG_MEAN,
+    LONG_P99,
+    LONGEST_WAIT,
+    NOTE,
+    SHORT_MEAN,
+    SHORT_P99,
+    THROUGHPUT,
+    grid_table,
+)
+from experiments.published.run import POLICY
+
+_RATE = "rate, 1/s"
+
+
+def _theta(rows: Sequence[Row]) -> str:
+    names = ("a_u", "b_u", "a_f", "b_f", "alpha")
+    lines = [
+        [
+            str(row.key["profile"]),
+            str(row.key["load"]),
+            *(" ".join(f"{value:g}" for value in row.figures[name]) for name in names),
+        ]
+        for row in rows
+        if "alpha" in row.figures
+    ]
+    return markdown(["profile", "load", *names], lines, text_columns=2)
+
+
+def _headline(rows: Sequence[Row]) -> str:
+    columns = (SHORT_MEAN, SHORT_P99, LONG_MEAN, LONG_P99, LONGEST_WAIT, THROUGHPUT, GOODPUT)
+    lines = [
+        [
+            str(row.key["profile"]).removeprefix("llama2-13b-"),
+            f"{row.key['load']}",
+            str(row.key["policy"]),
+            plus_minus(row.figures["rate_per_s"], 1),
+            *(column.with_interval(row) for column in columns),
+        ]
+        for row in sorted(rows, key=lambda row: (str(row.key["profile"]), row.key["load"]))
+    ]
+    head = ["GPUs", "load", "policy", _RATE, *(column.heading for column in columns)]
+    return markdown(head, lines, text_columns=3)
+
+
+TABLES = {
+    "headline": Table(text=_headline, where={"case": ANY}, note=NOTE),
+    "theta": Table(text=_theta, where={"case": ANY}, note="What the meta-optimiser found, seed by seed"),
+    "policies": Table(text=grid_table("profile", "load"), where={"policy": ("fcfs", POLICY)}, note=NOTE),
+}

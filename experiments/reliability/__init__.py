@@ -1,0 +1,1 @@
+"""One pool against two under KV pressure: preemptions, refusals and tails, simulated."""

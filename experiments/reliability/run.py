@@ -1,0 +1,157 @@
+"""Do two pools preempt and refuse less than one pool of as many GPUs, under KV pressure?
+
+Fleets of as many GPUs meet the same requests at the same times. Each is played with a mere router, which
+sends every request on at once, and behind the gateway, which holds requests back until an engine's KV cache
+has room for them. Load 1.0 is the rate at which the first fleet of a case finishes the requests under FCFS.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.provenance import trace_sources
+from experiments.common.rows import Key
+from serve_app.command import progress_bar
+from serve_app.metrics.record import RequestRecord
+from serve_app.settings_base import settings
+from serve_app.simulation.batch import parallel, saturated_rates
+from serve_app.simulation.fleet import FleetSettings
+from serve_app.simulation.run import RunSettings, SloByLength, simulate
+from serve_app.simulation.workload import TraceChoice, choose_trace
+
+_NO_LIMIT = 1_000_000_000
+_ROUTER: Mapping[str, object] = {
+    "backpressure.target_waiting": _NO_LIMIT,
+    "backpressure.kv_fill_ratio": float(_NO_LIMIT),
+    "backpressure.kv_gate_ratio": float(_NO_LIMIT),
+    "backpressure.max_prefill_backlog_s": float(_NO_LIMIT),
+}
+"""Settings that leave nothing of the gateway but the choice of a replica."""
+
+CONTROLS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "router": ("fcfs", _ROUTER),
+    "gateway, fcfs": ("fcfs", {}),
+    "gateway, ewsjf": ("ewsjf", {}),
+}
+"""Policy and scheduler settings by the name that they have in the table."""
+
+
+@settings
+class ReliabilityCase:
+    """Fleets of as many GPUs each, and what they are put to.
+
+    Attributes:
+        fleets: by the name that they have in the table; the first sets load 1.0.
+    """
+
+    name: str
+    trace: str
+    short_at_tokens: int
+    requests: int
+    loads: tuple[float, ...]
+    fleets: Mapping[str, FleetSettings]
+
+    def __post_init__(self) -> None:
+        sizes = {name: fleet.gpus for name, fleet in self.fleets.items()}
+        if len(set(sizes.values())) != 1:
+            raise ValueError(f"case {self.name}: fleets must have as many GPUs each, got {sizes}")
+
+
+@settings
+class ReliabilityExperiment:
+    """What is played."""
+
+    cases: tuple[ReliabilityCase, ...]
+    seeds: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    case: ReliabilityCase
+    fleet: str
+    load: float
+    control: str
+
+    @property
+    def key(self) -> Key:
+        return {"case": self.case.name, "load": self.load, "fleet": self.fleet, "control": self.control}
+
+    def run(self, seed: int) -> RunSettings:
+        """The run of a seed, still without a rate."""
+        case = self.case
+        policy, scheduler = CONTROLS[self.control]
+        return RunSettings(
+            policy=policy,
+            label=self.control,
+            fleet=case.fleets[self.fleet],
+            trace=TraceChoice(name=case.trace, requests=case.requests),
+            seed=seed,
+            load=self.load,
+            scheduler=scheduler,
+            slo=SloByLength(short_at_tokens=case.short_at_tokens),
+            short_at_tokens=case.short_at_tokens,
+        )
+
+
+def play(experiment: ReliabilityExperiment, context: Context) -> Iterator[Measurement]:
+    """A row for each case, load, fleet and control."""
+    cells = [cell for cell in _cells(experiment) if not context.has(cell.key)]
+    seeds = range(experiment.seeds)
+    with progress_bar("reliability", len(cells)) as advance:
+        for cell in cells:
+            first = next(iter(cell.case.fleets.values()))
+            runs = [cell.run(seed) for seed in seeds]
+            rates = saturated_rates([replace(run, fleet=first) for run in runs], jobs=context.jobs)
+            runs = [replace(run, rate_per_s=cell.load * rate) for run, rate in zip(runs, rates, strict=True)]
+            found = list(parallel(_played, runs, context.jobs))
+            yield Measurement(
+                key=cell.key,
+                seeds=seeds,
+                traces=trace_sources(cell.case.trace),
+                figures={
+                    "gpus": cell.case.fleets[cell.fleet].gpus,
+                    **{name: [one[name] for one in found] for name in found[0]},
+                },
+            )
+            advance()
+
+
+def _cells(experiment: ReliabilityExperiment) -> Iterator[_Cell]:
+    for case in experiment.cases:
+        for load in case.loads:
+            for fleet in case.fleets:
+                for control in CONTROLS:
+                    yield _Cell(case, fleet, load, control)
+
+
+def _played(run: RunSettings) -> dict[str, Any]:
+    result = simulate(run)
+    records, summary = result.measured, result.summary
+    short = [one for one in records if one.prompt_tokens <= run.short_at_tokens]
+    long = [one for one in records if one.prompt_tokens > run.short_at_tokens]
+    offered = len(choose_trace(run.trace, run.seed).requests)
+    return {
+        "rate_per_s": run.rate_per_s,
+        "preempted_short": _preempted(short),
+        "preempted_long": _preempted(long),
+        "preemptions_per_request": sum(one.preemptions for one in records) / len(records),
+        # What no engine of the fleet can hold is left out of the play, and would be refused. An answer that
+        # ends at the context is clipped.
+        "refused_ratio": (result.workload.dropped + sum(not one.completed for one in result.records))
+        / offered,
+        "clipped_ratio": result.workload.clipped / offered,
+        "short_ttft_p99_s": summary.ttft_s.short.p99,
+        "long_ttft_p99_s": summary.ttft_s.long.p99,
+        "queue_wait_max_s": max(one.queue_wait_s or 0.0 for one in records),
+        "tpot_p99_s": summary.tpot_s.all.p99,
+        "goodput_per_s": summary.goodput_per_s,
+    }
+
+
+def _preempted(records: list[RequestRecord]) -> float:
+    """The share of these requests that were preempted at least once."""
+    return sum(one.preemptions > 0 for one in records) / max(1, len(records))
+
+
+EXPERIMENT = Experiment(settings=ReliabilityExperiment, play=play)

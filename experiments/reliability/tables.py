@@ -1,0 +1,43 @@
+"""The tables of this experiment."""
+
+from collections.abc import Sequence
+
+from experiments.common.rows import ANY, Row
+from experiments.common.tables import Table, markdown, plus_minus
+
+# Heading, figure, decimals and scale of each column.
+_COLUMNS = (
+    ("short preempted, per mille", "preempted_short", 1, 1_000),
+    ("long preempted, per mille", "preempted_long", 1, 1_000),
+    ("refused, per mille", "refused_ratio", 2, 1_000),
+    ("answers cut, per mille", "clipped_ratio", 2, 1_000),
+    ("short TTFT p99, s", "short_ttft_p99_s", 2, 1),
+    ("long p99, s", "long_ttft_p99_s", 2, 1),
+    ("longest wait, s", "queue_wait_max_s", 1, 1),
+    ("TPOT p99, ms", "tpot_p99_s", 0, 1_000),
+    ("goodput, 1/s", "goodput_per_s", 1, 1),
+)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [
+        [
+            str(row.key["case"]),
+            str(row.key["load"]),
+            str(row.key["fleet"]),
+            str(row.key["control"]),
+            *(plus_minus(row.figures[name], decimals, scale=scale) for _, name, decimals, scale in _COLUMNS),
+        ]
+        for row in rows
+    ]
+    head = ["case", "load", "fleet", "control", *(heading for heading, *_ in _COLUMNS)]
+    return markdown(head, lines, text_columns=4)
+
+
+TABLES = {
+    "fleets": Table(
+        text=_table,
+        where={"case": ANY},
+        note="Simulated; fleets of a case have as many GPUs. Means over seeds with their 95 % intervals",
+    )
+}

@@ -1,0 +1,63 @@
+"""The ledger by itself: queries over replicas, and replicas that leave. Histories are in tests/properties."""
+
+from serve_app.routing.ledger import ReplicaLedger
+from serve_app.routing.replica_state import Hold
+from tests.builders import report, spec
+from tests.routing.prefix.test_affinity import NoBackpressure
+
+
+def ledger(*replica_ids: str, pool: str = "short") -> ReplicaLedger:
+    made = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10, kv_fill_ratio=1.0)
+    for replica_id in replica_ids:
+        made.join(spec(replica_id, pool), 0.0)
+        made.report(replica_id, report(), 0.0)
+    return made
+
+
+def test_the_freest_usable_replica_of_a_pool_is_found_and_ties_go_to_the_first() -> None:
+    made = ledger("a", "b", "c")
+    made.join(spec("other", "long", kv_tokens=10**6), 0.0)
+    made.report("other", report(), 0.0)
+    assert made.most_free("short") is made["a"]
+    made.hold("a", Hold(10), 0.0)
+    assert made.most_free("short") is made["b"]
+    made.hold("b", Hold(20), 0.0)
+    made.suspend("c", 0.0)
+    assert made.most_free("short") is made["a"]
+    assert made.most_free("nowhere") is None
+
+
+def test_a_replica_that_leaves_twice_or_was_never_there_changes_nothing() -> None:
+    made = ledger("a", "b")
+    made.hold("a", Hold(10), 0.0)
+    made.lose("a", 1.0)
+    made.lose("a", 2.0)
+    made.lose("unknown", 2.0)
+    assert made.joined == 1
+    assert made["a"].joined is False
+    made.release("a", Hold(10), 3.0, started=False)
+    assert made.get("a") is None
+
+
+def test_a_replica_that_has_left_has_no_report_to_expire() -> None:
+    made = ledger("a")
+    assert made.next_report_expiry() == 10.0
+    made.lose("a", 1.0)
+    assert made.next_report_expiry() is None
+    assert made.expire_reports(100.0) == []
+    # One that joined and never reported leaves as well.
+    silent = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10, kv_fill_ratio=1.0)
+    silent.join(spec("s"), 0.0)
+    silent.lose("s", 1.0)
+    assert silent.joined == 0
+
+
+def test_the_marks_of_a_replica_are_in_its_text() -> None:
+    made = ledger("a")
+    assert repr(made["a"]).endswith("held=0/10000>")
+    made.hold("a", Hold(10), 0.0)
+    made["a"].stale = True
+    made.suspend("a", 0.0)
+    assert repr(made["a"]).endswith(" stale suspended>")
+    made.lose("a", 0.0)
+    assert " lost stale" in repr(made["a"])
