@@ -67,6 +67,6 @@ def _tuner(slice_s: float, mode: str) -> dict[str, Any]:
             "pairs": 3,
             "min_class_requests": 30,
             "cool_down_s": 600.0,
-            "failure_cool_down_s": 600.0,
+            "failure_cool_down_s": 30.0,
         },
     }
