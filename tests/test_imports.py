@@ -35,7 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Both drive the core, and neither knows the other.
     "simulation": CORE | {"engine_model", "workloads", "command", "tables", "provenance"},
     "serving": CORE | {"engines", "engine_model", "tuning"},
-    "tuning": CORE | {"engine_model", "workloads", "simulation", "command", "tables", "provenance"},
+    "tuning": CORE
+    | {"engine_model", "calibration", "workloads", "simulation", "command", "tables", "provenance"},
     "planning": CORE | {"engine_model", "workloads", "simulation", "command", "tables", "provenance"},
     # A client of a live endpoint: it knows it from outside only.
     "bench": WORDS | {"metrics", "workloads", "command", "tables", "provenance"},

@@ -70,7 +70,7 @@ def test_a_search_needs_traffic_replicas_and_leave() -> None:
     assert loop.search_due(observation(20.0, replicas=[])) is None
     task = loop.search_due(observation(20.0))
     assert isinstance(task, SearchTask)
-    assert len(task.plan.traffic.requests) == len(task.observed) == 20
+    assert len(task.plan.traffic.requests) == 20
     assert [plan.replica_id for plan in task.plan.engines] == ["r1"]
     # One at a time.
     assert loop.is_searching
@@ -89,8 +89,19 @@ def test_the_next_search_comes_after_a_rest_however_the_last_one_ended(failed: b
     else:
         assert loop.on_search_result(found(6, confident=False), 45.0) == []
     assert not loop.is_searching
+    # Without new traffic there is nothing new to find.
+    assert loop.search_due(observation(500.0)) is None
+    for second in range(80, 90):
+        loop.observe(observation(second + 1.0, [arrived(second)]))
     assert loop.search_due(observation(94.0)) is None
     assert loop.search_due(observation(95.0)) is not None
+
+
+def test_nothing_is_searched_for_while_the_twin_is_not_known() -> None:
+    loop = watched(settings=replace(SETTINGS, profile=None))
+    assert loop.search_due(observation(40.0)) is None
+    assert loop.document()["state"] == "watching: the twin is fitted after 200 streamed answers (40 so far)"
+    assert loop.document()["twin"]["step_times"] == "unknown"
 
 
 def test_what_a_search_finds_is_tried_in_slices_and_adopted_for_good() -> None:
