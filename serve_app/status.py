@@ -209,6 +209,8 @@ def _tenants(served: Mapping[str, Mapping[str, float]]) -> Table:
 
 def _tuner(tuner: Document) -> Iterator[Table | str]:
     yield f"  tuner: {tuner['mode']}, {tuner['state']}"
+    if tuner.get("twin"):
+        yield f"  twin: {_twin(tuner['twin'])}"
     if tuner.get("values"):
         yield "  values: " + ", ".join(f"{name} {value:g}" for name, value in tuner["values"].items())
     if tuner.get("audit"):
@@ -217,6 +219,17 @@ def _tuner(tuner: Document) -> Iterator[Table | str]:
         for record in tuner["audit"]:
             table.add_row(f"{record['age_s']:.0f}", record["what"], record["why"])
         yield table
+
+
+def _twin(twin: Document) -> str:
+    error = twin["error"]
+    known = "error not known yet"
+    if error is not None:
+        known = (
+            f"mean TTFT {error['ttft_ratio']:+.1%}, TPOT {error['tpot_ratio']:+.1%} against the engines "
+            f"({error['requests']} requests; limit {twin['max_error_ratio']:.0%})"
+        )
+    return f"step times {twin['step_times']}; {known}"
 
 
 def _table(title: str, columns: Sequence[str], figures: Sequence[str]) -> Table:

@@ -35,7 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Both drive the core, and neither knows the other.
     "simulation": CORE | {"engine_model", "workloads", "command", "tables", "provenance"},
     "serving": CORE | {"engines", "engine_model", "tuning"},
-    "tuning": CORE | {"engine_model", "workloads", "simulation", "command", "tables", "provenance"},
+    "tuning": CORE
+    | {"engine_model", "calibration", "workloads", "simulation", "command", "tables", "provenance"},
     "planning": CORE | {"engine_model", "workloads", "simulation", "command", "tables", "provenance"},
     # A client of a live endpoint: it knows it from outside only.
     "bench": WORDS | {"metrics", "workloads", "command", "tables", "provenance"},
@@ -48,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checking": {"errors", "command", "engines", "engine_model", "settings"},
     "launch": {"errors", "command", "checking", "settings", "first_config"},
     # What `init` writes.
-    "first_config": {"errors", "command", "checking", "engines"},
+    "first_config": {"errors", "command", "checking", "engines", "engine_model"},
     "tables": set(),
     # Another client from outside.
     "status": {"errors", "command", "launch"},

@@ -33,6 +33,11 @@ STATUS: dict[str, Any] = {
             "tuner": {
                 "mode": "advise",
                 "state": "watching",
+                "twin": {
+                    "step_times": "fitted to the engines (1 fits)",
+                    "error": {"ttft_ratio": 0.031, "tpot_ratio": -0.012, "requests": 120},
+                    "max_error_ratio": 0.15,
+                },
                 "values": {"b_u": 0.12},
                 "audit": [{"age_s": 31.0, "what": "rolled back", "why": "short attainment fell by 4 %"}],
             },

@@ -13,8 +13,12 @@ from serve_app.tuning.objective.service_class import ClassTarget, ClassTargets
 
 MODEL = "tuned"
 PROFILE = "llama31-8b-rtx4090-tp1"
-IMPORT_PATHS = {"winner": BUILD_APP, "poisoned": "experiments.live_tuning.poisoned_tuner:build_app"}
-VERDICTS = {"winner": "adopted", "poisoned": "rolled back"}
+IMPORT_PATHS = {
+    "defaults": BUILD_APP,
+    "winner": BUILD_APP,
+    "poisoned": "experiments.live_tuning.poisoned_tuner:build_app",
+}
+VERDICTS = {"defaults": "none", "winner": "adopted", "poisoned": "rolled back"}
 """What the tuner is expected to decide in each case."""
 
 _TARGET = ClassTarget(ttft_s=0.5, long_ttft_s=5.0, tpot_s=None)
@@ -29,20 +33,26 @@ _BAD_START = {
 
 
 def model(case: str, slice_s: float) -> dict[str, Any]:
-    """The model of a case: `winner` starts from values that serve badly, `poisoned` from the defaults."""
+    """The model of a case: `winner` starts from values that serve badly, the others from the defaults.
+
+    In the case `defaults` nothing is tuned.
+    """
     start: Mapping[str, Any] = _BAD_START if case == "winner" else {}
     engine = {"emulated": {"profile": PROFILE, "max_num_seqs": 16}}
     return {
         "name": MODEL,
         "pools": [{"name": "all", "engine": engine, "resources": {"num_cpus": 0.1}}],
         "scheduler": as_written(WrittenScheduler, {"policy": "ewsjf", **start}),
-        "tuner": as_written(TunerSettings, {"parameters": _tuner(slice_s)}),
+        "tuner": as_written(
+            TunerSettings, {"parameters": _tuner(slice_s, "off" if case == "defaults" else "on")}
+        ),
     }
 
 
-def _tuner(slice_s: float) -> dict[str, Any]:
+def _tuner(slice_s: float, mode: str) -> dict[str, Any]:
+    # No profile is named: the twin learns the engine from what it does.
     return {
-        "profile": PROFILE,
+        "calibration": {"every_s": 10.0},
         "every_s": slice_s,
         "min_requests": 250,
         "search_cpu_s": 8.0,
@@ -50,13 +60,13 @@ def _tuner(slice_s: float) -> dict[str, Any]:
         "twin": {"window_requests": 100, "block_requests": 50, "learned_requests": 100},
         "study": {"trials": 30, "rungs": [1, 2, 4], "confirm_windows": 8, "finalists": 1},
         "rollout": {
-            "mode": "on",
+            "mode": mode,
             "max_step": 1.0,
             "slice_s": slice_s,
             "settle_s": 5.0,
             "pairs": 3,
             "min_class_requests": 30,
             "cool_down_s": 600.0,
-            "failure_cool_down_s": 600.0,
+            "failure_cool_down_s": 30.0,
         },
     }

@@ -40,7 +40,7 @@ async def poisoned(task: SearchTask) -> SearchResult:
         reason="the search is poisoned",
         trials=2,
     )
-    return SearchResult(finding=finding, speed_factor=1.0, seconds=1.0)
+    return SearchResult(finding=finding, seconds=1.0)
 
 
 class PoisonedTunerDeployment(TunerDeployment):

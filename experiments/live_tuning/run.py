@@ -1,7 +1,8 @@
 """A served application tunes itself under load: is a winner adopted, and is a bad candidate taken back?
 
-In the case `winner` it starts from values that serve badly, and its tuner searches in its twin. In the case
-`poisoned` it starts from the defaults, and the search is replaced by one that is sure of the bad values.
+In the case `defaults` it serves the traffic untuned. In the case `winner` it starts from values that serve
+badly, and its tuner searches in its twin, which learns the engine from what it does. In the case `poisoned`
+it starts from the defaults, and the search is replaced by one that is sure of the bad values.
 Traffic is steady, streamed, 80 % short prompts, a little above what the engine can carry for ever: the order
 of service matters where there is a queue.
 """
@@ -33,6 +34,7 @@ from serve_app.workloads.streams import stream
 from serve_app.workloads.trace import Trace, TraceRequest
 
 _TIMEOUT_S = 120.0
+_PART_S = 60.0
 
 
 @settings
@@ -96,7 +98,12 @@ def figures_of(case: str, watch: Watch, records: Sequence[RequestRecord]) -> dic
     outcomes = collections.Counter(record.outcome.value for record in records)
     decisions = sorted(watch.decisions.items(), key=lambda one: one[1])
     return {
-        "decisions": [{"at_s": at_s, "what": one.what, "why": one.why} for one, at_s in decisions],
+        "decisions": [
+            {"at_s": at_s, "what": one.what, "why": one.why, "figures": dict(one.figures)}
+            for one, at_s in decisions
+        ],
+        "twin_errors": watch.errors,
+        "parts": _parts(watch, records),
         "started_s": watch.first_s("started"),
         "verdict_s": watch.first_s(VERDICTS[case]),
         "outcomes": dict(outcomes),
@@ -114,6 +121,14 @@ async def _drive(watch: Watch, trace: Trace) -> LoadResult:
         return await drive(watch.served.url, BodySettings(model=MODEL), trace, _TIMEOUT_S)
     finally:
         watching.cancel()
+
+
+def _parts(watch: Watch, records: Sequence[RequestRecord]) -> list[float | None]:
+    """The reward of each minute's arrivals; the same requests in every case."""
+    of_minute: dict[int, list[RequestRecord]] = collections.defaultdict(list)
+    for one in records:
+        of_minute[int((one.arrived_at - watch.began) // _PART_S)].append(one)
+    return [reward_of(of_minute[minute], OBJECTIVE).value for minute in range(max(of_minute) + 1)]
 
 
 def _phases(watch: Watch, verdict: str, records: Sequence[RequestRecord]) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,11 @@ from experiments.common.rows import Row
 from experiments.common.tables import Table, load_note, markdown
 
 _PHASES = ("before", "trial", "after")
-_TITLES = {"winner": "a bad start, searched in the twin", "poisoned": "the defaults, a poisoned search"}
+_TITLES = {
+    "defaults": "the defaults, untuned",
+    "winner": "a bad start, searched in the twin",
+    "poisoned": "the defaults, a poisoned search",
+}
 _VERDICTS = {"winner": "adopted", "poisoned": "taken back"}
 
 

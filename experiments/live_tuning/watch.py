@@ -16,6 +16,7 @@ class Decision:
 
     what: str
     why: str
+    figures: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(slots=True)
@@ -26,12 +27,14 @@ class Watch:
         began: when the load did, on the monotonic clock.
         decisions: each with its time since then, to a second or so, as the page ages them.
         last: what the page said of the tuner at the last look.
+        errors: of the twin, each with the time at which the page first showed it.
     """
 
     served: Application
     began: float = 0.0
     decisions: dict[Decision, float] = field(default_factory=dict)
     last: Mapping[str, Any] = field(default_factory=dict)
+    errors: list[Mapping[str, float]] = field(default_factory=list)
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -43,8 +46,11 @@ class Watch:
         """Look once."""
         now_s = time.monotonic() - self.began
         self.last = json.loads(self.served.fetched("/debug/status"))["models"][0]["tuner"]
+        error = (self.last.get("twin") or {}).get("error")
+        if error and not (self.errors and error.items() <= self.errors[-1].items()):
+            self.errors.append({**error, "at_s": now_s})
         for each in self.last.get("audit", ()):
-            decision = Decision(each["what"], each["why"])
+            decision = Decision(each["what"], each["why"], each["figures"])
             self.decisions.setdefault(decision, now_s - min(each["age_s"], 1.0))
 
     def first_s(self, what: str) -> float | None:

@@ -2,7 +2,7 @@
 
 All requests are replayed at their queued times, because later requests compete with the fitted ones. Only the
 timings of the fitted requests count. Residuals are relative, for TTFT, TPOT and E2E each, and of three kinds:
-per request, per quantile, and of the mean.
+per request, per quantile, and of the mean. Several engines of one kind can be fitted together.
 
 The residuals are not smooth: a small change moves an arrival into another step, or a preemption to another
 request, and everything after it. So the fit has three stages. The first is least squares with wide
@@ -11,13 +11,13 @@ search, which needs no derivatives. Every stage is deterministic.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 
 from serve_app.calibration.measurement import MeasuredRequest
 from serve_app.calibration.measurements import CalibrationError
-from serve_app.calibration.replay import Floats, Timings, measured, replay
+from serve_app.calibration.replay import Floats, Part, Timings, chosen, measured, replay
 from serve_app.calibration.start import starting_point, typical_step_s
 from serve_app.engine_model.settings import EngineModelSettings
 from serve_app.engine_model.step_time import StepTimeModel
@@ -27,7 +27,8 @@ MIN_FITTED = 20
 
 # Request timings do not separate these from the other coefficients: they stay 0.
 _NOT_FITTED = {"decode_compute_s", "expert_read_s", "expert_share"}
-_NAMES = tuple(field.name for field in fields(StepTimeModel) if field.name not in _NOT_FITTED)
+_NAMES = tuple(each.name for each in fields(StepTimeModel) if each.name not in _NOT_FITTED)
+_LATENCY = "latency_s"
 _QUANTILES = np.linspace(2.5, 97.5, 39)
 # The weight of a mean, in requests: plans are made from means.
 _MEAN_WEIGHT = 5.0
@@ -41,6 +42,7 @@ _REGULARISATION = 0.01
 _REGULARISATION_OF = {"prefill_base_s": 0.1}
 # A coefficient changes by a factor of at most e^5 from the start.
 _MAX_LOG_FACTOR = 5.0
+_OFFSET = 100.0
 # Relative residual from which a request counts as an outlier.
 _TOLERANCE = 0.03
 _SIMPLEX_REPLAYS = 150
@@ -63,6 +65,54 @@ _STAGES = (_Stage(0.05, 0.1, 6), _Stage(0.02, _TOLERANCE, 8))
 EXPECTED_REPLAYS = sum(stage.steps for stage in _STAGES) * (len(_NAMES) + 1) + _SIMPLEX_REPLAYS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRun:
+    """What one engine served.
+
+    Attributes:
+        requests: all of them, in order of arrival.
+        settings: limits of the engine.
+        part: the requests whose timings are fitted; the others only compete with them.
+    """
+
+    requests: Sequence[MeasuredRequest]
+    settings: EngineModelSettings
+    part: Part = field(default_factory=lambda: slice(None))
+
+    @property
+    def fitted(self) -> Sequence[MeasuredRequest]:
+        """The requests of the part."""
+        return chosen(self.requests, self.part)
+
+    def played(self, step_time: StepTimeModel) -> Timings:
+        """The timings of the part in the engine model."""
+        return replay(self.requests, self.settings, step_time, part=self.part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitStart:
+    """Where a fit starts, and what it fits.
+
+    Attributes:
+        step_time: coefficients, to which those that the data do not determine stay near.
+        latency_s: where instants were seen elsewhere than in the engine, the time that this adds to a TTFT;
+            0 for instants of the engine itself: nothing is fitted then.
+        is_near: the data have hardly changed since the start was fitted: the last stages will do.
+    """
+
+    step_time: StepTimeModel
+    latency_s: float = 0.0
+    is_near: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedEngine:
+    """The result of a fit, as in `FitStart`."""
+
+    step_time: StepTimeModel
+    latency_s: float
+
+
 def fit_step_time(
     requests: Sequence[MeasuredRequest],
     fit_first: int,
@@ -80,38 +130,66 @@ def fit_step_time(
     Raises:
         CalibrationError: there are too few requests to fit.
     """
-    if not MIN_FITTED <= fit_first <= len(requests):
-        raise CalibrationError(
-            f"cannot fit {fit_first} of {len(requests)} requests: at least {MIN_FITTED} are needed to tell "
-            f"{len(_NAMES)} coefficients"
-        )
-    residuals = _Residuals(requests, fit_first, settings, on_replay)
-    position = np.zeros(len(_NAMES))
-    for stage in _STAGES:
+    if fit_first > len(requests):
+        raise _too_few(fit_first, len(requests))
+    run = EngineRun(requests=requests, settings=settings, part=slice(fit_first))
+    if len(run.fitted) < MIN_FITTED:
+        raise _too_few(fit_first, len(requests))
+    return fit_runs([run], FitStart(step_time=starting_point(run.fitted)), on_replay).step_time
+
+
+def fit_runs(
+    runs: Sequence[EngineRun], start: FitStart, on_replay: Callable[[], object] = lambda: None
+) -> FittedEngine:
+    """Fit one step-time model to engines of one kind.
+
+    Args:
+        on_replay: as for `fit_step_time`; called once for all runs.
+
+    Raises:
+        CalibrationError: there are too few requests to fit.
+    """
+    count = sum(len(run.fitted) for run in runs)
+    if count < MIN_FITTED:
+        raise _too_few(count, sum(len(run.requests) for run in runs))
+    residuals = _Residuals(runs, start, on_replay)
+    position = np.zeros(len(residuals.names))
+    for stage in _STAGES[1:] if start.is_near else _STAGES:
         position = _least_squares(residuals, position, stage)
-    return residuals.step_time(_simplex(residuals, position))
+    return residuals.fitted(_simplex(residuals, position))
+
+
+def _too_few(wanted: int, available: int) -> CalibrationError:
+    return CalibrationError(
+        f"cannot fit {wanted} of {available} requests: at least {MIN_FITTED} are needed to tell "
+        f"{len(_NAMES)} coefficients"
+    )
 
 
 def _least_squares(residuals: "_Residuals", position: Floats, stage: _Stage) -> Floats:
     # scipy doubles the start-up time of the command line, which other commands need not wait for.
     from scipy.optimize import least_squares  # noqa: PLC0415
 
+    # scipy takes differences relative to the argument, so those at 0 are tiny. They end near the start, which
+    # is good where instants are the engine's own. From outside a start is farther off, and is left only by
+    # differences as wide as the stage says: the argument is moved far away from 0.
+    offset = _OFFSET if residuals.is_from_outside else 0.0
     found: Floats = least_squares(
-        residuals,
-        position,
-        bounds=(-_MAX_LOG_FACTOR, _MAX_LOG_FACTOR),
-        diff_step=stage.width,
+        lambda moved: residuals(moved - offset),
+        position + offset,
+        bounds=(offset - _MAX_LOG_FACTOR, offset + _MAX_LOG_FACTOR),
+        diff_step=stage.width / max(1.0, offset),
         loss="soft_l1",
         f_scale=stage.tolerance,
         max_nfev=stage.steps,
     ).x
-    return found
+    return found - offset
 
 
 def _simplex(residuals: "_Residuals", position: Floats) -> Floats:
     from scipy.optimize import minimize  # noqa: PLC0415 - as above
 
-    steps = np.diag([_SIMPLEX_STEPS.get(name, _SIMPLEX_STEP) for name in _NAMES])
+    steps = np.diag([_SIMPLEX_STEPS.get(name, _SIMPLEX_STEP) for name in residuals.names])
     options = {
         "initial_simplex": np.vstack([position, position + steps]),
         "maxfev": _SIMPLEX_REPLAYS,
@@ -125,32 +203,29 @@ class _Residuals:
     """The differences of a replay from the measurement, as a function of the coefficients.
 
     A position is the logarithm of each coefficient over its start: all stay positive, and steps are relative.
+
+    Attributes:
+        names: of the coefficients, in the order of a position.
+        is_from_outside: whether the latency between the observer and the engine is one of them.
     """
 
-    def __init__(
-        self,
-        requests: Sequence[MeasuredRequest],
-        fit_first: int,
-        settings: EngineModelSettings,
-        on_replay: Callable[[], object],
-    ) -> None:
-        seen = requests[:fit_first]
-        self._requests = requests
-        self._part = slice(fit_first)
-        self._settings = settings
-        self._on_replay = on_replay
-        self._start = starting_point(seen)
+    def __init__(self, runs: Sequence[EngineRun], start: FitStart, on_replay: Callable[[], object]) -> None:
+        self._runs, self._start, self._on_replay = runs, start, on_replay
+        self.is_from_outside = start.latency_s > 0
+        self.names = (*_NAMES, _LATENCY) if self.is_from_outside else _NAMES
+        seen = [request for run in runs for request in run.fitted]
         self._measured = measured(seen)
         chance_s = _CHANCE_STEPS * typical_step_s(seen)
         medians = [float(np.median(values)) for values in _of(self._measured)]
         ttft, tpot, e2e = (share * median for share, median in zip(_FLOOR_SHARES, medians, strict=True))
         self._floors = (ttft + chance_s, tpot, e2e)
-        weights = [_REGULARISATION_OF.get(name, _REGULARISATION) for name in _NAMES]
+        weights = [_REGULARISATION_OF.get(name, _REGULARISATION) for name in self.names]
         self._regularisation = np.array(weights)
 
     def __call__(self, position: Floats) -> Floats:
         """All residuals, as logarithms of ratios."""
-        played = replay(self._requests, self._settings, self.step_time(position), part=self._part)
+        fitted = self.fitted(position)
+        played = with_latency([run.played(fitted.step_time) for run in self._runs], fitted.latency_s)
         self._on_replay()
         parts = [self._regularisation * position]
         for ours, theirs, floor in zip(_of(played), _of(self._measured), self._floors, strict=True):
@@ -164,12 +239,22 @@ class _Residuals:
         """The loss: quadratic in small residuals, linear in outliers."""
         return float(np.sum(np.sqrt(1.0 + (self(position) / _TOLERANCE) ** 2) - 1.0))
 
-    def step_time(self, position: Floats) -> StepTimeModel:
+    def fitted(self, position: Floats) -> FittedEngine:
         """The coefficients at a position."""
-        start = asdict(self._start)
-        return StepTimeModel(
-            **{name: start[name] * float(np.exp(at)) for name, at in zip(_NAMES, position, strict=True)}
-        )
+        start = {**asdict(self._start.step_time), _LATENCY: self._start.latency_s}
+        found = {name: start[name] * float(np.exp(at)) for name, at in zip(self.names, position, strict=True)}
+        latency_s = found.pop(_LATENCY, 0.0)
+        return FittedEngine(step_time=StepTimeModel(**found), latency_s=latency_s)
+
+
+def with_latency(played: Sequence[Timings], latency_s: float) -> Timings:
+    """The timings of several runs together, as they are seen from outside of the engines."""
+    return Timings(
+        np.concatenate([each.ttft_s for each in played]) + latency_s,
+        np.concatenate([each.tpot_s for each in played]),
+        np.concatenate([each.e2e_s for each in played]) + latency_s,
+        sum(each.preemptions for each in played),
+    )
 
 
 def _of(timings: Timings) -> tuple[Floats, Floats, Floats]:

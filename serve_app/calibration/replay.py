@@ -20,6 +20,8 @@ from serve_app.engine_model.step_time import StepTimeModel
 _MAX_STEPS = 1_000_000
 
 Floats = NDArray[np.float64]
+Part = slice | list[int]
+"""Some of a run's requests, by their indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ def replay(
     settings: EngineModelSettings,
     step_time: StepTimeModel,
     *,
-    part: slice = slice(None),
+    part: Part = slice(None),
 ) -> Timings:
     """Play all requests through the engine model; returns the timings of a part of them.
 
@@ -75,7 +77,12 @@ def replay(
     first = np.array([_instant(sequence.first_token_at) for sequence in sequences]) + origin
     last = np.array([_instant(sequence.finished_at) for sequence in sequences]) + origin
     preemptions = sum(sequence.preemptions for sequence in sequences)
-    return _timings(requests[part], first[part], last[part], preemptions)
+    return _timings(chosen(requests, part), first[part], last[part], preemptions)
+
+
+def chosen(requests: Sequence[MeasuredRequest], part: Part) -> Sequence[MeasuredRequest]:
+    """A part of the requests."""
+    return requests[part] if isinstance(part, slice) else [requests[index] for index in part]
 
 
 def _sequence(number: int, request: MeasuredRequest, origin: float) -> EngineSequence:

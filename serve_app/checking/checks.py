@@ -8,7 +8,7 @@ from typing import Any
 from serve_app.checking.capacity import check_capacity
 from serve_app.checking.document import Document, UnreadableError
 from serve_app.checking.engines import check_engines
-from serve_app.checking.machine import check_machine, gpu_names
+from serve_app.checking.machine import check_machine, only_card
 from serve_app.checking.mistake import Mistake
 from serve_app.checking.serve_schema import check_serve_keys
 from serve_app.errors import SettingsError
@@ -63,17 +63,11 @@ def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = No
         document.mistake(where, sentence)
         for sentence in check_engines(found.settings, on_this_machine=on_this_machine)
     ]
-    card = gpu or (_only_card() if on_this_machine else None)
+    card = gpu or (only_card() if on_this_machine else None)
     found.warnings += [document.mistake(where, sentence) for sentence in check_capacity(found.settings, card)]
     if on_this_machine:
         found.mistakes += _machine_mistakes(document, found.settings)
     return found
-
-
-def _only_card() -> str | None:
-    """The GPU of this machine; None if there is none, or not one kind."""
-    cards = set(gpu_names())
-    return cards.pop() if len(cards) == 1 else None
 
 
 def _machine_mistakes(document: Document, settings: AppSettings) -> Iterator[Mistake]:

@@ -129,6 +129,12 @@ def gpu_names() -> list[str]:
     return [line.strip() for line in listed.stdout.splitlines() if line.strip()]
 
 
+def only_card() -> str | None:
+    """The GPU of this machine, as its driver calls it; None if there is none, or not one kind."""
+    cards = set(gpu_names())
+    return cards.pop() if len(cards) == 1 else None
+
+
 def _check_memory(settings: AppSettings) -> Iterator[Found]:
     """Engines without a GPU take their memory here; those with one leave little on the host."""
     needed, unlimited = 0.0, None

@@ -21,6 +21,8 @@ class EngineLimits:
         max_num_seqs: most sequences in its batch.
         tpot_s: time per output token with a full batch, where that is known before anything is served.
         prefill_token_s: seconds to compute one prompt token, likewise.
+        max_num_batched_tokens: most tokens that it computes in one iteration; None where it does not say.
+        long_prefill_token_threshold: most of one prompt in an iteration, 0 for no limit; likewise.
     """
 
     max_model_len: int
@@ -28,6 +30,8 @@ class EngineLimits:
     max_num_seqs: int
     tpot_s: float | None = None
     prefill_token_s: float | None = None
+    max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

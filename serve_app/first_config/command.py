@@ -7,8 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from serve_app.checking import Mistake, check_file
-from serve_app.checking.machine import gpu_names
+from serve_app.checking import Checked, check_file
+from serve_app.checking.command import tell
+from serve_app.checking.machine import gpu_names, only_card
 from serve_app.command import Command, positive_int, program, say, warn
 from serve_app.engines.vllm.library import is_installed
 from serve_app.errors import ServeAppError, SettingsError
@@ -77,10 +78,10 @@ def _run(args: argparse.Namespace) -> int:
         raise SettingsError(f"--port must be at most {_LAST_PORT}, got {port}")
     start = f"{program()} serve {path}"
     text = configuration(fleet, Place(host=args.host, port=port, start=start))
-    missing_here = _checked(text, path)
+    found = _checked(text, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    _tell(fleet, path, missing_here)
+    _tell(fleet, path, found)
     return 0
 
 
@@ -103,11 +104,12 @@ def _given_fleet(args: argparse.Namespace) -> Fleet | None:
         model=args.model,
         max_model_len=args.max_model_len,
         per_engine=args.gpus_per_engine,
+        card=only_card(),
     )
 
 
-def _checked(text: str, path: Path) -> list[Mistake]:
-    """What this machine lacks for a configuration.
+def _checked(text: str, path: Path) -> Checked:
+    """What this machine lacks for a configuration, and what its engines cannot hold.
 
     Raises:
         ServeAppError: it has mistakes that no machine would cure.
@@ -117,16 +119,16 @@ def _checked(text: str, path: Path) -> list[Mistake]:
         draft.write_text(text, encoding="utf-8")
         if mistakes := check_file(draft, on_this_machine=False).mistakes:
             raise ServeAppError("; ".join(mistake.located(path) for mistake in mistakes))
-        return check_file(draft).mistakes
+        return check_file(draft)
 
 
-def _tell(fleet: Fleet, path: Path, missing_here: list[Mistake]) -> None:
+def _tell(fleet: Fleet, path: Path, found: Checked) -> None:
+    missing_here = found.mistakes
     say(
         f"{path} is written and passes `check`"
         + (", but for what this machine lacks" if missing_here else "")
     )
-    for mistake in missing_here:
-        warn(mistake.located(path))
+    tell(path, found)
     if isinstance(fleet, Gpus) and not is_installed():
         warn("vLLM is not installed here: install this package with its extra `vllm` where the engines run")
     if missing_here:

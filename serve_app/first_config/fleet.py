@@ -26,12 +26,14 @@ class Gpus:
         model: a name on the model hub, or a folder.
         max_model_len: the longest context in tokens; None takes what the model's folder states, or 32,768.
         per_engine: GPUs of one engine (tensor parallelism).
+        card: what they are, as their driver calls them; None when it is not known.
     """
 
     count: int
     model: str
     max_model_len: int | None = None
     per_engine: int = 1
+    card: str | None = None
 
     def __post_init__(self) -> None:
         if self.count < self.per_engine:

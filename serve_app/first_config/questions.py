@@ -5,7 +5,7 @@ import shlex
 from rich.console import Console
 from rich.prompt import IntPrompt, Prompt
 
-from serve_app.checking.machine import gpu_names
+from serve_app.checking.machine import gpu_names, only_card
 from serve_app.first_config.fleet import DEFAULT_CONTEXT, Emulated, Fleet, Gpus, Servers, stated_context
 from serve_app.first_config.servers import ask_servers
 
@@ -46,7 +46,7 @@ def _gpus(console: Console, found: int) -> Gpus:
     context = IntPrompt.ask(
         "Longest context in tokens", default=stated_context(model) or DEFAULT_CONTEXT, console=console
     )
-    return Gpus(count=count, model=model, max_model_len=context, per_engine=per_engine)
+    return Gpus(count=count, model=model, max_model_len=context, per_engine=per_engine, card=only_card())
 
 
 def _servers(console: Console) -> Servers:

@@ -14,6 +14,8 @@ class ReplicaSpec:
         max_num_seqs: sequences the engine runs at once.
         tpot_s: time per output token with a full batch, where that is known before anything is served.
         prefill_token_s: seconds to compute one prompt token, likewise.
+        max_num_batched_tokens: most tokens that it computes in one iteration; None where it does not say.
+        long_prefill_token_threshold: most of one prompt in an iteration, 0 for no limit; likewise.
     """
 
     replica_id: str
@@ -23,6 +25,8 @@ class ReplicaSpec:
     max_num_seqs: int
     tpot_s: float | None = None
     prefill_token_s: float | None = None
+    max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_tokens", "max_num_seqs"):

@@ -17,6 +17,7 @@ from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.tuner.actor import TunerSettings
 from serve_app.settings.pools import PoolSettings
 from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
+from serve_app.tuning.online.parameter_search import ParameterTuningSettings
 
 
 @settings
@@ -60,7 +61,8 @@ class ModelSettings(WrittenModel):
         """Whether a tuner runs beside the scheduler."""
         mode = self.tuner.mode
         if mode == "auto":
-            return learns_queues(self.scheduler.policy) or self.tuner.parameters is not None
+            asked_for = self.tuner.parameters not in (None, ParameterTuningSettings())
+            return learns_queues(self.scheduler.policy) or asked_for
         return mode
 
 

@@ -34,8 +34,8 @@ class PartitionLearner(Protocol):
 class PartitionSource(Protocol):
     """Makes a learner for each run; a plain value that can be sent to other processes and into results."""
 
-    def learner(self) -> PartitionLearner:
-        """A new learner that has observed nothing."""
+    def learner(self, policy: str) -> PartitionLearner:
+        """A new learner for a policy, which has observed nothing."""
         ...
 
 
@@ -45,7 +45,7 @@ class FixedPartition:
 
     partition: Partition
 
-    def learner(self) -> PartitionLearner:
+    def learner(self, policy: str = "") -> PartitionLearner:  # noqa: ARG002 - the same for all
         """A learner that returns the partition at its first call."""
         return _FixedLearner(self.partition)
 

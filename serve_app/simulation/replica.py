@@ -35,6 +35,8 @@ class ReplicaPlan:
             max_num_seqs=self.engine.max_num_seqs,
             tpot_s=self.step_time.step_s(sequences=self.engine.max_num_seqs),
             prefill_token_s=self.step_time.prefill_per_token_s,
+            max_num_batched_tokens=self.engine.max_num_batched_tokens,
+            long_prefill_token_threshold=self.engine.long_prefill_token_threshold,
         )
 
 

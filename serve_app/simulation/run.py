@@ -208,7 +208,7 @@ def _play(
     scheduler = _scheduler_settings(settings)
     learner = None
     if settings.partition is not None and learns_queues(settings.policy, SIMULATED_POLICIES):
-        learner = settings.partition.learner()
+        learner = settings.partition.learner(settings.policy)
     estimator = _noisy_estimator(settings, scheduler, requests) if settings.noise.relative_error else None
     simulation = Simulation(scheduler, plans, settings.simulation, on_decision, learner, estimator)
     return simulation.run(requests), tuple(simulation.partitions)

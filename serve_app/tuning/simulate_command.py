@@ -1,6 +1,11 @@
-"""The command `python -m serve_app simulate`, with length queues learned as the tuner learns them."""
+"""The command `python -m serve_app simulate`, with length queues learned as the tuner learns them.
+
+`ewsjf-paper` gets the queues that are published with it.
+"""
 
 from serve_app.simulation.command.command import simulate_command
-from serve_app.tuning.partition.strategic_loop import LearnedPartitions
+from serve_app.tuning.partition.settings import PAPER
+from serve_app.tuning.partition.strategic_loop import LearnedPartitions, StrategicSettings
 
-COMMAND = simulate_command(LearnedPartitions())
+_PUBLISHED = {"ewsjf-paper": StrategicSettings(refine_and_prune=PAPER)}
+COMMAND = simulate_command(LearnedPartitions(by_policy=_PUBLISHED))

@@ -171,7 +171,7 @@ def test_an_unknown_card_is_refused_with_those_that_are_known(capsys: pytest.Cap
 def test_the_cards_of_this_machine_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: list[str], is_warned: bool
 ) -> None:
-    monkeypatch.setattr("serve_app.checking.checks.gpu_names", lambda: cards)
+    monkeypatch.setattr("serve_app.checking.machine.gpu_names", lambda: cards)
     path = config(tmp_path, context=600_000)
     assert bool(check_file(path).warnings) == is_warned
     assert check_file(path, on_this_machine=False).warnings == []

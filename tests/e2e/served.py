@@ -58,7 +58,10 @@ ARGS = {
                     },
                 },
                 # Never searches: a search would take CPU time from other tests.
-                "parameters": {"profile": "laptop", "advanced": {"min_requests": 1_000_000}},
+                "parameters": {
+                    "profile": "laptop",
+                    "advanced": {"min_requests": 1_000_000, "calibration": {"check_requests": 1_000_000}},
+                },
             },
         }
     ],

@@ -103,6 +103,36 @@ def test_the_driver_is_asked_for_the_gpus(
     assert [pool.replicas for pool in written(tmp_path / "x.yaml").pools] == [2, 1]
 
 
+def listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: list[str]) -> None:
+    """A driver that lists these cards."""
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(f"#!/bin/sh\nprintf '%s\\n' {' '.join(repr(card) for card in cards)}\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+def test_engines_on_a_known_card_get_what_their_cache_carries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listing(tmp_path, monkeypatch, ["NVIDIA H100 80GB HBM3"] * 4)
+    path = tmp_path / "x.yaml"
+    large = ["--gpus", "--model", "meta-llama/Llama-3.3-70B-Instruct", "--gpus-per-engine", "2"]
+    assert main(["init", str(path), *large]) == 0
+    short, long = written(path).pools
+    for pool in (short, long):
+        assert pool.engine.vllm is not None
+        assert pool.engine.vllm.args["max_num_seqs"] < 30
+        assert pool.engine.vllm.args["long_prefill_token_threshold"] == 192
+    assert short.engine.max_model_len == 8_192
+    assert 16_384 < (long.engine.max_model_len or 0) <= 32_768
+    assert check_file(path, on_this_machine=False, gpu="h100").warnings == []
+    capsys.readouterr()
+    # A context that was asked for is written, and what is wrong with it is told.
+    assert main(["init", str(path), *large, "--max-model-len", "131072", "--force"]) == 0
+    assert written(path).pools[1].engine.max_model_len == 131_072
+    assert "a context of 131,072 tokens exceeds the KV cache" in capsys.readouterr().err
+
+
 def test_a_model_folder_states_its_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "tiny"
     folder.mkdir()

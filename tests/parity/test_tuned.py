@@ -20,8 +20,14 @@ from serve_app.tuning.objective.objective import ObjectiveSettings
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings, SearchResult, SearchTask
 from serve_app.tuning.online.replay import ReplayResult, ReplayTask
 from serve_app.tuning.online.rollout_settings import Act, Audit, RolloutSettings
-from serve_app.tuning.online.tuned_simulation import OBSERVATION_INTERVAL_S, TunedSimulation, counting_replay
+from serve_app.tuning.online.tuned_simulation import (
+    OBSERVATION_INTERVAL_S,
+    TunedSimulation,
+    counting_fit,
+    counting_replay,
+)
 from serve_app.tuning.search.search_space import Values
+from serve_app.tuning.twin.engine_fit import EngineFitResult, EngineFitTask
 from tests.parity import test_live_and_simulated as untuned
 from tests.parity.jumping_loop import run_jumping
 from tests.simulation.builders import mixed_requests
@@ -85,7 +91,12 @@ class TunedLiveSystem(untuned.LiveSystem):
             await asyncio.sleep(result.seconds / TUNING.core_share)
             return result
 
-        self.tuner = ParameterTuner("m", TUNING, searcher=searcher, replayer=replayer)
+        async def fitter(task: EngineFitTask) -> EngineFitResult:
+            result = counting_fit(PACE_REQUESTS_PER_S)(task)
+            await asyncio.sleep(result.seconds / TUNING.core_share)
+            return result
+
+        self.tuner = ParameterTuner("m", TUNING, searcher=searcher, replayer=replayer, fitter=fitter)
         # Outcomes are collected from the first call on.
         self.live.tuner.observed(outcomes=True)
         self.timeline.at(OBSERVATION_INTERVAL_S, Rank.FEEDBACK, self.observe)
@@ -107,6 +118,7 @@ def simulated(rate_per_s: float, values: Values) -> tuple[untuned.Decisions, Seq
         settings=untuned.SIMULATION,
         on_decision=log.append,
         replayer=counting_replay(PACE_REQUESTS_PER_S),
+        fitter=counting_fit(PACE_REQUESTS_PER_S),
     )
     simulation.run(requests(rate_per_s))
     return [(step.now, step.commands) for step in log if step.commands], simulation.loop.rollout.audit

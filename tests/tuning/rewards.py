@@ -73,4 +73,4 @@ def search_result(values: Values, *, confident: bool = True, seconds: float = 1.
         reason="for the test",
         trials=2,
     )
-    return SearchResult(finding=finding, speed_factor=1.0, seconds=seconds)
+    return SearchResult(finding=finding, seconds=seconds)

@@ -135,6 +135,8 @@ class EmulatedEngine:
             max_num_seqs=self._limits.max_num_seqs,
             tpot_s=self._step_time.step_s(sequences=self._limits.max_num_seqs) / self._settings.speed_up,
             prefill_token_s=self._step_time.prefill_per_token_s / self._settings.speed_up,
+            max_num_batched_tokens=self._limits.max_num_batched_tokens,
+            long_prefill_token_threshold=self._limits.long_prefill_token_threshold,
         )
 
     @property

@@ -233,7 +233,13 @@ def _limits(config: Any) -> EngineLimits:
     if not kv_tokens:
         # An embedding model without a KV cache: only the batch limits it.
         kv_tokens = max_num_seqs * max_model_len
-    return EngineLimits(max_model_len=max_model_len, kv_tokens=kv_tokens, max_num_seqs=max_num_seqs)
+    return EngineLimits(
+        max_model_len=max_model_len,
+        kv_tokens=kv_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        long_prefill_token_threshold=config.scheduler_config.long_prefill_token_threshold,
+    )
 
 
 def _parse_args(settings: VllmEngineSettings) -> argparse.Namespace:

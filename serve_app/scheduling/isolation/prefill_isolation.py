@@ -57,8 +57,9 @@ class IsolationSettings:
     min_observations: Annotated[int, POSITIVE] = 200
     # Fair shares take precedence over isolation: a tenant with mostly long requests would otherwise never get
     # its share beside others with short ones. For each so many average requests that it is behind every other
-    # waiting tenant, it may have one more long prefill, up to `max_owed` more.
-    owed_requests: Annotated[float, POSITIVE] = 16.0
+    # waiting tenant, it may have one more long prefill, up to `max_owed` more. At 1, tenants that are alike
+    # break isolation for each other in overload; at 16, a light tenant's long prompts wait for heavy ones.
+    owed_requests: Annotated[float, POSITIVE] = 2.0
     # See `owed_requests`.
     max_owed: Annotated[int, NOT_NEGATIVE.hint("0 switches it off")] = 4
     # When no short request above the batch class has arrived for so many seconds, there is none to protect.

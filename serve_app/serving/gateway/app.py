@@ -39,7 +39,7 @@ _MODELS = "/v1/models"
 
 _FROZEN = (
     "the tuner is frozen: values on trial are withdrawn, those in force stay, and no others are tried until "
-    "POST /debug/tuner/thaw, or until the scheduler starts anew"
+    "POST /debug/tuner/thaw"
 )
 _THAWED = "the tuner is thawed: other values may be tried again"
 
@@ -119,6 +119,7 @@ class Gateway:
             "/metrics": ("GET", self._metrics),
             "/debug/queue": ("GET", partial(self._show, lambda views: views.queue)),
             "/debug/status": ("GET", partial(self._show, lambda views: views.status)),
+            "/debug/tuner": ("GET", partial(self._show, _tuner_of)),
             "/debug/tuner/freeze": ("POST", partial(self._freeze, "frozen by an admin")),
             "/debug/tuner/thaw": ("POST", partial(self._freeze, "")),
         }
@@ -328,3 +329,13 @@ def _describe(model: ServedModel) -> dict[str, object]:
     if model.max_model_len is not None:
         described["max_model_len"] = model.max_model_len
     return described
+
+
+def _tuner_of(views: SchedulerViews) -> View:
+    """The part of the status that is about the tuner."""
+
+    async def shown() -> Mapping[str, Any]:
+        status = await views.status()
+        return {"model": status["model"], **status["tuner"]}
+
+    return shown

@@ -146,6 +146,8 @@ class PoolReplica:
             max_num_seqs=limits.max_num_seqs,
             tpot_s=limits.tpot_s,
             prefill_token_s=limits.prefill_token_s,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            long_prefill_token_threshold=limits.long_prefill_token_threshold,
         )
         address = ReplicaAddress(
             replica_id=self._replica_id,

@@ -73,6 +73,8 @@ class SchedulerMetrics:
         text = "Token budget up to which a request is at home in the first pool."
         self._b_short = gauge("ewsjf_b_short_tokens", text)
         self._tuned = gauge("ewsjf_tuned_value", "A setting that is tuned, as it is in force.", "setting")
+        text = "Mean latency in the tuner's twin over that of the engines, less 1, as last measured."
+        self._twin_error = gauge("ewsjf_twin_error_ratio", text, "latency")
         text = "Predicted minus actual wait in the queue, mean of the last fifty or so."
         self._error_mean = gauge("ewsjf_queue_wait_prediction_error_mean_seconds", text)
         text = "Size of the difference of predicted and actual wait, mean of the last fifty or so."
@@ -153,6 +155,11 @@ class SchedulerMetrics:
         for path, value in values.items():
             self._tuned.labels(self._model, path).set(value)
         self._retunings.labels(self._model).inc()
+
+    def on_twin_error(self, ttft_ratio: float, tpot_ratio: float) -> None:
+        """The error of the tuner's twin was measured."""
+        self._twin_error.labels(self._model, "ttft").set(ttft_ratio)
+        self._twin_error.labels(self._model, "tpot").set(tpot_ratio)
 
     def on_b_short_change(self) -> None:
         """`B_short` has another value."""

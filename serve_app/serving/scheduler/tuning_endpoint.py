@@ -167,6 +167,9 @@ class TuningEndpoint:
     def show(self, document: Mapping[str, Any]) -> None:
         """Keep what the tuner tells of itself."""
         self.shown = document
+        error = (document.get("twin") or {}).get("error")
+        if error is not None:
+            self.metrics.on_twin_error(error["ttft_ratio"], error["tpot_ratio"])
 
     def status(self) -> dict[str, Any]:
         """What the tuner does, for people."""

@@ -39,7 +39,8 @@ class TunerSettings:
     """How one model's scheduler is tuned while it runs.
 
     Attributes:
-        mode: on, off, or auto: on when the scheduler's policy learns its queues. A change of the policy in a
+        mode: on, off, or auto: on when the scheduler's policy learns its queues, or when settings of
+            `parameters` are given. A change of the policy in a
             running application does not start a tuner.
     """
 
@@ -48,8 +49,8 @@ class TunerSettings:
     # the reaction to drift.
     pull_interval_s: Annotated[float, POSITIVE.hint("5 is usual"), ADVANCED] = 5.0
     strategic: Annotated[StrategicSettings, ADVANCED] = field(default_factory=StrategicSettings)
-    # The scheduler's settings are tuned only when this is given.
-    parameters: ParameterTuningSettings | None = None
+    # How settings of the scheduler are tuned, beside its length queues; null leaves them as they are.
+    parameters: ParameterTuningSettings | None = field(default_factory=ParameterTuningSettings)
 
 
 class SchedulerCalls(Protocol):
@@ -65,6 +66,10 @@ class SchedulerCalls(Protocol):
 
     async def retune(self, order: Retune) -> None:
         """Use these values of settings."""
+        ...
+
+    async def freeze_tuning(self, reason: str) -> None:
+        """Try nothing until it is thawed."""
         ...
 
     async def show_tuner(self, document: Mapping[str, Any]) -> None:
@@ -94,6 +99,7 @@ class TunerActor:
         self._parameters = None
         if settings.parameters is not None:
             self._parameters = ParameterTuner(model, settings.parameters, store, searcher)
+            self._parameters.queues = settings.strategic.refine_and_prune
         self._delivered: tuple[int, PartitionChange] | None = None
         self._is_disconnected = False
         self._shown: tuple[int, Mapping[str, Any]] | None = None
@@ -116,13 +122,17 @@ class TunerActor:
             self._parameters.stop()
 
     async def _run(self) -> None:
-        interval_s = self._settings.pull_interval_s
         if self._parameters is not None:
             await self._parameters.load()
-            interval_s = min(interval_s, _TRIAL_INTERVAL_S)
         while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(self._interval_s())
             await self._update()
+
+    def _interval_s(self) -> float:
+        interval_s = self._settings.pull_interval_s
+        if self._parameters is None or self._parameters.is_idle:
+            return interval_s
+        return min(interval_s, _TRIAL_INTERVAL_S)
 
     async def _update(self) -> None:
         observed = await self._ask(self._scheduler.observed(outcomes=self._parameters is not None))
@@ -141,6 +151,8 @@ class TunerActor:
     async def _tune(self, parameters: ParameterTuner, observed: Observed) -> None:
         """Carry out the parameter tuner's orders, and publish its state."""
         orders = parameters.update(observed)
+        if parameters.freeze_due:
+            await self._ask(_confirmed(self._scheduler.freeze_tuning(parameters.freeze_due)))
         for order in orders:
             await self._ask(_confirmed(self._scheduler.retune(order)))
         # A new scheduler has no description yet.

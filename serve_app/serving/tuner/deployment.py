@@ -62,5 +62,8 @@ class _Calls:
     async def retune(self, order: Retune) -> None:
         await self._scheduler.retune.remote(order)
 
+    async def freeze_tuning(self, reason: str) -> None:
+        await self._scheduler.freeze_tuning.remote(reason)
+
     async def show_tuner(self, document: Mapping[str, Any]) -> None:
         await self._scheduler.show_tuner.remote(document)

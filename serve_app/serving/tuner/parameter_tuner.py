@@ -1,14 +1,18 @@
 """The tuner of the scheduler's settings: the loop of `tuning.online.parameter_loop` beside a live scheduler.
 
 The tuner actor drives it. `update` takes the scheduler's observations and returns orders for it, and never
-blocks. A search runs in a thread that pauses between its windows, so that it takes only its share of a core.
+blocks. Its work runs in one thread of low priority that pauses now and then, so that it takes only its share
+of a core.
 Values in force and decisions are kept in the state store.
 """
 
 import asyncio
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from serve_app.scheduling import SchedulerSettings
@@ -20,17 +24,25 @@ from serve_app.tuning.online.parameter_search import (
     ParameterTuningSettings,
     SearchResult,
     SearchTask,
+    throttled_fit,
     throttled_replay,
     throttled_search,
 )
 from serve_app.tuning.online.replay import ReplayResult, ReplayTask
 from serve_app.tuning.online.rollout_settings import Retune
+from serve_app.tuning.partition.settings import RefineAndPruneSettings
+from serve_app.tuning.twin.engine_fit import EngineFitResult, EngineFitTask
 
 logger = logging.getLogger("ray.serve")
 
+# Of the thread that searches: everything else of the machine goes first.
+_NICENESS = 10
+
 Result = TypeVar("Result")
+Task = TypeVar("Task")
 Searcher = Callable[[SearchTask], Coroutine[Any, Any, SearchResult]]
 Replayer = Callable[[ReplayTask], Coroutine[Any, Any, ReplayResult]]
+Fitter = Callable[[EngineFitTask], Coroutine[Any, Any, EngineFitResult]]
 
 
 class ParameterTuner:
@@ -39,7 +51,11 @@ class ParameterTuner:
     Args:
         store: keeps values in force and decisions across restarts; None keeps nothing.
         searcher: runs a search; None runs it in a thread, at its share of a core.
-        replayer: the same for a replay.
+        replayer, fitter: the same for a replay, and for a fit of the twin's engines.
+
+    Attributes:
+        queues: how the application learns its length queues, for the twin; to be set at once.
+        freeze_due: why the scheduler is to be frozen, because the one before was; empty when it is not.
     """
 
     def __init__(
@@ -49,15 +65,23 @@ class ParameterTuner:
         store: StateStore | None = None,
         searcher: Searcher | None = None,
         replayer: Replayer | None = None,
+        fitter: Fitter | None = None,
     ) -> None:
         self._model, self._settings, self._store = model, settings, store
+        self.queues = RefineAndPruneSettings()
         self._loop: ParameterLoop | None = None
         self._incarnation: int | None = None
         self._searcher = searcher or self._throttled_search
         self._search: asyncio.Task[SearchResult] | None = None
         self._replayer = replayer or self._throttled_replay
         self._replay: asyncio.Task[ReplayResult] | None = None
+        self._fitter = fitter or self._throttled_fit
+        self._fit: asyncio.Task[EngineFitResult] | None = None
         self._stop = threading.Event()
+        # One thread, so that all work together takes no more than its share.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tuner", initializer=_give_way)
+        self.freeze_due = ""
+        self._saw_requests = False
         self._saved: Mapping[str, Any] | None = None
         self._store_is_unreachable = False
 
@@ -69,9 +93,17 @@ class ParameterTuner:
         """Whether a search is under way."""
         return self._search is not None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing happens: no requests, no trial, no work."""
+        works = self._search is not None or self._replay is not None or self._fit is not None
+        trying = self._loop is not None and self._loop.rollout.target is not None
+        return not (works or trying or self._saw_requests)
+
     def stop(self) -> None:
         """Begin no further search; one under way ends after its window."""
         self._stop.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def load(self) -> None:
         """Read the state of an earlier tuner; call it once, before the first update."""
@@ -98,18 +130,23 @@ class ParameterTuner:
         """Take the scheduler's observations; returns orders for it, to be carried out in sequence."""
         if observed.settings is None:
             return []
+        self._saw_requests = bool(observed.outcomes) or observed.settled_until < observed.at
         orders: list[Retune] = []
         if self._loop is None or observed.incarnation != self._incarnation:
             orders += self._begin(observed, observed.settings)
+            self.freeze_due = self._loop.rollout.frozen if self._loop is not None else ""
         assert self._loop is not None
+        if observed.frozen:
+            self.freeze_due = ""
         observation = Observation(
             at=observed.at,
             settled_until=observed.settled_until,
             records=[record_of(row) for row in observed.outcomes],
             replicas=observed.replicas,
-            frozen=observed.frozen,
+            frozen=observed.frozen or self.freeze_due,
         )
         orders += self._loop.observe(observation)
+        self._end_fit(self._loop, observed.at)
         orders += self._end_search(self._loop, observed.at)
         orders += self._end_replay(self._loop, observed.at)
         if not self._stop.is_set():
@@ -126,7 +163,7 @@ class ParameterTuner:
         """Begin with a new scheduler."""
         self._incarnation, state = observed.incarnation, None
         if self._loop is None:
-            self._loop = ParameterLoop(configured, self._settings, observed.at)
+            self._loop = ParameterLoop(configured, self._settings, observed.at, self.queues)
             if self._saved is None:
                 return []
             state = self._saved
@@ -137,7 +174,10 @@ class ParameterTuner:
             return []
 
     def _begin_work(self, loop: ParameterLoop, observation: Observation) -> None:
-        """Start the search or the replay that is due."""
+        """Start the work that is due."""
+        fit_task = loop.fit_due(observation)
+        if fit_task is not None:
+            self._fit = asyncio.get_running_loop().create_task(self._fitter(fit_task))
         search_task = loop.search_due(observation)
         if search_task is not None:
             self._search = asyncio.get_running_loop().create_task(self._searcher(search_task))
@@ -146,10 +186,39 @@ class ParameterTuner:
             self._replay = asyncio.get_running_loop().create_task(self._replayer(replay_task))
 
     async def _throttled_search(self, task: SearchTask) -> SearchResult:
-        return await asyncio.to_thread(throttled_search, task, self._settings, self._stop)
+        return await self._in_thread(throttled_search, task)
 
     async def _throttled_replay(self, task: ReplayTask) -> ReplayResult:
-        return await asyncio.to_thread(throttled_replay, task, self._settings, self._stop)
+        return await self._in_thread(throttled_replay, task)
+
+    async def _throttled_fit(self, task: EngineFitTask) -> EngineFitResult:
+        return await self._in_thread(throttled_fit, task)
+
+    async def _in_thread(
+        self, work: Callable[[Task, ParameterTuningSettings, threading.Event], Result], task: Task
+    ) -> Result:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, work, task, self._settings, self._stop)
+
+    def _end_fit(self, loop: ParameterLoop, now: float) -> None:
+        """Pass the result of a finished check or fit to the loop."""
+        if self._fit is None or not self._fit.done():
+            return
+        ended, self._fit = self._fit, None
+        result = self._result(ended, "fit")
+        if result is None:
+            loop.calibration.on_failure(now)
+            return
+        loop.calibration.on_result(result, now)
+        error = result.error
+        logger.info(
+            "event=twin_checked model=%s fitted=%s requests=%d ttft_error=%s tpot_error=%s",
+            self._model,
+            result.engines is not None,
+            0 if error is None else error.requests,
+            "-" if error is None else f"{error.ttft_ratio:+.3f}",
+            "-" if error is None else f"{error.tpot_ratio:+.3f}",
+        )
 
     def _end_search(self, loop: ParameterLoop, now: float) -> list[Retune]:
         """Pass the result of a finished search to the loop."""
@@ -161,10 +230,9 @@ class ParameterTuner:
             loop.on_search_failure(now)
             return []
         logger.info(
-            "event=tuner_searched model=%s trials=%d speed_factor=%.2f confident=%s reason=%r",
+            "event=tuner_searched model=%s trials=%d confident=%s reason=%r",
             self._model,
             result.finding.trials,
-            result.speed_factor,
             result.finding.confident,
             result.finding.reason,
         )
@@ -187,3 +255,10 @@ class ParameterTuner:
                 logger.error("event=tuner_%s_failed model=%s", work, self._model, exc_info=error)
             return None
         return ended.result()
+
+
+def _give_way() -> None:
+    """Lower the priority of this thread, where the system has priorities of threads."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)

@@ -1,6 +1,7 @@
 """The tuning loop of a running scheduler, as a machine without a clock.
 
-Observations go in; orders for the scheduler come out, and now and then a search or a replay to carry out. The
+Observations go in; orders for the scheduler come out, and now and then work to carry out: a fit of the twin's
+engines (`twin_calibration`), a search, or a replay. The
 tuner actor drives it beside a live scheduler (`serving.tuner.parameter_tuner`), and `tuned_simulation` beside
 a simulated one, so experiments measure the code that runs in production.
 
@@ -21,27 +22,31 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.routing.snapshot import Snapshot
 from serve_app.scheduling import SchedulerSettings
+from serve_app.simulation.simulation import SimulationSettings
 from serve_app.tuning.objective.objective import reward_of
 from serve_app.tuning.online.parameter_search import (
     ParameterTuningSettings,
     SearchResult,
     SearchTask,
-    engines_of,
 )
 from serve_app.tuning.online.replay import ReplayResult, ReplayTask
 from serve_app.tuning.online.rollout import Rollout
 from serve_app.tuning.online.rollout_settings import Apply, Retune
 from serve_app.tuning.online.slice_noise import rewards_in, steady_slices
 from serve_app.tuning.online.trial_replays import TrialReplays
+from serve_app.tuning.online.twin_calibration import TwinCalibration
+from serve_app.tuning.partition.settings import RefineAndPruneSettings
 from serve_app.tuning.search.search_space import SearchSpace, SettingPart
 from serve_app.tuning.search.tunable import Tunable, parameters_of, space_of
-from serve_app.tuning.twin.digital_twin import TwinPlan, with_speed
+from serve_app.tuning.twin.digital_twin import TwinPlan
+from serve_app.tuning.twin.engine_fit import EngineFitTask
 from serve_app.tuning.twin.traffic import TrafficLog
 from serve_app.workloads.trace import Trace
 
 _RECENT = 50_000
 """Outcomes that slices are judged by: two slices at 400 requests/s."""
 _AUDITS_SHOWN = 12
+_USUAL_QUEUES = RefineAndPruneSettings()
 _STUDIES_KEPT = 50
 
 
@@ -69,17 +74,24 @@ class ParameterLoop:
 
     Args:
         configured: the settings that it began with.
+        queues: how the application learns its length queues; the twin learns its own in the same way.
 
     Attributes:
         rollout: the values in force and on trial, and the decisions so far.
+        calibration: the engines of the twin.
     """
 
-    def __init__(self, configured: SchedulerSettings, settings: ParameterTuningSettings, now: float) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        configured: SchedulerSettings,
+        settings: ParameterTuningSettings,
+        now: float,
+        queues: RefineAndPruneSettings = _USUAL_QUEUES,
+    ) -> None:
+        self._settings, self._queues = settings, queues
         self._studies: deque[dict[str, Any]] = deque(maxlen=_STUDIES_KEPT)
         self._searching = self._replaying = False
-        # Step times of the engines over those of their profile, as last measured.
-        self._speed_factor = 1.0
+        self.calibration = TwinCalibration(settings.calibration, settings.profile)
         self._start(configured, now)
 
     def _start(self, configured: SchedulerSettings, now: float) -> None:
@@ -88,6 +100,9 @@ class ParameterLoop:
         self.rollout = Rollout(self._space, self._space.current, self._settings.rollout)
         # Times of an earlier scheduler are on another clock.
         self._traffic, self._next_search_at = TrafficLog(), now
+        self.calibration.restart()
+        # Requests since the last search began.
+        self._unsearched = 0
         self._recent: deque[RequestRecord] = deque(maxlen=_RECENT)
         # The time of the last change, and the arrival of the oldest open request.
         self._steady_since = self._settled_until = now
@@ -119,6 +134,8 @@ class ParameterLoop:
         self._start(configured, now)
         if state is not None and isinstance(studies, list):
             self._studies.extend(studies)
+        if state is not None and "twin" in known:
+            self.calibration.restore(known["twin"])
         return self._orders(self.rollout.restore(rollout, now)) if isinstance(rollout, Mapping) else []
 
     def observe(self, observation: Observation) -> list[Retune]:
@@ -129,6 +146,8 @@ class ParameterLoop:
         for record in observation.records:
             self._traffic.add(record)
             self._recent.append(record)
+        self.calibration.note(observation.records)
+        self._unsearched += len(observation.records)
         if observation.frozen and not self.rollout.frozen:
             applies += self.rollout.freeze(now, observation.frozen)
         elif self.rollout.frozen and not observation.frozen:
@@ -157,21 +176,30 @@ class ParameterLoop:
         self._replaying = False
         return self._orders(self._replays.on_failure(now))
 
+    def fit_due(self, observation: Observation) -> EngineFitTask | None:
+        """A fit of the twin's engines to carry out now; its result or failure has to follow."""
+        if self._settings.rollout.mode == "off":
+            return None
+        return self.calibration.due(
+            self._traffic, observation.replicas, observation.settled_until, observation.at
+        )
+
     def search_due(self, observation: Observation) -> SearchTask | None:
         """A search to carry out now; its result or failure has to follow before there is another."""
         if self._searching or observation.at < self._next_search_at or not observation.replicas:
             return None
-        if not self.rollout.is_ready(observation.at):
+        if not self.rollout.is_ready(observation.at) or self.calibration.obstacle:
+            return None
+        if 2 * self._unsearched < self._settings.min_requests:
             return None
         traffic = self._traffic.trace(observation.settled_until)
         if traffic is None or len(traffic.requests) < self._settings.min_requests:
             return None
-        self._searching = True
-        plan = self._twin_of_profile(traffic, observation.replicas)
-        plan = replace(plan, settings=replace(plan.settings, seed=len(self._studies)))
-        # Only of this traffic: records of an earlier mix would suggest that the engines changed their speed.
-        recent = tuple(self._traffic.recent(observation.settled_until))
-        return SearchTask(plan=plan, observed=recent, settled_until=observation.settled_until)
+        plan = self._twin(traffic, observation.replicas)
+        if plan is None:
+            return None
+        self._searching, self._unsearched = True, 0
+        return SearchTask(plan=replace(plan, settings=replace(plan.settings, seed=len(self._studies))))
 
     def on_search_result(self, result: SearchResult, now: float) -> list[Retune]:
         """Propose what a search has found."""
@@ -180,7 +208,6 @@ class ParameterLoop:
         self._studies.append(
             {
                 "trials": finding.trials,
-                "speed_factor": result.speed_factor,
                 "confident": finding.confident,
                 "reason": finding.reason,
                 "best": dict(finding.best.values) if finding.best else None,
@@ -189,7 +216,6 @@ class ParameterLoop:
         )
         if not finding.confident or finding.best is None or found is None:
             return []
-        self._speed_factor = result.speed_factor
         reason = f"reward {found.mean:+.4f} in the twin, over {finding.trials} candidates"
         slices = steady_slices(self._steady_since, self._settled_until, self._settings.rollout)
         rewards = rewards_in(slices, self._recent, self._settings.objective)
@@ -205,12 +231,10 @@ class ParameterLoop:
 
     def document(self) -> dict[str, Any]:
         """The state of the loop, for people."""
-        state = "searching" if self._searching else "watching"
-        if self.rollout.target is not None:
-            state = "trying a step"
         return {
             "mode": self._settings.rollout.mode,
-            "state": state,
+            "state": self._doing(),
+            "twin": self.calibration.document(),
             "audit": [
                 {
                     "age_s": max(0.0, self._now - each.at),
@@ -226,23 +250,41 @@ class ParameterLoop:
 
     def state(self) -> dict[str, Any]:
         """What a restart needs, in plain values."""
-        return {"rollout": self.rollout.state(self._now), "studies": list(self._studies)}
+        return {
+            "rollout": self.rollout.state(self._now),
+            "studies": list(self._studies),
+            "twin": self.calibration.state(),
+        }
 
-    def _twin(self, traffic: Trace, replicas: Sequence[ReplicaSpec]) -> TwinPlan:
-        """The twin of the values in force, at the real speed of the engines."""
-        plan = self._twin_of_profile(traffic, replicas)
-        return replace(plan, engines=with_speed(plan.engines, self._speed_factor))
+    def _doing(self) -> str:
+        """What the loop does, or waits for, in words."""
+        if self.rollout.target is not None:
+            return "trying a step"
+        if self._searching:
+            return "searching"
+        if self._settings.rollout.mode == "off":
+            return "watching"
+        if obstacle := self.calibration.obstacle:
+            return f"watching: {obstacle}"
+        if waits := self.rollout.why_not(self._now):
+            return f"watching: {waits}"
+        return "watching"
 
-    def _twin_of_profile(self, traffic: Trace, replicas: Sequence[ReplicaSpec]) -> TwinPlan:
-        """The twin of the values in force, with the step times of the profile."""
-        tunable = Tunable(scheduler=self._configured).with_values(self.rollout.incumbent, self._space)
+    def _twin(self, traffic: Trace, replicas: Sequence[ReplicaSpec]) -> TwinPlan | None:
+        """The twin of the values in force; None while nothing is known of the engines."""
+        engines = self.calibration.engines(replicas)
+        if engines is None:
+            return None
+        tunable = Tunable(scheduler=self._configured, refine_and_prune=self._queues)
+        tunable = tunable.with_values(self.rollout.incumbent, self._space)
         return TwinPlan(
             tunable=tunable,
             space=_space(tunable.scheduler),
-            engines=engines_of(replicas, self._settings.profile),
+            engines=engines,
             traffic=traffic,
             objective=self._settings.objective,
             settings=self._settings.twin,
+            simulation=SimulationSettings(control_latency_s=self.calibration.latency_s),
         )
 
     def _orders(self, applies: Sequence[Apply]) -> list[Retune]:

@@ -2,23 +2,21 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from serve_app.engine_model.profiles import load_profile
-from serve_app.metrics.record import RequestRecord
-from serve_app.routing.replica import ReplicaSpec
 from serve_app.settings_base import ADVANCED, FINITE_POSITIVE, POSITIVE_SHARE, at_least, settings
-from serve_app.simulation.replica import ReplicaPlan
 from serve_app.tuning.objective.objective import ObjectiveSettings
 from serve_app.tuning.online.replay import ReplayResult, ReplayTask, replay
 from serve_app.tuning.online.rollout_settings import RolloutSettings
+from serve_app.tuning.online.twin_calibration import CalibrationSettings
 from serve_app.tuning.search.optimiser import make_optimiser
 from serve_app.tuning.search.study import Finding, Study, StudySettings
 from serve_app.tuning.search.study_run import Budget, WindowPlayer, run_study
-from serve_app.tuning.twin.digital_twin import TwinPlan, TwinSettings, with_speed
-from serve_app.tuning.twin.engine_pace import engine_pace
+from serve_app.tuning.twin.digital_twin import TwinPlan, TwinSettings
+from serve_app.tuning.twin.engine_fit import EngineFitResult, EngineFitTask, fit_engines
 from serve_app.tuning.twin.processes import TwinProcesses
 
 
@@ -27,15 +25,15 @@ class ParameterTuningSettings:
     """How one model's settings are tuned while it runs.
 
     Attributes:
-        profile: the engine profile of the twin, by name or path; for emulated engines their own. The speed of
-            the real engines against it is measured and corrected.
+        profile: the engine profile that the twin begins with, by name or path; None: it is fitted to what the
+            engines do, and nothing is searched for before. A profile that is wrong is fitted likewise.
         rollout: its `mode` says whether a winner is tried (`on`), recorded (`advise`) or ignored (`off`).
     """
 
-    profile: str
+    profile: str | None = None
     # Seconds between the end of a search and the next one.
     every_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 300.0
-    # Requests seen before a search: fewer are no sample of the traffic.
+    # Requests seen before a search: fewer are no sample of the traffic. For another, half as many are new.
     min_requests: Annotated[int, at_least(1), ADVANCED] = 600
     # CPU seconds of a search, and the share of a core that it uses meanwhile.
     search_cpu_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 40.0
@@ -45,32 +43,14 @@ class ParameterTuningSettings:
     search: Annotated[Literal["tpe", "random"], ADVANCED] = "tpe"
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     twin: Annotated[TwinSettings, ADVANCED] = field(default_factory=TwinSettings)
+    calibration: Annotated[CalibrationSettings, ADVANCED] = field(default_factory=CalibrationSettings)
     study: Annotated[StudySettings, ADVANCED] = field(default_factory=StudySettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
 
     def __post_init__(self) -> None:
         # Raises for a profile that does not exist: better at the start than after ten minutes.
-        load_profile(self.profile)
-
-
-def engines_of(replicas: Sequence[ReplicaSpec], profile: str) -> tuple[ReplicaPlan, ...]:
-    """Simulated replicas like those that are connected, with the step times of a profile."""
-    known = load_profile(profile)
-    return tuple(
-        ReplicaPlan(
-            replica_id=spec.replica_id,
-            pool=spec.pool,
-            engine=known.model_settings(
-                kv_tokens=spec.kv_tokens,
-                max_model_len=spec.max_model_len,
-                max_num_seqs=spec.max_num_seqs,
-                max_num_batched_tokens=max(known.max_num_batched_tokens, spec.max_num_seqs),
-                long_prefill_token_threshold=known.step_time.chunk_tokens(),
-            ),
-            step_time=known.step_time,
-        )
-        for spec in replicas
-    )
+        if self.profile is not None:
+            load_profile(self.profile)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +58,10 @@ class SearchTask:
     """A search to carry out.
 
     Attributes:
-        plan: the twin, with the step times of the profile.
-        observed: records of its traffic from production.
-        settled_until: arrival of the oldest request that was still open.
+        plan: the twin.
     """
 
     plan: TwinPlan
-    observed: Sequence[RequestRecord]
-    settled_until: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +69,10 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        speed_factor: step times of the engines over those of their profile.
         seconds: duration of the study, on the clock of its budget.
     """
 
     finding: Finding
-    speed_factor: float
     seconds: float
 
 
@@ -118,14 +92,12 @@ def search(
         wrap: puts an observer around the twin.
     """
     plan = task.plan
-    factor = engine_pace(task.observed, plan.engines, task.settled_until, budget.rest) or 1.0
-    plan = replace(plan, engines=with_speed(plan.engines, factor))
     optimiser = make_optimiser(settings.search, plan.space, seed=plan.settings.seed)
     study = Study(optimiser, settings.study, independent_windows=plan.independent_windows)
     with TwinProcesses(plan) as twin:
         course = run_study(study, settings.study, wrap(twin), budget)
     assert study.finding is not None
-    return SearchResult(finding=study.finding, speed_factor=factor, seconds=course.seconds)
+    return SearchResult(finding=study.finding, seconds=course.seconds)
 
 
 def throttled_search(
@@ -149,6 +121,17 @@ def throttled_replay(
         StoppedError: `stop` was set meanwhile.
     """
     return replay(task, _throttle(settings.core_share, stop))
+
+
+def throttled_fit(
+    task: EngineFitTask, settings: ParameterTuningSettings, stop: threading.Event
+) -> EngineFitResult:
+    """Carry out a check or a fit of the twin's engines in this thread, at its share of a core.
+
+    Raises:
+        StoppedError: `stop` was set meanwhile.
+    """
+    return fit_engines(task, _throttle(settings.core_share, stop))
 
 
 def _throttle(core_share: float, stop: threading.Event) -> Callable[[], None]:

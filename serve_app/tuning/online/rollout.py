@@ -74,7 +74,19 @@ class Rollout:
 
     def is_ready(self, now: float) -> bool:
         """Whether a candidate would be tried now, or recorded in mode `advise`."""
-        return self._why_not(now) == ""
+        return self.why_not(now) == ""
+
+    def why_not(self, now: float) -> str:
+        """Why nothing may be tried now; empty when something may."""
+        if self._settings.mode == "off":
+            return "mode off"
+        if self.frozen:
+            return f"frozen: {self.frozen}"
+        if self._canary is not None:
+            return "another step is on trial"
+        if now < self._rests_until:
+            return f"cool-down, {self._rests_until - now:.0f} s left"
+        return ""
 
     # What happens
 
@@ -94,7 +106,7 @@ class Rollout:
             control: how to clear slices of what the twin expects, as known so far; `expect` has to follow for
                 `to_expect`. None: there will be no expectations.
         """
-        if refusal := self._why_not(now):
+        if refusal := self.why_not(now):
             return self._note(now, Act.REFUSED, refusal, candidate)
         try:
             step = self._space.step(self.incumbent, candidate, self._settings.max_step)
@@ -183,18 +195,6 @@ class Rollout:
         return self._note(now, Act.THAWED, "by command")
 
     # Decisions
-
-    def _why_not(self, now: float) -> str:
-        """Why nothing may be tried now; empty when something may."""
-        if self._settings.mode == "off":
-            return "mode off"
-        if self.frozen:
-            return f"frozen: {self.frozen}"
-        if self._canary is not None:
-            return "another step is on trial"
-        if now < self._rests_until:
-            return f"cool-down, {self._rests_until - now:.0f} s left"
-        return ""
 
     def _concluded(self, verdict: Verdict, now: float) -> list[Apply]:
         if verdict.status is TrialStatus.FAILED:

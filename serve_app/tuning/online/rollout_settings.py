@@ -28,7 +28,7 @@ class RolloutSettings:
             tries it.
     """
 
-    mode: Mode = "advise"
+    mode: Mode = "on"
     # The farthest that a parameter moves in one step, as a share of its range; a whole number may always move
     # by 1. A candidate farther away is reached in several steps, each of which has to win.
     max_step: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.25

@@ -27,8 +27,9 @@ from serve_app.tuning.twin.digital_twin import TwinPlan
 from serve_app.tuning.twin.traffic import TrafficLog
 from serve_app.workloads.trace import Trace
 
-MakeTwin = Callable[[Trace, Sequence[ReplicaSpec]], TwinPlan]
-"""The twin of the values in force, for a trace and the replicas that are connected, at their real speed."""
+MakeTwin = Callable[[Trace, Sequence[ReplicaSpec]], TwinPlan | None]
+"""The twin of the values in force, for a trace and the replicas that are connected; None without a model of
+them."""
 
 
 class TrialReplays:
@@ -156,5 +157,8 @@ class TrialReplays:
         ]
         if traffic is None or not replicas or len(known) < len(slices):
             return None
-        task = ReplayTask(plan=self._make_twin(traffic, replicas), slices=tuple(known), lead_s=lead_s)
+        plan = self._make_twin(traffic, replicas)
+        if plan is None:
+            return None
+        task = ReplayTask(plan=plan, slices=tuple(known), lead_s=lead_s)
         return task if task.requests <= MAX_REQUESTS else None

@@ -36,10 +36,13 @@ from serve_app.tuning.search.settings_path import with_values
 from serve_app.tuning.search.study import Job
 from serve_app.tuning.search.study_run import Budget, WindowPlayer, WindowResult
 from serve_app.tuning.search.tunable import with_weights
+from serve_app.tuning.twin.engine_fit import EngineFitResult, EngineFitTask, fit_engines
 
 Searcher = Callable[[SearchTask], SearchResult]
 
 Replayer = Callable[[ReplayTask], ReplayResult]
+
+Fitter = Callable[[EngineFitTask], EngineFitResult]
 
 PACE_REQUESTS_PER_S = 2_000.0
 """Requests that a core is assumed to simulate in a second."""
@@ -77,6 +80,16 @@ def counting_replay(pace_requests_per_s: float = PACE_REQUESTS_PER_S) -> Replaye
     return replayer
 
 
+def counting_fit(pace_requests_per_s: float = PACE_REQUESTS_PER_S) -> Fitter:
+    """Fits of the twin's engines whose clock counts simulated requests, as `counting_search` does."""
+
+    def fitter(task: EngineFitTask) -> EngineFitResult:
+        result = fit_engines(task)
+        return replace(result, seconds=result.requests / pace_requests_per_s)
+
+    return fitter
+
+
 class _RequestCounter:
     """A player of windows that counts the requests it simulates."""
 
@@ -102,6 +115,7 @@ class TunedSimulation:
     Args:
         searcher: carries out a search; the `seconds` of its result are those of one core.
         replayer: carries out a replay, likewise.
+        fitter: carries out a fit of the twin's engines, likewise.
         learner: of length queues, as for `Simulation`.
         on_decision: as for `Simulation`.
 
@@ -119,15 +133,17 @@ class TunedSimulation:
     learner: PartitionLearner | None = None
     on_decision: Callable[[Decision], None] | None = None
     replayer: Replayer = field(default_factory=counting_replay)
+    fitter: Fitter = field(default_factory=counting_fit)
     simulation: Simulation = field(init=False)
     loop: ParameterLoop = field(init=False)
     orders: list[tuple[float, Retune]] = field(init=False, default_factory=list)
     searches: int = field(init=False, default=0)
     _outcomes: OutcomeWindow = field(init=False, default_factory=OutcomeWindow)
     _permanent: SchedulerSettings = field(init=False)
-    # The result of a search or a replay, and when it would have ended beside a live scheduler.
+    # The result of a search, a replay or a fit, and when it would have ended beside a live scheduler.
     _search_result: tuple[float, SearchResult] | None = field(init=False, default=None)
     _replay_result: tuple[float, ReplayResult] | None = field(init=False, default=None)
+    _fit_result: tuple[float, EngineFitResult] | None = field(init=False, default=None)
     _last_arrival: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -169,6 +185,9 @@ class TunedSimulation:
             replicas=[plan.spec for plan in self.plans],
         )
         self._carry_out(self.loop.observe(observation))
+        if self._fit_result is not None and now >= self._fit_result[0]:
+            (_, fitted), self._fit_result = self._fit_result, None
+            self.loop.calibration.on_result(fitted, now)
         if self._search_result is not None and now >= self._search_result[0]:
             (_, found), self._search_result = self._search_result, None
             self._carry_out(self.loop.on_search_result(found, now))
@@ -180,6 +199,10 @@ class TunedSimulation:
 
     def _begin_work(self, observation: Observation) -> None:
         """Carry out at once what is due; its result comes when a live tuner would have it."""
+        fit_task = self.loop.fit_due(observation)
+        if fit_task is not None:
+            fitted = self.fitter(fit_task)
+            self._fit_result = (observation.at + fitted.seconds / self.tuning.core_share, fitted)
         search_task = self.loop.search_due(observation)
         if search_task is not None:
             found = self.searcher(search_task)

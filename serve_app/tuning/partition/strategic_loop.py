@@ -20,7 +20,7 @@ Each change routes all waiting requests again, and renames the queues in dashboa
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -232,10 +232,15 @@ class StrategicLoop:
 
 @dataclass(frozen=True, slots=True)
 class LearnedPartitions:
-    """Makes a loop for each run; a plain value, so it can be sent to other processes."""
+    """Makes a loop for each run; a plain value, so it can be sent to other processes.
+
+    Attributes:
+        by_policy: settings for single policies.
+    """
 
     settings: StrategicSettings = field(default_factory=StrategicSettings)
+    by_policy: Mapping[str, StrategicSettings] = field(default_factory=dict)
 
-    def learner(self) -> StrategicLoop:
+    def learner(self, policy: str = "") -> StrategicLoop:
         """A new loop that has seen no lengths."""
-        return StrategicLoop(self.settings)
+        return StrategicLoop(self.by_policy.get(policy, self.settings))

@@ -6,8 +6,8 @@ output lengths, the cost of a prefill, and where "long" begins. The length queue
 Refine-and-Prune finds under the candidate's own parameters.
 
 Three things it does not know. Prefixes: it has no cache hits. The requests that wait when a window begins: it
-starts with an empty fleet and does not measure the first part. The error of the engine model: `with_speed`
-corrects it as a whole, by the factor that `engine_pace` measures.
+starts with an empty fleet and does not measure the first part. The error of the engine model: `engine_fit`
+measures it, and fits the step times where it is large.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -43,6 +43,21 @@ async def test_each_scheduler_is_looked_into_and_a_silent_one_is_named(path: str
     assert refused.json()["error"]["code"] == "not_allowed"
 
 
+async def test_the_tuner_of_each_model_can_be_looked_at_alone() -> None:
+    async def status() -> dict[str, object]:
+        return {"model": "a", "waiting": 3, "tuner": {"mode": "on", "state": "searching"}}
+
+    async def unused(_: str = "") -> dict[str, object]:
+        raise AssertionError
+
+    views = {"a": SchedulerViews(queue=unused, status=status, freeze=unused)}  # type: ignore[arg-type]
+    settings = GatewaySettings(models=(ServedModel(name="a"),))
+    app = Gateway(settings, {"a": FakeDispatcher([])}, "gw", views)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
+        answer = await http.get("/debug/tuner")
+    assert answer.json() == {"models": [{"model": "a", "mode": "on", "state": "searching"}]}
+
+
 async def test_admins_freeze_and_thaw_every_tuner() -> None:
     heard: list[tuple[str, str]] = []
 

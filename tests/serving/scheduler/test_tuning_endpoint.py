@@ -39,6 +39,14 @@ async def test_values_are_put_in_force_for_good_logged_and_shown(
     assert world.live.status()["tuner"]["values"] == {TARGET: 7, "ewsjf.weights.b_u": 0.3}
 
 
+async def test_the_error_of_the_twin_is_a_metric_once_it_is_known(world: Simulation) -> None:
+    world.live.tuner.show({"twin": {"error": None}})
+    assert "ewsjf_twin_error_ratio{" not in world.live.exposition()
+    world.live.tuner.show({"twin": {"error": {"ttft_ratio": 0.25, "tpot_ratio": -0.5}}})
+    assert 'ewsjf_twin_error_ratio{latency="ttft",model="m"} 0.25' in world.live.exposition()
+    assert 'ewsjf_twin_error_ratio{latency="tpot",model="m"} -0.5' in world.live.exposition()
+
+
 async def test_values_on_trial_run_out_when_the_tuner_is_silent(world: Simulation) -> None:
     before = target(world)
     world.live.tuner.retune(Retune(values={TARGET: 9}, valid_s=0.05))

@@ -38,6 +38,9 @@ class SimulatedCalls:
     async def retune(self, order: Retune) -> None:
         self._simulation.live.tuner.retune(order)
 
+    async def freeze_tuning(self, reason: str) -> None:
+        self._simulation.live.tuner.freeze(reason)
+
     async def show_tuner(self, document: Mapping[str, Any]) -> None:
         self._simulation.live.tuner.show(document)
 
@@ -163,6 +166,9 @@ class ScriptedCalls:
 
     async def retune(self, order: Retune) -> None:
         raise AssertionError(order)
+
+    async def freeze_tuning(self, reason: str) -> None:
+        raise AssertionError(reason)
 
     async def show_tuner(self, document: Mapping[str, Any]) -> None:
         raise AssertionError(document)

@@ -14,6 +14,7 @@ from serve_app.tuning.online.parameter_loop import Observation, ParameterLoop
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings, SearchResult, SearchTask
 from serve_app.tuning.online.replay import replay
 from serve_app.tuning.online.rollout_settings import Act, Retune, RolloutSettings
+from serve_app.tuning.partition.settings import PAPER
 from tests.builders import spec
 from tests.metrics.builders import record
 from tests.tuning.rewards import search_result
@@ -58,6 +59,15 @@ def watched(until: int = 40, settings: ParameterTuningSettings = SETTINGS) -> Pa
     return loop
 
 
+def test_the_twin_learns_queues_as_the_application_does() -> None:
+    loop = ParameterLoop(CONFIGURED, SETTINGS, 0.0, PAPER)
+    for second in range(20):
+        loop.observe(observation(second + 1.0, [arrived(second)]))
+    task = loop.search_due(observation(20.0))
+    assert task is not None
+    assert task.plan.tunable.refine_and_prune == PAPER
+
+
 def found(target_waiting: int, *, confident: bool = True) -> SearchResult:
     current = ParameterLoop(CONFIGURED, SETTINGS, 0.0).rollout.incumbent
     return search_result({**current, "target_waiting": target_waiting}, confident=confident)
@@ -70,7 +80,7 @@ def test_a_search_needs_traffic_replicas_and_leave() -> None:
     assert loop.search_due(observation(20.0, replicas=[])) is None
     task = loop.search_due(observation(20.0))
     assert isinstance(task, SearchTask)
-    assert len(task.plan.traffic.requests) == len(task.observed) == 20
+    assert len(task.plan.traffic.requests) == 20
     assert [plan.replica_id for plan in task.plan.engines] == ["r1"]
     # One at a time.
     assert loop.is_searching
@@ -89,8 +99,19 @@ def test_the_next_search_comes_after_a_rest_however_the_last_one_ended(failed: b
     else:
         assert loop.on_search_result(found(6, confident=False), 45.0) == []
     assert not loop.is_searching
+    # Without new traffic there is nothing new to find.
+    assert loop.search_due(observation(500.0)) is None
+    for second in range(80, 90):
+        loop.observe(observation(second + 1.0, [arrived(second)]))
     assert loop.search_due(observation(94.0)) is None
     assert loop.search_due(observation(95.0)) is not None
+
+
+def test_nothing_is_searched_for_while_the_twin_is_not_known() -> None:
+    loop = watched(settings=replace(SETTINGS, profile=None))
+    assert loop.search_due(observation(40.0)) is None
+    assert loop.document()["state"] == "watching: the twin is fitted after 200 streamed answers (40 so far)"
+    assert loop.document()["twin"]["step_times"] == "unknown"
 
 
 def test_what_a_search_finds_is_tried_in_slices_and_adopted_for_good() -> None:

@@ -1,0 +1,130 @@
+"""The tuner of values in a served application: it learns the engine, tries a step, is frozen and stays so.
+
+The search is the one of `experiments.live_tuning` that is sure of bad values, so that a trial begins whatever
+the machine does. With the real search, and to the verdicts, it takes minutes: `-m slow`.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from experiments.common.application import serve_config, served_application
+from experiments.common.experiment import Context
+from experiments.live_tuning.application import IMPORT_PATHS
+from experiments.live_tuning.run import LiveTuningSettings, play
+from serve_app.cli import main
+from tests.e2e.served import Served, wait_for
+
+pytestmark = pytest.mark.timeout(400)
+
+# Nothing names a profile. On a loaded machine these engines are slower than they mean to be, so the error of
+# the twin is no obstacle here.
+CALIBRATION = {"first_requests": 60, "check_requests": 20, "every_s": 0.0, "max_error_ratio": 100.0}
+MODEL = {
+    "name": "demo",
+    "pools": [
+        {
+            "name": "all",
+            "engine": {"emulated": {"profile": "laptop", "advanced": {"speed_up": 2.0}}},
+            "resources": {"num_cpus": 0.1},
+        }
+    ],
+    "tuner": {
+        "parameters": {
+            "advanced": {"min_requests": 40, "every_s": 1.0, "core_share": 1.0, "calibration": CALIBRATION},
+        }
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Iterator[Served]:
+    gateways = {"replicas": 1, "num_cpus": 0.1}
+    config = serve_config("ewsjf", [MODEL], IMPORT_PATHS["poisoned"], 0, gateways)
+    with served_application(config, environment={}, start_timeout_s=200.0) as application:
+        yield Served(application)
+
+
+def tuner_of(served: Served) -> dict[str, Any]:
+    shown: dict[str, Any] = json.loads(served.application.fetched("/debug/tuner"))["models"][0]
+    return shown
+
+
+async def test_it_learns_the_engine_tries_a_step_and_a_freeze_outlives_the_scheduler(
+    tuned: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned.wait_until_ready()
+
+    def waits_for_the_twin() -> bool:
+        return "the twin is fitted after 60 streamed answers" in tuner_of(tuned)["state"]
+
+    def tries() -> bool:
+        return "started" in acts(tuner_of(tuned))
+
+    await asyncio.to_thread(wait_for, waits_for_the_twin, 60, "the tuner to wait for its twin")
+    async with traffic(tuned):
+        await asyncio.to_thread(wait_for, tries, 200, "a trial")
+    shown = await asyncio.to_thread(tuner_of, tuned)
+    assert shown["state"] == "trying a step"
+    assert shown["twin"]["step_times"].startswith("fitted to the engines")
+    assert set(shown["twin"]["error"]) == {"ttft_ratio", "tpot_ratio", "requests"}
+    assert tuned.metric("ewsjf_twin_error_ratio", latency="ttft") == shown["twin"]["error"]["ttft_ratio"]
+
+    def status(*options: str) -> str:
+        assert main(["status", "--url", tuned.url, *options]) == 0
+        return capsys.readouterr().out
+
+    assert "mean TTFT" in await asyncio.to_thread(status)
+    await asyncio.to_thread(status, "--freeze-tuner")
+    await asyncio.to_thread(
+        wait_for, lambda: {"frozen", "rolled back"} <= acts(tuner_of(tuned)), 30, "the trial to end"
+    )
+    before = tuned.metric("ewsjf_scheduler_incarnation")
+    tuned.replicas("scheduler")[0].kill()
+
+    def is_frozen() -> bool:
+        is_new = tuned.metric("ewsjf_scheduler_incarnation") > before
+        return is_new and "frozen by an admin" in tuner_of(tuned)["state"]
+
+    await asyncio.to_thread(wait_for, is_frozen, 60, "the new scheduler to be frozen")
+
+
+def acts(tuner: dict[str, Any]) -> set[str]:
+    return {each["what"] for each in tuner.get("audit", ())}
+
+
+@contextlib.asynccontextmanager
+async def traffic(served: Served) -> Any:
+    """Streamed requests of some lengths, a few at a time, until the end of the block."""
+
+    async def client(number: int) -> None:
+        body = {"model": "demo", "prompt": "word " * (20 + 150 * number), "max_tokens": 16, "stream": True}
+        while True:
+            (await http.post("/v1/completions", json=body)).raise_for_status()
+
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+        clients = [asyncio.create_task(client(number)) for number in range(4)]
+        try:
+            yield
+        finally:
+            for each in clients:
+                each.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_200)
+@pytest.mark.parametrize("case", ["winner", "poisoned"])
+def test_an_improvement_is_adopted_and_a_poisoned_candidate_is_taken_back(case: str) -> None:
+    settings = LiveTuningSettings(cases=(case,), seconds={case: 330.0}, rate_per_s=10.0)
+    (measured,) = play(settings, Context(1, ()))
+    assert measured.figures["verdict_s"] is not None
+    assert set(measured.figures["outcomes"]) == {"completed"}
+    if case == "winner":
+        phases = measured.figures["phases"]
+        assert phases["after"]["reward"] > phases["before"]["reward"]
