@@ -99,6 +99,7 @@ class TunerActor:
         self._parameters = None
         if settings.parameters is not None:
             self._parameters = ParameterTuner(model, settings.parameters, store, searcher)
+            self._parameters.queues = settings.strategic.refine_and_prune
         self._delivered: tuple[int, PartitionChange] | None = None
         self._is_disconnected = False
         self._shown: tuple[int, Mapping[str, Any]] | None = None

@@ -30,6 +30,7 @@ from serve_app.tuning.online.parameter_search import (
 )
 from serve_app.tuning.online.replay import ReplayResult, ReplayTask
 from serve_app.tuning.online.rollout_settings import Retune
+from serve_app.tuning.partition.settings import RefineAndPruneSettings
 from serve_app.tuning.twin.engine_fit import EngineFitResult, EngineFitTask
 
 logger = logging.getLogger("ray.serve")
@@ -53,6 +54,7 @@ class ParameterTuner:
         replayer, fitter: the same for a replay, and for a fit of the twin's engines.
 
     Attributes:
+        queues: how the application learns its length queues, for the twin; to be set at once.
         freeze_due: why the scheduler is to be frozen, because the one before was; empty when it is not.
     """
 
@@ -66,6 +68,7 @@ class ParameterTuner:
         fitter: Fitter | None = None,
     ) -> None:
         self._model, self._settings, self._store = model, settings, store
+        self.queues = RefineAndPruneSettings()
         self._loop: ParameterLoop | None = None
         self._incarnation: int | None = None
         self._searcher = searcher or self._throttled_search
@@ -160,7 +163,7 @@ class ParameterTuner:
         """Begin with a new scheduler."""
         self._incarnation, state = observed.incarnation, None
         if self._loop is None:
-            self._loop = ParameterLoop(configured, self._settings, observed.at)
+            self._loop = ParameterLoop(configured, self._settings, observed.at, self.queues)
             if self._saved is None:
                 return []
             state = self._saved

@@ -35,6 +35,7 @@ from serve_app.tuning.online.rollout_settings import Apply, Retune
 from serve_app.tuning.online.slice_noise import rewards_in, steady_slices
 from serve_app.tuning.online.trial_replays import TrialReplays
 from serve_app.tuning.online.twin_calibration import TwinCalibration
+from serve_app.tuning.partition.settings import RefineAndPruneSettings
 from serve_app.tuning.search.search_space import SearchSpace, SettingPart
 from serve_app.tuning.search.tunable import Tunable, parameters_of, space_of
 from serve_app.tuning.twin.digital_twin import TwinPlan
@@ -45,6 +46,7 @@ from serve_app.workloads.trace import Trace
 _RECENT = 50_000
 """Outcomes that slices are judged by: two slices at 400 requests/s."""
 _AUDITS_SHOWN = 12
+_USUAL_QUEUES = RefineAndPruneSettings()
 _STUDIES_KEPT = 50
 
 
@@ -72,14 +74,21 @@ class ParameterLoop:
 
     Args:
         configured: the settings that it began with.
+        queues: how the application learns its length queues; the twin learns its own in the same way.
 
     Attributes:
         rollout: the values in force and on trial, and the decisions so far.
         calibration: the engines of the twin.
     """
 
-    def __init__(self, configured: SchedulerSettings, settings: ParameterTuningSettings, now: float) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        configured: SchedulerSettings,
+        settings: ParameterTuningSettings,
+        now: float,
+        queues: RefineAndPruneSettings = _USUAL_QUEUES,
+    ) -> None:
+        self._settings, self._queues = settings, queues
         self._studies: deque[dict[str, Any]] = deque(maxlen=_STUDIES_KEPT)
         self._searching = self._replaying = False
         self.calibration = TwinCalibration(settings.calibration, settings.profile)
@@ -266,7 +275,8 @@ class ParameterLoop:
         engines = self.calibration.engines(replicas)
         if engines is None:
             return None
-        tunable = Tunable(scheduler=self._configured).with_values(self.rollout.incumbent, self._space)
+        tunable = Tunable(scheduler=self._configured, refine_and_prune=self._queues)
+        tunable = tunable.with_values(self.rollout.incumbent, self._space)
         return TwinPlan(
             tunable=tunable,
             space=_space(tunable.scheduler),

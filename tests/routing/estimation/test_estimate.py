@@ -93,6 +93,15 @@ def with_images(count: int, text_bytes: int, tokens_each: int) -> tuple[Request,
     return asked, Usage(prompt_tokens=tokens, output_tokens=9)
 
 
+def test_a_prompt_that_is_mostly_text_teaches_nothing_of_its_image() -> None:
+    learned = estimator()
+    before = learned.state()["media"]
+    learned.observe(*with_images(1, 40_000, 9_000))
+    assert learned.state()["media"] == before
+    learned.observe(*with_images(1, 200, 9_000))
+    assert learned.state()["media"] != before
+
+
 @pytest.mark.parametrize("tokens_each", [85, 576, 9_000])
 def test_the_tokens_of_images_are_learned_from_prompts_that_are_mostly_images(tokens_each: int) -> None:
     learned = taught([with_images(1 + index % 3, 200, tokens_each) for index in range(60)])

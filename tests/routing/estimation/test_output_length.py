@@ -164,3 +164,20 @@ def test_the_expected_length_never_exceeds_the_limit_and_grows_with_it(
     assert 0 <= curve.expected(low) <= low * (1 + 1e-9)
     assert curve.expected(low) <= curve.expected(high) * (1 + 1e-9)
     assert 1 <= curve.quantile() <= SETTINGS.largest_believed_max_tokens
+
+
+def test_weights_that_are_scaled_down_in_time_change_no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled, whole = (LengthCurve(OutputSettings(memory_observations=50)) for _ in range(2))
+    module = "serve_app.routing.estimation.length_curve._LARGEST_SCALE"
+    # The weight of the next observation passes 5 every 82 observations.
+    for number in range(400):
+        tokens, was_cut = 10.0 + number * 7 % 900, number % 3 == 0
+        monkeypatch.setattr(module, 5.0)
+        scaled.observe(tokens, was_cut=was_cut)
+        monkeypatch.setattr(module, 1e12)
+        whole.observe(tokens, was_cut=was_cut)
+    assert scaled.state()["scale"] != whole.state()["scale"]
+    assert scaled.quantile() == whole.quantile()
+    assert [scaled.expected(limit) for limit in (50, 200, 800)] == pytest.approx(
+        [whole.expected(limit) for limit in (50, 200, 800)]
+    )

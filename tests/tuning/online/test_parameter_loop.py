@@ -14,6 +14,7 @@ from serve_app.tuning.online.parameter_loop import Observation, ParameterLoop
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings, SearchResult, SearchTask
 from serve_app.tuning.online.replay import replay
 from serve_app.tuning.online.rollout_settings import Act, Retune, RolloutSettings
+from serve_app.tuning.partition.settings import PAPER
 from tests.builders import spec
 from tests.metrics.builders import record
 from tests.tuning.rewards import search_result
@@ -56,6 +57,15 @@ def watched(until: int = 40, settings: ParameterTuningSettings = SETTINGS) -> Pa
     for second in range(until):
         assert loop.observe(observation(second + 1.0, [arrived(second)])) == []
     return loop
+
+
+def test_the_twin_learns_queues_as_the_application_does() -> None:
+    loop = ParameterLoop(CONFIGURED, SETTINGS, 0.0, PAPER)
+    for second in range(20):
+        loop.observe(observation(second + 1.0, [arrived(second)]))
+    task = loop.search_due(observation(20.0))
+    assert task is not None
+    assert task.plan.tunable.refine_and_prune == PAPER
 
 
 def found(target_waiting: int, *, confident: bool = True) -> SearchResult:
