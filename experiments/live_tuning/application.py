@@ -15,29 +15,37 @@ MODEL = "tuned"
 PROFILE = "llama31-8b-rtx4090-tp1"
 IMPORT_PATHS = {
     "defaults": BUILD_APP,
+    "strict": BUILD_APP,
     "winner": BUILD_APP,
     "poisoned": "experiments.live_tuning.poisoned_tuner:build_app",
 }
-VERDICTS = {"defaults": "none", "winner": "adopted", "poisoned": "rolled back"}
+VERDICTS = {"defaults": "none", "strict": "adopted", "winner": "adopted", "poisoned": "rolled back"}
 """What the tuner is expected to decide in each case."""
 
 _TARGET = ClassTarget(ttft_s=0.5, long_ttft_s=5.0, tpot_s=None)
 OBJECTIVE = ObjectiveSettings(targets=ClassTargets(default=_TARGET), min_requests=20)
 
-# Those of `poisoned_tuner.AWFUL`, by the path of the setting.
-_BAD_START = {
-    "ewsjf": {"weights": {"a_u": 0.01, "b_u": 5.0, "a_f": -5e-5, "b_f": 0.5}},
-    "isolation": {"max_long_prefills": 8, "max_longest_prefills": 8, "short_work_share": 0.6},
-    "backpressure": {"target_waiting": 16},
+_BAD_STARTS: Mapping[str, Mapping[str, Any]] = {
+    # Isolation so strict that the engine cannot keep up with the long prompts.
+    "strict": {
+        "isolation": {"max_long_prefills": 1, "max_longest_prefills": 1, "short_work_share": 0.05},
+        "backpressure": {"target_waiting": 1},
+    },
+    # Those of `poisoned_tuner.AWFUL`, by the path of the setting.
+    "winner": {
+        "ewsjf": {"weights": {"a_u": 0.01, "b_u": 5.0, "a_f": -5e-5, "b_f": 0.5}},
+        "isolation": {"max_long_prefills": 8, "max_longest_prefills": 8, "short_work_share": 0.6},
+        "backpressure": {"target_waiting": 16},
+    },
 }
 
 
 def model(case: str, slice_s: float) -> dict[str, Any]:
-    """The model of a case: `winner` starts from values that serve badly, the others from the defaults.
+    """The model of a case: `strict` and `winner` start from values that serve badly, the others from the defaults.
 
     In the case `defaults` nothing is tuned.
     """
-    start: Mapping[str, Any] = _BAD_START if case == "winner" else {}
+    start = _BAD_STARTS.get(case, {})
     engine = {"emulated": {"profile": PROFILE, "max_num_seqs": 16}}
     return {
         "name": MODEL,

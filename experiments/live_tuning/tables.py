@@ -8,10 +8,11 @@ from experiments.common.tables import Table, load_note, markdown
 _PHASES = ("before", "trial", "after")
 _TITLES = {
     "defaults": "the defaults, untuned",
-    "winner": "a bad start, searched in the twin",
+    "strict": "isolation too strict, searched in the twin",
+    "winner": "no isolation and no order, searched in the twin",
     "poisoned": "the defaults, a poisoned search",
 }
-_VERDICTS = {"winner": "adopted", "poisoned": "taken back"}
+_VERDICTS = {"strict": "adopted", "winner": "adopted", "poisoned": "taken back"}
 
 
 def _headline(rows: Sequence[Row]) -> str:
