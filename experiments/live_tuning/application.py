@@ -41,7 +41,7 @@ _BAD_STARTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def model(case: str, slice_s: float) -> dict[str, Any]:
-    """The model of a case: `strict` and `winner` start from values that serve badly, the others from the defaults.
+    """The model of a case: two start from values that serve badly, the others from the defaults.
 
     In the case `defaults` nothing is tuned.
     """
