@@ -31,9 +31,9 @@ class DelayBoundSettings:
 
     # A long prompt is overdue when it has waited so many times the longest wait that the order of arrival
     # would have brought of late. A higher ratio serves more requests soon, and the last ones later.
-    wait_ratio: Annotated[float, NOT_NEGATIVE.hint("0 switches the bound off")] = 1.1
-    # A prompt passes an overdue one when it is at most this part of it: 3 is a third.
-    passing_ratio: Annotated[float, at_least(1)] = 3.0
+    wait_ratio: Annotated[float, NOT_NEGATIVE.hint("0 switches the bound off")] = 1.2
+    # A prompt passes an overdue one when it is at most this part of it: 2.5 is two fifths.
+    passing_ratio: Annotated[float, at_least(1)] = 2.5
     # The time after which the longest wait of a turn counts half: about a burst.
     half_life_s: Annotated[float, POSITIVE] = 120.0
 

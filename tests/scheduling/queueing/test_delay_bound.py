@@ -62,7 +62,7 @@ def test_a_prompt_whose_turn_has_not_come_is_passed() -> None:
 
 def test_a_prompt_goes_first_when_it_has_waited_longer_than_any_turn_times_the_ratio() -> None:
     line = backlog()
-    line.add(prompt("fresh", 2_000, 8.0))
+    line.add(prompt("fresh", 2_500, 8.0))
     assert line.bound.longest_s(8.0) == pytest.approx(8.0)
     assert line.heads(11.0) == ["fresh", "long"]
     assert line.heads(12.0) == ["long", "fresh"]
@@ -70,8 +70,8 @@ def test_a_prompt_goes_first_when_it_has_waited_longer_than_any_turn_times_the_r
 
 def test_prompts_much_shorter_than_the_overdue_one_still_pass_it() -> None:
     line = backlog()
-    line.add(prompt("third", 1_333, 8.0), prompt("half", 2_000, 8.0))
-    assert line.heads(12.0) == ["third", "long", "half"]
+    line.add(prompt("less", 1_600, 8.0), prompt("more", 1_601, 8.0))
+    assert line.heads(12.0) == ["less", "long", "more"]
 
 
 def test_overdue_prompts_go_in_the_order_of_arrival() -> None:
