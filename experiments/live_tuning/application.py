@@ -26,7 +26,7 @@ _TARGET = ClassTarget(ttft_s=0.5, long_ttft_s=5.0, tpot_s=None)
 OBJECTIVE = ObjectiveSettings(targets=ClassTargets(default=_TARGET), min_requests=20)
 
 _BAD_STARTS: Mapping[str, Mapping[str, Any]] = {
-    # Isolation so strict that the engine cannot keep up with the long prompts.
+    # One long prefill at a time, and hardly any that count as short.
     "strict": {
         "isolation": {"max_long_prefills": 1, "max_longest_prefills": 1, "short_work_share": 0.05},
         "backpressure": {"target_waiting": 1},
@@ -41,7 +41,7 @@ _BAD_STARTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def model(case: str, slice_s: float) -> dict[str, Any]:
-    """The model of a case: two start from values that serve badly, the others from the defaults.
+    """The model of a case: two start from other values than the defaults.
 
     In the case `defaults` nothing is tuned.
     """

@@ -8,7 +8,7 @@ from experiments.common.tables import Table, load_note, markdown
 _PHASES = ("before", "trial", "after")
 _TITLES = {
     "defaults": "the defaults, untuned",
-    "strict": "isolation too strict, searched in the twin",
+    "strict": "stricter isolation, searched in the twin",
     "winner": "no isolation and no order, searched in the twin",
     "poisoned": "the defaults, a poisoned search",
 }
