@@ -55,6 +55,7 @@ def tuner_of(served: Served) -> dict[str, Any]:
     return shown
 
 
+@pytest.mark.slow
 async def test_it_learns_the_engine_tries_a_step_and_a_freeze_outlives_the_scheduler(
     tuned: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,7 @@ def statuses_of_ready(url: str, opened: Terminal) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 async def test_a_closed_terminal_lets_answers_end_and_leaves_nothing(tmp_path: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
