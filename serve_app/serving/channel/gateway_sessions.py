@@ -75,8 +75,13 @@ from serve_app.serving.channel.messages import (
     SnapshotEnd,
     Submit,
 )
-from serve_app.serving.channel.orphans import Orphans
-from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession, RequestBook, as_request
+from serve_app.serving.channel.requests.orphans import Orphans
+from serve_app.serving.channel.requests.request_book import (
+    GatewayRequest,
+    GatewaySession,
+    RequestBook,
+    as_request,
+)
 
 logger = logging.getLogger("ray.serve")
 

@@ -19,16 +19,19 @@ import asyncio
 import contextlib
 import logging
 import socket
+import struct
 from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
 from serve_app.errors import ChannelError
-from serve_app.serving.channel.acknowledgement import acknowledged_ago_s
 from serve_app.serving.channel.framing import MAX_MESSAGES_PER_FRAME, FrameReader, encode_frames
 from serve_app.serving.channel.messages import Heartbeat, Message
 from serve_app.serving.channel.settings import ChannelSettings
 
 logger = logging.getLogger("ray.serve")
+
+# `tcpi_last_ack_recv` of Linux' `struct tcp_info`: milliseconds since the last acknowledgement.
+_LAST_ACKNOWLEDGEMENT = struct.Struct("@56xI")
 
 
 class LinkOwner(Protocol):
@@ -230,3 +233,16 @@ class Link(asyncio.Protocol):
     def _require_transport(self) -> asyncio.Transport:
         assert self._transport is not None, "a link is open only after connection_made"
         return self._transport
+
+
+def acknowledged_ago_s(transport: asyncio.BaseTransport) -> float | None:
+    """Seconds since the peer's host acknowledged something; None where the system does not tell."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or not hasattr(socket, "TCP_INFO"):
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACKNOWLEDGEMENT.size)
+        (milliseconds,) = _LAST_ACKNOWLEDGEMENT.unpack(info)
+    except (OSError, struct.error):
+        return None
+    return float(milliseconds) / 1000

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from serve_app.routing.replica import ReplicaReport
-from serve_app.serving.channel.request_book import RequestBook
+from serve_app.serving.channel.requests.request_book import RequestBook
 
 # A look goes through all requests once, so it is taken for many reports together.
 _LOOK_S = 0.5
