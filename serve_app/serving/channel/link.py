@@ -86,7 +86,9 @@ class Link(asyncio.Protocol):
 
     def close(self, reason: str) -> None:
         """Send what is waiting to be sent, then end the connection."""
-        if self.open:
+        if self._transport is None:
+            self.abort(reason)
+        elif self.open:
             self._flush()
             self._end(reason)
             transport = self._require_transport()
@@ -95,11 +97,12 @@ class Link(asyncio.Protocol):
             self._loop.call_later(self._settings.dead_after_s, transport.abort)
 
     def abort(self, reason: str) -> None:
-        """End the connection at once; what was not sent yet is lost."""
-        if self.open:
-            self._outbox.clear()
+        """End the connection at once, also one that is still being made or closed; unsent words are lost."""
+        self._outbox.clear()
+        if self.open or not self._reason:
             self._end(reason)
-            self._require_transport().abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     def tick(self) -> None:
         """Say that we live, and give a dead peer up; the owner calls it every `heartbeat_s`."""
@@ -116,6 +119,10 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin; asyncio calls this."""
         self._transport = cast("asyncio.Transport", transport)
+        if self._reason:
+            # It was ended while it was being made.
+            self._transport.abort()
+            return
         self.open = True
         sock = transport.get_extra_info("socket")
         if sock is not None:

@@ -24,6 +24,7 @@ from serve_app.request import PriorityClass
 from serve_app.serving.channel.framing import decode_from_peer
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.link import Link
+from serve_app.serving.channel.listener import Listener
 from serve_app.serving.channel.messages import VERSION, Bye, Hello, Rejected, Role, Welcome
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.settings import ChannelSettings
@@ -67,29 +68,26 @@ class ChannelServer:
         self._replicas = replicas
         self._on_superseded = on_superseded
         self._loop = asyncio.get_running_loop()
-        # Those who have not introduced themselves, oldest first, with the time by which they must.
-        self._strangers: dict[Link, float] = {}
+        # Holds those who have not introduced themselves.
+        self._listener = Listener(self._make_link, settings)
         self._peers: dict[Link, _Peer] = {}
-        self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<ChannelServer peers {len(self._peers)}, strangers {len(self._strangers)}>"
+        return f"<ChannelServer peers {len(self._peers)}, strangers {len(self._listener)}>"
 
     async def start(self, host: str) -> int:
         """Listen on a free port of `host` and return it."""
-        self._server = await self._loop.create_server(self._accept, host, 0, backlog=1024)
+        port = self._listener.start(host)
         self._timer = self._loop.call_later(self._settings.heartbeat_s, self._tick)
-        port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     def stop(self, reason: str) -> None:
         """Let nobody in any more and close every connection, after what was said already."""
-        if self._server is not None:
-            self._server.close()
+        self._listener.close(reason)
         if self._timer is not None:
             self._timer.cancel()
-        for link in [*self._peers, *self._strangers]:
+        for link in list(self._peers):
             link.close(reason)
 
     def on_link_message(self, link: Link, message: Any) -> None:
@@ -105,7 +103,7 @@ class ChannelServer:
 
     def on_link_lost(self, link: Link, reason: str) -> None:
         """A connection is over."""
-        self._strangers.pop(link, None)
+        self._listener.forget(link)
         self._part(link, reason, for_good=False)
 
     def _part(self, link: Link, reason: str, *, for_good: bool) -> None:
@@ -118,29 +116,16 @@ class ChannelServer:
         else:
             self._replicas.on_loss(peer.peer_id, link)
 
-    def _accept(self) -> Link:
-        if len(self._strangers) >= self._settings.max_pending_handshakes:
-            # The oldest goes: it has had the best chance to speak, which takes a real peer a millisecond.
-            self._turn_away(
-                next(iter(self._strangers)), "too many connections have not introduced themselves"
-            )
+    def _make_link(self) -> Link:
         link = Link(self, decode_from_peer, self._settings)
         link.limit_frames(_STRANGERS_FRAME_BYTES)
-        self._strangers[link] = self._loop.time() + self._settings.handshake_s
         return link
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._settings.heartbeat_s, self._tick)
         for link in list(self._peers):
             link.tick()
-        now = self._loop.time()
-        for link, until in list(self._strangers.items()):
-            if now >= until:
-                self._turn_away(link, "it did not introduce itself")
-
-    def _turn_away(self, link: Link, reason: str) -> None:
-        self._strangers.pop(link, None)
-        link.abort(reason)
+        self._listener.expire()
 
     def _meet(self, link: Link, message: Any) -> None:
         denial = self._objection(message)
@@ -149,7 +134,7 @@ class ChannelServer:
             link.send(Rejected(denial))
             link.close(denial)
             return
-        del self._strangers[link]
+        self._listener.forget(link)
         link.limit_frames(self._settings.max_frame_bytes)
         self._replace_older(message)
         logger.info("event=peer_joined role=%s peer=%s", message.role.value, message.peer_id)

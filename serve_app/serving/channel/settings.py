@@ -22,7 +22,7 @@ class ChannelSettings:
         superseded_check_s: the scheduler looks for a newer incarnation of itself this often.
         max_frame_bytes: a longer frame ends the connection.
         max_write_buffer_bytes: a peer with more than this unread ends the connection.
-        max_pending_handshakes: connections that may be open without an introduction.
+        max_pending_handshakes: connections without an introduction; more are not accepted meanwhile.
         max_waiting_offline: requests that one gateway holds while no scheduler is there to refuse them.
         offline_timeout_s: time in the queue for a request without its own, until a scheduler names a default.
     """
@@ -52,7 +52,8 @@ class ChannelSettings:
     max_frame_bytes: Annotated[int, POSITIVE] = 4 * 1024 * 1024
     # A snapshot of 20,000 waiting requests takes about 8 MB.
     max_write_buffer_bytes: Annotated[int, POSITIVE] = 32 * 1024 * 1024
-    max_pending_handshakes: Annotated[int, POSITIVE] = 128
+    # 256 strangers cost about 2 MB and a quarter of the time for an introduction; see `listener`.
+    max_pending_handshakes: Annotated[int, POSITIVE] = 256
     max_waiting_offline: Annotated[int, POSITIVE] = 10_000
     offline_timeout_s: Annotated[float, POSITIVE] = 60.0
 

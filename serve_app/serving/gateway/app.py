@@ -29,6 +29,7 @@ from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.parse import PARSERS, parse_model
 from serve_app.serving.gateway.request.reader import RequestReader
+from serve_app.serving.gateway.request.structure import check_structure
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.unscheduled import AnyReplica
@@ -169,6 +170,7 @@ class Gateway:
     def close(self) -> None:
         """Cut all connections to replicas."""
         self._upstream.close()
+        self._reader.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -224,6 +226,7 @@ class Gateway:
     async def _tokenize(self, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming)
         body = await self._reader.body(incoming)
+        check_structure(body)
         model = parse_model(body)
         self._reader.check_model(model)
         with DisconnectWatch(incoming.receive):

@@ -147,12 +147,3 @@ async def test_a_peer_that_talks_and_does_not_listen_is_cut_off(world: Simulatio
     talking = asyncio.get_running_loop().create_task(talk())
     assert await stranger.closed()
     talking.cancel()
-
-
-async def test_a_crowd_of_strangers_is_kept_within_bounds_and_peers_still_get_in(world: Simulation) -> None:
-    crowd = [await Stranger.at(world.endpoint()) for _ in range(FAST.max_pending_handshakes + 40)]
-    await until(lambda: len(world.live._server._strangers) <= FAST.max_pending_handshakes)
-    assert (await world.gateway()).is_connected
-    for stranger in crowd:
-        stranger.leave()
-    await until(lambda: not world.live._server._strangers)

@@ -31,7 +31,7 @@ class PartFields(msgspec.Struct, gc=False):
 Content = str | list[str | PartFields] | None
 
 
-class MessageFields(msgspec.Struct):
+class MessageFields(msgspec.Struct, gc=False):
     """One message of a chat."""
 
     role: str | None = None
@@ -40,7 +40,7 @@ class MessageFields(msgspec.Struct):
     function_call: msgspec.Raw = ABSENT
 
 
-class InputItem(msgspec.Struct):
+class InputItem(msgspec.Struct, gc=False):
     """One item of a Responses input: a message, a tool call or a tool's output."""
 
     role: str | None = None

@@ -20,6 +20,7 @@ import msgspec
 
 from serve_app.routing.prefix.blocks import BLOCK_ENDS, BYTES_PER_TOKEN
 from serve_app.serving.gateway.request.bodies import (
+    ABSENT,
     ChatFields,
     CompletionFields,
     Content,
@@ -139,7 +140,10 @@ class _Pieces:
     def add_messages(self, messages: Iterable[MessageFields]) -> None:
         for message in messages:
             self.add(message.role or "", message.content)
-            self.add_raw(message.tool_calls, message.function_call)
+            if message.tool_calls is not ABSENT or message.function_call is not ABSENT:
+                self.add_raw(message.tool_calls, message.function_call)
+            if self._ended:
+                return
 
     def add(self, role: str, content: Content) -> None:
         """A message: its role tells where the one before it has ended."""

@@ -11,6 +11,7 @@ import msgspec
 from serve_app.request import PromptShape, TextCategory
 from serve_app.routing.estimation.text_category import classify
 from serve_app.serving.gateway.request.bodies import (
+    ABSENT,
     ChatFields,
     CompletionFields,
     Content,
@@ -64,7 +65,8 @@ class _Measure:
     def add_messages(self, messages: Iterable[MessageFields]) -> None:
         for message in messages:
             self.add_content(message.content)
-            self.add_raw(message.tool_calls, message.function_call)
+            if message.tool_calls is not ABSENT or message.function_call is not ABSENT:
+                self.add_raw(message.tool_calls, message.function_call)
 
     def add_items(self, items: Iterable[InputItem]) -> None:
         for item in items:
