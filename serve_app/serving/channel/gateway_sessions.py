@@ -38,6 +38,7 @@ may be replaced by another that knows nothing. How it holds:
 """
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -96,7 +97,7 @@ class GatewayHost(Protocol):
         """Whether gateways can be sent to this replica now."""
         ...
 
-    def exposition(self) -> str:
+    async def exposition(self) -> str:
         """Return the metrics as text."""
         ...
 
@@ -113,6 +114,7 @@ class GatewaySessions:
         self._grace_s = grace_s
         self._loop = asyncio.get_running_loop()
         self._gateways: dict[str, GatewaySession] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self.book = RequestBook()
         self._on: dict[type[Message], Callable[[GatewaySession, Any], None]] = {
             Submit: self._on_submit,
@@ -294,9 +296,14 @@ class GatewaySessions:
             self._host.feed(Cancelled(message.request_id))
 
     def _on_scrape(self, gateway: GatewaySession, message: Scrape) -> None:
-        gateway.tell(Exposition(message.serial, self._host.exposition()))
+        task = self._loop.create_task(self._expose(gateway, message.serial), context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # How it works.
+
+    async def _expose(self, gateway: GatewaySession, serial: int) -> None:
+        gateway.tell(Exposition(serial, await self._host.exposition()))
 
     def _take_back(
         self, record: GatewayRequest, request_id: str, failure: DispatchFailure, text: str

@@ -132,11 +132,6 @@ class SchedulerActor:
         """Who waits where, for how long, and why."""
         return (await self._current()).queue()
 
-    async def exposition(self) -> str:
-        """Return the metrics in the Prometheus text format."""
-        text = (await self._current()).exposition()
-        return text if self._keeper is None else text + self._keeper.exposition()
-
     async def observed(self, *, outcomes: bool = False) -> Observed:
         """What happened since the last call, for the tuner."""
         return (await self._current()).tuner.observed(outcomes=outcomes)
@@ -238,6 +233,7 @@ class SchedulerActor:
             on_end=self._on_end,
             decision_log=settings.decision_log,
             learned=self._learned,
+            more_metrics=str if self._keeper is None else self._keeper.exposition,
         )
         live = LiveScheduler(settings.scheduler, parts)
         await live.start(self._surroundings.host())

@@ -70,7 +70,7 @@ class Host:
     def knows_replica(self, replica_id: str) -> bool:
         return replica_id not in self.left
 
-    def exposition(self) -> str:
+    async def exposition(self) -> str:
         return ""
 
     def connect(self, *snapshot: Message) -> Page:
