@@ -3,7 +3,6 @@
 import pytest
 
 from serve_app.errors import Outcome
-from serve_app.scheduling.commands import Conclude
 from serve_app.scheduling.events import (
     Arrived,
     Cancelled,
@@ -21,7 +20,6 @@ from tests.builders import (
     concluded,
     dispatched,
     fill,
-    one_replica,
     request,
     the_conclusion,
     two_pools,
@@ -45,8 +43,8 @@ def test_requests_of_a_lost_replica_return_to_the_front(driver: ManualDriver) ->
     fill(driver, "long", prompt_tokens=2_000)
     driver.arrive("waiting")
     driver.feed(ReplicaLost("s1"))
-    assert driver.feed(DispatchFailed("f1", "s1", DispatchFailure.LOST)) == []
-    driver.feed(DispatchFailed("f2", "s1", DispatchFailure.LOST))
+    assert driver.feed(DispatchFailed("f1", "s1", DispatchFailure.UNREACHABLE)) == []
+    driver.feed(DispatchFailed("f2", "s1", DispatchFailure.UNREACHABLE))
     for number, following in enumerate(["f1", "f2", "waiting"]):
         assert dispatched(driver.feed(FirstToken(f"long{number}"))) == [(following, "l1")]
 
@@ -57,31 +55,6 @@ def test_a_lost_replica_is_forgotten_when_its_last_request_is_released(driver: M
     assert [state.spec.replica_id for state in driver.scheduler.ledger] == ["s1", "l1"]
     driver.feed(Finished("r", Outcome.COMPLETED))
     assert [state.spec.replica_id for state in driver.scheduler.ledger] == ["l1"]
-
-
-def test_a_request_lost_on_three_replicas_fails(driver: ManualDriver) -> None:
-    def lose() -> Conclude | None:
-        replica_id = driver.find("r").replica_id
-        assert replica_id is not None
-        commands = driver.feed(DispatchFailed("r", replica_id, DispatchFailure.LOST, "the engine died"))
-        driver.report("s1")
-        driver.report("l1")
-        return next((command for command in commands if isinstance(command, Conclude)), None)
-
-    driver.arrive("r")
-    assert [lose(), lose()] == [None, None]
-    command = lose()
-    assert command is not None
-    assert (command.conclusion.outcome, command.dispatched) == (Outcome.FAILED, True)
-    assert "the engine died" in command.conclusion.message
-
-
-@pytest.mark.parametrize("failure", [DispatchFailure.UNREACHABLE, DispatchFailure.BUSY])
-def test_a_replica_that_refuses_gets_nothing_until_it_reports(failure: DispatchFailure) -> None:
-    driver = one_replica("s1")
-    driver.arrive("r")
-    assert driver.feed(DispatchFailed("r", "s1", failure)) == []
-    assert dispatched(driver.report("s1")) == [("r", "s1")]
 
 
 def test_a_request_that_the_short_engine_finds_too_long_is_sent_to_the_long_pool(

@@ -45,7 +45,8 @@ SCHEDULER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
 # For the last words on the channel and in the log.
 _LAST_WORDS_S = 0.2
 # Settings of the scheduler that may change while the application runs; others need a new deployment.
-_CHANGEABLE = ("policy", "max_waiting", "max_attempts", "no_replica_grace_s", "retry_after_cap_s")
+_TRIES = ("max_attempts", "max_put_backs")
+_CHANGEABLE = ("policy", "max_waiting", *_TRIES, "no_replica_grace_s", "retry_after_cap_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

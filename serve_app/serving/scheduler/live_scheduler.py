@@ -189,6 +189,7 @@ class LiveScheduler:
             "model": self._settings.model,
             "policy": self._settings.policy,
             "waiting": len(self.core.queue),
+            "in_backoff": len(self.core.queue.resting),
             "max_waiting": self._settings.max_waiting,
             "queue_timeout_s": {
                 priority.value: self._settings.queue_timeout_s.of(priority) for priority in PriorityClass

@@ -136,7 +136,11 @@ class Wire:
 
 
 class ReplicaDouble:
-    """A replica without an engine: says of itself what the test sets."""
+    """A replica without an engine: says of itself what the test sets.
+
+    Attributes:
+        counts: makes each report, instead of `report`.
+    """
 
     def __init__(self, replica_id: str, pool: str, max_num_seqs: int) -> None:
         self.spec = ReplicaSpec(
@@ -150,6 +154,7 @@ class ReplicaDouble:
             replica_id=replica_id, pool=pool, host="10.0.0.1", port=8000, token=f"token-{replica_id}"
         )
         self.report = ReplicaReport(received=0, waiting=0, running=0, kv_usage_ratio=0.0)
+        self.counts: Callable[[], ReplicaReport] | None = None
         self.broken = False
         self.engine_failure = ""
         self.looks = 0
@@ -160,7 +165,7 @@ class ReplicaDouble:
             raise EngineError(self.engine_failure)
         if self.broken:
             raise RuntimeError("the engine does not answer")
-        return self.report
+        return self.report if self.counts is None else self.counts()
 
 
 class Simulation:
@@ -221,10 +226,17 @@ class Simulation:
         return client
 
     async def replica(
-        self, replica_id: str = "s1", *, wire: Wire | None = None, pool: str = "short", seats: int = 64
+        self,
+        replica_id: str = "s1",
+        *,
+        wire: Wire | None = None,
+        pool: str = "short",
+        seats: int = 64,
+        prepare: Callable[[ReplicaDouble], None] = lambda _: None,
     ) -> tuple[ReplicaClient, ReplicaDouble]:
-        """A replica that the scheduler knows."""
+        """A replica that the scheduler knows; `prepare` may change it before it registers."""
         double = ReplicaDouble(replica_id, pool, seats)
+        prepare(double)
         client = ReplicaClient(
             double.spec, double.address, wire.locate if wire else self.locate, double.load, self.channel
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass, Request
+from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import Granted, Message, Running, Submit
 
@@ -101,19 +102,21 @@ def as_request(gateway_id: str, message: Submit | Running, now: float, default_t
     """Put a submission on the scheduler's clock.
 
     Raises:
-        ChannelError: its ages are no times, or contradict each other.
+        ChannelError: its age is no time.
     """
     submission, age_s = message.submission, message.age_s
     waits = isinstance(message, Submit)
-    waited_s = message.waited_s if isinstance(message, Submit) else age_s
-    if not 0 <= waited_s <= age_s < math.inf:
-        raise ChannelError(f"a request cannot be {age_s} s old and have waited for {waited_s} s of them")
+    if not 0 <= age_s < math.inf:
+        raise ChannelError(f"a request cannot be {age_s} s old")
+    put_back = message.put_back if isinstance(message, Submit) else None
     timeout_s = default_timeout_s if submission.queue_timeout_s is None else submission.queue_timeout_s
     return Request(
         submission=submission,
         gateway_id=gateway_id,
         arrived_at=now - age_s,
-        expires_at=now - waited_s + timeout_s,
+        # From its arrival, however often it was dispatched meanwhile.
+        expires_at=now - age_s + timeout_s,
         # The dispatch that it runs by is not one before this.
         attempts=message.grants if waits else max(0, message.grants - 1),
+        lost=put_back is not None and put_back.failure is DispatchFailure.LOST,
     )
