@@ -5,6 +5,7 @@ The rules:
   when the serving task is cancelled. `_owed` holds the grant that is not answered yet;
 - the client hears nothing before the first bytes of an answer that is meant for it. Up to there whatever
   goes wrong with a replica puts the request back into its queue, unseen by the client;
+- a timeout is the end: an engine that is silent may be at work, and the next one would take as long;
 - an engine's own error is tried once elsewhere. The second is the client's to know: then it is the request;
 - after that a break is told in the stream as an error event; nothing is sent twice and nothing ends silently;
 - the place is given back when the engine has finished, not when a slow client has read it all.
@@ -25,6 +26,7 @@ from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure
 from serve_app.serving.gateway.answer.engine_error import in_openai_shape
 from serve_app.serving.gateway.answer.responses import (
     STOPPING_CODE,
+    EngineTimedOut,
     HeaderList,
     RequestRefused,
     error_event,
@@ -38,7 +40,7 @@ from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.splice import with_priority
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
-from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamResponse
+from serve_app.serving.gateway.upstream.response import EngineSilentError, UpstreamError, UpstreamResponse
 
 logger = logging.getLogger("ray.serve")
 
@@ -153,6 +155,8 @@ class ScheduledCall:
             self._accept(answer)
             try:
                 await self._attempt(answer)
+            except EngineSilentError as error:
+                raise EngineTimedOut(f"the engine gave no answer in time: {error}") from error
             except UpstreamError as error:
                 failure = error
             else:

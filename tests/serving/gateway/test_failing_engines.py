@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from serve_app.engines.engine import Scope, Send
+from serve_app.serving.gateway import UpstreamSettings
 from tests.serving.channel.harness import scheduler_settings
 
-from .builders import MODEL, Engine, chat, error_json, reply_json
+from .builders import MODEL, Engine, chat, error_json, eventually, reply_json
 from .fleet import Fleet, fleet_of, gathered
 
 CHAT = "/v1/chat/completions"
@@ -106,3 +107,24 @@ async def test_an_engines_own_failure_is_tried_once_elsewhere(stream: bool) -> N
         assert {answer.status_code for answer in answers} == {200}
         # Others have shown that the first replica is at fault.
         assert fleet.core.ledger["s0"].suspensions > 0
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/embeddings"])
+async def test_an_answer_that_takes_too_long_is_computed_once(path: str) -> None:
+    """It was computed once on each of three replicas, and then refused."""
+    engines = [Engine(token_delay_s=60) for _ in range(3)]
+    silent = UpstreamSettings(silence_timeout_s=0.5)
+    async with fleet_of(engines, upstream=silent) as fleet:
+        for engine in engines:
+            engine.answers.append(hangs)
+        body = chat() if path == CHAT else {"model": MODEL, "input": "hello"}
+        answer = await fleet.http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
+        assert answer.headers["x-should-retry"] == "false"
+        assert sum(len(engine.bodies) for engine in engines) == 1
+        await eventually(lambda: not any(engine.running for engine in engines))
+        assert len(fleet.core) == 0
+
+
+async def hangs(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+    await asyncio.sleep(3600)
