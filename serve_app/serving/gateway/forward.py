@@ -33,7 +33,7 @@ from serve_app.serving.gateway.answer.responses import (
     send_body,
     send_refusal,
 )
-from serve_app.serving.gateway.answer.sse import StreamScanner
+from serve_app.serving.gateway.answer.sse import StreamScanner, announces_only
 from serve_app.serving.gateway.answer.usage import usage_of
 from serve_app.serving.gateway.request.headers import describing, returned, upstream_head
 from serve_app.serving.gateway.request.incoming import IncomingRequest
@@ -209,7 +209,7 @@ class ScheduledCall:
     async def _pass_stream(self, response: UpstreamResponse) -> None:
         scanner = StreamScanner(hide_usage=self._job.hide_usage)
         response.on_stalled = self._watch.fire
-        events = await _next_events(response, scanner)
+        events = await _first_events(response, scanner)
         if scanner.error is not None and scanner.error_is_engines:
             kind = DispatchFailure.LOST if is_dead(scanner.error) else DispatchFailure.ENGINE_ERROR
             failure = UpstreamError(kind, f"the engine failed: {scanner.error}")
@@ -309,6 +309,18 @@ class ScheduledCall:
             client_request_id=incoming.client_request_id,
             attempts=self._attempts,
         )
+
+
+async def _first_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:
+    """The events up to the first that tells of work done; others say that the request has been read.
+
+    The Responses API begins every stream with some of those. Passed on at once they would commit the client
+    to this engine before the prefill, and count as its first token.
+    """
+    events = await _next_events(response, scanner)
+    while announces_only(events) and not response.at_end:
+        events += await _next_events(response, scanner)
+    return events
 
 
 async def _next_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:
