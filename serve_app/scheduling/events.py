@@ -81,7 +81,10 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class GatewayLost:
-    """A gateway died; the clients of all its requests are gone with it."""
+    """A gateway cannot be heard any more: its waiting requests are gone with it.
+
+    What runs stays charged until it is cancelled: an engine may still be at work on it.
+    """
 
     gateway_id: str
 

@@ -251,7 +251,8 @@ class Scheduler:
 
     def _on_gateway_loss(self, event: ev.GatewayLost, now: float) -> None:
         for scheduled in self.requests_of(event.gateway_id):
-            self._on_cancel(ev.Cancelled(scheduled.request.request_id), now)
+            if scheduled.replica_id is None:
+                self._on_cancel(ev.Cancelled(scheduled.request.request_id), now)
 
     def _on_dispatch_failure(self, event: ev.DispatchFailed, now: float) -> None:
         scheduled = self._requests.get(event.request_id)

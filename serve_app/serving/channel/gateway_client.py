@@ -31,7 +31,7 @@ from serve_app.serving.channel.messages import (
     Submit,
     Welcome,
 )
-from serve_app.serving.channel.pending_request import (
+from serve_app.serving.channel.requests.pending_request import (
     AWAY_RETRY_AFTER_S,
     REFUSES_TO_WAIT,
     PendingRequest,

@@ -23,7 +23,7 @@ from serve_app.routing.adaptive_b_short import BShortChanged
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.scheduling.decision_log import Decision, RunHeader
-from serve_app.scheduling.events import DispatchFailed, Event, ReplicaLost, Woke
+from serve_app.scheduling.events import DispatchFailed, Event, ReplicaLost, ReplicaReported, Woke
 from serve_app.scheduling.learned_state import take_over
 from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
@@ -213,6 +213,8 @@ class LiveScheduler:
             for command in commands:
                 self._carry_out(command)
             self._arm()
+            if isinstance(event, ReplicaReported):
+                self._gateways.on_report(event)
         except Exception as error:  # noqa: BLE001 - a fault of any kind in the core ends this scheduler
             self._core_failed(event, error)
 

@@ -1,6 +1,9 @@
 """A small world for the channel's tests: real schedulers, real sockets, wires that can be cut or muted."""
 
 import asyncio
+import ctypes
+import socket
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -20,9 +23,15 @@ from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedu
 
 # Faster than in production, yet slow enough for a machine that is busy with other things.
 FAST = ChannelSettings(
-    heartbeat_s=0.1, dead_after_s=0.6, gateway_grace_s=0.8, report_s=0.05, backoff_max_s=0.1
+    heartbeat_s=0.1,
+    dead_after_s=0.6,
+    stuck_after_s=3.0,
+    gateway_grace_s=0.8,
+    report_s=0.05,
+    backoff_max_s=0.1,
 )
 PATIENCE_S = 30.0
+_SO_ATTACH_FILTER = 26
 
 M = TypeVar("M")
 
@@ -297,6 +306,13 @@ class Stranger:
             while await self._read():
                 pass
         return True
+
+    def vanish(self) -> None:
+        """Take nothing in any more, below TCP, as a host without power: the kernel acknowledges nothing."""
+        refuse_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+        program = struct.pack("HxxxxxxP", 1, ctypes.addressof(refuse_all))
+        sock = self._writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
     def leave(self) -> None:
         self._writer.transport.abort()

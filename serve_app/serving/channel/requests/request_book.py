@@ -20,12 +20,14 @@ class GatewaySession:
         link: None while it is away.
         mentioned: requests named in its snapshot so far; None once the snapshot is complete.
         release: will give its requests up, unless it comes back.
+        lost: it has not come back in time, and is kept for what it may still have running.
     """
 
     gateway_id: str
     link: Link | None = None
     mentioned: set[str] | None = None
     release: asyncio.TimerHandle | None = None
+    lost: bool = False
 
     def tell(self, message: Message) -> None:
         """Send the message, unless the gateway is away: its next snapshot will show what it missed."""
@@ -47,6 +49,7 @@ class GatewayRequest:
         granted: the one that this scheduler issued and that it runs by.
         replica_id: where it runs; None while it waits.
         started: its answer has begun.
+        granted_at: when it was granted, or found to run.
     """
 
     gateway: GatewaySession
@@ -55,6 +58,7 @@ class GatewayRequest:
     granted: Granted | None = None
     replica_id: str | None = None
     started: bool = False
+    granted_at: float = 0.0
 
     @property
     def runs(self) -> bool:
