@@ -76,15 +76,17 @@ def trace(rate_per_s: float, seed: int) -> list[SimulatedRequest]:
 
 
 def with_keys(requests: list[SimulatedRequest]) -> list[SimulatedRequest]:
-    """Every other request comes with one of two keys, of a weight and with limits of every kind."""
+    """Every other request comes with one of four keys, each with a limit of another kind."""
     keys = (
-        key("k1", weight=2.0, requests_per_minute=40, queued=3),
-        key("k2", tokens_per_minute=20_000, concurrent=4),
+        key("k0", weight=2.0, requests_per_minute=20),
+        key("k1", tokens_per_minute=6_000),
+        key("k2", concurrent=2),
+        key("k3", queued=1),
     )
     for number, simulated in enumerate(requests):
         if number % 2:
-            request = simulated.request
-            submission = replace(request.submission, key=keys[number // 2 % 2], tenant=f"t{number // 2 % 2}")
+            request, which = simulated.request, number // 2 % len(keys)
+            submission = replace(request.submission, key=keys[which], tenant=f"t{which}")
             simulated.request = replace(request, submission=submission)
     return requests
 
@@ -237,10 +239,10 @@ def test_the_live_shell_and_the_simulator_decide_the_same(
 
 
 def test_they_decide_the_same_about_the_limits_of_keys() -> None:
-    expected = simulated_decisions(with_keys(trace(15.0, 2)))
+    expected = simulated_decisions(with_keys(trace(30.0, 2)))
 
     async def live() -> Decisions:
-        return await LiveSystem(with_keys(trace(15.0, 2))).run()
+        return await LiveSystem(with_keys(trace(30.0, 2))).run()
 
     texts = [
         command.conclusion.message

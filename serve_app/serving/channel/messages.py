@@ -18,7 +18,7 @@ from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class Submit(Message, frozen=True):
 
     Attributes:
         age_s: time since it came in.
-        waited_s: time since it came in or back, which counts against its time in the queue.
+        waited_s: the same; schedulers before version 6 began its time in the queue anew at each put-back.
         grants: how many grants for it the gateway has seen.
         put_back: how the last of them ended.
     """

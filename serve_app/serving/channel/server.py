@@ -117,7 +117,7 @@ class ChannelServer:
             self._replicas.on_loss(peer.peer_id, link)
 
     def _make_link(self) -> Link:
-        link = Link(self, decode_from_peer, self._settings)
+        link = Link(self, decode_from_peer, self._settings, bears_busy_peer=True)
         link.limit_frames(_STRANGERS_FRAME_BYTES)
         return link
 

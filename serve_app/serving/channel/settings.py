@@ -12,6 +12,8 @@ class ChannelSettings:
     Attributes:
         heartbeat_s: each side says that it lives, and what it has read, this often.
         dead_after_s: a peer that says nothing, or reads nothing, for so long is cut off.
+        stuck_after_s: the scheduler bears a silent peer for so long whose host still acknowledges what it is
+            sent, since its event loop is only busy.
         gateway_grace_s: a gateway that vanished may come back for so long before its requests are released.
         handshake_s: a connection that has not introduced itself by then is closed.
         locate_s: how long the search for the scheduler may take before it starts again.
@@ -34,8 +36,11 @@ class ChannelSettings:
     # A false alarm costs a reconnect and a snapshot and loses nothing; waiting longer leaves the places of
     # a dead gateway's requests unused for as long.
     dead_after_s: Annotated[float, POSITIVE] = 1.0
-    # Long enough for a gateway to find the channel again (first tries after 0.05 s), short enough that the
-    # places of a gateway that died come free within two seconds of its last beat.
+    # No event loop should be occupied for a second; one that is for ten is taken for stopped. Until then
+    # what waits at a gateway may be granted places that it does not use.
+    stuck_after_s: Annotated[float, POSITIVE] = 10.0
+    # Long enough for a gateway to find the channel again (first tries after 0.05 s). What it has running is
+    # charged until the engines say that it has ended.
     gateway_grace_s: Annotated[float, POSITIVE] = 1.0
     handshake_s: Annotated[float, POSITIVE] = 1.0
     # A Serve handle waits by itself while the scheduler is being replaced, but a call that went to the dead
@@ -63,6 +68,11 @@ class ChannelSettings:
                 f"channel.dead_after_s must be at least two heartbeats, got {self.dead_after_s} with "
                 f"heartbeat_s={self.heartbeat_s}: raise the first or lower the second"
             )
+        if self.stuck_after_s < self.dead_after_s:
+            raise ValueError(
+                f"channel.stuck_after_s must not be below dead_after_s, got {self.stuck_after_s} "
+                f"with dead_after_s={self.dead_after_s}"
+            )
         if self.backoff_max_s < self.backoff_min_s:
             raise ValueError(
                 f"channel.backoff_max_s must not be below backoff_min_s, got {self.backoff_max_s} "
@@ -73,3 +83,8 @@ class ChannelSettings:
     def beats_to_death(self) -> int:
         """Heartbeat intervals without a word after which a peer counts as dead."""
         return max(2, round(self.dead_after_s / self.heartbeat_s))
+
+    @property
+    def beats_to_stuck(self) -> int:
+        """Heartbeat intervals without a word after which a peer counts as stuck."""
+        return max(2, round(self.stuck_after_s / self.heartbeat_s))

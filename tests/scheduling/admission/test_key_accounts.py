@@ -208,11 +208,15 @@ def test_a_request_that_comes_back_is_counted_once() -> None:
     refused(driver, "c", key=limited)
 
 
-def test_a_lost_gateway_frees_the_places_of_its_requests() -> None:
-    driver = fleet()
-    limited = key(concurrent=1)
+def test_a_lost_gateway_frees_the_places_of_its_requests_as_they_end() -> None:
+    driver = fleet(seats=1)
+    limited = key(concurrent=2)
     granted(driver, "a", key=limited)
+    driver.arrive("waits", key=limited)
     driver.feed(GatewayLost("g1"))
+    assert driver.scheduler.admission.keys.open_requests("k1") == 1
+    driver.feed(Cancelled("a"))
+    assert driver.scheduler.admission.keys.open_requests("k1") == 0
     granted(driver, "b", key=limited)
 
 

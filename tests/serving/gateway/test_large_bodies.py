@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from serve_app.serving.gateway.request import reader
+from serve_app.serving.gateway.request.structure import check_structure
 
 from .builders import MODEL, chat, eventually
 from .conftest import Stage
@@ -36,15 +36,14 @@ async def test_others_are_served_while_a_large_body_is_parsed(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go_on = threading.Event(), threading.Event()
-    check = reader.check_structure
 
     def slow_check(body: bytes) -> None:
         if len(body) > 1_000_000:
             reached.set()
             go_on.wait(30)
-        check(body)
+        check_structure(body)
 
-    monkeypatch.setattr(reader, "check_structure", slow_check)
+    monkeypatch.setattr("serve_app.serving.gateway.request.reader.check_structure", slow_check)
     large = chat(messages=[{"role": "user", "content": "word " * 400_000}])
     first = asyncio.ensure_future(stage.http.post(CHAT, json=large))
     try:

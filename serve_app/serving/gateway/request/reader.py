@@ -64,7 +64,15 @@ class RequestReader:
         Raises:
             RequestRefused: nobody who may.
         """
-        return self._keyring.caller(incoming.headers.get(b"authorization"))
+        return self.caller(incoming.headers.get(b"authorization"))
+
+    def caller(self, authorization: bytes | None) -> Caller:
+        """Who is calling, by the value of the `Authorization` header.
+
+        Raises:
+            RequestRefused: nobody who may.
+        """
+        return self._keyring.caller(authorization)
 
     async def body(self, incoming: IncomingRequest) -> bytes:
         """The whole body.
