@@ -25,8 +25,9 @@ from typing import Any, Protocol, cast
 
 from serve_app.errors import ChannelError
 from serve_app.serving.channel.framing import MAX_MESSAGES_PER_FRAME, FrameReader, encode_frames
-from serve_app.serving.channel.messages import Heartbeat, Message
+from serve_app.serving.channel.messages import VERSION, Heartbeat, Message
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.channel.versions import as_before
 
 logger = logging.getLogger("ray.serve")
 
@@ -62,6 +63,8 @@ class Link(asyncio.Protocol):
         self._flush_due = False
         self._reason = ""
         self.open = False
+        # Of the protocol, for what is sent.
+        self.version = VERSION
         # Messages counted since the connection was made, heartbeats included.
         self._sent = 0
         self._read = 0
@@ -87,6 +90,11 @@ class Link(asyncio.Protocol):
         """Send the message at the end of this turn of the loop; return its number, 0 on a closed link."""
         if not self.open:
             return 0
+        if self.version < VERSION:
+            before = as_before(message)
+            if before is None:
+                return 0
+            message = before
         self._outbox.append(message)
         self._sent += 1
         if not self._flush_due:

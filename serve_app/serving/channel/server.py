@@ -1,7 +1,8 @@
 """The channel's server in the scheduler: admits peers and hands their messages on.
 
-A connection must introduce itself within `handshake_s`, in one small frame, with the version of the protocol,
-the secret that Ray alone hands out, and the highest incarnation of the scheduler that the peer has met.
+A connection must introduce itself within `handshake_s`, in one small frame, with a version of the protocol
+that is spoken here (`versions`), the secret that Ray alone hands out, and the highest incarnation of the
+scheduler that the peer has met.
 
 One writer at a time, even while two schedulers of a model are alive (a rolling update, a partition): each
 scheduler has an incarnation number, claimed atomically and rising. Peers remember the highest they have
@@ -25,7 +26,7 @@ from serve_app.serving.channel.framing import decode_from_peer
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.listener import Listener
-from serve_app.serving.channel.messages import VERSION, Bye, Hello, Rejected, Role, Welcome
+from serve_app.serving.channel.messages import OLDEST_VERSION, VERSION, Bye, Hello, Rejected, Role, Welcome
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.settings import ChannelSettings
 
@@ -136,8 +137,14 @@ class ChannelServer:
             return
         self._listener.forget(link)
         link.limit_frames(self._settings.max_frame_bytes)
+        link.version = message.version
         self._replace_older(message)
-        logger.info("event=peer_joined role=%s peer=%s", message.role.value, message.peer_id)
+        logger.info(
+            "event=peer_joined role=%s peer=%s version=%d",
+            message.role.value,
+            message.peer_id,
+            message.version,
+        )
         link.send(Welcome(self._identity.incarnation, self._identity.queue_timeouts_s))
         on_message: Callable[[Any], None] = partial(self._replicas.on_message, message.peer_id, link)
         if message.role is Role.GATEWAY:
@@ -151,8 +158,11 @@ class ChannelServer:
             raise ChannelError(f"a stranger must say Hello first, not {type(message).__name__}")
         if not hmac.compare_digest(message.secret.encode(), self._identity.secret.encode()):
             return "the secret is wrong: ask for the endpoint again"
-        if message.version != VERSION:
-            return f"the peer speaks version {message.version} of the protocol, this scheduler {VERSION}"
+        if not OLDEST_VERSION <= message.version <= VERSION:
+            return (
+                f"the peer speaks version {message.version} of the protocol, this scheduler {OLDEST_VERSION} "
+                f"and {VERSION}: upgrade by one version at a time"
+            )
         if message.highest_incarnation > self._identity.incarnation:
             # Only after the secret: a stranger must not be able to put a scheduler out of office.
             self._loop.call_soon(self._on_superseded, message.highest_incarnation)

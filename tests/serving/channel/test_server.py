@@ -4,7 +4,6 @@ import sys
 import pytest
 
 from serve_app.serving.channel.messages import (
-    VERSION,
     Cancel,
     Heartbeat,
     Register,
@@ -32,15 +31,6 @@ async def test_a_wrong_secret_is_rejected_without_a_hint_of_the_right_one(world:
     assert "secret is wrong" in reason
     assert world.endpoint().secret not in reason
     assert await stranger.closed()
-
-
-async def test_another_version_is_rejected_by_both_numbers(world: Simulation) -> None:
-    stranger = await Stranger.at(world.endpoint())
-    stranger.say(hello(world.endpoint(), version=VERSION + 1))
-    assert (
-        f"version {VERSION + 1} of the protocol, this scheduler {VERSION}"
-        in (await stranger.hear(Rejected)).reason
-    )
 
 
 async def test_a_scheduler_that_hears_of_a_higher_incarnation_stops_for_ever(world: Simulation) -> None:

@@ -38,6 +38,18 @@ class MessageFields(msgspec.Struct, gc=False):
     content: Content = None
     tool_calls: msgspec.Raw = ABSENT
     function_call: msgspec.Raw = ABSENT
+    reasoning: msgspec.Raw = ABSENT
+    reasoning_content: msgspec.Raw = ABSENT
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has nothing but a role and content, as most have."""
+        return (
+            self.tool_calls is ABSENT
+            and self.function_call is ABSENT
+            and self.reasoning is ABSENT
+            and self.reasoning_content is ABSENT
+        )
 
 
 class InputItem(msgspec.Struct, gc=False):
@@ -83,6 +95,7 @@ class ChatFields(GenerationFields, kw_only=True):
     n: Count | None = None
     tools: msgspec.Raw = ABSENT
     functions: msgspec.Raw = ABSENT
+    documents: msgspec.Raw = ABSENT
     response_format: msgspec.Raw = ABSENT
 
 

@@ -20,7 +20,6 @@ import msgspec
 
 from serve_app.routing.prefix.blocks import BLOCK_ENDS, BYTES_PER_TOKEN
 from serve_app.serving.gateway.request.bodies import (
-    ABSENT,
     ChatFields,
     CompletionFields,
     Content,
@@ -95,7 +94,7 @@ def engine_salt(tenant: str, client_salt: str) -> str:
 def chat_opening(body: ChatFields) -> Opening:
     """How a chat begins."""
     pieces = _Pieces()
-    pieces.add_raw(body.tools, body.functions)
+    pieces.add_raw(body.tools, body.functions, body.documents)
     pieces.add_messages(body.messages)
     return Opening(b"chat", tuple(pieces.found), salt=body.cache_salt or "")
 
@@ -139,8 +138,11 @@ class _Pieces:
 
     def add_messages(self, messages: Iterable[MessageFields]) -> None:
         for message in messages:
-            self.add(message.role or "", message.content)
-            if message.tool_calls is not ABSENT or message.function_call is not ABSENT:
+            if message.is_plain:
+                self.add(message.role or "", message.content)
+            else:
+                self.add_raw(message.reasoning, message.reasoning_content)
+                self.add(message.role or "", message.content)
                 self.add_raw(message.tool_calls, message.function_call)
             if self._ended:
                 return
