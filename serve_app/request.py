@@ -103,6 +103,7 @@ class Request:
         gateway_id: the gateway that holds the client's connection.
         expires_at: when the client no longer wants to wait in the queue.
         attempts: how often it has been dispatched before (a replica was lost or refused it).
+        lost: the last of these dispatches ended with the loss of its replica.
     """
 
     submission: Submission
@@ -110,6 +111,7 @@ class Request:
     arrived_at: float
     expires_at: float = math.inf
     attempts: int = 0
+    lost: bool = False
 
     # What the core asks for all the time, under short names.
 

@@ -38,11 +38,11 @@ def _run(args: argparse.Namespace) -> int:
     bodies = arguments.body_settings(args, served_models(target, args.api_key))
     settings = arguments.load_settings(args)
     _allow_connections(settings.max_in_flight)
-    preempted_before = preemptions_so_far(target)
+    preempted_before = preemptions_so_far(target, args.api_key)
     cpu_before_s = time.process_time()
     load = _drive(trace, target, bodies, settings)
     cpu_s = time.process_time() - cpu_before_s
-    preempted = preemptions_so_far(target)
+    preempted = preemptions_so_far(target, args.api_key)
     load = replace(load, records=_after_warm_up(from_zero(load.records), args.warm_up_s))
     known = preempted_before is not None and preempted is not None
     summary = summarise(load.records, arguments.rules(args))

@@ -29,10 +29,10 @@ def served_models(target: Target, api_key: str | None) -> list[str]:
         raise BenchError(f"{url} does not list models as the OpenAI API does: {exc!r}") from exc
 
 
-def preemptions_so_far(target: Target) -> int | None:
+def preemptions_so_far(target: Target, api_key: str | None) -> int | None:
     """Preemptions of all engines, from the endpoint's `/metrics`; None when it does not export them."""
     try:
-        text = fetched(f"{target.base_url}/metrics").decode("utf-8", "replace")
+        text = fetched(f"{target.base_url}/metrics", api_key).decode("utf-8", "replace")
         counts = [float(count) for count in _PREEMPTIONS.findall(text)]
     except (OSError, ValueError):
         return None

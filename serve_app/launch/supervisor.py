@@ -206,7 +206,7 @@ class Supervisor:
             self._console.line(f"{self._cut} answers were still open and ended with an error.")
 
     async def _show_live(self) -> None:
-        view = LiveView(self._launch.job.url)
+        view = LiveView(self._launch.job.url, self._launch.environment.get("EWSJF_API_KEY"))
         while True:
             await asyncio.sleep(2.0)
             if self._is_ready and sys.stderr.isatty():

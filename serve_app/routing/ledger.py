@@ -13,6 +13,7 @@ Rules:
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from serve_app.routing.open_replicas import Backpressure, OpenReplicas
 from serve_app.routing.rate import DecayingRate
@@ -54,6 +55,7 @@ class ReplicaLedger:
         if state is None:
             state = self._add(spec, now)
         state.spec, state.joined, state.report, state.stale = spec, True, None, False
+        state.suspended_until, state.suspensions, state.faults = 0.0, 0, 0
         state.kv_budget = self._kv_budget(spec)
         self._fresh.pop(spec.replica_id, None)
         self.open.update(state, now)
@@ -69,7 +71,8 @@ class ReplicaLedger:
             gap_s = now - state.reported_at
             state.report_gap_s += _REPORT_GAP_WEIGHT * (gap_s - state.report_gap_s)
         was_stale = state.stale
-        state.report, state.reported_at, state.stale, state.suspended = report, now, False, False
+        state.report, state.reported_at, state.stale = report, now, False
+        state.suspended = state.suspended and now < state.suspended_until
         state.gated = self._backpressure.gates(state)
         state.tpot_s = state.tpot_s if report.tpot_s is None else report.tpot_s
         self._fresh[replica_id] = now
@@ -88,12 +91,10 @@ class ReplicaLedger:
         self._forget_if_done(state)
         self._measure_context_limits()
 
-    def suspend(self, replica_id: str, now: float) -> None:
-        """Send nothing more to a replica until it reports again."""
-        state = self._replicas.get(replica_id)
-        if state is not None:
-            state.suspended = True
-            self.open.update(state, now)
+    def suspend(self, state: ReplicaState, until: float, now: float) -> None:
+        """Send nothing more to a replica until it reports at or after a time."""
+        state.suspended, state.suspended_until = True, until
+        self.open.update(state, now)
 
     def expire_reports(self, now: float) -> list[tuple[str, float]]:
         """Close replicas whose report is too old; returns each with the age of its report in seconds."""
@@ -135,17 +136,23 @@ class ReplicaLedger:
         state.dispatches += not seen
         state.held_tokens += hold.tokens
         _count_prefill(state, hold, 1)
+        state.quarantined += hold.quarantined
         state.unstarted += not started
         state.unseen += not seen
         self.open.update(state, now)
 
-    def start(self, replica_id: str, now: float) -> None:
-        """The answer of one request of this replica has begun; its prefill is ended on its own."""
+    def start(self, replica_id: str, hold: Hold, now: float) -> Hold:
+        """The answer of one request has begun, which ends its quarantine; return what is held on.
+
+        Its prefill is ended on its own.
+        """
         state = self._replicas[replica_id]
         state.unstarted -= 1
+        state.quarantined -= hold.quarantined
         state.starts.add(1.0, now)
         self._settle(state)
         self.open.update(state, now)
+        return replace(hold, quarantined=False) if hold.quarantined else hold
 
     def end_prefill(self, replica_id: str, hold: Hold, now: float) -> None:
         """The prefill of one hold on this replica has ended, or is taken to have ended."""
@@ -163,6 +170,7 @@ class ReplicaLedger:
         state = self._replicas[replica_id]
         state.in_flight -= 1
         state.held_tokens -= hold.tokens
+        state.quarantined -= hold.quarantined
         _count_prefill(state, hold, -1)
         if not started:
             state.unstarted -= 1

@@ -11,7 +11,7 @@ some requests need an empty one. No replica of a heap fits a request that the he
 """
 
 import heapq
-from collections.abc import Sized
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,12 +42,21 @@ class CapacityQuery:
         tokens: KV tokens; at most the pool's context limit, so that an idle replica always fits.
         long_limits: only replicas with fewer prefills in flight than these: (), (long), or (long, longest).
         needs_empty_engine_queue: only replicas whose engine's queue is empty.
+        avoided: replicas that are out of the question, because the request has failed there.
+        quarantined: only replicas without another request in quarantine.
     """
 
     pool: str
     tokens: int
     long_limits: tuple[int, ...] = ()
     needs_empty_engine_queue: bool = False
+    avoided: frozenset[str] = frozenset()
+    quarantined: bool = False
+
+    @property
+    def is_choosy(self) -> bool:
+        """Whether it excludes single replicas, so that the order of the heaps does not answer it."""
+        return self.quarantined or bool(self.avoided)
 
     def allows(self, long_prefills: tuple[int, int]) -> bool:
         """Whether one more long prefill beside these is within the limits."""
@@ -58,10 +67,10 @@ class OpenReplicas:
     """The heaps of open replicas.
 
     Args:
-        replicas: all replicas of the ledger; bounds the size of a heap.
+        replicas: all replicas of the ledger, by id; it bounds the size of a heap.
     """
 
-    def __init__(self, backpressure: Backpressure, replicas: Sized) -> None:
+    def __init__(self, backpressure: Backpressure, replicas: Mapping[str, ReplicaState]) -> None:
         self._backpressure = backpressure
         self._replicas = replicas
         self._heaps: dict[str, dict[tuple[int, int], tuple[_Heap, _Heap]]] = {}
@@ -84,6 +93,8 @@ class OpenReplicas:
 
     def best(self, query: CapacityQuery, now: float) -> ReplicaState | None:
         """The best replica for a request, few long prefills first; None when it fits none."""
+        if query.is_choosy:
+            return self._best_of_all(query, now)
         heaps = self._heaps.get(query.pool, {})
         for long_prefills in filter(query.allows, sorted(heaps)):
             state = self._freest(heaps[long_prefills], now, empty=query.needs_empty_engine_queue)
@@ -99,11 +110,20 @@ class OpenReplicas:
             and self.is_open(state, now)
             and query.allows(state.long_prefills)
             and (not query.needs_empty_engine_queue or self._backpressure.has_empty_queue(state))
+            and not (query.quarantined and state.quarantined)
+            and state.spec.replica_id not in query.avoided
         )
 
     def has_any(self, pool: str, now: float) -> bool:
         """Whether any replica of `pool` is open."""
         return any(self._freest(heaps, now) is not None for heaps in self._heaps.get(pool, {}).values())
+
+    def _best_of_all(self, query: CapacityQuery, now: float) -> ReplicaState | None:
+        """The same by looking at every replica: for the few requests that have failed somewhere."""
+        fitting = (state for state in self._replicas.values() if self.fits(state, query, now))
+        return min(
+            fitting, key=lambda state: (state.long_prefills, -state.free_tokens, state.order), default=None
+        )
 
     def _freest(self, heaps: tuple[_Heap, _Heap], now: float, *, empty: bool = False) -> ReplicaState | None:
         best = self._top(heaps[_EMPTY], now)

@@ -23,11 +23,13 @@ class Hold:
         tokens: expected use of the KV cache.
         prefill_class: of its prefill until that ends; `SHORT` afterwards.
         prefill_tokens: prompt tokens to compute until its prefill ends; 0 afterwards.
+        quarantined: an engine was lost under the request before, and its answer has not begun.
     """
 
     tokens: int
     prefill_class: PrefillClass = PrefillClass.SHORT
     prefill_tokens: int = 0
+    quarantined: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +39,10 @@ class ReplicaState:
     Attributes:
         order: order of joining; breaks ties.
         joined: it is connected; a lost replica stays until its last request has been released.
-        suspended: it refused or lost a request, and gets none until its next report.
+        suspended: it gets no requests until its first report at or after `suspended_until`.
+        suspensions: how often it was suspended since it last began an answer.
+        faults: requests in a row that failed for a fault of its own (see `dispatch.suspensions`).
+        quarantined: requests in quarantine whose answer has not begun.
         unstarted: requests whose answer has not begun.
         long_prefills: prefills above `SHORT` that have not ended, and how many of them are `LONGEST`.
         dispatches: requests sent to it so far.
@@ -56,6 +61,10 @@ class ReplicaState:
     joined: bool = True
     stale: bool = False
     suspended: bool = False
+    suspended_until: float = 0.0
+    suspensions: int = 0
+    faults: int = 0
+    quarantined: int = 0
     in_flight: int = 0
     unstarted: int = 0
     unseen: int = 0

@@ -51,18 +51,20 @@ class DispatchFailure(enum.StrEnum):
     """Why a dispatched request came back before its first byte."""
 
     UNREACHABLE = "unreachable"
-    """The connection was refused: the replica never saw the request."""
+    """No connection, a replica that drains, or one that refuses the gateway: no engine saw the request."""
     LOST = "lost"
     """The connection broke, or the engine died, after the request was sent."""
+    ENGINE_ERROR = "engine_error"
+    """The engine answered with an error of its own (500), and lives."""
     BUSY = "busy"
-    """The engine refused for lack of room (503)."""
+    """The engine refused for lack of room (429, 503)."""
     TOO_LONG = "too_long"
     """The engine's context limit is below the request's real length."""
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchFailed:
-    """A dispatched request came back before the first byte reached the client: it goes to the front."""
+    """A dispatched request came back before the first byte reached the client: it waits again."""
 
     request_id: str
     replica_id: str
@@ -79,7 +81,10 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class GatewayLost:
-    """A gateway died; the clients of all its requests are gone with it."""
+    """A gateway cannot be heard any more: its waiting requests are gone with it.
+
+    What runs stays charged until it is cancelled: an engine may still be at work on it.
+    """
 
     gateway_id: str
 

@@ -38,9 +38,15 @@ class ScheduledRequest:
         pools: pools that may serve it, its home first.
         expires_at: when its queue timeout ends.
         length_queue: the length queue that it waits in, or was dispatched from.
-        returned: it came back from a replica, and is dispatched before requests that never were.
+        returned: it came back from a replica that was lost, and is dispatched before requests that never
+            were.
         claimed: it claimed a retry reservation, and is dispatched before others of its sub-queue.
-        attempts: replicas that it was lost on.
+        put_backs: how often it came back from a replica, for whatever reason.
+        losses: replicas that it was lost on; after the first it is in quarantine.
+        avoided: replicas that it has failed on.
+        failed_on: the replica that it failed on last, until an answer begins.
+        last_failure: why, in the words of its gateway.
+        resting_until: it waits, and is not dispatched before this time; 0 where it may be at once.
         above_tokens: context limit of the longest engine that refused it as too long.
         queued: it is in the request queue.
         replica_id: where it runs; None while it waits, and after its end.
@@ -67,7 +73,12 @@ class ScheduledRequest:
     length_queue: str = ""
     returned: bool = False
     claimed: bool = False
-    attempts: int = 0
+    put_backs: int = 0
+    losses: int = 0
+    avoided: frozenset[str] = frozenset()
+    failed_on: str | None = None
+    last_failure: str = ""
+    resting_until: float = 0.0
     above_tokens: int = 0
     queued: bool = False
     replica_id: str | None = None

@@ -22,13 +22,13 @@ from dataclasses import replace
 from typing import Any
 
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import PriorityClass, Request
+from serve_app.request import Request
 from serve_app.routing.estimation.estimate import TokenEstimate, TokenEstimator
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
 from serve_app.routing.prefill_cost import PrefillCosts
 from serve_app.routing.prefix.affinity import PrefixAffinity
-from serve_app.routing.replica_state import Hold, PrefillClass
+from serve_app.routing.replica_state import Hold
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.admission.admission import Admission, too_long
 from serve_app.scheduling.admission.slot_rate import SlotRate
@@ -37,11 +37,13 @@ from serve_app.scheduling.dispatch.backpressure import EngineBackpressure
 from serve_app.scheduling.dispatch.dispatcher import Choice, Dispatcher
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities
 from serve_app.scheduling.dispatch.placement import Placement
+from serve_app.scheduling.dispatch.suspensions import Suspensions
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
 from serve_app.scheduling.isolation.prefill_isolation import PrefillIsolation
 from serve_app.scheduling.isolation.prefill_watch import PrefillWatch
 from serve_app.scheduling.policies import POLICIES, MakePolicy, make_policy
 from serve_app.scheduling.policies.protocol import PolicyInputs
+from serve_app.scheduling.put_backs import exhausted, note_earlier_dispatches, note_put_back
 from serve_app.scheduling.queue_snapshot import QueueSnapshot, take_queue_snapshot
 from serve_app.scheduling.queueing.expiry import ExpiryHeap
 from serve_app.scheduling.queueing.request_queue import RequestQueue
@@ -62,6 +64,7 @@ class Scheduler:
         queue: the requests that wait.
         ledger: the replicas and what they have been promised.
         estimator: what has been learned of bytes per token and of output lengths.
+        suspensions: which replicas get nothing for a while, because they fail.
         affinity: which replicas have probably cached which prompts.
         isolation: what counts as a long prefill.
         dispatcher: the order of service.
@@ -94,6 +97,7 @@ class Scheduler:
         self.estimator = estimator or TokenEstimator(settings.estimator)
         self._prefills = PrefillWatch(self.ledger, self.prefill_costs, lag := FeedbackDelay())
         self.isolation = PrefillIsolation(settings.isolation, lag, wanted=self._policy.isolates)
+        self.suspensions = Suspensions(self.ledger)
         self.affinity = PrefixAffinity(settings.affinity, self.prefill_costs, self.estimator.bytes_per_token)
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
@@ -144,7 +148,8 @@ class Scheduler:
     def next_wakeup(self) -> float | None:
         """When time alone changes something; None when only an event can."""
         outage, prefill = self.admission.outages.next_at(), self._prefills.next_at()
-        times = (self._expiry.next_at(), self.ledger.next_report_expiry(), outage, prefill)
+        waiting = (self._expiry.next_at(), self.queue.resting.next_at())
+        times = (*waiting, self.ledger.next_report_expiry(), outage, prefill)
         return min((time for time in times if time is not None), default=None)
 
     def find(self, request_id: str) -> ScheduledRequest | None:
@@ -197,13 +202,8 @@ class Scheduler:
         self._sequence += 1
         scheduled = ScheduledRequest(request, estimate, self._sequence, pools, expires_at=request.expires_at)
         scheduled.cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
-        self.isolation.observe(scheduled.prefill_tokens)
-        scheduled.prefill_class = self.isolation.prefill_class(estimate.expected_prompt_tokens)
-        if scheduled.prefill_class is PrefillClass.SHORT and request.priority is not PriorityClass.BATCH:
-            self.isolation.on_short_arrival(now)
-        # It was dispatched by a scheduler before this one, and came back to its gateway meanwhile.
-        scheduled.returned = request.attempts > 0
-        scheduled.attempts = min(request.attempts, self.settings.max_attempts - 1)
+        self.isolation.on_arrival(scheduled, now)
+        note_earlier_dispatches(scheduled, self.settings)
         return scheduled
 
     def _on_resume(self, event: ev.Resumed, now: float) -> None:
@@ -237,6 +237,8 @@ class Scheduler:
             self.estimator.observe(scheduled.request, event.usage)
             self.queue.settle(scheduled, event.usage)
         dispatched = scheduled.replica_id is not None
+        if dispatched and event.outcome is Outcome.COMPLETED:
+            self.suspensions.on_success(scheduled, now)
         self._take_from_its_place(scheduled, now)
         self._conclude(scheduled.request, Conclusion(event.outcome), dispatched=dispatched)
 
@@ -249,29 +251,26 @@ class Scheduler:
 
     def _on_gateway_loss(self, event: ev.GatewayLost, now: float) -> None:
         for scheduled in self.requests_of(event.gateway_id):
-            self._on_cancel(ev.Cancelled(scheduled.request.request_id), now)
+            if scheduled.replica_id is None:
+                self._on_cancel(ev.Cancelled(scheduled.request.request_id), now)
 
     def _on_dispatch_failure(self, event: ev.DispatchFailed, now: float) -> None:
         scheduled = self._requests.get(event.request_id)
         if scheduled is None or scheduled.replica_id != event.replica_id:
             return
-        limit = self.ledger[event.replica_id].spec.max_model_len
+        note_put_back(scheduled, event, self.ledger[event.replica_id], now)
         self._release(scheduled, now, ran=False)
-        self.queue.refund(scheduled)
-        if event.failure is ev.DispatchFailure.TOO_LONG:
-            scheduled.above_tokens = max(scheduled.above_tokens, limit)
-        else:
-            self.ledger.suspend(event.replica_id, now)
-        scheduled.attempts += event.failure is ev.DispatchFailure.LOST
-        if scheduled.attempts >= self.settings.max_attempts:
-            reason = event.message or "the connection broke before the answer began"
-            message = f"{scheduled.attempts} replicas in a row failed under this request; the last: {reason}"
-            self._conclude(scheduled.request, Conclusion(Outcome.FAILED, message), dispatched=True)
+        if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
+            # An engine that failed has worked for it.
+            self.queue.refund(scheduled)
+        self.suspensions.on_failure(event.replica_id, event.failure, now)
+        if end := exhausted(scheduled, self.settings) or self.admission.overdue(scheduled, now):
+            self._conclude(scheduled.request, end, dispatched=True)
         else:
             self._put_back(scheduled, event.message, now)
 
     def _put_back(self, scheduled: ScheduledRequest, message: str, now: float) -> None:
-        """To the front of its queue, with its whole timeout again: it had been dispatched in time."""
+        """Let it wait again, as `put_backs` has noted."""
         request = scheduled.request
         # Routed again: an engine may have found it too long, and pools may have changed while it ran.
         scheduled.pools, refusal = self._route(request, scheduled.estimate, now, scheduled.above_tokens)
@@ -280,11 +279,10 @@ class Scheduler:
                 refusal = replace(refusal, message=message)
             self._conclude(request, refusal, dispatched=True)
             return
-        scheduled.returned, scheduled.prediction = True, None
+        scheduled.prediction = None
         scheduled.cached_tokens = self.affinity.cached_tokens(
             request, scheduled.estimate.expected_prompt_tokens
         )
-        scheduled.expires_at = now + (request.expires_at - request.arrived_at)
         self._enqueue(scheduled)
 
     # Events about replicas
@@ -342,6 +340,7 @@ class Scheduler:
         for scheduled in self._expiry.pop_expired(now):
             self.queue.remove(scheduled)
             self._conclude(scheduled.request, self.admission.expire(scheduled, now))
+        self.queue.wake(now)
 
     # Dispatch
 
@@ -416,7 +415,8 @@ class Scheduler:
             return
         scheduled.started = True
         self._prefills.on_first_token(scheduled, now)
-        self.ledger.start(scheduled.replica_id, now)
+        scheduled.hold = self.ledger.start(scheduled.replica_id, scheduled.hold, now)
+        self.suspensions.on_success(scheduled, now)
 
     def _release(self, scheduled: ScheduledRequest, now: float, *, ran: bool) -> None:
         assert scheduled.replica_id is not None

@@ -52,9 +52,12 @@ class WrittenScheduler:
     # work; beyond that a refusal with Retry-After serves the client better than a longer queue.
     max_waiting: Annotated[int, at_least(1)] = 2_000
     queue_timeout_s: QueueTimeouts = field(default_factory=QueueTimeouts)
-    # Replicas that a request may be lost on before it fails: three in a row suggest that the request is the
-    # cause.
-    max_attempts: Annotated[int, at_least(1), ADVANCED] = 3
+    # Replicas that a request may be lost on before it fails. After the first it goes where no other suspect
+    # is, so the second loss is its own doing, or rare bad luck. Each costs everybody an engine.
+    max_attempts: Annotated[int, at_least(1), ADVANCED] = 2
+    # Times that a request may come back from replicas, for whatever reason, before it fails. With the
+    # backoff between them, 16 take about four minutes; its queue timeout usually ends it before.
+    max_put_backs: Annotated[int, at_least(1), ADVANCED] = 16
     # How long a request waits while no replica that could take it is alive, before it is refused with 503.
     # It covers a replica that reconnects or whose report is late. It is not meant to cover the start of an
     # engine: a client that is told so at once may go elsewhere.

@@ -367,7 +367,7 @@ async def test_a_real_gateway_and_scheduler_are_understood(
 
     dispatcher = FakeDispatcher([1])
     keeper = StateKeeper(StateStore("memory://doctor", "scheduler", "demo"), "demo", lambda: None, 1.0)
-    dispatcher.page = scheduler.exposition() + keeper.exposition()
+    dispatcher.page = await scheduler.exposition() + keeper.exposition()
     views = {"demo": SchedulerViews(queue=queued, status=shown, freeze=frozen)}
     settings = GatewaySettings(
         models=(ServedModel(name="demo"),), keys=(ApiKey(tenant="ops", key="k1", admin=True),)

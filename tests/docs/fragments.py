@@ -17,6 +17,7 @@ _STARTS: Mapping[str, Mapping[str, Any]] = {
     "vllm": {"model": "any"},
     "remote": {"base_url": "http://engine.example:8000"},
     "keys": {"tenant": "demo", "key": "secret"},
+    "metrics_key": {"key": "secret"},
     "decision_log": {"path": "decisions.jsonl"},
     "parameters": {"profile": "laptop"},
 }

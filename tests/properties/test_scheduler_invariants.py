@@ -52,11 +52,10 @@ class KnownReplica:
     spec: ReplicaSpec
     reported_at: float | None = None
     draining: bool = False
-    suspended: bool = False
 
-    def accepts(self, now: float) -> bool:
+    def is_alive(self, now: float) -> bool:
         is_fresh = self.reported_at is not None and now < self.reported_at + REPORT_LIMIT_S
-        return is_fresh and not self.draining and not self.suspended
+        return is_fresh and not self.draining
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -72,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 isolation=ISOLATION,
                 max_waiting=6,
                 max_attempts=2,
+                max_put_backs=5,
                 promotion=PROMOTION,
                 no_replica_grace_s=1.0,
                 routing=ROUTING,
@@ -96,7 +96,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.target = TARGET
 
     def feed(self, event: ev.Event) -> None:
-        for command in self.scheduler.handle(event, self.now):
+        before = self.suspended()
+        commands = self.scheduler.handle(event, self.now)
+        self.suspends_at_most_half_of_a_pool(self.suspended() - before)
+        for command in commands:
             match command:
                 case Dispatch():
                     self.check_dispatch(command)
@@ -117,6 +120,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 case ReportFresh():
                     self.known_stale.remove(command.replica_id)
 
+    def suspended(self) -> set[str]:
+        return {state.spec.replica_id for state in self.scheduler.ledger if state.suspended}
+
+    def suspends_at_most_half_of_a_pool(self, newly: set[str]) -> None:
+        """At the time of a suspension; replicas that die later leave fewer."""
+        for pool in {self.replicas[each].spec.pool for each in newly}:
+            alive = {
+                each
+                for each, known in self.replicas.items()
+                if known.spec.pool == pool and known.is_alive(self.now)
+            }
+            assert len(alive & self.suspended()) <= max(1, len(alive) // 2)
+
     def refuses_honestly(self, command: Conclude) -> None:
         """No request is denied while the queue is empty, and one that may return is told when."""
         if command.conclusion.outcome in MAY_RETURN:
@@ -129,8 +145,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         known = self.replicas[command.replica_id]
         assert command.pool == known.spec.pool
         assert command.queue_wait_s >= 0
-        assert known.accepts(self.now)
+        assert self.accepts(command.replica_id)
         assert self.expires_at[command.request_id] > self.now
+
+    def accepts(self, replica_id: str) -> bool:
+        """Whether it takes requests; which ones to suspend is the scheduler's own to decide."""
+        return (
+            self.replicas[replica_id].is_alive(self.now) and not self.scheduler.ledger[replica_id].suspended
+        )
 
     def new_request(self, gateway_id: str, timeout_s: float) -> str:
         request_id = f"r{len(self.submitted)}"
@@ -236,14 +258,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         replica_id = self.running.get(request_id)
         if replica_id is None or request_id in self.started:
             return request_id
-        if failure is not ev.DispatchFailure.TOO_LONG and replica_id in self.replicas:
-            self.replicas[replica_id].suspended = True
-        scheduled = self.find(request_id)
-        allowance = scheduled.request.expires_at - scheduled.request.arrived_at
         # It waits again at once, unless it is concluded or sent in the same step.
         del self.running[request_id]
         self.waiting.add(request_id)
-        self.expires_at[request_id] = self.now + allowance
         self.returning = request_id
         self.feed(ev.DispatchFailed(request_id, replica_id, failure))
         self.returning = ""
@@ -257,7 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(gateway_id=st.sampled_from(["g1", "g2"]))
     def lose_gateway(self, gateway_id: str) -> None:
         self.feed(ev.GatewayLost(gateway_id))
-        assert not [r for r in (*self.waiting, *self.running) if self.gateway_of[r] == gateway_id]
+        assert not [r for r in self.waiting if self.gateway_of[r] == gateway_id]
 
     @rule(replica_id=replica_ids)
     def join(self, replica_id: str) -> None:
@@ -278,7 +295,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pass_time(seconds)
         known = self.replicas.get(replica_id)
         if known is not None:
-            known.reported_at, known.draining, known.suspended = self.now, draining, False
+            known.reported_at, known.draining = self.now, draining
         self.feed(
             ev.ReplicaReported(replica_id, report(received=received, waiting=waiting, draining=draining))
         )
@@ -345,6 +362,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 sum(prefill_class >= PrefillClass.LONG for prefill_class in prefill_classes),
                 prefill_classes.count(PrefillClass.LONGEST),
             )
+            assert state.quarantined == sum(scheduled.hold.quarantined for scheduled in requests) <= 1
             assert state.pending_prefill_tokens == sum(e.hold.prefill_tokens for e in requests)
             for request_id, scheduled in zip(running, requests, strict=True):
                 # A streamed request holds its long prefill exactly until its first token.
@@ -368,6 +386,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         """No head of a sub-queue waits while a replica could take it; those behind it wait for the head."""
         sub_queues: dict[tuple[object, ...], list[ScheduledRequest]] = {}
         for scheduled in self.scheduler.queue:
+            if scheduled.resting_until:
+                # In backoff, which ends on time.
+                assert scheduled.resting_until > self.now
+                continue
             whose = scheduled.request.priority, scheduled.request.tenant
             sub_queues.setdefault(
                 (*whose, scheduled.length_queue, scheduled.pools, scheduled.prefill_class), []
@@ -382,7 +404,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def has_room(self, replica_id: str, head: ScheduledRequest) -> bool:
         known, state = self.replicas[replica_id], self.scheduler.ledger[replica_id]
-        if not known.accepts(self.now):
+        if not self.accepts(replica_id) or self.is_shut_to(replica_id, head):
             return False
         running = [request_id for request_id, at in self.running.items() if at == replica_id]
         if len(running) >= known.spec.max_num_seqs + self.target:
@@ -405,6 +427,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if reservation is None or reservation.scheduled is not head:
             held += state.reserved_tokens
         return min(head.estimate.expected_tokens, context) <= known.spec.kv_tokens - held
+
+    def is_shut_to(self, replica_id: str, head: ScheduledRequest) -> bool:
+        """Whether a request goes elsewhere because of how it failed before."""
+        others = [each for each, known in self.replicas.items() if known.spec.pool in head.pools]
+        elsewhere = any(self.accepts(each) and each not in head.avoided for each in others)
+        if replica_id in head.avoided and elsewhere:
+            return True
+        return head.losses > 0 and self.scheduler.ledger[replica_id].quarantined > 0
 
     def find(self, request_id: str) -> ScheduledRequest:
         scheduled = self.scheduler.find(request_id)

@@ -22,7 +22,7 @@ def test_the_freest_usable_replica_of_a_pool_is_found_and_ties_go_to_the_first()
     made.hold("a", Hold(10), 0.0)
     assert made.most_free("short") is made["b"]
     made.hold("b", Hold(20), 0.0)
-    made.suspend("c", 0.0)
+    made.suspend(made["c"], 0.0, 0.0)
     assert made.most_free("short") is made["a"]
     assert made.most_free("nowhere") is None
 
@@ -57,7 +57,7 @@ def test_the_marks_of_a_replica_are_in_its_text() -> None:
     assert repr(made["a"]).endswith("held=0/10000>")
     made.hold("a", Hold(10), 0.0)
     made["a"].stale = True
-    made.suspend("a", 0.0)
+    made.suspend(made["a"], 0.0, 0.0)
     assert repr(made["a"]).endswith(" stale suspended>")
     made.lose("a", 0.0)
     assert " lost stale" in repr(made["a"])

@@ -43,7 +43,7 @@ def query(
 
 def both(asked: CapacityQuery, state: ReplicaState, backpressure: GivenBackpressure | None = None) -> bool:
     """Whether the replica fits; the best of all must say the same when it is the only one."""
-    found = OpenReplicas(backpressure or GivenBackpressure(), [state])
+    found = OpenReplicas(backpressure or GivenBackpressure(), {state.spec.replica_id: state})
     found.update(state, 7.0)
     fits = found.fits(state, asked, 7.0)
     assert (found.best(asked, 7.0) is state) == fits

@@ -1,6 +1,7 @@
 """One line about a running application, from its metrics."""
 
 import time
+import urllib.error
 import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,18 +15,22 @@ class LiveView:
 
     Args:
         url: of the application.
+        api_key: that of an admin, where the application asks for keys.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        # The address is that of our own configuration.
+        self._request = urllib.request.Request(f"{url}/metrics", headers=headers)  # noqa: S310
         self._before: tuple[float, float] | None = None
 
     def line(self) -> str:
         """Such as `3 running, 1 waiting, 2.5 requests/s`; says so when the application does not answer."""
         try:
-            # The address is that of our own configuration.
-            with urllib.request.urlopen(f"{self._url}/metrics", timeout=_TIMEOUT_S) as answer:  # noqa: S310
+            with urllib.request.urlopen(self._request, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - as above
                 text = answer.read().decode("utf-8", "replace")
+        except urllib.error.HTTPError as exc:
+            return "its metrics need the key of an admin" if exc.code in (401, 403) else f"answers {exc.code}"
         except OSError as exc:
             return f"does not answer: {exc}"
         sums = _sums(text, ("ewsjf_requests_in_flight", "ewsjf_requests_waiting", _CONCLUDED))

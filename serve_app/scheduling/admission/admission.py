@@ -39,6 +39,7 @@ from serve_app.scheduling.admission.retry_reservations import (
 )
 from serve_app.scheduling.admission.slot_rate import SlotRate
 from serve_app.scheduling.admission.wait_prediction import WaitPredictor
+from serve_app.scheduling.put_backs import described
 from serve_app.scheduling.queueing.fairness import FairnessMode
 from serve_app.scheduling.queueing.request_queue import RequestQueue
 from serve_app.scheduling.request import ScheduledRequest
@@ -114,9 +115,12 @@ class Admission:
         request = scheduled.request
         if self.outages.concern(scheduled.pools):
             return self._no_replica(request, scheduled.pools, now)
-        waited_s = now - request.arrived_at
-        message = f"the request waited {waited_s:.1f} s in the queue and its turn did not come"
+        message = described(request, scheduled, now)
         return Conclusion(Outcome.EXPIRED, message, self._retry_after_expiry_s(scheduled, now))
+
+    def overdue(self, scheduled: ScheduledRequest, now: float) -> Conclusion | None:
+        """The same for one that comes back from a replica; None while its timeout has not ended."""
+        return self.expire(scheduled, now) if now >= scheduled.expires_at else None
 
     def denial(self, scheduled: ScheduledRequest, now: float) -> Denial | None:
         """Why a request that has just arrived may not wait; None when it may.

@@ -143,9 +143,11 @@ class Dispatcher:
         for head, needs_empty_engine_queue in self._order(pool, now, first, at_home=at_home):
             tokens = min(head.estimate.expected_tokens, limit)
             limits = self._limits(head, now)
-            query = CapacityQuery(pool, tokens, limits, needs_empty_engine_queue)
+            query = self._query(head, CapacityQuery(pool, tokens, limits, needs_empty_engine_queue))
             replica = None
-            if tokens < misfits.get((limits, needs_empty_engine_queue), limit + 1):
+            if query.is_choosy:
+                replica = self._ledger.open.best(query, now)
+            elif tokens < misfits.get((limits, needs_empty_engine_queue), limit + 1):
                 replica = self._ledger.open.best(query, now)
                 if replica is None:
                     misfits[limits, needs_empty_engine_queue] = tokens
@@ -155,6 +157,17 @@ class Dispatcher:
             if at_home and (head is first or self._is_owed(head, pool)):
                 self._reserve_capacity(head, pool, tokens, now)
         return None
+
+    def _query(self, head: ScheduledRequest, query: CapacityQuery) -> CapacityQuery:
+        """What a request needs, if it has failed before: see `put_backs`."""
+        if not head.put_backs:
+            return query
+        elsewhere = any(
+            state.is_usable and state.spec.pool in head.pools and state.spec.replica_id not in head.avoided
+            for state in self._ledger
+        )
+        avoided = head.avoided if elsewhere else frozenset()
+        return replace(query, avoided=avoided, quarantined=head.losses > 0)
 
     def _is_owed(self, head: ScheduledRequest, pool: str) -> bool:
         """Whether its tenant is behind, and would stay so while others take each bit of capacity first."""
@@ -214,17 +227,20 @@ class Dispatcher:
         if not self._ledger.open.has_any(pool, now):
             return "every replica is saturated, too busy, stale or draining"
         tokens = min(head.estimate.expected_tokens, limit)
-        query = CapacityQuery(pool, tokens)
-        if self._ledger.open.best(query, now) is None:
-            kept = self.reservations.of(pool)
-            for_it = "" if kept is None or kept.scheduled is not head else "; room is being kept for it"
-            return f"no open replica has {tokens:,} free KV tokens{for_it}"
-        query = replace(query, long_limits=self._limits(head, now))
-        if self._ledger.open.best(query, now) is None:
-            return "long prefills are under way on every open replica"
-        query = replace(query, needs_empty_engine_queue=head.request.priority is PriorityClass.BATCH)
-        if self._ledger.open.best(query, now) is None:
-            return "batch work waits for an engine with an empty queue"
+        kept = self.reservations.of(pool)
+        for_it = "" if kept is None or kept.scheduled is not head else "; room is being kept for it"
+        roomy = CapacityQuery(pool, tokens)
+        elsewhere = self._query(head, roomy)
+        isolated = replace(elsewhere, long_limits=self._limits(head, now))
+        alone = replace(isolated, needs_empty_engine_queue=head.request.priority is PriorityClass.BATCH)
+        for query, reason in (
+            (roomy, f"no open replica has {tokens:,} free KV tokens{for_it}"),
+            (elsewhere, "it has failed on every open replica, or waits for suspects like itself"),
+            (isolated, "long prefills are under way on every open replica"),
+            (alone, "batch work waits for an engine with an empty queue"),
+        ):
+            if self._ledger.open.best(query, now) is None:
+                return reason
         return "others go first"
 
     def __repr__(self) -> str:

@@ -49,7 +49,7 @@ class Placement:
         if found is None:
             return None
         prefill_class = self._prefill_class(head, found.prefill_tokens)
-        return found.replica, Hold(query.tokens, prefill_class, found.prefill_tokens)
+        return found.replica, Hold(query.tokens, prefill_class, found.prefill_tokens, query.quarantined)
 
     def _prefill_class(self, head: ScheduledRequest, prefill_tokens: int) -> PrefillClass:
         if prefill_tokens >= head.estimate.expected_prompt_tokens:

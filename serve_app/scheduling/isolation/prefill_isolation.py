@@ -23,8 +23,10 @@ import itertools
 import math
 from typing import Annotated
 
+from serve_app.request import PriorityClass
 from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
+from serve_app.scheduling.request import ScheduledRequest
 from serve_app.settings_base import INNER_SHARE, NOT_NEGATIVE, POSITIVE, settings
 
 _BUCKETS_PER_OCTAVE = 8
@@ -125,9 +127,13 @@ class PrefillIsolation:
         longest = prompt_tokens > self.longest_boundary_tokens
         return PrefillClass.LONGEST if longest else PrefillClass.LONG
 
-    def on_short_arrival(self, now: float) -> None:
-        """A short request arrived that isolation protects."""
-        self._short_arrived_at = now
+    def on_arrival(self, scheduled: ScheduledRequest, now: float) -> None:
+        """Count a request that has arrived, and give it the class of its whole prefill."""
+        self.observe(scheduled.prefill_tokens)
+        scheduled.prefill_class = self.prefill_class(scheduled.estimate.expected_prompt_tokens)
+        is_protected = scheduled.request.priority is not PriorityClass.BATCH
+        if scheduled.prefill_class is PrefillClass.SHORT and is_protected:
+            self._short_arrived_at = now
 
     def limits(
         self, prefill_class: PrefillClass, now: float, behind_requests: float = 0.0

@@ -13,6 +13,7 @@ from serve_app.request import PriorityClass, Request, Usage
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.queueing.delay_bound import DelayBound, DelayBoundSettings
 from serve_app.scheduling.queueing.fairness import FairnessMode, FairnessSettings, FairShares
+from serve_app.scheduling.queueing.resting import RestingRequests
 from serve_app.scheduling.queueing.sub_queue import SubQueue, TenantQueues
 from serve_app.scheduling.queueing.waiting_work import WaitingWork
 from serve_app.scheduling.request import ScheduledRequest
@@ -26,6 +27,7 @@ class RequestQueue:
         waiting_tokens: expected tokens of all waiting requests.
         waiting_at: waiting requests above the batch class, by home pool.
         work: what waits, by the pools that it may go to.
+        resting: those of the waiting requests that are in backoff.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class RequestQueue:
         self._waiting_by_queue: dict[str, int] = {}
         self._returned = 0
         self._insertions = 0
+        self.resting = RestingRequests()
         self._is_fair = fairness.mode is not FairnessMode.OFF
         self.shares = {priority: FairShares(fairness) for priority in PriorityClass}
         self.waiting_tokens = 0
@@ -55,7 +58,7 @@ class RequestQueue:
         self.work: defaultdict[tuple[str, ...], WaitingWork] = defaultdict(WaitingWork)
 
     def add(self, scheduled: ScheduledRequest) -> None:
-        """Queue a request, at the front if a replica returned it."""
+        """Queue a request, at the front if it lost its replica, in no sub-queue while it rests."""
         scheduled.length_queue = self._policy.queue_of(scheduled)
         request = scheduled.request
         tenants = self._tenants[request.priority]
@@ -64,8 +67,11 @@ class RequestQueue:
             tenant = tenants[request.tenant] = TenantQueues()
             self.shares[request.priority].on_backlog(request.tenant)
         self._delay_bound(scheduled).join(scheduled)
-        self._insert(scheduled, tenant)
         scheduled.queued = True
+        if scheduled.resting_until:
+            self.resting.add(scheduled)
+        else:
+            self._insert(scheduled, tenant)
         self._count(scheduled, tenant, 1)
 
     def remove(self, scheduled: ScheduledRequest) -> None:
@@ -80,6 +86,12 @@ class RequestQueue:
         if not tenant.waiting:
             del tenants[request.tenant]
             self.shares[request.priority].on_idle(request.tenant)
+
+    def wake(self, now: float) -> None:
+        """Let those whose backoff has ended into their sub-queues."""
+        for scheduled in self.resting.pop_due(now):
+            scheduled.resting_until = 0.0
+            self._insert(scheduled, self._tenants[scheduled.request.priority][scheduled.request.tenant])
 
     @property
     def promotes_claimed(self) -> bool:
@@ -164,7 +176,10 @@ class RequestQueue:
         scheduled.pools = pools
         self._delay_bound(scheduled).join(scheduled)
         self._count_at_home(scheduled, 1)
-        self._insert(scheduled, tenant)
+        if scheduled.resting_until:
+            self.resting.add(scheduled)
+        else:
+            self._insert(scheduled, tenant)
 
     def charge(self, scheduled: ScheduledRequest) -> None:
         """Charge its tenant the expected service of a request at its dispatch."""
@@ -190,6 +205,8 @@ class RequestQueue:
         for scheduled in requests:
             name = scheduled.length_queue = self._policy.queue_of(scheduled)
             self._waiting_by_queue[name] = self._waiting_by_queue.get(name, 0) + 1
+            if scheduled in self.resting:
+                continue
             self._insert(scheduled, self._tenants[scheduled.request.priority][scheduled.request.tenant])
 
     def queue_names(self) -> set[str]:
@@ -223,6 +240,8 @@ class RequestQueue:
         self._sub_queue_of[scheduled.request.request_id] = sub_queue
 
     def _take_out(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
+        if self.resting.remove(scheduled):
+            return
         sub_queue = self._sub_queue_of.pop(scheduled.request.request_id)
         sub_queue.remove(scheduled)
         if not sub_queue:
@@ -265,9 +284,10 @@ class RequestQueue:
     def __iter__(self) -> Iterator[ScheduledRequest]:
         for sub_queue in self._sub_queues():
             yield from sub_queue
+        yield from self.resting
 
     def __len__(self) -> int:
-        return len(self._sub_queue_of)
+        return len(self._sub_queue_of) + len(self.resting)
 
     def __repr__(self) -> str:
         tenants = len({name for tenants in self._tenants.values() for name in tenants})

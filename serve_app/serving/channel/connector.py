@@ -15,8 +15,9 @@ from typing import Any, Protocol
 from serve_app.errors import ChannelError
 from serve_app.serving.channel.framing import decode_from_scheduler
 from serve_app.serving.channel.link import Link
-from serve_app.serving.channel.messages import VERSION, Bye, Hello, Rejected, Role, SchedulerEndpoint, Welcome
+from serve_app.serving.channel.messages import Bye, Hello, Rejected, Role, SchedulerEndpoint, Welcome
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.channel.versions import common_version
 
 logger = logging.getLogger("ray.serve")
 
@@ -160,6 +161,7 @@ class Connector:
         async with asyncio.timeout(self._settings.locate_s):
             endpoint = await self._locate()
         self._refuse_older(endpoint.incarnation)
+        version = common_version(endpoint.version_of())
         loop = asyncio.get_running_loop()
         self._lost.clear()
         self._welcome = loop.create_future()
@@ -169,17 +171,18 @@ class Connector:
             )
             self._link = link
             try:
-                self._introduce(link, endpoint.secret)
+                self._introduce(link, endpoint.secret, version)
                 await self._welcome
             except BaseException:
                 # Even if the welcome came in the same instant: `link_lost` undoes it.
                 link.abort("the handshake failed")
                 raise
 
-    def _introduce(self, link: Link, secret: str) -> None:
+    def _introduce(self, link: Link, secret: str, version: int) -> None:
         if not link.open:
             raise ChannelError("the scheduler closed the connection at once")
-        link.send(Hello(VERSION, self._role, self._peer_id, secret, self.highest_incarnation))
+        link.version = version
+        link.send(Hello(version, self._role, self._peer_id, secret, self.highest_incarnation))
 
     def _let_in(self, link: Link, welcome: Welcome) -> None:
         """Answer a welcome in the same breath, so that nothing can come between it and our first words."""

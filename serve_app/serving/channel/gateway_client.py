@@ -31,7 +31,7 @@ from serve_app.serving.channel.messages import (
     Submit,
     Welcome,
 )
-from serve_app.serving.channel.pending_request import (
+from serve_app.serving.channel.requests.pending_request import (
     AWAY_RETRY_AFTER_S,
     REFUSES_TO_WAIT,
     PendingRequest,
@@ -119,7 +119,7 @@ class GatewayClient:
         if refusal is not None:
             return refusal
         now = self._loop.time()
-        pending = PendingRequest(submission, now, now, self._loop.create_future())
+        pending = PendingRequest(submission, now, self._loop.create_future())
         self._pending[request_id] = pending
         if self._link is not None:
             self._link.send(Submit(submission, 0.0, 0.0))
@@ -226,7 +226,7 @@ class GatewayClient:
         overdue = [
             pending
             for pending in self._pending.values()
-            if pending.waits and now - pending.waiting_since > self._timeout_s(pending.submission) + grace_s
+            if pending.waits and now - pending.born_at > self._timeout_s(pending.submission) + grace_s
         ]
         for pending in overdue:
             self._expire(pending, now)
@@ -257,7 +257,7 @@ class GatewayClient:
             self._wait_again(pending, DispatchFailure.UNREACHABLE, "the gateway does not know its address")
 
     def _wait_again(self, pending: PendingRequest, failure: DispatchFailure, message: str) -> None:
-        put_back = pending.wait(failure, message, self._loop.time())
+        put_back = pending.wait(failure, message)
         if self._link is not None:
             self._link.send(put_back)
 
@@ -271,7 +271,7 @@ class GatewayClient:
         pending.answer_with(refusal)
 
     def _expire(self, pending: PendingRequest, now: float) -> None:
-        waited_s = now - pending.waiting_since
+        waited_s = now - pending.born_at
         if self._link is not None:
             logger.error("event=overdue request=%s waited_s=%.1f", pending.request_id, waited_s)
             self._link.send(Cancel(pending.request_id))

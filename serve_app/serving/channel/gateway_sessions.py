@@ -30,7 +30,9 @@ may be replaced by another that knows nothing. How it holds:
 5.  *A lost refusal needs no rule*: the request is unknown here and waits there, so it arrives again with
     its true age, and is refused again or has found room by now. The client hears one answer.
 6.  *A gateway that vanishes keeps its requests for a grace period.* Grants issued meanwhile are lost ones
-    by rule 2. After it, `GatewayLost` releases them all, and a gateway that comes back later is new.
+    by rule 2. After it those that wait are released. Those that run stay charged until reports of their
+    engines say that they have ended (`orphans`), because the engines may still be at work on them. A gateway
+    that comes back after all finds them by rule 3.
 7.  *A new connection of a gateway replaces the old one*, which is never read again. A gateway has one
     connection, a process has its own gateway id, so each replaces only itself.
 8.  *A grant that cannot be delivered any more*, because its replica has left before the gateway could be
@@ -38,6 +40,7 @@ may be replaced by another that knows nothing. How it holds:
 """
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -55,6 +58,7 @@ from serve_app.scheduling.events import (
     Finished,
     FirstToken,
     GatewayLost,
+    ReplicaReported,
     Resumed,
 )
 from serve_app.serving.channel.link import Link
@@ -72,9 +76,18 @@ from serve_app.serving.channel.messages import (
     SnapshotEnd,
     Submit,
 )
-from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession, RequestBook, as_request
+from serve_app.serving.channel.requests.orphans import Orphans
+from serve_app.serving.channel.requests.request_book import (
+    GatewayRequest,
+    GatewaySession,
+    RequestBook,
+    as_request,
+)
 
 logger = logging.getLogger("ray.serve")
+
+# No engine works for so long for a client that is gone; the limit is for those that never report again.
+_ORPHANED_S = 900.0
 
 
 class GatewayHost(Protocol):
@@ -96,7 +109,7 @@ class GatewayHost(Protocol):
         """Whether gateways can be sent to this replica now."""
         ...
 
-    def exposition(self) -> str:
+    async def exposition(self) -> str:
         """Return the metrics as text."""
         ...
 
@@ -113,7 +126,9 @@ class GatewaySessions:
         self._grace_s = grace_s
         self._loop = asyncio.get_running_loop()
         self._gateways: dict[str, GatewaySession] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self.book = RequestBook()
+        self._orphans = Orphans(self.book, lambda request_id: host.feed(Cancelled(request_id)))
         self._on: dict[type[Message], Callable[[GatewaySession, Any], None]] = {
             Submit: self._on_submit,
             Running: self._on_running,
@@ -136,7 +151,7 @@ class GatewaySessions:
         if gateway.release is not None:
             gateway.release.cancel()
             gateway.release = None
-        gateway.link, gateway.mentioned = link, set()
+        gateway.link, gateway.mentioned, gateway.lost = link, set(), False
         return partial(self._on_message, gateway)
 
     def _on_message(self, gateway: GatewaySession, message: Message) -> None:
@@ -155,7 +170,7 @@ class GatewaySessions:
             return
         gateway.link = None
         if for_good:
-            self._release(gateway)
+            self._forget(gateway)
         else:
             gateway.release = self._loop.call_later(self._grace_s, self._release, gateway)
 
@@ -166,6 +181,7 @@ class GatewaySessions:
         record = self.book[command.request_id]
         record.grants += 1
         record.replica_id, record.started = command.replica_id, False
+        record.granted_at = self._host.now()
         record.granted = Granted(record.grants, command)
         record.gateway.tell(record.granted)
         return record.priority
@@ -188,6 +204,13 @@ class GatewaySessions:
         record = self.book.get(request_id)
         if record is not None and not record.runs:
             record.gateway.tell(Refused(request_id, Conclusion(Outcome.FAILED, message)))
+
+    def on_report(self, event: ReplicaReported) -> None:
+        """An engine has told its load, which may show that requests of lost gateways have ended."""
+        if self._orphans.exist:
+            self._orphans.on_report(event.replica_id, event.report, self._host.now())
+            if not self._orphans.exist:
+                self._drop_lost()
 
     def tell_all(self, message: Message) -> None:
         """Send the message to every gateway that is connected."""
@@ -253,6 +276,7 @@ class GatewaySessions:
         submission = message.submission
         record = GatewayRequest(gateway, submission.priority, message.grants)
         record.replica_id, record.started = message.replica_id, message.started
+        record.granted_at = self._host.now()
         self.book[submission.request_id] = record
         request = self._request(gateway, message)
         self._host.feed(Resumed(request, message.replica_id, message.started))
@@ -294,9 +318,14 @@ class GatewaySessions:
             self._host.feed(Cancelled(message.request_id))
 
     def _on_scrape(self, gateway: GatewaySession, message: Scrape) -> None:
-        gateway.tell(Exposition(message.serial, self._host.exposition()))
+        task = self._loop.create_task(self._expose(gateway, message.serial), context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # How it works.
+
+    async def _expose(self, gateway: GatewaySession, serial: int) -> None:
+        gateway.tell(Exposition(serial, await self._host.exposition()))
 
     def _take_back(
         self, record: GatewayRequest, request_id: str, failure: DispatchFailure, text: str
@@ -304,13 +333,30 @@ class GatewaySessions:
         self._host.feed(DispatchFailed(request_id, record.wait(), failure, text))
 
     def _release(self, gateway: GatewaySession) -> None:
-        """Rule 6: the gateway will not come back."""
+        """Rule 6: the gateway has not come back in time."""
         if gateway.link is not None:
             return
-        del self._gateways[gateway.gateway_id]
+        self._host.feed(GatewayLost(gateway.gateway_id))
+        if self.book.ids_of(gateway):
+            gateway.lost = self._orphans.exist = True
+            gateway.release = self._loop.call_later(_ORPHANED_S, self._forget, gateway)
+        else:
+            del self._gateways[gateway.gateway_id]
+
+    def _drop_lost(self) -> None:
+        for gateway in [each for each in self._gateways.values() if each.lost]:
+            if gateway.release is not None:
+                gateway.release.cancel()
+            del self._gateways[gateway.gateway_id]
+
+    def _forget(self, gateway: GatewaySession) -> None:
+        """The gateway is gone with all that it had."""
+        if gateway.link is not None:
+            return
         self._host.feed(GatewayLost(gateway.gateway_id))
         for request_id in self.book.ids_of(gateway):
-            del self.book[request_id]
+            self._host.feed(Cancelled(request_id))
+        self._gateways.pop(gateway.gateway_id, None)
 
     def _request(self, gateway: GatewaySession, message: Submit | Running) -> Request:
         default_timeout_s = self._host.queue_timeout_s(message.submission.priority)

@@ -4,6 +4,9 @@
 - Each side says `Heartbeat` every `heartbeat_s`, with the count of messages that it has dealt with. A peer is
   dead when nothing was heard from it for `beats_to_death` ticks, or when as many of its heartbeats brought no
   news that it deals with what it was sent: who talks and does not listen is as useless as who is silent.
+- A scheduler tells a busy peer from a dead one. While a peer's event loop is occupied, its kernel goes on to
+  acknowledge our heartbeats; that of a dead host does not, and the end of a process ends its connection. So
+  silence that is acknowledged is borne until `stuck_after_s`, and no busy gateway loses its places.
 - Silence is counted in ticks of our own timer, not in seconds: when this event loop itself was away, the
   data that came meanwhile is read before more than one tick has passed, so nobody is blamed for our delay.
 - A peer that says much at once is heard in slices, between which the loop does everything else: other peers
@@ -16,15 +19,20 @@ import asyncio
 import contextlib
 import logging
 import socket
+import struct
 from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
 from serve_app.errors import ChannelError
 from serve_app.serving.channel.framing import MAX_MESSAGES_PER_FRAME, FrameReader, encode_frames
-from serve_app.serving.channel.messages import Heartbeat, Message
+from serve_app.serving.channel.messages import VERSION, Heartbeat, Message
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.channel.versions import as_before
 
 logger = logging.getLogger("ray.serve")
+
+# `tcpi_last_ack_recv` of Linux' `struct tcp_info`: milliseconds since the last acknowledgement.
+_LAST_ACKNOWLEDGEMENT = struct.Struct("@56xI")
 
 
 class LinkOwner(Protocol):
@@ -42,8 +50,11 @@ class LinkOwner(Protocol):
 class Link(asyncio.Protocol):
     """A connection that carries messages, and knows whether anybody lives at its far end."""
 
-    def __init__(self, owner: LinkOwner, decode: Any, settings: ChannelSettings) -> None:
+    def __init__(
+        self, owner: LinkOwner, decode: Any, settings: ChannelSettings, *, bears_busy_peer: bool = False
+    ) -> None:
         self._owner = owner
+        self._bears_busy_peer = bears_busy_peer
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self._reader: FrameReader[Any] = FrameReader(decode, settings.max_frame_bytes)
@@ -52,6 +63,8 @@ class Link(asyncio.Protocol):
         self._flush_due = False
         self._reason = ""
         self.open = False
+        # Of the protocol, for what is sent.
+        self.version = VERSION
         # Messages counted since the connection was made, heartbeats included.
         self._sent = 0
         self._read = 0
@@ -77,6 +90,11 @@ class Link(asyncio.Protocol):
         """Send the message at the end of this turn of the loop; return its number, 0 on a closed link."""
         if not self.open:
             return 0
+        if self.version < VERSION:
+            before = as_before(message)
+            if before is None:
+                return 0
+            message = before
         self._outbox.append(message)
         self._sent += 1
         if not self._flush_due:
@@ -86,7 +104,9 @@ class Link(asyncio.Protocol):
 
     def close(self, reason: str) -> None:
         """Send what is waiting to be sent, then end the connection."""
-        if self.open:
+        if self._transport is None:
+            self.abort(reason)
+        elif self.open:
             self._flush()
             self._end(reason)
             transport = self._require_transport()
@@ -95,11 +115,12 @@ class Link(asyncio.Protocol):
             self._loop.call_later(self._settings.dead_after_s, transport.abort)
 
     def abort(self, reason: str) -> None:
-        """End the connection at once; what was not sent yet is lost."""
-        if self.open:
-            self._outbox.clear()
+        """End the connection at once, also one that is still being made or closed; unsent words are lost."""
+        self._outbox.clear()
+        if self.open or not self._reason:
             self._end(reason)
-            self._require_transport().abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     def tick(self) -> None:
         """Say that we live, and give a dead peer up; the owner calls it every `heartbeat_s`."""
@@ -108,14 +129,18 @@ class Link(asyncio.Protocol):
         limit = self._settings.beats_to_death
         self._silent_ticks = 0 if self._heard or self._backlog is not None else self._silent_ticks + 1
         self._heard = False
-        if self._silent_ticks >= limit:
-            self.abort(f"the peer said nothing for {limit * self._settings.heartbeat_s:g} s")
+        if self._silent_ticks >= limit and not self._is_busy_peer():
+            self.abort(f"the peer said nothing for {self._silent_ticks * self._settings.heartbeat_s:g} s")
             return
         self.send(Heartbeat(self._read))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin; asyncio calls this."""
         self._transport = cast("asyncio.Transport", transport)
+        if self._reason:
+            # It was ended while it was being made.
+            self._transport.abort()
+            return
         self.open = True
         sock = transport.get_extra_info("socket")
         if sock is not None:
@@ -135,6 +160,14 @@ class Link(asyncio.Protocol):
         self._owner.on_link_lost(self, self._reason)
 
     # How it works.
+
+    def _is_busy_peer(self) -> bool:
+        """Whether the silent peer may be busy: its host lives, and it has not been silent for too long."""
+        settings = self._settings
+        if not self._bears_busy_peer or self._silent_ticks >= settings.beats_to_stuck:
+            return False
+        ago_s = acknowledged_ago_s(self._require_transport())
+        return ago_s is not None and ago_s < settings.dead_after_s
 
     def _hear(self, frames: Iterator[list[Any]]) -> None:
         """Deal with a slice of what came; go on with the rest at the loop's next turn."""
@@ -208,3 +241,16 @@ class Link(asyncio.Protocol):
     def _require_transport(self) -> asyncio.Transport:
         assert self._transport is not None, "a link is open only after connection_made"
         return self._transport
+
+
+def acknowledged_ago_s(transport: asyncio.BaseTransport) -> float | None:
+    """Seconds since the peer's host acknowledged something; None where the system does not tell."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or not hasattr(socket, "TCP_INFO"):
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACKNOWLEDGEMENT.size)
+        (milliseconds,) = _LAST_ACKNOWLEDGEMENT.unpack(info)
+    except (OSError, struct.error):
+        return None
+    return float(milliseconds) / 1000

@@ -1,9 +1,8 @@
 """The messages of the control channel.
 
 A message is a msgpack array whose first element is its name; a frame holds an array of messages. The
-order within one connection is kept. `VERSION` rises whenever a message changes its shape or its meaning:
-gateways, replicas and the scheduler of one application come from one build, so a peer with another version
-is one that outlived an upgrade, and it is refused.
+order within one connection is kept. `VERSION` rises whenever a message changes its shape or its meaning;
+`versions` tells how the parts of two releases understand each other, and what a change must keep to.
 """
 
 import enum
@@ -18,7 +17,8 @@ from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 
-VERSION = 5
+VERSION = 6
+OLDEST_VERSION = VERSION - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,19 @@ class SchedulerEndpoint:
     Attributes:
         secret: made anew by each incarnation, so that a leaked one ends with it.
         incarnation: rises with every scheduler that is started for the model.
+        version: of the protocol. Those before version 6 do not tell: see `version_of`.
     """
 
     host: str
     port: int
     secret: str
     incarnation: int
+    version: int = VERSION
+
+    def version_of(self) -> int:
+        """The version of the protocol that this scheduler speaks."""
+        # Ray hands the endpoint over as it was made: one of version 5 has no such field.
+        return getattr(self, "version", 5)
 
 
 class Role(enum.StrEnum):
@@ -60,7 +67,12 @@ class Heartbeat(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The first message of every connection; `highest_incarnation` is the highest the peer has met."""
+    """The first message of every connection.
+
+    Attributes:
+        version: of the protocol, which both sides keep to on this connection.
+        highest_incarnation: the highest that the peer has met.
+    """
 
     version: int
     role: Role
@@ -88,7 +100,7 @@ class Submit(Message, frozen=True):
 
     Attributes:
         age_s: time since it came in.
-        waited_s: time since it came in or back, which counts against its time in the queue.
+        waited_s: the same; schedulers before version 6 began its time in the queue anew at each put-back.
         grants: how many grants for it the gateway has seen.
         put_back: how the last of them ended.
     """

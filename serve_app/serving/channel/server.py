@@ -1,7 +1,8 @@
 """The channel's server in the scheduler: admits peers and hands their messages on.
 
-A connection must introduce itself within `handshake_s`, in one small frame, with the version of the protocol,
-the secret that Ray alone hands out, and the highest incarnation of the scheduler that the peer has met.
+A connection must introduce itself within `handshake_s`, in one small frame, with a version of the protocol
+that is spoken here (`versions`), the secret that Ray alone hands out, and the highest incarnation of the
+scheduler that the peer has met.
 
 One writer at a time, even while two schedulers of a model are alive (a rolling update, a partition): each
 scheduler has an incarnation number, claimed atomically and rising. Peers remember the highest they have
@@ -24,7 +25,8 @@ from serve_app.request import PriorityClass
 from serve_app.serving.channel.framing import decode_from_peer
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.link import Link
-from serve_app.serving.channel.messages import VERSION, Bye, Hello, Rejected, Role, Welcome
+from serve_app.serving.channel.listener import Listener
+from serve_app.serving.channel.messages import OLDEST_VERSION, VERSION, Bye, Hello, Rejected, Role, Welcome
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.settings import ChannelSettings
 
@@ -67,29 +69,26 @@ class ChannelServer:
         self._replicas = replicas
         self._on_superseded = on_superseded
         self._loop = asyncio.get_running_loop()
-        # Those who have not introduced themselves, oldest first, with the time by which they must.
-        self._strangers: dict[Link, float] = {}
+        # Holds those who have not introduced themselves.
+        self._listener = Listener(self._make_link, settings)
         self._peers: dict[Link, _Peer] = {}
-        self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<ChannelServer peers {len(self._peers)}, strangers {len(self._strangers)}>"
+        return f"<ChannelServer peers {len(self._peers)}, strangers {len(self._listener)}>"
 
     async def start(self, host: str) -> int:
         """Listen on a free port of `host` and return it."""
-        self._server = await self._loop.create_server(self._accept, host, 0, backlog=1024)
+        port = self._listener.start(host)
         self._timer = self._loop.call_later(self._settings.heartbeat_s, self._tick)
-        port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     def stop(self, reason: str) -> None:
         """Let nobody in any more and close every connection, after what was said already."""
-        if self._server is not None:
-            self._server.close()
+        self._listener.close(reason)
         if self._timer is not None:
             self._timer.cancel()
-        for link in [*self._peers, *self._strangers]:
+        for link in list(self._peers):
             link.close(reason)
 
     def on_link_message(self, link: Link, message: Any) -> None:
@@ -105,7 +104,7 @@ class ChannelServer:
 
     def on_link_lost(self, link: Link, reason: str) -> None:
         """A connection is over."""
-        self._strangers.pop(link, None)
+        self._listener.forget(link)
         self._part(link, reason, for_good=False)
 
     def _part(self, link: Link, reason: str, *, for_good: bool) -> None:
@@ -118,29 +117,16 @@ class ChannelServer:
         else:
             self._replicas.on_loss(peer.peer_id, link)
 
-    def _accept(self) -> Link:
-        if len(self._strangers) >= self._settings.max_pending_handshakes:
-            # The oldest goes: it has had the best chance to speak, which takes a real peer a millisecond.
-            self._turn_away(
-                next(iter(self._strangers)), "too many connections have not introduced themselves"
-            )
-        link = Link(self, decode_from_peer, self._settings)
+    def _make_link(self) -> Link:
+        link = Link(self, decode_from_peer, self._settings, bears_busy_peer=True)
         link.limit_frames(_STRANGERS_FRAME_BYTES)
-        self._strangers[link] = self._loop.time() + self._settings.handshake_s
         return link
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._settings.heartbeat_s, self._tick)
         for link in list(self._peers):
             link.tick()
-        now = self._loop.time()
-        for link, until in list(self._strangers.items()):
-            if now >= until:
-                self._turn_away(link, "it did not introduce itself")
-
-    def _turn_away(self, link: Link, reason: str) -> None:
-        self._strangers.pop(link, None)
-        link.abort(reason)
+        self._listener.expire()
 
     def _meet(self, link: Link, message: Any) -> None:
         denial = self._objection(message)
@@ -149,10 +135,16 @@ class ChannelServer:
             link.send(Rejected(denial))
             link.close(denial)
             return
-        del self._strangers[link]
+        self._listener.forget(link)
         link.limit_frames(self._settings.max_frame_bytes)
+        link.version = message.version
         self._replace_older(message)
-        logger.info("event=peer_joined role=%s peer=%s", message.role.value, message.peer_id)
+        logger.info(
+            "event=peer_joined role=%s peer=%s version=%d",
+            message.role.value,
+            message.peer_id,
+            message.version,
+        )
         link.send(Welcome(self._identity.incarnation, self._identity.queue_timeouts_s))
         on_message: Callable[[Any], None] = partial(self._replicas.on_message, message.peer_id, link)
         if message.role is Role.GATEWAY:
@@ -166,8 +158,11 @@ class ChannelServer:
             raise ChannelError(f"a stranger must say Hello first, not {type(message).__name__}")
         if not hmac.compare_digest(message.secret.encode(), self._identity.secret.encode()):
             return "the secret is wrong: ask for the endpoint again"
-        if message.version != VERSION:
-            return f"the peer speaks version {message.version} of the protocol, this scheduler {VERSION}"
+        if not OLDEST_VERSION <= message.version <= VERSION:
+            return (
+                f"the peer speaks version {message.version} of the protocol, this scheduler {OLDEST_VERSION} "
+                f"and {VERSION}: upgrade by one version at a time"
+            )
         if message.highest_incarnation > self._identity.incarnation:
             # Only after the secret: a stranger must not be able to put a scheduler out of office.
             self._loop.call_soon(self._on_superseded, message.highest_incarnation)

@@ -12,6 +12,8 @@ class ChannelSettings:
     Attributes:
         heartbeat_s: each side says that it lives, and what it has read, this often.
         dead_after_s: a peer that says nothing, or reads nothing, for so long is cut off.
+        stuck_after_s: the scheduler bears a silent peer for so long whose host still acknowledges what it is
+            sent, since its event loop is only busy.
         gateway_grace_s: a gateway that vanished may come back for so long before its requests are released.
         handshake_s: a connection that has not introduced itself by then is closed.
         locate_s: how long the search for the scheduler may take before it starts again.
@@ -22,7 +24,7 @@ class ChannelSettings:
         superseded_check_s: the scheduler looks for a newer incarnation of itself this often.
         max_frame_bytes: a longer frame ends the connection.
         max_write_buffer_bytes: a peer with more than this unread ends the connection.
-        max_pending_handshakes: connections that may be open without an introduction.
+        max_pending_handshakes: connections without an introduction; more are not accepted meanwhile.
         max_waiting_offline: requests that one gateway holds while no scheduler is there to refuse them.
         offline_timeout_s: time in the queue for a request without its own, until a scheduler names a default.
     """
@@ -34,8 +36,11 @@ class ChannelSettings:
     # A false alarm costs a reconnect and a snapshot and loses nothing; waiting longer leaves the places of
     # a dead gateway's requests unused for as long.
     dead_after_s: Annotated[float, POSITIVE] = 1.0
-    # Long enough for a gateway to find the channel again (first tries after 0.05 s), short enough that the
-    # places of a gateway that died come free within two seconds of its last beat.
+    # No event loop should be occupied for a second; one that is for ten is taken for stopped. Until then
+    # what waits at a gateway may be granted places that it does not use.
+    stuck_after_s: Annotated[float, POSITIVE] = 10.0
+    # Long enough for a gateway to find the channel again (first tries after 0.05 s). What it has running is
+    # charged until the engines say that it has ended.
     gateway_grace_s: Annotated[float, POSITIVE] = 1.0
     handshake_s: Annotated[float, POSITIVE] = 1.0
     # A Serve handle waits by itself while the scheduler is being replaced, but a call that went to the dead
@@ -52,7 +57,8 @@ class ChannelSettings:
     max_frame_bytes: Annotated[int, POSITIVE] = 4 * 1024 * 1024
     # A snapshot of 20,000 waiting requests takes about 8 MB.
     max_write_buffer_bytes: Annotated[int, POSITIVE] = 32 * 1024 * 1024
-    max_pending_handshakes: Annotated[int, POSITIVE] = 128
+    # 256 strangers cost about 2 MB and a quarter of the time for an introduction; see `listener`.
+    max_pending_handshakes: Annotated[int, POSITIVE] = 256
     max_waiting_offline: Annotated[int, POSITIVE] = 10_000
     offline_timeout_s: Annotated[float, POSITIVE] = 60.0
 
@@ -61,6 +67,11 @@ class ChannelSettings:
             raise ValueError(
                 f"channel.dead_after_s must be at least two heartbeats, got {self.dead_after_s} with "
                 f"heartbeat_s={self.heartbeat_s}: raise the first or lower the second"
+            )
+        if self.stuck_after_s < self.dead_after_s:
+            raise ValueError(
+                f"channel.stuck_after_s must not be below dead_after_s, got {self.stuck_after_s} "
+                f"with dead_after_s={self.dead_after_s}"
             )
         if self.backoff_max_s < self.backoff_min_s:
             raise ValueError(
@@ -72,3 +83,8 @@ class ChannelSettings:
     def beats_to_death(self) -> int:
         """Heartbeat intervals without a word after which a peer counts as dead."""
         return max(2, round(self.dead_after_s / self.heartbeat_s))
+
+    @property
+    def beats_to_stuck(self) -> int:
+        """Heartbeat intervals without a word after which a peer counts as stuck."""
+        return max(2, round(self.stuck_after_s / self.heartbeat_s))

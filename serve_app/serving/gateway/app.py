@@ -24,17 +24,17 @@ from serve_app.serving.gateway.answer.responses import (
     send_refusal,
 )
 from serve_app.serving.gateway.cors import with_cors
-from serve_app.serving.gateway.exposition import merge
 from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
+from serve_app.serving.gateway.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.parse import PARSERS, parse_model
 from serve_app.serving.gateway.request.reader import RequestReader
+from serve_app.serving.gateway.request.structure import check_structure
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
 
-_METRICS_TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 _MODELS = "/v1/models"
 
 _FROZEN = (
@@ -104,6 +104,13 @@ class Gateway:
             log_requests=settings.log_requests,
             upstream_counts=lambda: (self._upstream.connects, self._upstream.stale_retries),
         )
+        self._metrics_endpoint = MetricsEndpoint(
+            self.telemetry,
+            schedulers.values(),
+            key=settings.metrics_key,
+            asks_for_keys=bool(settings.keys),
+            authenticate=self._reader.caller,
+        )
         self._services = Services(self._upstream, self.telemetry)
         self._any_replica = AnyReplica(self._upstream)
         self._calls: set[ScheduledCall] = set()
@@ -169,6 +176,7 @@ class Gateway:
     def close(self) -> None:
         """Cut all connections to replicas."""
         self._upstream.close()
+        self._reader.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -224,6 +232,7 @@ class Gateway:
     async def _tokenize(self, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming)
         body = await self._reader.body(incoming)
+        check_structure(body)
         model = parse_model(body)
         self._reader.check_model(model)
         with DisconnectWatch(incoming.receive):
@@ -255,10 +264,8 @@ class Gateway:
 
     async def _metrics(self, incoming: IncomingRequest) -> None:
         """This gateway's metrics and those of the schedulers behind it."""
-        distinct = {id(found): found for found in self._schedulers.values()}
-        pages = await asyncio.gather(*(scheduler.exposition() for scheduler in distinct.values()))
-        page = merge((self.telemetry.exposition(), *pages))
-        await send_body(incoming.send, 200, [_METRICS_TYPE], page.encode())
+        self._metrics_endpoint.check(incoming.headers.get(b"authorization"))
+        await send_body(incoming.send, 200, [METRICS_TYPE], await self._metrics_endpoint.page())
 
     async def _show(self, chosen: Callable[[SchedulerViews], View], incoming: IncomingRequest) -> None:
         """A view into every model's scheduler, for admins."""

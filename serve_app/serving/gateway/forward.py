@@ -4,7 +4,8 @@ The rules:
 - a grant obliges: each one is answered by exactly one `finished` or one `put_back`, on every path, also
   when the serving task is cancelled. `_owed` holds the grant that is not answered yet;
 - the client hears nothing before the first bytes of an answer that is meant for it. Up to there whatever
-  goes wrong with a replica puts the request back to the front of its queue, unseen by the client;
+  goes wrong with a replica puts the request back into its queue, unseen by the client;
+- an engine's own error is tried once elsewhere. The second is the client's to know: then it is the request;
 - after that a break is told in the stream as an error event; nothing is sent twice and nothing ends silently;
 - the place is given back when the engine has finished, not when a slow client has read it all.
 """
@@ -20,7 +21,7 @@ from serve_app.request import Submission, Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
 from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
-from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, outcome_of
+from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, is_dead, outcome_of
 from serve_app.serving.gateway.answer.engine_error import in_openai_shape
 from serve_app.serving.gateway.answer.responses import (
     STOPPING_CODE,
@@ -75,6 +76,7 @@ class ScheduledCall:
     __slots__ = (
         "_attempts",
         "_detail",
+        "_engine_failed",
         "_first_token_at",
         "_grant",
         "_granted_at",
@@ -99,6 +101,7 @@ class ScheduledCall:
         self._owed: Grant | None = None
         self._grant: Grant | None = None
         self._attempts = 0
+        self._engine_failed = False
         self._started = False
         self._streams = False
         self._outcome: Outcome | None = None
@@ -189,10 +192,11 @@ class ScheduledCall:
         """An answer in one piece. It is read to its end first, so a break in it can still be mended."""
         body = await response.read()
         failure = failure_of(response.status, response.headers, body)
-        if failure is not None:
+        if failure is not None and self._may_retry(failure):
             raise failure
         outcome = outcome_of(response.status)
-        self._settle(outcome, usage_of(body) if outcome is Outcome.COMPLETED else None)
+        usage = usage_of(body) if outcome is Outcome.COMPLETED else None
+        self._settle(outcome, usage, detail=str(failure or ""))
         self._started = True
         path = self._job.incoming.path
         headers, body = in_openai_shape(response.status, path, self._headers(response), body)
@@ -203,7 +207,10 @@ class ScheduledCall:
         response.on_stalled = self._watch.fire
         events = await _next_events(response, scanner)
         if scanner.error is not None and scanner.error_is_engines:
-            raise UpstreamError(DispatchFailure.LOST, f"the engine failed: {scanner.error}")
+            kind = DispatchFailure.LOST if is_dead(scanner.error) else DispatchFailure.ENGINE_ERROR
+            failure = UpstreamError(kind, f"the engine failed: {scanner.error}")
+            if self._may_retry(failure):
+                raise failure
         self._started = True
         self._first_token_at = asyncio.get_running_loop().time()
         self._scheduler.first_token(self._job.submission.request_id)
@@ -220,6 +227,13 @@ class ScheduledCall:
             self._settle(_stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
         self._streams = False
         await send({"type": "http.response.body", "body": events, "more_body": False})
+
+    def _may_retry(self, failure: UpstreamError) -> bool:
+        """Whether a failure may be mended elsewhere; an engine's own error only once."""
+        if failure.failure is not DispatchFailure.ENGINE_ERROR:
+            return True
+        seen, self._engine_failed = self._engine_failed, True
+        return not seen
 
     def _broken(self, error: UpstreamError, scanner: StreamScanner) -> bytes:
         """The stream broke after its first byte: the event that says so."""

@@ -7,6 +7,7 @@ from serve_app.access import is_loopback
 from serve_app.errors import SettingsError
 from serve_app.serving.gateway.auth import ApiKey
 from serve_app.serving.gateway.cors import CorsSettings
+from serve_app.serving.gateway.metrics_endpoint import MetricsKey
 from serve_app.serving.gateway.request.prefix import PrefixSettings
 from serve_app.serving.gateway.upstream.pool import UpstreamSettings
 from serve_app.settings_base import ADVANCED, at_least, settings
@@ -45,6 +46,8 @@ class WrittenGateway:
     keys: tuple[ApiKey, ...] = ()
     insecure: bool = False
     cors: CorsSettings = field(default_factory=CorsSettings)
+    # Without one, and with keys, `/metrics` needs the key of an admin.
+    metrics_key: Annotated[MetricsKey | None, ADVANCED] = None
     # OpenAI accepts about 50 MB of images in one request; text of a million tokens is a tenth of that. A
     # body is held in memory until its request is over (it may have to be sent again), so this times the
     # requests in flight bounds the gateway's memory.

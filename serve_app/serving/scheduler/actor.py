@@ -45,7 +45,8 @@ SCHEDULER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
 # For the last words on the channel and in the log.
 _LAST_WORDS_S = 0.2
 # Settings of the scheduler that may change while the application runs; others need a new deployment.
-_CHANGEABLE = ("policy", "max_waiting", "max_attempts", "no_replica_grace_s", "retry_after_cap_s")
+_TRIES = ("max_attempts", "max_put_backs")
+_CHANGEABLE = ("policy", "max_waiting", *_TRIES, "no_replica_grace_s", "retry_after_cap_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +131,6 @@ class SchedulerActor:
     async def queue(self) -> dict[str, Any]:
         """Who waits where, for how long, and why."""
         return (await self._current()).queue()
-
-    async def exposition(self) -> str:
-        """Return the metrics in the Prometheus text format."""
-        text = (await self._current()).exposition()
-        return text if self._keeper is None else text + self._keeper.exposition()
 
     async def observed(self, *, outcomes: bool = False) -> Observed:
         """What happened since the last call, for the tuner."""
@@ -237,6 +233,7 @@ class SchedulerActor:
             on_end=self._on_end,
             decision_log=settings.decision_log,
             learned=self._learned,
+            more_metrics=str if self._keeper is None else self._keeper.exposition,
         )
         live = LiveScheduler(settings.scheduler, parts)
         await live.start(self._surroundings.host())

@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from serve_app.routing.adaptive_b_short import BShortChanged
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.scheduling.decision_log import Decision, RunHeader
-from serve_app.scheduling.events import DispatchFailed, Event, ReplicaLost, Woke
+from serve_app.scheduling.events import DispatchFailed, Event, ReplicaLost, ReplicaReported, Woke
 from serve_app.scheduling.learned_state import take_over
+from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.messages import SchedulerEndpoint
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
@@ -47,6 +48,7 @@ class LiveSchedulerOptions:
         on_end: called once, with the reason, when it can never schedule again and must be replaced.
         decision_log: record what the core decides.
         learned: what an earlier scheduler knew, see `learned_state`.
+        more_metrics: in the Prometheus text format, of what works beside the scheduler; called in a thread.
     """
 
     incarnation: int
@@ -55,6 +57,7 @@ class LiveSchedulerOptions:
     on_end: Callable[[str], None] | None = None
     decision_log: DecisionLogSettings | None = None
     learned: Mapping[str, Any] | None = None
+    more_metrics: Callable[[], str] = str
 
 
 class LiveScheduler:
@@ -77,6 +80,7 @@ class LiveScheduler:
         self.ended = ""
         self._secret = secrets.token_urlsafe(32)
         self._metrics = SchedulerMetrics(settings.model, options.incarnation)
+        self._page = CachedPage(self._status_for_metrics, self._render)
         self._gateways = GatewaySessions(self, options.channel.gateway_grace_s)
         self._replicas = ReplicaRegistry(self.feed, self._gateways.tell_all, self._waiting_at)
         timeouts = {priority: settings.queue_timeout_s.of(priority) for priority in PriorityClass}
@@ -185,6 +189,7 @@ class LiveScheduler:
             "model": self._settings.model,
             "policy": self._settings.policy,
             "waiting": len(self.core.queue),
+            "in_backoff": len(self.core.queue.resting),
             "max_waiting": self._settings.max_waiting,
             "queue_timeout_s": {
                 priority.value: self._settings.queue_timeout_s.of(priority) for priority in PriorityClass
@@ -208,6 +213,8 @@ class LiveScheduler:
             for command in commands:
                 self._carry_out(command)
             self._arm()
+            if isinstance(event, ReplicaReported):
+                self._gateways.on_report(event)
         except Exception as error:  # noqa: BLE001 - a fault of any kind in the core ends this scheduler
             self._core_failed(event, error)
 
@@ -227,25 +234,30 @@ class LiveScheduler:
         """Whether the replica is connected."""
         return replica_id in self._replicas
 
-    def exposition(self) -> str:
-        """Return the metrics in the Prometheus text format."""
-        return self._metrics.exposition(
-            SchedulerStatus(
-                waiting=self._gateways.book.waiting(),
-                in_flight=self._gateways.book.in_flight(),
-                replicas=self._replicas.reports(),
-                stale=len(self._stale),
-                gateways=self._gateways.connected,
-                learned_queues=len(self.tuner.queues),
-                partition_age_s=self.tuner.queues.age_s(self.now()),
-                drain_tokens_per_s=self.core.admission.predictor.drain.tokens_per_s,
-                retry_reservations=len(self.core.admission.retry_reservations),
-                errors=self.core.admission.predictor.errors,
-                b_short_tokens=self.core.router.b_short_tokens,
-            )
-        )
+    async def exposition(self) -> str:
+        """Return the metrics in the Prometheus text format, drawn up a moment ago."""
+        return await self._page.text()
 
     # How it works.
+
+    async def _status_for_metrics(self) -> SchedulerStatus:
+        book, predictor = self._gateways.book, self.core.admission.predictor
+        return SchedulerStatus(
+            waiting=book.waiting(),
+            in_flight=book.in_flight(),
+            replicas=self._replicas.reports(),
+            stale=len(self._stale),
+            gateways=self._gateways.connected,
+            learned_queues=len(self.tuner.queues),
+            partition_age_s=self.tuner.queues.age_s(self.now()),
+            drain_tokens_per_s=predictor.drain.tokens_per_s,
+            retry_reservations=len(self.core.admission.retry_reservations),
+            errors=replace(predictor.errors),
+            b_short_tokens=self.core.router.b_short_tokens,
+        )
+
+    def _render(self, status: SchedulerStatus) -> str:
+        return self._metrics.exposition(status) + self._options.more_metrics()
 
     def _note(self, now: float, event: Event, commands: list[Command]) -> None:
         if self._log is not None:

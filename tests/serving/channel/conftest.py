@@ -1,5 +1,7 @@
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
 
+import pytest
 import pytest_asyncio
 
 from tests.serving.channel.harness import FAST, Simulation, scheduler_settings
@@ -12,3 +14,12 @@ async def world() -> AsyncIterator[Simulation]:
     await world.begin()
     yield world
     await world.close()
+
+
+def pytest_asyncio_loop_factories(
+    item: pytest.Function,
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run the tests of a module on each of the event loops that its `LOOP_FACTORIES` names."""
+    found: Mapping[str, Callable[[], asyncio.AbstractEventLoop]]
+    found = getattr(item.module, "LOOP_FACTORIES", {"asyncio": asyncio.new_event_loop})
+    return found

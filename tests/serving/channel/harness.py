@@ -1,6 +1,9 @@
 """A small world for the channel's tests: real schedulers, real sockets, wires that can be cut or muted."""
 
 import asyncio
+import ctypes
+import socket
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -20,9 +23,15 @@ from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedu
 
 # Faster than in production, yet slow enough for a machine that is busy with other things.
 FAST = ChannelSettings(
-    heartbeat_s=0.1, dead_after_s=0.6, gateway_grace_s=0.8, report_s=0.05, backoff_max_s=0.1
+    heartbeat_s=0.1,
+    dead_after_s=0.6,
+    stuck_after_s=3.0,
+    gateway_grace_s=0.8,
+    report_s=0.05,
+    backoff_max_s=0.1,
 )
 PATIENCE_S = 30.0
+_SO_ATTACH_FILTER = 26
 
 M = TypeVar("M")
 
@@ -127,7 +136,11 @@ class Wire:
 
 
 class ReplicaDouble:
-    """A replica without an engine: says of itself what the test sets."""
+    """A replica without an engine: says of itself what the test sets.
+
+    Attributes:
+        counts: makes each report, instead of `report`.
+    """
 
     def __init__(self, replica_id: str, pool: str, max_num_seqs: int) -> None:
         self.spec = ReplicaSpec(
@@ -141,6 +154,7 @@ class ReplicaDouble:
             replica_id=replica_id, pool=pool, host="10.0.0.1", port=8000, token=f"token-{replica_id}"
         )
         self.report = ReplicaReport(received=0, waiting=0, running=0, kv_usage_ratio=0.0)
+        self.counts: Callable[[], ReplicaReport] | None = None
         self.broken = False
         self.engine_failure = ""
         self.looks = 0
@@ -151,7 +165,7 @@ class ReplicaDouble:
             raise EngineError(self.engine_failure)
         if self.broken:
             raise RuntimeError("the engine does not answer")
-        return self.report
+        return self.report if self.counts is None else self.counts()
 
 
 class Simulation:
@@ -212,10 +226,17 @@ class Simulation:
         return client
 
     async def replica(
-        self, replica_id: str = "s1", *, wire: Wire | None = None, pool: str = "short", seats: int = 64
+        self,
+        replica_id: str = "s1",
+        *,
+        wire: Wire | None = None,
+        pool: str = "short",
+        seats: int = 64,
+        prepare: Callable[[ReplicaDouble], None] = lambda _: None,
     ) -> tuple[ReplicaClient, ReplicaDouble]:
-        """A replica that the scheduler knows."""
+        """A replica that the scheduler knows; `prepare` may change it before it registers."""
         double = ReplicaDouble(replica_id, pool, seats)
+        prepare(double)
         client = ReplicaClient(
             double.spec, double.address, wire.locate if wire else self.locate, double.load, self.channel
         )
@@ -285,6 +306,13 @@ class Stranger:
             while await self._read():
                 pass
         return True
+
+    def vanish(self) -> None:
+        """Take nothing in any more, below TCP, as a host without power: the kernel acknowledges nothing."""
+        refuse_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+        program = struct.pack("HxxxxxxP", 1, ctypes.addressof(refuse_all))
+        sock = self._writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
     def leave(self) -> None:
         self._writer.transport.abort()

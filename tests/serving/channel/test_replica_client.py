@@ -46,7 +46,7 @@ async def test_a_replica_whose_load_is_unknown_stops_reporting_and_becomes_stale
     double.broken = True
     await until(lambda: world.live.status()["replicas"]["s1"]["stale"])
     assert client.is_connected
-    assert 'ewsjf_stale_reports_total{model="m"} 1.0' in world.live.exposition()
+    assert 'ewsjf_stale_reports_total{model="m"} 1.0' in await world.live.exposition()
     double.broken = False
     await until(lambda: not world.live.status()["replicas"]["s1"]["stale"])
 
@@ -70,7 +70,7 @@ async def test_the_death_of_an_engine_closes_its_replica_at_once(world: Simulati
     assert client.is_connected
     assert world.live.core.ledger.joined == 0
     # Nobody waited for its last report to become stale.
-    assert 'ewsjf_stale_reports_total{model="m"} 1.0' not in world.live.exposition()
+    assert 'ewsjf_stale_reports_total{model="m"} 1.0' not in await world.live.exposition()
 
 
 async def test_a_replica_joins_again_when_its_engine_answers_again(world: Simulation) -> None:

@@ -1,9 +1,9 @@
 import asyncio
+import sys
 
 import pytest
 
 from serve_app.serving.channel.messages import (
-    VERSION,
     Cancel,
     Heartbeat,
     Register,
@@ -31,15 +31,6 @@ async def test_a_wrong_secret_is_rejected_without_a_hint_of_the_right_one(world:
     assert "secret is wrong" in reason
     assert world.endpoint().secret not in reason
     assert await stranger.closed()
-
-
-async def test_another_version_is_rejected_by_both_numbers(world: Simulation) -> None:
-    stranger = await Stranger.at(world.endpoint())
-    stranger.say(hello(world.endpoint(), version=VERSION + 1))
-    assert (
-        f"version {VERSION + 1} of the protocol, this scheduler {VERSION}"
-        in (await stranger.hear(Rejected)).reason
-    )
 
 
 async def test_a_scheduler_that_hears_of_a_higher_incarnation_stops_for_ever(world: Simulation) -> None:
@@ -125,14 +116,30 @@ async def test_a_receipt_for_more_than_was_sent_is_a_fault(world: Simulation) ->
     assert await stranger.closed()
 
 
-async def test_a_silent_peer_is_cut_off_within_about_the_limit(world: Simulation) -> None:
+async def test_a_busy_peer_is_borne_for_a_while(world: Simulation) -> None:
     loop = asyncio.get_running_loop()
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint()), SnapshotEnd())
     await stranger.hear(Welcome)
+    # Its kernel acknowledges the heartbeats, and nobody answers them.
     began = loop.time()
     assert await stranger.closed()
-    assert FAST.dead_after_s - 0.2 < loop.time() - began < FAST.dead_after_s + 3
+    assert loop.time() - began > FAST.stuck_after_s - 0.3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a socket's filter is Linux'")
+async def test_a_peer_whose_host_is_gone_is_cut_off_within_about_the_limit(
+    world: Simulation, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ray.serve")
+    stranger = await Stranger.at(world.endpoint())
+    stranger.say(hello(world.endpoint()), SnapshotEnd())
+    await stranger.hear(Welcome)
+    stranger.vanish()
+    await until(lambda: world.live._gateways.connected == 0)
+    (line,) = [record.getMessage() for record in caplog.records if "event=peer_lost" in record.getMessage()]
+    silent_s = float(line.split("the peer said nothing for ")[1].split(" s")[0])
+    assert FAST.dead_after_s <= silent_s < FAST.stuck_after_s
 
 
 async def test_a_peer_that_talks_and_does_not_listen_is_cut_off(world: Simulation) -> None:
@@ -147,12 +154,3 @@ async def test_a_peer_that_talks_and_does_not_listen_is_cut_off(world: Simulatio
     talking = asyncio.get_running_loop().create_task(talk())
     assert await stranger.closed()
     talking.cancel()
-
-
-async def test_a_crowd_of_strangers_is_kept_within_bounds_and_peers_still_get_in(world: Simulation) -> None:
-    crowd = [await Stranger.at(world.endpoint()) for _ in range(FAST.max_pending_handshakes + 40)]
-    await until(lambda: len(world.live._server._strangers) <= FAST.max_pending_handshakes)
-    assert (await world.gateway()).is_connected
-    for stranger in crowd:
-        stranger.leave()
-    await until(lambda: not world.live._server._strangers)

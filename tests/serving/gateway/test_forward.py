@@ -52,7 +52,7 @@ async def test_a_replica_that_is_gone_is_replaced_unseen(stage: Stage) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("status", "failure"),
-    [(503, DispatchFailure.BUSY), (500, DispatchFailure.LOST), (401, DispatchFailure.UNREACHABLE)],
+    [(503, DispatchFailure.BUSY), (500, DispatchFailure.ENGINE_ERROR), (401, DispatchFailure.UNREACHABLE)],
 )
 async def test_an_engine_that_cannot_is_replaced_unseen(
     stage: Stage, status: int, failure: DispatchFailure, stream: bool
@@ -100,7 +100,7 @@ async def test_an_engine_error_as_the_first_event_puts_the_request_back(stage: S
     stage.engine.answers.append(dies)
     answer = await stage.http.post(CHAT, json=chat(stream=True))
     assert '"error"' not in answer.text
-    assert put_backs(stage) == [DispatchFailure.LOST]
+    assert put_backs(stage) == [DispatchFailure.ENGINE_ERROR]
 
 
 async def test_a_request_too_long_for_its_engine_goes_on_unseen(stage: Stage) -> None:
@@ -123,14 +123,39 @@ async def test_where_nothing_longer_exists_the_client_hears_the_engines_own_word
     assert stage.dispatcher.outcomes() == []
 
 
-async def test_an_engine_that_always_fails_ends_with_the_schedulers_refusal(stage: Stage) -> None:
+async def test_the_second_error_of_an_engine_is_the_clients_to_know(stage: Stage) -> None:
+    stage.engine.answers.extend([replies(500, error_json("cannot fetch the image", 500))] * 2)
+    with pytest.raises(openai.InternalServerError) as caught:
+        await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert caught.value.status_code == 500
+    assert "cannot fetch the image" in caught.value.message
+    assert put_backs(stage) == [DispatchFailure.ENGINE_ERROR]
+    assert stage.dispatcher.outcomes() == [Outcome.FAILED]
+
+
+async def test_the_second_error_of_an_engine_is_passed_on_in_its_stream(stage: Stage) -> None:
+    async def fails(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        await start_stream(send)
+        await send_event(send, error_json("cannot fetch the image", 500))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    stage.engine.answers.extend([fails] * 2)
+    answer = await stage.http.post(CHAT, json=chat(stream=True))
+    assert answer.text.count("cannot fetch the image") == 1
+    assert put_backs(stage) == [DispatchFailure.ENGINE_ERROR]
+    assert stage.dispatcher.outcomes() == [Outcome.FAILED]
+
+
+async def test_an_engine_that_dies_each_time_ends_with_the_schedulers_refusal(stage: Stage) -> None:
     port = stage.dispatcher.ports[0]
-    stage.engine.answers.extend([replies(500, error_json("poison", 500))] * 2)
+    dead = error_json("EngineCore encountered an issue. See stack trace", 500)
+    stage.engine.answers.extend([replies(500, dead)] * 2)
     stage.dispatcher.script.extend([port, port, refusal(Outcome.FAILED)])
     with pytest.raises(openai.InternalServerError) as caught:
         await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert caught.value.status_code == 502
-    assert "the engine answered 500: poison" in caught.value.message
+    assert "the engine answered 500: EngineCore encountered an issue" in caught.value.message
+    assert put_backs(stage) == [DispatchFailure.LOST] * 2
 
 
 @pytest.mark.parametrize(("status", "stream"), [(400, False), (404, True), (422, False), (501, False)])

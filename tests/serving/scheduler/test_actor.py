@@ -147,7 +147,7 @@ async def test_an_actor_that_restarts_knows_what_the_last_one_had_learned(
     core = shell_of(second).core
     assert core.estimator.estimate(UNLIMITED).max_output_tokens == learned != 1_024
     assert core.prefill_costs.shared.seconds(500) == cost_s
-    assert 'ewsjf_state_failures_total{model="m",operation="load"} 0.0' in await second.exposition()
+    assert 'ewsjf_state_failures_total{model="m",operation="load"} 0.0' in await shell_of(second).exposition()
 
 
 async def test_an_actor_that_keeps_nothing_begins_anew(cluster: Cluster, tmp_path: Path) -> None:
@@ -177,7 +177,9 @@ async def test_a_state_that_makes_no_sense_is_set_aside_and_the_actor_begins_ane
     await actor.check_health()
     await until(lambda: Path(f"{store.path}.refused").exists())
     assert "'b_short_tokens' should be a number from 1" in caplog.text
-    assert 'ewsjf_state_failures_total{model="m",operation="restore"} 1.0' in await actor.exposition()
+    assert (
+        'ewsjf_state_failures_total{model="m",operation="restore"} 1.0' in await shell_of(actor).exposition()
+    )
     await actor.close()
     assert store.load() is not None, "what it learned itself takes the place"
 

@@ -65,7 +65,7 @@ async def test_a_fault_of_the_core_fails_the_request_it_stumbled_over_and_saves_
     assert world.ends == ["the core failed on Arrived: ZeroDivisionError('a fault')"]
     with pytest.raises(ChannelError, match="the core failed"):
         live.endpoint()
-    assert "ewsjf_scheduler_errors_total" in live.exposition()
+    assert "ewsjf_scheduler_errors_total" in await live.exposition()
     await world.begin()
     await world.replica("s1")
     for task in others:

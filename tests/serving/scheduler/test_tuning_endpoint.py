@@ -7,7 +7,7 @@ import pytest_asyncio
 
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.tuning.online.rollout_settings import Retune
-from tests.serving.channel.harness import FAST, Simulation, scheduler_settings, until
+from tests.serving.channel.harness import FAST, PATIENCE_S, Simulation, scheduler_settings, until
 
 TARGET = "backpressure.target_waiting"
 
@@ -35,16 +35,23 @@ async def test_values_are_put_in_force_for_good_logged_and_shown(
     # What is not named is the policy's own, not the paper's.
     assert (weights.b_u, weights.a_u) == (0.3, 0.0)
     assert "event=retuned model=m incarnation=1 reason='better' backpressure.target_waiting=7" in caplog.text
-    assert 'ewsjf_tuned_value{model="m",setting="backpressure.target_waiting"} 7.0' in world.live.exposition()
+    assert (
+        'ewsjf_tuned_value{model="m",setting="backpressure.target_waiting"} 7.0'
+        in await world.live.exposition()
+    )
     assert world.live.status()["tuner"]["values"] == {TARGET: 7, "ewsjf.weights.b_u": 0.3}
 
 
 async def test_the_error_of_the_twin_is_a_metric_once_it_is_known(world: Simulation) -> None:
     world.live.tuner.show({"twin": {"error": None}})
-    assert "ewsjf_twin_error_ratio{" not in world.live.exposition()
+    assert "ewsjf_twin_error_ratio{" not in await world.live.exposition()
     world.live.tuner.show({"twin": {"error": {"ttft_ratio": 0.25, "tpot_ratio": -0.5}}})
-    assert 'ewsjf_twin_error_ratio{latency="ttft",model="m"} 0.25' in world.live.exposition()
-    assert 'ewsjf_twin_error_ratio{latency="tpot",model="m"} -0.5' in world.live.exposition()
+    async with asyncio.timeout(PATIENCE_S):
+        # A page is kept for a moment.
+        while "ewsjf_twin_error_ratio{" not in (page := await world.live.exposition()):  # noqa: ASYNC110 - see above
+            await asyncio.sleep(0.01)
+    assert 'ewsjf_twin_error_ratio{latency="ttft",model="m"} 0.25' in page
+    assert 'ewsjf_twin_error_ratio{latency="tpot",model="m"} -0.5' in page
 
 
 async def test_values_on_trial_run_out_when_the_tuner_is_silent(world: Simulation) -> None:

@@ -96,7 +96,7 @@ async def test_queues_are_learned_and_waiting_requests_are_queued_again(
         await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
     assert len(simulation.live.core.queue) == 40
     assert "event=partition_changed model=m incarnation=1 reason=first queues=2 shortest=10" in caplog.text
-    page = simulation.live.exposition()
+    page = await simulation.live.exposition()
     assert 'ewsjf_length_queues{model="m"} 2.0' in page
     assert 'ewsjf_partition_changes_total{model="m",reason="first"} 1.0' in page
     assert 'ewsjf_partition_age_seconds{model="m"} ' in page
@@ -113,7 +113,7 @@ async def test_a_new_scheduler_is_given_the_queues_in_force(
     await simulation.restart()
     await until(lambda: queue_names(simulation) == {"10-10", "500-500"})
     assert len(simulation.live.core.queue) == 40
-    page = simulation.live.exposition()
+    page = await simulation.live.exposition()
     assert 'ewsjf_partition_changes_total{model="m",reason="restored"} 1.0' in page
     assert 'reason="first"' not in page
 

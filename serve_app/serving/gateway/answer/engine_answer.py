@@ -4,11 +4,12 @@
 |------------------------------------|-------------------------------------------------------------------|
 | 2xx                                | the answer                                                        |
 | 400 that speaks of the context     | TOO_LONG: a longer pool may take it                               |
-| 401, 403                           | UNREACHABLE: the replica does not know its token any more         |
+| 401, 403                           | UNREACHABLE: the replica does not know the gateway                |
 | 429, 503                           | BUSY; UNREACHABLE while it drains: it has not looked at it        |
 | 501                                | the engine cannot do this at all: the client's to know            |
-| 502 of a remote engine's adapter   | UNREACHABLE when it says that nothing was sent                    |
-| other 5xx                          | LOST: the engine may have died of it; the scheduler limits tries  |
+| 502 of a remote engine's adapter   | UNREACHABLE when it says that nothing was sent, else LOST         |
+| 5xx of an engine that is dead      | LOST: it may have died of this request                            |
+| other 5xx                          | ENGINE_ERROR once, and the client's to know the second time       |
 | other 3xx, 4xx                     | the engine refused the request itself: passed on as it is         |
 """
 
@@ -28,6 +29,8 @@ _TOO_LONG = re.compile(
     r"maximum context length|longer than the maximum model length"
     r"|cannot be greater than `?max_(model_len|total_tokens)"
 )
+# What vLLM answers to all that it was working on when its core process died.
+_DEAD = re.compile(r"EngineCore encountered an issue|EngineDeadError")
 _MESSAGE_CHARACTERS = 500
 
 
@@ -72,10 +75,17 @@ def failure_of(status: int, headers: HeaderList, body: bytes) -> UpstreamError |
     failure = _failure_of_status(status, headers)
     if failure is None:
         return None
+    if failure is DispatchFailure.ENGINE_ERROR and is_dead(detail.message):
+        failure = DispatchFailure.LOST
     said = detail.message[:_MESSAGE_CHARACTERS]
     return UpstreamError(
         failure, f"the engine answered {status}: {said}" if said else f"the engine answered {status}"
     )
+
+
+def is_dead(message: str) -> bool:
+    """Whether an engine's error says that the engine has died."""
+    return _DEAD.search(message) is not None
 
 
 def outcome_of(status: int) -> Outcome:
@@ -84,6 +94,8 @@ def outcome_of(status: int) -> Outcome:
         return Outcome.COMPLETED
     if status == 413:
         return Outcome.REJECTED_BODY_TOO_LARGE
+    if status >= 500 and status != 501:
+        return Outcome.FAILED
     return Outcome.REJECTED_INVALID
 
 
@@ -93,10 +105,12 @@ def _failure_of_status(status: int, headers: HeaderList) -> DispatchFailure | No
     if status in (429, 503):
         draining = any(name == DRAINING_HEADER for name, _ in headers)
         return DispatchFailure.UNREACHABLE if draining else DispatchFailure.BUSY
-    if status == 502 and (ENGINE_ERROR_HEADER, b"unreachable") in headers:
-        return DispatchFailure.UNREACHABLE
+    if status == 502:
+        said = next((value for name, value in headers if name == ENGINE_ERROR_HEADER), None)
+        if said is not None:
+            return DispatchFailure.UNREACHABLE if said == b"unreachable" else DispatchFailure.LOST
     if status >= 500 and status != 501:
-        return DispatchFailure.LOST
+        return DispatchFailure.ENGINE_ERROR
     return None
 
 

@@ -31,16 +31,28 @@ class PartFields(msgspec.Struct, gc=False):
 Content = str | list[str | PartFields] | None
 
 
-class MessageFields(msgspec.Struct):
+class MessageFields(msgspec.Struct, gc=False):
     """One message of a chat."""
 
     role: str | None = None
     content: Content = None
     tool_calls: msgspec.Raw = ABSENT
     function_call: msgspec.Raw = ABSENT
+    reasoning: msgspec.Raw = ABSENT
+    reasoning_content: msgspec.Raw = ABSENT
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has nothing but a role and content, as most have."""
+        return (
+            self.tool_calls is ABSENT
+            and self.function_call is ABSENT
+            and self.reasoning is ABSENT
+            and self.reasoning_content is ABSENT
+        )
 
 
-class InputItem(msgspec.Struct):
+class InputItem(msgspec.Struct, gc=False):
     """One item of a Responses input: a message, a tool call or a tool's output."""
 
     role: str | None = None
@@ -83,6 +95,7 @@ class ChatFields(GenerationFields, kw_only=True):
     n: Count | None = None
     tools: msgspec.Raw = ABSENT
     functions: msgspec.Raw = ABSENT
+    documents: msgspec.Raw = ABSENT
     response_format: msgspec.Raw = ABSENT
 
 

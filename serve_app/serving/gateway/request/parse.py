@@ -1,7 +1,7 @@
 """The parsers of request bodies: the few facts that scheduling needs, in time linear in the body's size."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,6 +30,7 @@ from serve_app.serving.gateway.request.shape import (
     embedding_shape,
     responses_shape,
 )
+from serve_app.serving.gateway.request.uncounted import uncounted_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,7 @@ class BodyParser:
 
     def __init__(self, body_type: type[BodyFields], read: Callable[[Any], ParsedBody]) -> None:
         self._decoder = msgspec.json.Decoder(body_type)
+        self._body_type = body_type
         self._read = read
 
     def parse(self, body: bytes) -> ParsedBody:
@@ -72,7 +74,19 @@ class BodyParser:
         Raises:
             RequestRefused: the body is not JSON, or a field is missing or of the wrong type.
         """
-        return self._read(_decode(self._decoder, body))
+        parsed = self._read(_decode(self._decoder, body))
+        shape = parsed.spec.shape
+        # Only messages are written into a template, together with what else a body has.
+        if not shape.messages:
+            return parsed
+        try:
+            uncounted = uncounted_bytes(body, shape, self._body_type)
+        except RecursionError as exc:
+            raise _nested_too_deeply() from exc
+        if not uncounted:
+            return parsed
+        shape = replace(shape, tool_bytes=shape.tool_bytes + uncounted)
+        return replace(parsed, spec=replace(parsed.spec, shape=shape))
 
 
 def parse_model(body: bytes) -> str:
@@ -101,9 +115,13 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
             Outcome.REJECTED_INVALID, f"the body is not valid JSON: {exc}. Send one JSON object"
         ) from exc
     except RecursionError as exc:
-        raise RequestRefused(
-            Outcome.REJECTED_INVALID, "the body is nested too deeply: flatten it below a few hundred levels"
-        ) from exc
+        raise _nested_too_deeply() from exc
+
+
+def _nested_too_deeply() -> RequestRefused:
+    return RequestRefused(
+        Outcome.REJECTED_INVALID, "the body is nested too deeply: flatten it below a few hundred levels"
+    )
 
 
 def _field_refused(found: str) -> RequestRefused:

@@ -94,7 +94,7 @@ def engine_salt(tenant: str, client_salt: str) -> str:
 def chat_opening(body: ChatFields) -> Opening:
     """How a chat begins."""
     pieces = _Pieces()
-    pieces.add_raw(body.tools, body.functions)
+    pieces.add_raw(body.tools, body.functions, body.documents)
     pieces.add_messages(body.messages)
     return Opening(b"chat", tuple(pieces.found), salt=body.cache_salt or "")
 
@@ -138,8 +138,14 @@ class _Pieces:
 
     def add_messages(self, messages: Iterable[MessageFields]) -> None:
         for message in messages:
-            self.add(message.role or "", message.content)
-            self.add_raw(message.tool_calls, message.function_call)
+            if message.is_plain:
+                self.add(message.role or "", message.content)
+            else:
+                self.add_raw(message.reasoning, message.reasoning_content)
+                self.add(message.role or "", message.content)
+                self.add_raw(message.tool_calls, message.function_call)
+            if self._ended:
+                return
 
     def add(self, role: str, content: Content) -> None:
         """A message: its role tells where the one before it has ended."""

@@ -1,6 +1,8 @@
 """The request reader: reads a body, checks it, and makes of it a submission and what is to be forwarded."""
 
+import asyncio
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome
@@ -20,7 +22,12 @@ from serve_app.serving.gateway.request.splice import (
     salt_field,
     usage_field,
 )
+from serve_app.serving.gateway.request.structure import check_structure
 from serve_app.serving.gateway.settings import GatewaySettings
+
+# Longer bodies are checked and parsed on a thread. Below, the change of threads costs more than the 5 ms at
+# most for which a body of this length occupies the event loop.
+_LARGE_BODY_BYTES = 256 * 1024
 
 
 class RequestReader:
@@ -32,6 +39,9 @@ class RequestReader:
         self._models = {model.name for model in settings.models}
         self._gateway_id = gateway_id
         self._numbers = itertools.count(1)
+        # Threads take turns, so more of them make nothing faster; one large body after the other does not
+        # hold up the event loop.
+        self._large_bodies = ThreadPoolExecutor(1, "large-bodies")
 
     def incoming(self, scope: Scope, receive: Receive, send: Send, path: str, now: float) -> IncomingRequest:
         """Name a request that has just arrived, and note when."""
@@ -54,7 +64,15 @@ class RequestReader:
         Raises:
             RequestRefused: nobody who may.
         """
-        return self._keyring.caller(incoming.headers.get(b"authorization"))
+        return self.caller(incoming.headers.get(b"authorization"))
+
+    def caller(self, authorization: bytes | None) -> Caller:
+        """Who is calling, by the value of the `Authorization` header.
+
+        Raises:
+            RequestRefused: nobody who may.
+        """
+        return self._keyring.caller(authorization)
 
     async def body(self, incoming: IncomingRequest) -> bytes:
         """The whole body.
@@ -91,6 +109,18 @@ class RequestReader:
         """
         caller = self.authenticate(incoming)
         body = await self.body(incoming)
+        if len(body) <= _LARGE_BODY_BYTES:
+            return self._job_of(incoming, caller, body)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._large_bodies, self._job_of, incoming, caller, body)
+
+    def close(self) -> None:
+        """End the threads for large bodies."""
+        self._large_bodies.shutdown(wait=False, cancel_futures=True)
+
+    def _job_of(self, incoming: IncomingRequest, caller: Caller, body: bytes) -> ForwardJob:
+        """Check a body, and make the job of it; also called on a thread of its own."""
+        check_structure(body)
         parsed = PARSERS[incoming.path].parse(body)
         self.check_model(parsed.spec.model)
         settings = self._settings.prefix

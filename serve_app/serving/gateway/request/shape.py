@@ -1,7 +1,8 @@
 """The measuring of a prompt in a body: size and kind of text, without a tokenizer.
 
-Only text counts as text: images, sounds and files are counted as items, and tool definitions and response
-schemas are measured as the raw JSON that they arrive as. Token ids are exact.
+Only text counts as text: images, sounds and files are counted as items, and tool definitions, documents and
+response schemas are measured as the raw JSON that they arrive as. Token ids are exact. Fields that are not
+known here are counted by `uncounted`.
 """
 
 from collections.abc import Iterable
@@ -23,6 +24,15 @@ from serve_app.serving.gateway.request.bodies import (
 )
 
 _NULL = b"null"
+# Templates write roles; those that there are belong to what a message adds to a prompt.
+_ROLE_CHARACTERS = 32
+_MEDIA_TYPES = frozenset(
+    {
+        *("image_url", "input_image", "image_pil", "image_embeds"),
+        *("input_audio", "audio_url", "audio_embeds", "video_url"),
+        *("input_video", "file", "input_file"),
+    }
+)
 
 
 class _Measure:
@@ -48,11 +58,11 @@ class _Measure:
         if isinstance(part, str):
             self.texts.append(part)
             return
-        text = part.text if part.text is not None else part.refusal or part.thinking
-        if text is None:
+        # All that is there: which of them an engine reads depends on a type that clients choose.
+        texts = [text for text in (part.text, part.refusal, part.thinking) if text is not None]
+        self.texts += texts
+        if not texts or part.type in _MEDIA_TYPES:
             self.media_items += 1
-        else:
-            self.texts.append(text)
 
     def add_raw(self, *pieces: msgspec.Raw) -> None:
         """Count definitions by the bytes of their JSON."""
@@ -61,13 +71,27 @@ class _Measure:
             if view and view != _NULL:
                 self.tool_bytes += len(view)
 
+    def add_text(self, *pieces: msgspec.Raw) -> None:
+        """Count a text as such, and anything else by the bytes of its JSON."""
+        for piece in pieces:
+            if bytes(memoryview(piece)[:1]) == b'"':
+                self.texts.append(msgspec.json.decode(piece, type=str))
+            else:
+                self.add_raw(piece)
+
     def add_messages(self, messages: Iterable[MessageFields]) -> None:
         for message in messages:
+            if message.role is not None and len(message.role) > _ROLE_CHARACTERS:
+                self.texts.append(message.role)
             self.add_content(message.content)
-            self.add_raw(message.tool_calls, message.function_call)
+            if not message.is_plain:
+                self.add_text(message.reasoning, message.reasoning_content)
+                self.add_raw(message.tool_calls, message.function_call)
 
     def add_items(self, items: Iterable[InputItem]) -> None:
         for item in items:
+            if item.role is not None and len(item.role) > _ROLE_CHARACTERS:
+                self.texts.append(item.role)
             self.add_content(item.content)
             if item.arguments is not None:
                 self.tool_bytes += len(item.arguments)
@@ -94,7 +118,7 @@ def chat_shape(body: ChatFields) -> PromptShape:
     """The prompt of a chat completion."""
     measure = _Measure()
     measure.add_messages(body.messages)
-    measure.add_raw(body.tools, body.functions, body.response_format)
+    measure.add_raw(body.tools, body.functions, body.documents, body.response_format)
     return measure.shape(messages=len(body.messages))
 
 

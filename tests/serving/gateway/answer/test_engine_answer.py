@@ -48,9 +48,9 @@ def test_openais_own_code_for_too_long_is_understood() -> None:
         (403, DispatchFailure.UNREACHABLE),
         (429, DispatchFailure.BUSY),
         (503, DispatchFailure.BUSY),
-        (500, DispatchFailure.LOST),
-        (502, DispatchFailure.LOST),
-        (504, DispatchFailure.LOST),
+        (500, DispatchFailure.ENGINE_ERROR),
+        (502, DispatchFailure.ENGINE_ERROR),
+        (504, DispatchFailure.ENGINE_ERROR),
     ],
 )
 def test_faults_of_a_replica_mean_another_try(status: int, failure: DispatchFailure) -> None:
@@ -58,6 +58,13 @@ def test_faults_of_a_replica_mean_another_try(status: int, failure: DispatchFail
     assert found is not None
     assert found.failure is failure
     assert str(found) == f"the engine answered {status}: why"
+
+
+def test_an_engine_whose_core_died_is_lost() -> None:
+    said = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+    found = failure_of(500, [], body(said, 500))
+    assert found is not None
+    assert found.failure is DispatchFailure.LOST
 
 
 def test_a_draining_replica_has_not_seen_the_request() -> None:
@@ -96,7 +103,7 @@ def test_an_answer_passed_on_concludes_its_request(status: int, outcome: Outcome
     [
         (b"unreachable", DispatchFailure.UNREACHABLE),
         (b"lost", DispatchFailure.LOST),
-        (None, DispatchFailure.LOST),
+        (None, DispatchFailure.ENGINE_ERROR),
     ],
 )
 def test_an_adapter_that_could_not_reach_its_server_costs_no_attempt(

@@ -104,3 +104,67 @@ def test_bodies_of_numbers_and_mixtures_get_categories_of_their_own(
     text: str, category: TextCategory
 ) -> None:
     assert shape(CHAT, messages=[{"role": "user", "content": text}]).category is category
+
+
+TEXT = "word " * 20_000
+
+
+def said(**message: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", **message}]}
+
+
+# Where a chat template, or an engine for it, may find text.
+PLACES: dict[str, tuple[str, dict[str, Any]]] = {
+    "reasoning": (CHAT, said(content="x", reasoning=TEXT)),
+    "reasoning_content": (CHAT, said(content="x", reasoning_content=TEXT)),
+    "reasoning details": (CHAT, said(content="x", reasoning_details=[{"text": TEXT}])),
+    "role": (CHAT, {"messages": [{"role": TEXT, "content": "x"}]}),
+    "tool_call_id": (CHAT, said(content="x", tool_call_id=TEXT)),
+    "name": (CHAT, said(content="x", name=TEXT)),
+    "an unknown field of a message": (CHAT, said(content="x", whatever={"deep": [TEXT]})),
+    "the name of an unknown field": (CHAT, said(content="x", **{TEXT: 1})),
+    "a refusal beside a text": (CHAT, said(content=[{"type": "refusal", "text": "x", "refusal": TEXT}])),
+    "documents": (CHAT, {**said(content="x"), "documents": [{"title": "t", "text": TEXT}]}),
+    "chat_template": (CHAT, {**said(content="x"), "chat_template": TEXT}),
+    "chat_template_kwargs": (CHAT, {**said(content="x"), "chat_template_kwargs": {"context": TEXT}}),
+    "an unknown field": (CHAT, {**said(content="x"), "whatever": TEXT}),
+    "earlier input": (RESPONSES, {"input": "x", "previous_input_messages": [{"content": TEXT}]}),
+    "the input of a custom tool": (RESPONSES, {"input": [{"type": "custom_tool_call", "input": TEXT}]}),
+    "chat_template_kwargs of an embedding": (
+        "/v1/embeddings",
+        {**said(content="x"), "chat_template_kwargs": {"context": TEXT}},
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_text_that_a_model_may_read_is_left_out(place: str) -> None:
+    path, fields = PLACES[place]
+    found = shape(path, **fields)
+    assert len(TEXT) <= found.text_bytes + found.tool_bytes < len(TEXT) + 200
+
+
+@pytest.mark.parametrize(
+    "inert",
+    [
+        {"metadata": {"note": TEXT}},
+        {"logit_bias": {str(number): 1 for number in range(10_000)}},
+        {"structured_outputs": {"json": {"description": TEXT}}},
+        {"stop": [TEXT[:50]] * 10, "temperature": 0.5, "seed": 12345, "user": "u" * 2_000},
+    ],
+)
+def test_what_no_model_reads_is_not_counted(inert: dict[str, Any]) -> None:
+    found = shape(CHAT, messages=[{"role": "user", "content": "abc"}], **inert)
+    assert (found.text_bytes, found.tool_bytes) == (3, 0)
+
+
+def test_a_text_beside_an_image_hides_neither() -> None:
+    found = chat({"type": "image_url", "text": "abc", "image_url": {"url": URL}})
+    assert (found.text_bytes, found.media_items) == (3, 1)
+
+
+def test_escapes_are_not_taken_for_text() -> None:
+    text = 'def f():\n\treturn "数"\n' * 200
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}, indent=8).encode()
+    found = PARSERS[CHAT].parse(body).spec.shape
+    assert (found.text_bytes, found.tool_bytes) == (len(text.encode()), 0)

@@ -23,7 +23,6 @@ class PendingRequest:
 
     Attributes:
         born_at: when it came in, on this gateway's clock.
-        waiting_since: when it came in, or came back.
         answer: what its handler waits for, or waited for last.
         grants: how many it has seen.
         replica_id: where it runs; None while it waits.
@@ -33,7 +32,6 @@ class PendingRequest:
 
     submission: Submission
     born_at: float
-    waiting_since: float
     answer: asyncio.Future[Grant | Conclusion]
     grants: int = 0
     replica_id: str | None = None
@@ -55,18 +53,18 @@ class PendingRequest:
         self.grants, self.replica_id = message.grant, message.dispatch.replica_id
         self.started, self.put_back = False, None
 
-    def wait(self, failure: DispatchFailure, message: str, now: float) -> PutBack:
+    def wait(self, failure: DispatchFailure, message: str) -> PutBack:
         """Give the grant back; return what the scheduler is to be told."""
         assert self.replica_id is not None, "only a running request is put back"
         self.put_back = PutBack(self.request_id, self.replica_id, failure, message, self.grants)
-        self.replica_id, self.started, self.waiting_since = None, False, now
+        self.replica_id, self.started = None, False
         return self.put_back
 
     def described(self, now: float) -> Submit | Running:
         """Return its line in a snapshot."""
         age_s = now - self.born_at
         if self.replica_id is None:
-            return Submit(self.submission, age_s, now - self.waiting_since, self.grants, self.put_back)
+            return Submit(self.submission, age_s, age_s, self.grants, self.put_back)
         return Running(self.submission, age_s, self.grants, self.replica_id, self.started)
 
     def answer_with(self, answer: Grant | Conclusion) -> None:

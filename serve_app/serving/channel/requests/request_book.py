@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass, Request
+from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import Granted, Message, Running, Submit
 
@@ -19,12 +20,14 @@ class GatewaySession:
         link: None while it is away.
         mentioned: requests named in its snapshot so far; None once the snapshot is complete.
         release: will give its requests up, unless it comes back.
+        lost: it has not come back in time, and is kept for what it may still have running.
     """
 
     gateway_id: str
     link: Link | None = None
     mentioned: set[str] | None = None
     release: asyncio.TimerHandle | None = None
+    lost: bool = False
 
     def tell(self, message: Message) -> None:
         """Send the message, unless the gateway is away: its next snapshot will show what it missed."""
@@ -46,6 +49,7 @@ class GatewayRequest:
         granted: the one that this scheduler issued and that it runs by.
         replica_id: where it runs; None while it waits.
         started: its answer has begun.
+        granted_at: when it was granted, or found to run.
     """
 
     gateway: GatewaySession
@@ -54,6 +58,7 @@ class GatewayRequest:
     granted: Granted | None = None
     replica_id: str | None = None
     started: bool = False
+    granted_at: float = 0.0
 
     @property
     def runs(self) -> bool:
@@ -97,19 +102,21 @@ def as_request(gateway_id: str, message: Submit | Running, now: float, default_t
     """Put a submission on the scheduler's clock.
 
     Raises:
-        ChannelError: its ages are no times, or contradict each other.
+        ChannelError: its age is no time.
     """
     submission, age_s = message.submission, message.age_s
     waits = isinstance(message, Submit)
-    waited_s = message.waited_s if isinstance(message, Submit) else age_s
-    if not 0 <= waited_s <= age_s < math.inf:
-        raise ChannelError(f"a request cannot be {age_s} s old and have waited for {waited_s} s of them")
+    if not 0 <= age_s < math.inf:
+        raise ChannelError(f"a request cannot be {age_s} s old")
+    put_back = message.put_back if isinstance(message, Submit) else None
     timeout_s = default_timeout_s if submission.queue_timeout_s is None else submission.queue_timeout_s
     return Request(
         submission=submission,
         gateway_id=gateway_id,
         arrived_at=now - age_s,
-        expires_at=now - waited_s + timeout_s,
+        # From its arrival, however often it was dispatched meanwhile.
+        expires_at=now - age_s + timeout_s,
         # The dispatch that it runs by is not one before this.
         attempts=message.grants if waits else max(0, message.grants - 1),
+        lost=put_back is not None and put_back.failure is DispatchFailure.LOST,
     )

@@ -1,0 +1,134 @@
+"""`/metrics`: who may read it, and the page of this gateway and of the schedulers behind it.
+
+The page tells models, replicas and how busy they are, which is nobody's business but the operator's. Where
+keys are configured, it takes the scraper's own (`gateway.advanced.metrics_key`) or an admin's. Where none
+are, it is open, as all else is.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import field
+from pathlib import Path
+
+from serve_app.errors import Outcome, SettingsError
+from serve_app.serving.cached_page import CachedPage
+from serve_app.serving.channel.scheduler_client import SchedulerClient
+from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.auth import Caller
+from serve_app.serving.gateway.exposition import merge
+from serve_app.serving.gateway.telemetry import Telemetry
+from serve_app.settings_base import settings
+
+METRICS_TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+
+
+@settings(block="metrics_key")
+class MetricsKey:
+    """The key of a scraper, which may read `/metrics` and nothing else. Given in exactly one of three ways.
+
+    Attributes:
+        key: the secret itself; fit for a laptop, since settings are shown in dashboards and logs.
+        env: name of an environment variable of the gateway that holds the secret.
+        file: path of a file that holds the secret (a mounted Kubernetes secret).
+    """
+
+    key: str | None = field(default=None, repr=False)
+    env: str | None = None
+    file: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("key", "env", "file") if getattr(self, name)]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise SettingsError(
+                f"gateway.advanced.metrics_key needs exactly one of key, env, file; got {found}"
+            )
+
+    def secret(self, environment: Mapping[str, str] = os.environ) -> str:
+        """The secret, from wherever it is kept.
+
+        Raises:
+            SettingsError: the environment variable or file is missing or empty.
+        """
+        if self.key:
+            return self.key
+        if self.env:
+            found, place = environment.get(self.env, ""), f"environment variable {self.env}"
+        else:
+            place = f"file {self.file}"
+            try:
+                found = Path(self.file or "").read_text(encoding="utf-8")
+            except OSError as exc:
+                reason = f"gateway.advanced.metrics_key cannot be read from {place}: {exc.strerror}"
+                raise SettingsError(reason) from exc
+        if not found.strip():
+            raise SettingsError(f"gateway.advanced.metrics_key is empty: put it into {place}")
+        return found.strip()
+
+
+class MetricsEndpoint:
+    """The page, and its door.
+
+    Args:
+        key: of the scraper.
+        asks_for_keys: whether callers need keys at all.
+        authenticate: finds who calls by the `Authorization` header; raises `RequestRefused`.
+
+    Raises:
+        SettingsError: the scraper's key cannot be read.
+    """
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        schedulers: Collection[SchedulerClient],
+        *,
+        key: MetricsKey | None,
+        asks_for_keys: bool,
+        authenticate: Callable[[bytes | None], Caller],
+    ) -> None:
+        self._telemetry = telemetry
+        # A scheduler stands once under each of its model's names.
+        self._schedulers = tuple({id(scheduler): scheduler for scheduler in schedulers}.values())
+        self._digest = None if key is None else _digest(key.secret().encode())
+        self._asks_for_keys = asks_for_keys
+        self._authenticate = authenticate
+        self._page = CachedPage(self._gather, self._render)
+
+    def check(self, authorization: bytes | None) -> None:
+        """Refuse whoever may not read the page.
+
+        Raises:
+            RequestRefused: keys are asked for, and this is neither the scraper's nor an admin's.
+        """
+        if self._digest is None and not self._asks_for_keys:
+            return
+        scheme, _, secret = (authorization or b"").partition(b" ")
+        is_scraper = self._digest is not None and hmac.compare_digest(_digest(secret.strip()), self._digest)
+        if is_scraper and scheme.lower() == b"bearer":
+            return
+        caller = self._authenticate(authorization)
+        if caller.key is None or not caller.key.admin:
+            raise RequestRefused(
+                Outcome.REJECTED_UNAUTHORISED,
+                "metrics need a key: send that of gateway.advanced.metrics_key, or one with admin: true, as "
+                "Authorization: Bearer KEY",
+                code="not_allowed",
+            )
+
+    async def page(self) -> bytes:
+        """The metrics of this gateway and of its schedulers, drawn up a moment ago."""
+        return (await self._page.text()).encode()
+
+    async def _gather(self) -> Sequence[str]:
+        return await asyncio.gather(*(scheduler.exposition() for scheduler in self._schedulers))
+
+    def _render(self, pages: Sequence[str]) -> str:
+        return merge((self._telemetry.exposition(), *pages))
+
+
+def _digest(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()

@@ -1,0 +1,64 @@
+"""Limits on the structure of a body, checked before it is parsed, in time linear in its size.
+
+A parser makes an object of every `{}` and every `""`. Two MiB of them become a gigabyte and seconds of work,
+during which a gateway serves nobody else. What is legitimate in large bodies is long text, media, and token
+ids, which are cheap; so the limits are on numbers of objects, of strings and of elements.
+
+Counting is exact only where it must be. Brackets, quotes and commas of all the bytes are no fewer than those
+outside strings, and to count them takes a few passes at the speed of memory. Only when they are too many are
+the strings taken out. Depth needs no pass: the parsers give up at a few hundred levels.
+"""
+
+from serve_app.errors import Outcome
+from serve_app.serving.gateway.answer.responses import RequestRefused
+
+# Objects and arrays. A message with a tool call has five, a tool's definition some twenty.
+MAX_CONTAINERS = 50_000
+# Texts, and the names of fields.
+MAX_STRINGS = 250_000
+# A prompt of token ids has an element for each; contexts end at a million or two.
+MAX_ELEMENTS = 2_500_000
+# Below this many bytes no body can have so many elements that its parsing is noticed: some 5 ms.
+UNCHECKED_BYTES = 64 * 1024
+
+_STRUCTURE = bytes(byte for byte in range(256) if byte not in b"[{,")
+
+
+def check_structure(body: bytes) -> None:
+    """Refuse a body that would take long to parse.
+
+    Raises:
+        RequestRefused: it has too many objects, strings or elements.
+    """
+    if len(body) <= UNCHECKED_BYTES:
+        return
+    quotes = body.count(b'"')
+    if quotes > 2 * MAX_STRINGS and quotes - body.count(b'\\"') > 2 * MAX_STRINGS:
+        raise _too_many("strings", MAX_STRINGS)
+    containers = body.count(b"{") + body.count(b"[")
+    commas = body.count(b",")
+    if containers <= MAX_CONTAINERS and commas <= MAX_ELEMENTS:
+        return
+    structure = _outside_strings(body)
+    commas = structure.count(b",")
+    if len(structure) - commas > MAX_CONTAINERS:
+        raise _too_many("objects and arrays", MAX_CONTAINERS)
+    if commas > MAX_ELEMENTS:
+        raise _too_many("elements", MAX_ELEMENTS)
+
+
+def _outside_strings(body: bytes) -> bytes:
+    """The opening brackets and the commas of a body that are not part of a string."""
+    if b"\\" in body:
+        # In this order: what remains before a quote then is one backslash, or none.
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    pieces = body.split(b'"')[::2]
+    return b"".join(pieces).translate(None, _STRUCTURE)
+
+
+def _too_many(what: str, limit: int) -> RequestRefused:
+    return RequestRefused(
+        Outcome.REJECTED_INVALID,
+        f"the body has more than {limit:,} {what}: send fewer, or several requests",
+        code="body_too_complex",
+    )

@@ -1,0 +1,146 @@
+"""The scheduler's port under crowds: of strangers, who must cost nothing for long, and of real peers."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import uvloop
+
+from serve_app.serving.channel.framing import HEADER_BYTES
+from serve_app.serving.channel.messages import SnapshotEnd, Welcome
+from tests.serving.channel.harness import (
+    FAST,
+    PATIENCE_S,
+    Simulation,
+    Stranger,
+    hello,
+    scheduler_settings,
+    until,
+)
+
+LIMIT = 32
+CROWD = 10 * LIMIT
+
+
+# Ray runs actors on uvloop where it is installed.
+LOOP_FACTORIES = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest_asyncio.fixture
+async def world() -> AsyncIterator[Simulation]:
+    """A scheduler that lets 32 connections wait for their introduction."""
+    world = Simulation(scheduler_settings(), replace(FAST, max_pending_handshakes=LIMIT))
+    await world.begin()
+    yield world
+    await world.close()
+
+
+@pytest.fixture
+def faults() -> list[str]:
+    """What the event loop says of callbacks that raised, once `watch` is called on it."""
+    return []
+
+
+def watch(faults: list[str]) -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, context: faults.append(repr(context.get("exception"))))
+
+
+def open_sockets() -> int:
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += str(descriptor.readlink()).startswith("socket:")
+    return found
+
+
+async def test_silent_strangers_leave_no_descriptor_behind(world: Simulation, faults: list[str]) -> None:
+    watch(faults)
+    before = open_sockets()
+    # All within one turn of the loop, so that they are accepted together.
+    crowd = await asyncio.gather(*(Stranger.at(world.endpoint()) for _ in range(CROWD)))
+    # Each of the crowd keeps its own end open; the scheduler's ends must all go.
+    await until(lambda: open_sockets() == before + CROWD, "the scheduler has closed every one of them")
+    for stranger in crowd:
+        assert await stranger.closed()
+        stranger.leave()
+    assert not faults
+
+
+async def test_a_stranger_that_says_half_a_word_is_closed_in_time_all_the_same(world: Simulation) -> None:
+    stranger = await Stranger.at(world.endpoint())
+    stranger.say_bytes(b"\x00" * (HEADER_BYTES - 1))
+    assert await stranger.closed()
+
+
+async def test_a_flood_of_real_peers_is_let_in_and_nothing_raises(
+    world: Simulation, faults: list[str]
+) -> None:
+    watch(faults)
+    before = open_sockets()
+
+    async def join(number: int) -> Stranger:
+        stranger = await Stranger.at(world.endpoint())
+        stranger.say(hello(world.endpoint(), peer_id=f"g{number}"), SnapshotEnd())
+        await stranger.hear(Welcome)
+        return stranger
+
+    async with asyncio.timeout(PATIENCE_S):
+        peers = await asyncio.gather(*(join(number) for number in range(CROWD)))
+    assert not faults
+    for peer in peers:
+        peer.leave()
+    await until(lambda: world.live.status()["gateways"] == 0)
+    await until(lambda: open_sockets() == before, "their descriptors are free")
+
+
+async def test_a_peer_gets_in_among_strangers_who_keep_coming(world: Simulation) -> None:
+    ended, endpoint = asyncio.Event(), world.endpoint()
+
+    async def pester() -> None:
+        while not ended.is_set():
+            with contextlib.suppress(ConnectionError):
+                pest = await Stranger.at(endpoint)
+                await pest.closed()
+                pest.leave()
+
+    # They come again at once when they are closed, and there are more of them than places.
+    pests = [asyncio.create_task(pester()) for _ in range(2 * LIMIT)]
+    await until(lambda: len(world.live._server._listener) == LIMIT, "the strangers take every place")
+    assert (await world.gateway()).is_connected
+    ended.set()
+    await asyncio.wait(pests)
+
+
+async def test_never_more_wait_for_their_introduction_than_may(world: Simulation) -> None:
+    listener = world.live._server._listener
+    crowd = [await Stranger.at(world.endpoint()) for _ in range(CROWD)]
+    most = 0
+
+    async def look() -> None:
+        nonlocal most
+        while True:
+            most = max(most, len(listener))
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    for stranger in crowd:
+        assert await stranger.closed()
+        stranger.leave()
+    looking.cancel()
+    assert most == LIMIT
+
+
+async def test_a_scheduler_that_stops_closes_those_who_were_just_coming_in(world: Simulation) -> None:
+    before = open_sockets()
+    crowd = [await Stranger.at(world.endpoint()) for _ in range(LIMIT // 2)]
+    world.kill()
+    for stranger in crowd:
+        assert await stranger.closed()
+        stranger.leave()
+    # Its own port is closed, too.
+    await until(lambda: open_sockets() == before - 1, "nothing is left open")

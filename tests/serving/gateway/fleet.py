@@ -1,0 +1,92 @@
+"""A gateway over HTTP, a live scheduler, and engines that may misbehave behind it: all on one event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+
+from serve_app.engines.engine import ASGIApp
+from serve_app.routing.replica import ReplicaReport
+from serve_app.scheduling.settings import SchedulerSettings
+from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.gateway import Gateway
+from tests.serving.channel.harness import ReplicaDouble, Simulation, scheduler_settings
+
+from .builders import MODEL, TOKEN, Engine, gateway, serving
+
+CHANNEL = ChannelSettings(heartbeat_s=0.2, dead_after_s=10.0, gateway_grace_s=5.0, backoff_max_s=0.1)
+
+
+@dataclass
+class Fleet:
+    """Everything from a client's connection to the engines.
+
+    Attributes:
+        world: the scheduler and its channel.
+        http: a client of the gateway.
+    """
+
+    world: Simulation
+    gateway: Gateway
+    client: GatewayClient
+    doubles: list[ReplicaDouble]
+    http: httpx.AsyncClient
+    port: int
+
+    @property
+    def core(self) -> Any:
+        """The scheduler itself, to be looked at."""
+        return self.world.live.core
+
+
+@asynccontextmanager
+async def fleet_of(
+    engines: Sequence[ASGIApp],
+    *,
+    settings: SchedulerSettings | None = None,
+    wrap: Callable[[GatewayClient], Any] = lambda client: client,
+    **gateway_settings: Any,
+) -> AsyncIterator[Fleet]:
+    """A fleet of one pool, one replica for each engine."""
+    world = Simulation(settings or scheduler_settings(model=MODEL), CHANNEL)
+    async with AsyncExitStack() as stack:
+        await world.begin()
+        stack.push_async_callback(world.close)
+        doubles = [
+            await _replica(world, f"s{number}", engine, await stack.enter_async_context(serving(engine)))
+            for number, engine in enumerate(engines)
+        ]
+        client = await world.gateway()
+        app = gateway(wrap(client), **gateway_settings)
+        stack.callback(app.close)
+        port = await stack.enter_async_context(serving(app))
+        # As many connections as a test likes: a client of its own must not be what queues.
+        limits = httpx.Limits(max_connections=None)
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, limits=limits)
+        )
+        yield Fleet(world, app, client, doubles, http, port)
+
+
+async def _replica(world: Simulation, replica_id: str, engine: ASGIApp, port: int) -> ReplicaDouble:
+    client, double = await world.replica(replica_id, prepare=lambda double: _place(double, engine, port))
+    del client
+    return double
+
+
+def _place(double: ReplicaDouble, engine: ASGIApp, port: int) -> None:
+    """Let a replica listen where its engine does, and report what the engine has got."""
+    double.address = replace(double.address, host="127.0.0.1", port=port, token=TOKEN)
+    if isinstance(engine, Engine):
+        double.counts = lambda: ReplicaReport(
+            received=len(engine.bodies), waiting=0, running=engine.running, kv_usage_ratio=0.0
+        )
+
+
+async def gathered(*calls: Any) -> list[Any]:
+    """The results of calls at the same time."""
+    return list(await asyncio.gather(*calls))

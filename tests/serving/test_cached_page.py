@@ -1,0 +1,72 @@
+import asyncio
+import threading
+
+import pytest
+
+from serve_app.serving.cached_page import CachedPage
+
+
+class Source:
+    """Counts what is asked of it; holds a page back while it is told to."""
+
+    def __init__(self) -> None:
+        self.gathered = 0
+        self.threads: list[int] = []
+        self.work = 0
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.fault: Exception | None = None
+
+    async def gather(self) -> int:
+        self.gathered += 1
+        await self.go_on.wait()
+        if self.fault is not None:
+            raise self.fault
+        return self.gathered
+
+    def render(self, content: int) -> str:
+        self.threads.append(threading.get_ident())
+        sum(range(self.work))
+        return f"page {content}"
+
+
+async def test_those_who_ask_at_once_get_one_page_and_none_of_it_is_drawn_up_on_the_loop() -> None:
+    source = Source()
+    page = CachedPage(source.gather, source.render)
+    assert await asyncio.gather(*(page.text() for _ in range(100))) == ["page 1"] * 100
+    assert len(source.threads) == 1
+    assert threading.get_ident() not in source.threads
+
+
+async def test_a_page_that_took_long_is_kept_for_long_and_then_drawn_up_again() -> None:
+    source = Source()
+    source.work = 1_000_000
+    page = CachedPage(source.gather, source.render)
+    assert await page.text() == "page 1"
+    # It took some milliseconds, so it is kept for some hundred.
+    assert await page.text() == "page 1"
+    async with asyncio.timeout(30):
+        while await page.text() == "page 1":  # noqa: ASYNC110 - its age is all that changes
+            await asyncio.sleep(0.01)
+    assert await page.text() == "page 2"
+
+
+async def test_whoever_leaves_does_not_take_the_page_from_the_others() -> None:
+    source = Source()
+    source.go_on.clear()
+    page = CachedPage(source.gather, source.render)
+    impatient, patient = (asyncio.ensure_future(page.text()) for _ in range(2))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    source.go_on.set()
+    assert await patient == "page 1"
+
+
+async def test_a_fault_is_told_to_those_who_asked_and_to_nobody_after_them() -> None:
+    source = Source()
+    page = CachedPage(source.gather, source.render)
+    source.fault = RuntimeError("no figures")
+    with pytest.raises(RuntimeError, match="no figures"):
+        await page.text()
+    source.fault = None
+    assert await page.text() == "page 2"
