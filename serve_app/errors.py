@@ -6,6 +6,8 @@ Every request reaches exactly one `Outcome`. It labels the metrics and picks the
 import enum
 from dataclasses import dataclass
 
+from serve_app.rate_limits import RateLimitStatus
+
 
 class Outcome(enum.StrEnum):
     """The one end of a request, grouped by the phase of life in which it comes."""
@@ -28,6 +30,11 @@ class Outcome(enum.StrEnum):
     # After dispatch.
     FAILED = "failed"
     COMPLETED = "completed"
+
+    @property
+    def is_rejection(self) -> bool:
+        """Whether the request was refused, here or by an engine."""
+        return self.value.startswith("rejected")
 
 
 HTTP_STATUS: dict[Outcome, int] = {
@@ -55,11 +62,13 @@ class Conclusion:
     Attributes:
         message: for the client, when it gets no answer of an engine; names the value and the remedy.
         retry_after_s: when a new try is worth while; None when it never is.
+        rate_limits: how the limits of the request's key stand; None when it has none.
     """
 
     outcome: Outcome
     message: str = ""
     retry_after_s: float | None = None
+    rate_limits: RateLimitStatus | None = None
 
 
 class ServeAppError(Exception):

@@ -4,6 +4,8 @@ import enum
 import math
 from dataclasses import dataclass
 
+from serve_app.rate_limits import KeyTerms
+
 
 class PriorityClass(enum.StrEnum):
     """How urgent a request is; `rank` orders the classes, 0 first."""
@@ -84,6 +86,7 @@ class Submission:
             default.
         no_wait: refuse at once rather than queue (`x-queue: no-wait`).
         prefix: hashes of the prompt's leading blocks, longest last, for prefix affinity.
+        key: of the API key that it came with; None where it needed none.
     """
 
     request_id: str
@@ -93,6 +96,7 @@ class Submission:
     queue_timeout_s: float | None = None
     no_wait: bool = False
     prefix: tuple[int, ...] = ()
+    key: KeyTerms | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from serve_app.errors import Conclusion
+from serve_app.rate_limits import KeyLimits, KeyTerms
 from serve_app.request import PriorityClass, PromptShape, Request, RequestSpec, Submission
 from serve_app.routing.estimation.estimate import EstimatorSettings, TokenEstimator
 from serve_app.routing.pools import RoutingSettings
@@ -33,6 +34,7 @@ def request(
     attempts: int = 0,
     text_bytes: int | None = None,
     shape: PromptShape | None = None,
+    key: KeyTerms | None = None,
 ) -> Request:
     exact = PromptShape(
         text_bytes=4 * prompt_tokens if text_bytes is None else text_bytes, prompt_tokens=prompt_tokens
@@ -51,12 +53,18 @@ def request(
             priority=priority,
             no_wait=no_wait,
             prefix=prefix,
+            key=key,
         ),
         gateway_id=gateway_id,
         arrived_at=arrived_at,
         expires_at=expires_at,
         attempts=attempts,
     )
+
+
+def key(key_id: str = "k1", *, weight: float | None = None, **limits: int) -> KeyTerms:
+    """What a request says of its API key."""
+    return KeyTerms(key_id=key_id, weight=weight, limits=KeyLimits(**limits))
 
 
 def spec(

@@ -16,13 +16,14 @@ from serve_app.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1] / "serve_app"
 
-WORDS = {"request", "errors", "settings_base"}
+WORDS = {"rate_limits", "request", "errors", "settings_base"}
 CORE = WORDS | {"metrics", "routing", "scheduling"}
 
 # Which components a component may import, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
-    "request": set(),
-    "errors": set(),
+    "rate_limits": set(),
+    "request": {"rate_limits"},
+    "errors": {"rate_limits"},
     "access": set(),
     "settings_base": {"errors"},
     "metrics": WORDS,
@@ -72,6 +73,7 @@ PURE = (
         f"engine_model/{name}.py"
         for name in ("recent_mean", "sequences", "settings", "step_time", "waiting", "__init__")
     ),
+    "rate_limits.py",
     "request.py",
     "errors.py",
     "settings_base.py",

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 
 from serve_app.errors import Conclusion
+from serve_app.rate_limits import RateLimitStatus
 from serve_app.routing.adaptive_b_short import BShortChanged
+from serve_app.routing.replica import ReplicaSpec
+from serve_app.scheduling.request import ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +20,7 @@ class Dispatch:
         queue_wait_s: time since it arrived.
         engine_priority: its place in the engine's own queue, lower is served first; None where engines are
             not told one.
+        rate_limits: how the limits of its key stand; None when it has none.
     """
 
     request_id: str
@@ -27,6 +31,7 @@ class Dispatch:
     estimated_tokens: int
     queue_wait_s: float
     engine_priority: int | None = None
+    rate_limits: RateLimitStatus | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,23 @@ class ReportFresh:
     """A replica that was stale has reported again."""
 
     replica_id: str
+
+
+def dispatch_of(
+    scheduled: ScheduledRequest, replica: ReplicaSpec, now: float, rate_limits: RateLimitStatus | None
+) -> Dispatch:
+    """The command for a request whose place on a replica is reserved."""
+    return Dispatch(
+        request_id=scheduled.request.request_id,
+        gateway_id=scheduled.request.gateway_id,
+        replica_id=replica.replica_id,
+        pool=replica.pool,
+        length_queue=scheduled.length_queue,
+        estimated_tokens=scheduled.estimate.budget_tokens,
+        queue_wait_s=now - scheduled.request.arrived_at,
+        engine_priority=scheduled.engine_priority,
+        rate_limits=rate_limits,
+    )
 
 
 Command = Dispatch | Conclude | ReportStale | ReportFresh | BShortChanged

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from serve_app.request import Request
+from serve_app.request import Request, Usage
 from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.replica_state import Hold, PrefillClass
 
@@ -60,6 +60,8 @@ class ScheduledRequest:
         prefilled_alone: no other prefill was under way on that replica when it was sent.
         started: its answer has begun.
         charged: service that its tenant was charged for it.
+        key_charge: tokens that the limit of its key was charged; None where there is no such limit.
+        usage: what the engine counted, once it is over.
         prediction: of its wait; None when none was possible, or it came back from a replica.
         turn: work that leaves the queue before it in the order of arrival, see `queueing.delay_bound`; None
             for short prompts, and outside the queue.
@@ -92,6 +94,8 @@ class ScheduledRequest:
     prefilled_alone: bool = False
     started: bool = False
     charged: float = 0.0
+    key_charge: int | None = None
+    usage: Usage | None = None
     prediction: PredictedWait | None = None
     turn: int | None = None
 

@@ -32,7 +32,7 @@ from serve_app.routing.replica_state import Hold
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.admission.admission import Admission, too_long
 from serve_app.scheduling.admission.slot_rate import SlotRate
-from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
+from serve_app.scheduling.commands import Command, Conclude, ReportFresh, ReportStale, dispatch_of
 from serve_app.scheduling.dispatch.backpressure import EngineBackpressure
 from serve_app.scheduling.dispatch.dispatcher import Choice, Dispatcher
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities
@@ -196,7 +196,7 @@ class Scheduler:
     def _admit(self, request: Request, now: float) -> ScheduledRequest | None:
         estimate = self.estimator.estimate(request)
         pools, refusal = self._route(request, estimate, now)
-        if refusal := self.admission.refuse(request) or refusal:
+        if refusal := self.admission.refuse(request, estimate, refusal, now):
             self._conclude(request, refusal)
             return None
         self._sequence += 1
@@ -232,6 +232,7 @@ class Scheduler:
         scheduled = self._requests.get(event.request_id)
         if scheduled is None:
             return
+        scheduled.usage = event.usage
         # The count of an answer that broke off would teach that answers are short.
         if event.outcome is Outcome.COMPLETED and event.usage is not None:
             self.estimator.observe(scheduled.request, event.usage)
@@ -369,23 +370,14 @@ class Scheduler:
         scheduled.cached_tokens = scheduled.estimate.expected_prompt_tokens - hold.prefill_tokens
         self._hold(scheduled, replica.spec.replica_id, hold, now)
         self._prefills.on_dispatch(scheduled, now)
-        self._commands.append(
-            Dispatch(
-                request_id=scheduled.request.request_id,
-                gateway_id=scheduled.request.gateway_id,
-                replica_id=replica.spec.replica_id,
-                pool=replica.spec.pool,
-                length_queue=scheduled.length_queue,
-                estimated_tokens=scheduled.estimate.budget_tokens,
-                queue_wait_s=now - scheduled.request.arrived_at,
-                engine_priority=scheduled.engine_priority,
-            )
-        )
+        rate_limits = self.admission.keys.status(scheduled.request.submission.key, now)
+        self._commands.append(dispatch_of(scheduled, replica.spec, now, rate_limits))
 
     # The three places of a request
 
     def _remember(self, scheduled: ScheduledRequest) -> None:
         self._requests.add(scheduled)
+        self.admission.keys.on_admission(scheduled, self._now)
         scheduled.counted_at = self.router.on_arrival(scheduled.estimate)
 
     def _enqueue(self, scheduled: ScheduledRequest) -> None:
@@ -440,6 +432,9 @@ class Scheduler:
         """Say how it ended. One that is refused on arrival was never remembered."""
         if (scheduled := self._requests.pop(request.request_id)) is not None:
             self.router.on_departure(scheduled.estimate, scheduled.counted_at)
+            self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
+        if request.submission.key is not None:
+            conclusion = self.admission.keys.described(request, conclusion, self._now)
         self._commands.append(
             Conclude(
                 request_id=request.request_id,

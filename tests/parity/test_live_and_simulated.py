@@ -6,6 +6,7 @@ both. What is compared is every decision with its time, to the last bit.
 """
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -40,6 +41,7 @@ from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
 from serve_app.simulation.simulation import SimulatedRequest, Simulation, SimulationSettings
 from serve_app.simulation.timeline import Action, Rank, Timeline
 from serve_app.tuning import LearnedPartitions, StrategicSettings
+from tests.builders import key
 from tests.parity.jumping_loop import LoopTimeline, run_jumping
 from tests.simulation.builders import mixed_requests, plan
 
@@ -71,6 +73,22 @@ def plans() -> list[ReplicaPlan]:
 
 def trace(rate_per_s: float, seed: int) -> list[SimulatedRequest]:
     return mixed_requests(300, rate_per_s=rate_per_s, seed=seed, timeout_s=TIMEOUT_S)
+
+
+def with_keys(requests: list[SimulatedRequest]) -> list[SimulatedRequest]:
+    """Every other request comes with one of four keys, each with a limit of another kind."""
+    keys = (
+        key("k0", weight=2.0, requests_per_minute=20),
+        key("k1", tokens_per_minute=6_000),
+        key("k2", concurrent=2),
+        key("k3", queued=1),
+    )
+    for number, simulated in enumerate(requests):
+        if number % 2:
+            request, which = simulated.request, number // 2 % len(keys)
+            submission = replace(request.submission, key=keys[which], tenant=f"t{which}")
+            simulated.request = replace(request, submission=submission)
+    return requests
 
 
 def simulated_decisions(
@@ -218,6 +236,23 @@ def test_the_live_shell_and_the_simulator_decide_the_same(
     assert len(expected) > 300
     assert decisions == expected[: len(decisions)]
     assert len(decisions) == len(expected)
+
+
+def test_they_decide_the_same_about_the_limits_of_keys() -> None:
+    expected = simulated_decisions(with_keys(trace(30.0, 2)))
+
+    async def live() -> Decisions:
+        return await LiveSystem(with_keys(trace(30.0, 2))).run()
+
+    texts = [
+        command.conclusion.message
+        for _, commands in expected
+        for command in commands
+        if isinstance(command, Conclude) and command.conclusion.outcome is Outcome.REJECTED_RATE_LIMITED
+    ]
+    for limit in ("requests per minute", "tokens per minute", "requests at once", "waiting requests"):
+        assert any(limit in text for text in texts), limit
+    assert run_jumping(live) == expected
 
 
 def test_they_decide_the_same_with_queues_that_are_learned_on_the_way() -> None:

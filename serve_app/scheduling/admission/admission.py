@@ -1,9 +1,9 @@
 """Admission control: which requests may wait, and when a refused one should return.
 
-On arrival a request is refused when its model is not served here (`refuse`), or when no replica that could
-take it is alive (`refuse_outage`; `outages` says how long it may wait for one). A request that fits a replica
-at once is dispatched, however full the queue is. The others have to wait, which these limits may deny
-(`denial`):
+On arrival a request is refused when its model is not served here or a limit of its API key is reached
+(`refuse`, `key_accounts`), or when no replica that could take it is alive (`refuse_outage`; `outages` says
+how long it may wait for one). A request that fits a replica at once is dispatched, however full the queue is.
+The others have to wait, which these limits may deny (`denial`):
 
 - Deadline: the predicted wait, with a margin, must end before the request's queue timeout. It applies only
   where such predictions have proved right (`wait_prediction`). Until enough is observed, the least wait that
@@ -12,6 +12,7 @@ at once is dispatched, however full the queue is. The others have to wait, which
   one to `interactive`. A tenant may have at most a multiple of the free places waiting, so that a heavy
   tenant is refused and a light one admitted (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2),
   1998).
+- The key's own limit on waiting requests.
 
 Nothing is denied while the queue is empty. `Retry-After` is the time at which the last of the limits is
 expected to allow the request, and its work is reserved for that time (`retry_reservations`). A request that
@@ -30,6 +31,7 @@ from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Request
 from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.pools import least_budget_tokens
+from serve_app.scheduling.admission.key_accounts import KeyAccounts
 from serve_app.scheduling.admission.outages import Outages
 from serve_app.scheduling.admission.retry_reservations import (
     QueueLimit,
@@ -84,6 +86,7 @@ class Admission:
         predictor: of waits in the queue.
         retry_reservations: of refused requests that were told when to return.
         outages: the pools without a live replica.
+        keys: what each API key has used of its limits.
     """
 
     def __init__(self, settings: SchedulerSettings, queue: RequestQueue, slots: SlotRate, now: float) -> None:
@@ -94,11 +97,18 @@ class Admission:
         self.predictor = WaitPredictor(settings.admission, now)
         self.retry_reservations = RetryReservations(settings.admission)
         self.outages = Outages(settings.routing.pools, settings.no_replica_grace_s, now)
+        self.keys = KeyAccounts()
 
-    def refuse(self, request: Request) -> Conclusion | None:
-        """The refusal of a request whose model is not served here."""
+    def refuse(
+        self, request: Request, estimate: TokenEstimate, unroutable: Conclusion | None, now: float
+    ) -> Conclusion | None:
+        """The refusal of a request that is not to be considered further.
+
+        Args:
+            unroutable: its refusal because no pool can take it, if that is so.
+        """
         if request.spec.model in self._names:
-            return None
+            return unroutable or self.keys.refuse(request, estimate, now)
         names = ", ".join(sorted(self._names))
         message = f"model {request.spec.model!r} is not served here; served: {names}"
         return Conclusion(Outcome.REJECTED_UNKNOWN_MODEL, message)
@@ -235,6 +245,7 @@ class Admission:
             settings.max_waiting - 1,
             lambda reserved: float(reserved.count) if reserved.rank <= request.priority.rank else 0.0,
         )
+        yield from self._queue_length_of_key(request, per_s / waiting if waiting else 0.0)
         free = places - waiting
         own = self._waiting_of(request.tenant) if self._excess(waiting, free) > 0 else 0
         excess = self._excess(own, free)
@@ -246,6 +257,24 @@ class Admission:
                 settings.max_waiting - 1,
                 lambda reserved: float(reserved.count) if reserved.tenant == request.tenant else 0.0,
             )
+
+    def _queue_length_of_key(self, request: Request, share_per_s: float) -> Iterator[_Condition]:
+        """The limit of the request's key.
+
+        Args:
+            share_per_s: drain rate of the queue, for each request in it.
+        """
+        key = request.submission.key
+        if key is None or key.limits.queued is None:
+            return
+        own, limit = self._queue.waiting_by_key[key.key_id], key.limits.queued
+        yield _Condition(
+            Outcome.REJECTED_RATE_LIMITED,
+            f"this API key has a limit of {limit:,} waiting requests, and {own:,} wait already",
+            QueueLimit(own, share_per_s * own, limit - 1),
+            limit - 1,
+            lambda _: 0.0,
+        )
 
     def _excess(self, own: int, free: int) -> float:
         """How many of a tenant's `own` waiting requests must leave before it may add one.

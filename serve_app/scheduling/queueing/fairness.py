@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from serve_app.request import Usage
+from serve_app.request import Request, Usage
 from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, settings
 
@@ -101,6 +101,31 @@ class FairnessSettings:
         return self.prefill_weight * prefilled + self.decode_weight * usage.output_tokens
 
 
+class TenantWeights:
+    """The weights in force: of a tenant's API key where that has one, else of the settings.
+
+    Keys of one tenant should have one weight; where they differ, that of its latest request counts.
+    """
+
+    def __init__(self, settings: FairnessSettings) -> None:
+        self._settings = settings
+        self._of_keys: dict[str, float] = {}
+
+    def observe(self, request: Request) -> None:
+        """Learn the weight that a request brings."""
+        key = request.submission.key
+        if key is None or key.weight is None:
+            if self._of_keys:
+                self._of_keys.pop(request.tenant, None)
+        else:
+            self._of_keys[request.tenant] = key.weight
+
+    def of(self, tenant: str) -> float:
+        """Weight of a tenant."""
+        found = self._of_keys.get(tenant)
+        return self._settings.weight(tenant) if found is None else found
+
+
 @dataclass(slots=True, eq=False)
 class _Tenant:
     """The account of one tenant.
@@ -122,8 +147,9 @@ class _Tenant:
 class FairShares:
     """The tenants of one priority class."""
 
-    def __init__(self, settings: FairnessSettings) -> None:
+    def __init__(self, settings: FairnessSettings, weights: TenantWeights | None = None) -> None:
         self._settings = settings
+        self._weights = weights or TenantWeights(settings)
         self._tenants: dict[str, _Tenant] = {}
         # The backlogged tenants, the lowest counter first.
         self._waiting: list[_Tenant] = []
@@ -157,7 +183,7 @@ class FairShares:
         before = tenant.counter
         self._add(tenant, cost)
         if self._waiting:
-            lead = self._settings.max_lead_requests * self._mean_cost / self._settings.weight(name)
+            lead = self._settings.max_lead_requests * self._mean_cost / self._weights.of(name)
             self._move(tenant, max(before, min(tenant.counter, self._waiting[0].counter + lead)))
 
     def correct(self, name: str, by: float) -> None:
@@ -193,7 +219,7 @@ class FairShares:
         if len(self._waiting) < 2 or self._waiting[0].name != name or not self._mean_cost > 0:
             return 0.0
         behind = self._waiting[1].counter - self._waiting[0].counter
-        return behind * self._settings.weight(name) / self._mean_cost
+        return behind * self._weights.of(name) / self._mean_cost
 
     def counters(self) -> dict[str, float]:
         """Service over weight, by tenant."""
@@ -207,7 +233,7 @@ class FairShares:
         return self._waiting[:count]
 
     def _add(self, tenant: _Tenant, cost: float) -> None:
-        self._move(tenant, max(0.0, tenant.counter + cost / self._settings.weight(tenant.name)))
+        self._move(tenant, max(0.0, tenant.counter + cost / self._weights.of(tenant.name)))
         self._highest = max(self._highest, tenant.counter)
 
     def _move(self, tenant: _Tenant, counter: float) -> None:

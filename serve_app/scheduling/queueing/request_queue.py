@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from serve_app.request import PriorityClass, Request, Usage
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.queueing.delay_bound import DelayBound, DelayBoundSettings
-from serve_app.scheduling.queueing.fairness import FairnessMode, FairnessSettings, FairShares
+from serve_app.scheduling.queueing.fairness import FairnessMode, FairnessSettings, FairShares, TenantWeights
 from serve_app.scheduling.queueing.resting import RestingRequests
 from serve_app.scheduling.queueing.sub_queue import SubQueue, TenantQueues
 from serve_app.scheduling.queueing.waiting_work import WaitingWork
@@ -26,6 +26,7 @@ class RequestQueue:
         shares: the shares of each class's tenants; they are kept also where fairness is off.
         waiting_tokens: expected tokens of all waiting requests.
         waiting_at: waiting requests above the batch class, by home pool.
+        waiting_by_key: waiting requests, by the id of their API key.
         work: what waits, by the pools that it may go to.
         resting: those of the waiting requests that are in backoff.
     """
@@ -52,15 +53,18 @@ class RequestQueue:
         self._insertions = 0
         self.resting = RestingRequests()
         self._is_fair = fairness.mode is not FairnessMode.OFF
-        self.shares = {priority: FairShares(fairness) for priority in PriorityClass}
+        self._weights = TenantWeights(fairness)
+        self.shares = {priority: FairShares(fairness, self._weights) for priority in PriorityClass}
         self.waiting_tokens = 0
         self.waiting_at: Counter[str] = Counter()
+        self.waiting_by_key: Counter[str] = Counter()
         self.work: defaultdict[tuple[str, ...], WaitingWork] = defaultdict(WaitingWork)
 
     def add(self, scheduled: ScheduledRequest) -> None:
         """Queue a request, at the front if it lost its replica, in no sub-queue while it rests."""
         scheduled.length_queue = self._policy.queue_of(scheduled)
         request = scheduled.request
+        self._weights.observe(request)
         tenants = self._tenants[request.priority]
         tenant = tenants.get(request.tenant)
         if tenant is None:
@@ -150,9 +154,9 @@ class RequestQueue:
         if not self._is_fair:
             return above + sum(tenant.tokens for tenant in tenants.values())
         own = tenants[request.tenant].tokens if request.tenant in tenants else 0
-        weight = self._fairness.weight(request.tenant)
+        weight = self._weights.of(request.tenant)
         others = sum(
-            min(tenant.tokens, own * self._fairness.weight(name) / weight + tenant.tokens / tenant.waiting)
+            min(tenant.tokens, own * self._weights.of(name) / weight + tenant.tokens / tenant.waiting)
             for name, tenant in tenants.items()
             if name != request.tenant
         )
@@ -183,6 +187,7 @@ class RequestQueue:
 
     def charge(self, scheduled: ScheduledRequest) -> None:
         """Charge its tenant the expected service of a request at its dispatch."""
+        self._weights.observe(scheduled.request)
         scheduled.charged = self._fairness.expected_cost(scheduled.estimate, scheduled.cached_tokens)
         self._shares_of(scheduled).charge(scheduled.request.tenant, scheduled.charged)
 
@@ -276,6 +281,10 @@ class RequestQueue:
         tenant.tokens += tokens
         self.waiting_tokens += tokens
         self._returned += by * scheduled.returned
+        if (key := scheduled.request.submission.key) is not None:
+            self.waiting_by_key[key.key_id] += by
+            if not self.waiting_by_key[key.key_id]:
+                del self.waiting_by_key[key.key_id]
         name = scheduled.length_queue
         self._waiting_by_queue[name] = self._waiting_by_queue.get(name, 0) + by
         if not self._waiting_by_queue[name]:

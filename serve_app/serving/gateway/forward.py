@@ -5,6 +5,7 @@ The rules:
   when the serving task is cancelled. `_owed` holds the grant that is not answered yet;
 - the client hears nothing before the first bytes of an answer that is meant for it. Up to there whatever
   goes wrong with a replica puts the request back into its queue, unseen by the client;
+- a timeout is the end: an engine that is silent may be at work, and the next one would take as long;
 - an engine's own error is tried once elsewhere. The second is the client's to know: then it is the request;
 - after that a break is told in the stream as an error event; nothing is sent twice and nothing ends silently;
 - the place is given back when the engine has finished, not when a slow client has read it all.
@@ -25,20 +26,21 @@ from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure
 from serve_app.serving.gateway.answer.engine_error import in_openai_shape
 from serve_app.serving.gateway.answer.responses import (
     STOPPING_CODE,
+    EngineTimedOut,
     HeaderList,
     RequestRefused,
     error_event,
     send_body,
     send_refusal,
 )
-from serve_app.serving.gateway.answer.sse import StreamScanner
+from serve_app.serving.gateway.answer.sse import StreamScanner, announces_only
 from serve_app.serving.gateway.answer.usage import usage_of
 from serve_app.serving.gateway.request.headers import describing, returned, upstream_head
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.splice import with_priority
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
-from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamResponse
+from serve_app.serving.gateway.upstream.response import EngineSilentError, UpstreamError, UpstreamResponse
 
 logger = logging.getLogger("ray.serve")
 
@@ -153,6 +155,8 @@ class ScheduledCall:
             self._accept(answer)
             try:
                 await self._attempt(answer)
+            except EngineSilentError as error:
+                raise EngineTimedOut(f"the engine gave no answer in time: {error}") from error
             except UpstreamError as error:
                 failure = error
             else:
@@ -205,7 +209,7 @@ class ScheduledCall:
     async def _pass_stream(self, response: UpstreamResponse) -> None:
         scanner = StreamScanner(hide_usage=self._job.hide_usage)
         response.on_stalled = self._watch.fire
-        events = await _next_events(response, scanner)
+        events = await _first_events(response, scanner)
         if scanner.error is not None and scanner.error_is_engines:
             kind = DispatchFailure.LOST if is_dead(scanner.error) else DispatchFailure.ENGINE_ERROR
             failure = UpstreamError(kind, f"the engine failed: {scanner.error}")
@@ -305,6 +309,18 @@ class ScheduledCall:
             client_request_id=incoming.client_request_id,
             attempts=self._attempts,
         )
+
+
+async def _first_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:
+    """The events up to the first that tells of work done; others say that the request has been read.
+
+    The Responses API begins every stream with some of those. Passed on at once they would commit the client
+    to this engine before the prefill, and count as its first token.
+    """
+    events = await _next_events(response, scanner)
+    while announces_only(events) and not response.at_end:
+        events += await _next_events(response, scanner)
+    return events
 
 
 async def _next_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:

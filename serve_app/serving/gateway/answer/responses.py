@@ -44,7 +44,10 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, 
         code: replaces the outcome's own code.
         status: replaces the outcome's own HTTP status (404 and 405 of paths that do not exist).
         retry_after_s: when a new try is worth while.
+        may_retry: whether clients should try again at all, for those that ask (OpenAI's SDKs do).
     """
+
+    may_retry = True
 
     def __init__(
         self,
@@ -71,7 +74,9 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, 
         return _encoder.encode({"error": detail})
 
     def headers(self) -> HeaderList:
-        """Retry-After in whole seconds and in milliseconds, when there is one."""
+        """Retry-After in whole seconds and in milliseconds, when there is one; or that there is no point."""
+        if not self.may_retry:
+            return [(b"x-should-retry", b"false")]
         if self.retry_after_s is None:
             return []
         wait_s = max(self.retry_after_s, 0.0)
@@ -79,6 +84,15 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, 
             (b"retry-after", b"%d" % max(1, math.ceil(wait_s))),
             (b"retry-after-ms", b"%d" % max(1, math.ceil(wait_s * 1000))),
         ]
+
+
+class EngineTimedOut(RequestRefused):
+    """An engine was silent for too long; the same request would keep the next one as long."""
+
+    may_retry = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Outcome.FAILED, message, code="engine_timeout", status=504)
 
 
 class MethodRefused(RequestRefused):
