@@ -4,7 +4,8 @@ Serve hands every HTTP request to the ASGI app unchanged, and ends the app's tas
 the replica is to stop, Serve waits for the open requests before it calls `__del__`.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray import serve
@@ -12,8 +13,9 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.engines.engine import ASGIApp, Message, Receive, Scope, Send
 from serve_app.serving.channel.gateway_client import GatewayClient
-from serve_app.serving.channel.messages import SchedulerEndpoint
+from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.discovery import locator
 from serve_app.serving.gateway.app import Gateway, SchedulerViews
 from serve_app.serving.gateway.http10 import answer_http10_without_chunks
 from serve_app.serving.gateway.settings import GatewaySettings
@@ -31,6 +33,9 @@ class GatewayDeployment:
         schedulers: the handle of each model's scheduler, by the model's name.
         names: the model that each name belongs to, aliases included.
         others: handles of pools and tuners, which keep these in the same application.
+
+    Raises:
+        SettingsError: everybody who reaches this machine would be let in.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
@@ -41,9 +46,11 @@ class GatewayDeployment:
         names: Mapping[str, str],
         others: Sequence[DeploymentHandle[Any]],  # noqa: ARG002 - binds them to the application
     ) -> None:
+        # Asking the controller blocks.
+        settings.check_exposure(await asyncio.to_thread(_http_host))
         gateway_id = serve.get_replica_context().replica_id.unique_id
         self._clients = {
-            model: GatewayClient(gateway_id, _locator(handle), channel)
+            model: GatewayClient(gateway_id, locator(handle, Role.GATEWAY), channel)
             for model, handle in schedulers.items()
         }
         dispatchers = {name: self._clients[model] for name, model in names.items()}
@@ -89,6 +96,12 @@ def without_request_id(app: ASGIApp) -> ASGIApp:
     return serve_request
 
 
+def _http_host() -> str:
+    """The address on which Serve takes requests; an address of this machine where it takes none."""
+    client = serve.context._get_global_client()  # noqa: SLF001 - Serve tells it nowhere else
+    return (client.http_config.host if client is not None else None) or "127.0.0.1"
+
+
 def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
     async def queue() -> Mapping[str, Any]:
         found: Mapping[str, Any] = await scheduler.queue.remote()
@@ -102,11 +115,3 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         await (scheduler.freeze_tuning.remote(reason) if reason else scheduler.thaw_tuning.remote())
 
     return SchedulerViews(queue=queue, status=status, freeze=freeze)
-
-
-def _locator(scheduler: DeploymentHandle[Any]) -> Callable[[], Awaitable[SchedulerEndpoint]]:
-    async def locate() -> SchedulerEndpoint:
-        endpoint: SchedulerEndpoint = await scheduler.endpoint.remote()
-        return endpoint
-
-    return locate
