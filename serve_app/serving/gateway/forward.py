@@ -37,6 +37,7 @@ from serve_app.serving.gateway.answer.responses import (
 from serve_app.serving.gateway.answer.sse import StreamScanner, announces_only
 from serve_app.serving.gateway.answer.usage import usage_of
 from serve_app.serving.gateway.request.headers import describing, returned, upstream_head
+from serve_app.serving.gateway.request.held_bodies import HeldBody
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.splice import with_priority
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
@@ -54,14 +55,15 @@ class ForwardJob:
 
     Attributes:
         forwarded: lines of the client's headers for the engine.
-        body: as the engine gets it, but for the priority that a grant may bring.
+        body: as the engine gets it, but for the priority that a grant may bring. It is released as soon as it
+            cannot be sent again.
         hide_usage: the client did not ask for the usage event that ends the stream.
     """
 
     incoming: IncomingRequest
     submission: Submission
     forwarded: bytes
-    body: bytes
+    body: HeldBody
     hide_usage: bool
 
 
@@ -140,6 +142,7 @@ class ScheduledCall:
                 RequestRefused(Outcome.FAILED, "the gateway failed; its log says why", status=500)
             )
         finally:
+            self._job.body.release()
             self._services.telemetry.on_departure(model)
             self._services.telemetry.on_conclusion(self._concluded())
 
@@ -185,10 +188,7 @@ class ScheduledCall:
         Raises:
             UpstreamError: the replica gave no answer that the client may see, and it has seen none.
         """
-        body = with_priority(self._job.body, grant.dispatch.engine_priority)
-        address = grant.address
-        head = upstream_head(self._job.incoming, self._job.forwarded, address, len(body))
-        response = await self._services.upstream.send((address.host, address.port), head, body)
+        response = await self._send_to(grant)
         try:
             if response.status == 200 and response.header(b"content-type").startswith(_EVENT_STREAM):
                 await self._pass_stream(response)
@@ -196,6 +196,13 @@ class ScheduledCall:
                 await self._pass_whole(response)
         finally:
             response.close()
+
+    async def _send_to(self, grant: Grant) -> UpstreamResponse:
+        """Send the request. No reference to its body is kept: the job's may be released from here on."""
+        body = with_priority(self._job.body.data, grant.dispatch.engine_priority)
+        address = grant.address
+        head = upstream_head(self._job.incoming, self._job.forwarded, address, len(body))
+        return await self._services.upstream.send((address.host, address.port), head, body)
 
     async def _pass_whole(self, response: UpstreamResponse) -> None:
         """An answer in one piece. It is read to its end first, so a break in it can still be mended."""
@@ -206,7 +213,7 @@ class ScheduledCall:
         outcome = outcome_of(response.status)
         usage = usage_of(body) if outcome is Outcome.COMPLETED else None
         self._settle(outcome, usage, detail=str(failure or ""))
-        self._started = True
+        self._begin_answer()
         path = self._job.incoming.path
         headers, body = in_openai_shape(response.status, path, self._headers(response), body)
         await send_body(self._send, response.status, headers, body)
@@ -219,7 +226,7 @@ class ScheduledCall:
             failure = UpstreamError(kind, f"the engine failed: {scanner.error}")
             if self._may_retry(failure):
                 raise failure
-        self._started = True
+        self._begin_answer()
         self._first_token_at = asyncio.get_running_loop().time()
         self._scheduler.first_token(self._job.submission.request_id)
         send = self._send
@@ -258,6 +265,11 @@ class ScheduledCall:
             return True
         seen, self._engine_failed = self._engine_failed, True
         return not seen
+
+    def _begin_answer(self) -> None:
+        """From here the request cannot be sent again."""
+        self._started = True
+        self._job.body.release()
 
     def _broken(self, error: UpstreamError, scanner: StreamScanner) -> bytes:
         """The stream broke after its first byte: the event that says so."""

@@ -15,6 +15,7 @@ import uvicorn
 
 from serve_app.engines.engine import ASGIApp
 from serve_app.errors import EngineError
+from serve_app.serving.http_heads import LimitedHeads
 from serve_app.settings_base import at_least, between, settings
 
 
@@ -47,7 +48,7 @@ class ReplicaServer:
         self._server = _QuietServer(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=LimitedHeads,
                 ws="none",
                 lifespan="off",
                 timeout_keep_alive=settings.keep_alive_s,
