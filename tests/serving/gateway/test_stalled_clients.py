@@ -32,7 +32,7 @@ PIECE = {"choices": [{"index": 0, "delta": {"content": "x" * 1_000}}]}
 
 
 @asynccontextmanager
-async def stage_of(**upstream: float) -> AsyncIterator[Stage]:
+async def stage_of(**upstream: Any) -> AsyncIterator[Stage]:
     engine = Engine()
     async with serving(engine) as port:
         dispatcher = FakeDispatcher([port])
