@@ -110,8 +110,7 @@ class MetricsEndpoint:
         is_scraper = self._digest is not None and hmac.compare_digest(_digest(secret.strip()), self._digest)
         if is_scraper and scheme.lower() == b"bearer":
             return
-        caller = self._authenticate(authorization)
-        if caller.key is None or not caller.key.admin:
+        if not self._authenticate(authorization).is_admin:
             raise RequestRefused(
                 Outcome.REJECTED_UNAUTHORISED,
                 "metrics need a key: send that of gateway.advanced.metrics_key, or one with admin: true, as "

@@ -154,7 +154,7 @@ async def test_a_port_that_is_taken_is_refused_with_its_number(guard: ReplicaGua
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EngineError, match=str(port)):
-            await ReplicaServer(guard, "127.0.0.1", ReplicaServerSettings(port=port)).start()
+            await ReplicaServer(guard, "127.0.0.1", ReplicaServerSettings(port=port, ports=1)).start()
 
 
 async def test_a_server_that_was_not_started_is_not_healthy(guard: ReplicaGuard) -> None:
