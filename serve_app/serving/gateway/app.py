@@ -23,6 +23,7 @@ from serve_app.serving.gateway.answer.responses import (
     send_json,
     send_refusal,
 )
+from serve_app.serving.gateway.answer.stalls import StallWatch
 from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
 from serve_app.serving.gateway.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
@@ -99,6 +100,7 @@ class Gateway:
         self._views = views or {}
         self._reader = RequestReader(settings, gateway_id)
         self._upstream = UpstreamPool(settings.upstream)
+        self._stalls = StallWatch(settings.upstream.stalled_client_timeout_s)
         self.telemetry = Telemetry(
             gateway_id,
             log_requests=settings.log_requests,
@@ -194,15 +196,20 @@ class Gateway:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _path(scope)
-        incoming = self._reader.incoming(scope, receive, send, path, asyncio.get_running_loop().time())
+        timed = self._stalls.watching(send)
+        incoming = self._reader.incoming(scope, receive, timed, path, asyncio.get_running_loop().time())
         try:
             handler = self._route(path, scope["method"])
             await handler(incoming)
         except RequestRefused as refusal:
             self._conclude_unscheduled(incoming, refusal.outcome, refusal.message)
-            await send_refusal(send, refusal, [(b"x-request-id", incoming.client_request_id.encode())])
+            request_id = (b"x-request-id", incoming.client_request_id.encode())
+            with contextlib.suppress(ClientGone):
+                await send_refusal(timed, refusal, [request_id])
         except ClientGone as gone:
             self._conclude_unscheduled(incoming, Outcome.CANCELLED, str(gone))
+        finally:
+            self._stalls.done(timed)
 
     def _route(self, path: str, method: str) -> Handler:
         route = self._routes.get(path)

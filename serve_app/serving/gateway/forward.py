@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.metrics.record import RequestRecord
@@ -97,9 +98,11 @@ class ScheduledCall:
         "_owed",
         "_scheduler",
         "_send",
+        "_sending",
         "_services",
         "_started",
         "_streams",
+        "_tail",
         "_usage",
         "_watch",
     )
@@ -117,6 +120,8 @@ class ScheduledCall:
         self._engine_failed = False
         self._started = False
         self._streams = False
+        self._sending = False
+        self._tail = b""
         self._outcome: Outcome | None = None
         self._usage: Usage | None = None
         self._granted_at: float | None = None
@@ -231,7 +236,6 @@ class ScheduledCall:
 
     async def _pass_stream(self, response: UpstreamResponse) -> None:
         scanner = StreamScanner(hide_usage=self._job.hide_usage)
-        response.on_stalled = self._watch.fire
         events = await _first_events(response, scanner)
         if scanner.error is not None and scanner.error_is_engines:
             kind = DispatchFailure.LOST if is_dead(scanner.error) else DispatchFailure.ENGINE_ERROR
@@ -245,16 +249,32 @@ class ScheduledCall:
         if not await self._has_commented():
             await send({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
         self._streams = True
+        response.on_end = partial(self._end_early, response, scanner)
         try:
             while not response.at_end:
+                self._sending = True
                 await send({"type": "http.response.body", "body": events, "more_body": True})
-                events = await _next_events(response, scanner)
+                self._sending = False
+                # With `_end_early` the rest is here already, and there is nothing more to wait for.
+                events = self._tail or await _next_events(response, scanner)
         except UpstreamError as error:
             events = self._broken(error, scanner)
         else:
             self._settle(_stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        finally:
+            response.on_end = None
         self._streams = False
         await send({"type": "http.response.body", "body": events, "more_body": False})
+
+    def _end_early(self, response: UpstreamResponse, scanner: StreamScanner) -> None:
+        """The engine has ended while its client is still reading: the place is free from now on."""
+        if not self._sending:
+            return
+        if response.error is not None:
+            self._settle(Outcome.FAILED, scanner.usage, detail=str(response.error))
+            return
+        self._tail = scanner.feed(response.take()) + scanner.flush()
+        self._settle(_stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
 
     def _may_retry(self, failure: UpstreamError) -> bool:
         """Whether a failure may be mended elsewhere; an engine's own error only once."""
@@ -310,13 +330,13 @@ class ScheduledCall:
         ]
         try:
             await send_refusal(self._send, refusal, headers)
-        except OSError:
+        except (OSError, ClientGone):
             # The client went while it was being refused; the refusal stays its outcome.
             self._detail = f"{self._detail} (client gone)"
 
     async def _end_stream(self, refusal: RequestRefused) -> None:
         event = {"type": "http.response.body", "body": error_event(refusal), "more_body": False}
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ClientGone):
             await self._send(event)
 
     def _settle(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:
