@@ -27,6 +27,7 @@ from serve_app.serving.gateway.answer.stalls import StallWatch
 from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
 from serve_app.serving.gateway.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
+from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.parse import PARSERS, parse_model
 from serve_app.serving.gateway.request.reader import RequestReader
@@ -62,8 +63,6 @@ class SchedulerViews:
     status: View
     freeze: Callable[[str], Awaitable[None]]
 
-
-"""Asks a model's scheduler who waits where, and why."""
 
 # A person is waiting, and a scheduler that takes longer has other troubles.
 _VIEW_TIMEOUT_S = 5.0
@@ -127,6 +126,7 @@ class Gateway:
             "/health": ("GET", self._health),
             "/ready": ("GET", self._ready),
             "/metrics": ("GET", self._metrics),
+            "/openapi.json": ("GET", self._describe_itself),
             "/debug/queue": ("GET", partial(self._show, lambda views: views.queue)),
             "/debug/status": ("GET", partial(self._show, lambda views: views.status)),
             "/debug/tuner": ("GET", partial(self._show, _tuner_of)),
@@ -278,6 +278,9 @@ class Gateway:
         status = "stopping" if stops else "waiting" if missing else "ready"
         document = {"status": status, "models_without_replica": missing}
         await send_json(incoming.send, 503 if missing or stops else 200, encode(document), [])
+
+    async def _describe_itself(self, incoming: IncomingRequest) -> None:
+        await send_json(incoming.send, 200, encode(openapi_document()), [])
 
     async def _metrics(self, incoming: IncomingRequest) -> None:
         """This gateway's metrics and those of the schedulers behind it."""

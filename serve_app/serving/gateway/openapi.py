@@ -1,0 +1,176 @@
+"""The gateway's description in OpenAPI 3.1, made of the types that its parsers read.
+
+It describes what the gateway itself looks at. Engines know many more fields, so objects may have others, and
+their answers are theirs to describe.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec.inspect as inspected
+
+from serve_app import __version__
+from serve_app.serving.gateway.request.bodies import (
+    BodyFields,
+    ChatFields,
+    CompletionFields,
+    EmbeddingFields,
+    ModelOnly,
+    ResponsesFields,
+)
+
+Schema = dict[str, Any]
+
+_BODIES: Mapping[str, tuple[str, type[BodyFields | ModelOnly]]] = {
+    "/v1/chat/completions": ("a chat's next message", ChatFields),
+    "/v1/completions": ("the continuation of a text", CompletionFields),
+    "/v1/responses": ("a response to an input", ResponsesFields),
+    "/v1/embeddings": ("vectors of texts", EmbeddingFields),
+    "/tokenize": ("the tokens of a text or a chat", ModelOnly),
+}
+_VIEWS: Mapping[str, str] = {
+    "/v1/models": "the models that may be asked for",
+    "/health": "whether the gateway lives",
+    "/ready": "whether every model has a replica",
+    "/metrics": "metrics for Prometheus",
+    "/openapi.json": "this description",
+    "/debug/queue": "who waits where, and why; for admins",
+    "/debug/status": "replicas, learned queues and the tuner; for admins",
+    "/debug/tuner": "what the tuner does; for admins",
+}
+_ACTIONS: Mapping[str, str] = {
+    "/debug/tuner/freeze": "stop the tuner; for admins",
+    "/debug/tuner/thaw": "let the tuner continue; for admins",
+}
+_REFUSALS: Mapping[str, str] = {
+    "400": "the request is invalid, or too long for every pool",
+    "401": "a key is missing, unknown, expired or revoked",
+    "403": "the key may not do this",
+    "404": "there is no such model",
+    "413": "the body is too large",
+    "415": "the body is compressed or no JSON",
+    "429": "the queue or a limit is full: `Retry-After` says when to come back",
+    "502": "the engine failed",
+    "503": "no replica, or the server stops: `Retry-After` says when to come back",
+    "504": "the request waited too long",
+}
+_ERROR: Schema = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "integer", "null"]},
+            },
+        }
+    },
+}
+_JSON = "application/json"
+
+
+def openapi_document() -> Schema:
+    """The whole description."""
+    types = [body for _, body in _BODIES.values()]
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "ewsjf-serve",
+            "version": __version__,
+            "description": "OpenAI's API in front of vLLM engines, scheduled.",
+        },
+        "security": [{"key": []}],
+        "paths": dict(_paths()),
+        "components": {
+            "schemas": {"Error": _ERROR, **dict(_structs(types))},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _paths() -> Iterator[tuple[str, Schema]]:
+    for path, (summary, body) in _BODIES.items():
+        content = {_JSON: {"schema": _reference(body)}}
+        yield path, {"post": _operation(summary, requestBody={"required": True, "content": content})}
+    for path, summary in _VIEWS.items():
+        yield path, {"get": _operation(summary)}
+    yield (
+        "/v1/models/{model}",
+        {
+            "get": _operation(
+                "one model",
+                parameters=[
+                    {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+                ],
+            )
+        },
+    )
+    for path, summary in _ACTIONS.items():
+        yield path, {"post": _operation(summary)}
+
+
+def _operation(summary: str, **more: object) -> Schema:
+    answers: Schema = {"200": {"description": "the answer"}}
+    for status, reason in _REFUSALS.items():
+        schema = {"$ref": "#/components/schemas/Error"}
+        answers[status] = {"description": reason, "content": {_JSON: {"schema": schema}}}
+    return {"summary": summary, **more, "responses": answers}
+
+
+def _structs(types: Iterable[type]) -> Iterator[tuple[str, Schema]]:
+    """Every object that these types are made of, by its name."""
+    waiting, seen = [inspected.type_info(each) for each in types], set()
+    while waiting:
+        found = waiting.pop()
+        waiting += _parts(found)
+        if isinstance(found, inspected.StructType) and found.cls not in seen:
+            seen.add(found.cls)
+            yield (
+                found.cls.__name__,
+                {
+                    "type": "object",
+                    "description": (found.cls.__doc__ or "").strip(),
+                    "required": [field.encode_name for field in found.fields if field.required],
+                    "properties": {field.encode_name: _schema(field.type) for field in found.fields},
+                },
+            )
+
+
+def _parts(found: inspected.Type) -> list[inspected.Type]:
+    match found:
+        case inspected.StructType(fields=fields):
+            return [field.type for field in fields]
+        case inspected.UnionType(types=types):
+            return list(types)
+        case inspected.ListType(item_type=item):
+            return [item]
+    return []
+
+
+def _schema(found: inspected.Type) -> Schema:
+    match found:
+        case inspected.StructType(cls=cls):
+            return _reference(cls)
+        case inspected.UnionType(types=types):
+            return {"anyOf": [_schema(each) for each in types]}
+        case inspected.ListType(item_type=item):
+            return {"type": "array", "items": _schema(item)}
+        case inspected.IntType(ge=least, le=most):
+            limits = {"minimum": least, "maximum": most}
+            return {"type": "integer"} | {name: limit for name, limit in limits.items() if limit is not None}
+        case inspected.StrType():
+            return {"type": "string"}
+        case inspected.BoolType():
+            return {"type": "boolean"}
+        case inspected.NoneType():
+            return {"type": "null"}
+    # Kept as it is, for an engine to read.
+    return {}
+
+
+def _reference(cls: type) -> Schema:
+    return {"$ref": f"#/components/schemas/{cls.__name__}"}

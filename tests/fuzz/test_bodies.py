@@ -1,0 +1,51 @@
+"""Ten thousand malformed bodies over HTTP: each is answered, as a client can read it, and none fails the gateway."""
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.fuzz.mutations import malformed
+from tests.fuzz.stage import gateway_in_a_thread
+
+BODIES = 10_000
+_AT_ONCE = 16
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with gateway_in_a_thread() as address:
+        yield address
+
+
+async def test_malformed_bodies_are_refused_in_openais_shape_and_never_by_a_fault(url: str) -> None:
+    bodies = itertools.islice(malformed(seed=1), BODIES)
+    statuses: Counter[int] = Counter()
+    faults: list[tuple[int, str, bytes, bytes]] = []
+    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+
+        async def send() -> None:
+            for path, body in bodies:
+                answer = await http.post(path, content=body, headers={"content-type": "application/json"})
+                statuses[answer.status_code] += 1
+                if answer.status_code >= 500 or not _readable(answer):
+                    faults.append((answer.status_code, path, body[:300], answer.content[:300]))
+
+        await asyncio.gather(*(send() for _ in range(_AT_ONCE)))
+        assert (await http.get("/health")).status_code == 200
+    assert faults == []
+    assert sum(statuses.values()) == BODIES
+    # Both kinds are there: some mutations leave a body valid.
+    assert statuses[400] > BODIES / 3
+    assert statuses[200] > BODIES / 20
+
+
+def _readable(answer: httpx.Response) -> bool:
+    """Whether a client finds out what happened."""
+    if answer.status_code == 200:
+        return bool(answer.content)
+    message = answer.json()["error"]["message"]
+    return isinstance(message, str) and message != ""

@@ -1,0 +1,100 @@
+"""Answers of engines, valid and damaged, read by our client of HTTP/1.1 and by h11: both find the same."""
+
+import asyncio
+import random
+
+import h11
+import pytest
+
+from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
+from serve_app.serving.gateway.upstream.response import UpstreamError
+from tests.serving.gateway.builders import RawReplica
+
+_SEEDS = (
+    b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nx-a: b\r\n\r\nhello",
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n3;x=y\r\nabc\r\n0\r\n\r\n",
+    b"HTTP/1.1 404 Not Found\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}",
+    b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx",
+    b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nuntil the end",
+    b"HTTP/1.0 200 OK\r\n\r\nold",
+    b"HTTP/1.1 204 No Content\r\n\r\n",
+)
+_PIECES = (b"\r\n", b"0", b"content-length: 3\r\n", b"transfer-encoding: chunked\r\n", b"\x00", b" ", b"9" * 30)
+ANSWERS = 1_500
+
+Found = tuple[int, bytes] | None
+"""Status and body; None for an answer that cannot be believed."""
+
+
+def damaged(chance: random.Random) -> bytes:
+    answer = bytearray(chance.choice(_SEEDS))
+    for _ in range(chance.randint(0, 2)):
+        at = chance.randrange(len(answer) + 1)
+        match chance.randrange(4):
+            case 0:
+                answer[at:at] = chance.choice(_PIECES)
+            case 1:
+                del answer[at : at + chance.randint(1, 4)]
+            case 2 if at < len(answer):
+                answer[at] ^= 1 << chance.randrange(8)
+            case _:
+                answer = answer[:at]
+    return bytes(answer)
+
+
+def by_h11(answer: bytes) -> Found:
+    connection = h11.Connection(h11.CLIENT)
+    connection.send(h11.Request(method="POST", target="/", headers=[("host", "h"), ("content-length", "0")]))
+    connection.send(h11.EndOfMessage())
+    connection.receive_data(answer)
+    connection.receive_data(b"")
+    status, body = 0, b""
+    try:
+        while not isinstance(event := connection.next_event(), h11.EndOfMessage):
+            if isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data):
+                body += bytes(event.data)
+            elif event in (h11.NEED_DATA, h11.PAUSED) or isinstance(event, h11.ConnectionClosed):
+                return None
+    except h11.RemoteProtocolError:
+        return None
+    return status, body
+
+
+async def by_ours(pool: UpstreamPool, port: int) -> Found:
+    head = b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 0\r\n\r\n"
+    try:
+        response = await pool.send(("127.0.0.1", port), head, b"")
+    except UpstreamError:
+        return None
+    try:
+        return response.status, await response.read()
+    except UpstreamError:
+        return None
+    finally:
+        response.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_what_ours_believes_h11_believes(seed: int) -> None:
+    chance = random.Random(seed)
+    answers = [damaged(chance) for _ in range(ANSWERS // 3)]
+    at = -1
+
+    async def script(writer: asyncio.StreamWriter, _body: bytes, _number: int) -> None:
+        writer.write(answers[at])
+        writer.close()
+
+    pool = UpstreamPool(UpstreamSettings())
+    differ, believed = [], 0
+    async with RawReplica(script).listening() as port:
+        for at, answer in enumerate(answers):
+            ours, theirs = await by_ours(pool, port), by_h11(answer)
+            believed += ours is not None
+            # Ours may be stricter. What it takes for an answer, h11 must take for the same one.
+            if ours is not None and ours != theirs:
+                differ.append((answer, ours, theirs))
+    pool.close()
+    assert differ == []
+    assert believed > len(answers) / 10

@@ -1,0 +1,55 @@
+"""Requests that schemathesis makes of the gateway's description: all are answered as the description says."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    allow_header_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from serve_app.serving.gateway.openapi import openapi_document
+from serve_app.serving.gateway.request.parse import PARSERS
+from tests.fuzz.stage import gateway_in_a_thread
+from tests.serving.gateway.builders import MODEL
+
+_CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    allow_header_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with gateway_in_a_thread() as address:
+        yield address
+
+
+description = schemathesis.openapi.from_dict(openapi_document())
+
+
+@description.parametrize()
+@settings(
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+)
+def test_every_operation_keeps_to_its_description(case: schemathesis.Case, url: str) -> None:
+    case.call_and_validate(base_url=url, checks=_CHECKS)
+
+
+def test_the_description_is_served_and_every_path_in_it_is_there(url: str) -> None:
+    served = httpx.get(f"{url}/openapi.json").json()
+    assert served == openapi_document()
+    for path, operations in served["paths"].items():
+        for method in operations:
+            answer = httpx.request(method, url + path.replace("{model}", MODEL))
+            assert answer.status_code not in {404, 405}, (method, path)
+    assert set(PARSERS) <= set(served["paths"])
