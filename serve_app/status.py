@@ -5,11 +5,13 @@ import json
 import os
 import urllib.error
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from serve_app.access import read_admin_key
 from serve_app.command import Command, fetched, positive_int, say
 from serve_app.errors import ServeAppError
 from serve_app.launch.instance import running_instances
@@ -36,8 +38,17 @@ def add_address(parser: argparse.ArgumentParser) -> None:
         "--url", help=f"of the application (the one that `serve` runs on this machine, else {_LOCAL_URL})"
     )
     parser.add_argument(
-        "--api-key", default=os.environ.get(_KEY_VARIABLE), help=f"a key with `admin` ({_KEY_VARIABLE})"
+        "--api-key",
+        default=os.environ.get(_KEY_VARIABLE),
+        help=f"a key with `admin` ({_KEY_VARIABLE}; else the one that `serve` has made on this machine)",
     )
+
+
+def api_key_for(url: str, given: str | None) -> str | None:
+    """The key for an application: the given one, or the one that `serve` made if it runs on this machine."""
+    named = url.rstrip("/").replace("//localhost", "//127.0.0.1")
+    own = (each for each in running_instances() if each.url.rstrip("/") == named)
+    return given or next((read_admin_key(Path(each.folder)) for each in own), None)
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -79,14 +90,15 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _answered(url: str, args: argparse.Namespace) -> int:
+    api_key = api_key_for(url, args.api_key)
     if args.freeze_tuner or args.thaw_tuner:
         word = "freeze" if args.freeze_tuner else "thaw"
-        models = ask(url, f"/debug/tuner/{word}", args.api_key, method="POST")["models"]
+        models = ask(url, f"/debug/tuner/{word}", api_key, method="POST")["models"]
         for model in models:
             say(f"{model['model']}: {model.get('error') or model.get('message', word)}")
         return 1 if any("error" in model for model in models) else 0
-    status = ask(url, "/debug/status", args.api_key)
-    queue = ask(url, "/debug/queue", args.api_key)
+    status = ask(url, "/debug/status", api_key)
+    queue = ask(url, "/debug/queue", api_key)
     if args.json:
         say(json.dumps({"status": status, "queue": queue}, indent=1))
         return 0

@@ -24,6 +24,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rate_limits": set(),
     "request": {"rate_limits"},
     "errors": {"rate_limits"},
+    "access": set(),
+    # Keys in a file: gateways read it, a command writes it.
+    "api_keys": {"rate_limits", "request", "errors"},
     "settings_base": {"errors"},
     "metrics": WORDS,
     "routing": WORDS,
@@ -35,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workloads": WORDS,
     # Both drive the core, and neither knows the other.
     "simulation": CORE | {"engine_model", "workloads", "command", "tables", "provenance"},
-    "serving": CORE | {"engines", "engine_model", "tuning"},
+    "serving": CORE | {"access", "engines", "engine_model", "tuning"},
     "tuning": CORE
     | {"engine_model", "calibration", "workloads", "simulation", "command", "tables", "provenance"},
     "planning": CORE | {"engine_model", "workloads", "simulation", "command", "tables", "provenance"},
@@ -48,12 +51,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "command": set(),
     # What can be known of a configuration without Ray, and the start of the application that it describes.
     "checking": {"errors", "command", "engines", "engine_model", "settings"},
-    "launch": {"errors", "command", "checking", "settings", "first_config"},
+    "launch": {"access", "errors", "command", "checking", "settings", "first_config"},
     # What `init` writes.
-    "first_config": {"errors", "command", "checking", "engines", "engine_model"},
+    "first_config": {"access", "errors", "command", "checking", "engines", "engine_model"},
     "tables": set(),
     # Another client from outside.
-    "status": {"errors", "command", "launch"},
+    "status": {"access", "errors", "command", "launch"},
     "diagnosis": {"errors", "command", "settings", "launch", "checking", "status"},
     "completion": {"command"},
     "cli": WORDS

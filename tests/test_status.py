@@ -5,13 +5,15 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serve_app import status
 from serve_app.cli import main
-from serve_app.status import StatusError, ask
+from serve_app.launch.instance import Instance
+from serve_app.status import StatusError, api_key_for, ask
 
 STATUS: dict[str, Any] = {
     "models": [
@@ -155,6 +157,19 @@ def test_one_command_freezes_and_thaws_every_tuner(url: str, capsys: pytest.Capt
     assert POSTED == ["/debug/tuner/freeze", "/debug/tuner/thaw"]
     said = ("demo: the tuner was asked to freeze", "demo: the tuner was asked to thaw")
     assert tuple(capsys.readouterr().out.splitlines()) == said
+
+
+def test_the_key_that_serve_made_is_used_for_its_application_alone(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("EWSJF_API_KEY", raising=False)
+    (tmp_path / "admin-key").write_text("k1")
+    here = Instance(pid=1, started_at=0.0, url=url, config="x.yaml", folder=str(tmp_path))
+    monkeypatch.setattr("serve_app.status.running_instances", lambda: iter([here]))
+    assert main(["status", "--url", url]) == 0
+    assert main(["status", "--url", url.replace("127.0.0.1", "localhost") + "/"]) == 0
+    assert main(["status", "--url", url, "--api-key", "k2"]) == 2
+    assert api_key_for("http://127.0.0.1:1", None) is None
 
 
 def test_without_an_address_the_local_application_is_asked(

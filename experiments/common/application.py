@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from experiments.common.processes import is_alive, process_tree
+from serve_app.access import read_admin_key
 from serve_app.bench.connection import BenchError
 from serve_app.launch.environment import instance_folder, is_free
 
@@ -46,11 +47,18 @@ class Application:
     folder: Path
 
     def fetched(self, path: str, *, post: bool = False) -> str:
-        """The body under a path."""
-        request = urllib.request.Request(f"{self.url}{path}", method="POST" if post else "GET")  # noqa: S310 - our own
+        """The body under a path, asked for as an admin."""
+        request = urllib.request.Request(  # noqa: S310 - our own
+            f"{self.url}{path}", method="POST" if post else "GET", headers=self.admin_headers()
+        )
         with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - see above
             text: str = answer.read().decode("utf-8", "replace")
         return text
+
+    def admin_headers(self) -> dict[str, str]:
+        """The headers of a request by an admin; none before the application has begun to start."""
+        key = read_admin_key(self.folder)
+        return {"authorization": f"Bearer {key}"} if key else {}
 
     def log_lines(self, deployment: str) -> list[str]:
         """What the replicas of a deployment have logged so far."""

@@ -8,7 +8,7 @@ from typing import Any
 from serve_app.checking.capacity import check_capacity
 from serve_app.checking.document import Document, UnreadableError
 from serve_app.checking.engines import check_engines
-from serve_app.checking.machine import check_machine, only_card
+from serve_app.checking.machine import check_machine, http_address, only_card
 from serve_app.checking.mistake import Mistake
 from serve_app.checking.serve_schema import check_serve_keys
 from serve_app.errors import SettingsError
@@ -53,7 +53,7 @@ def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = No
     number, application = _ours(document.content)
     if application is None:
         return found
-    where = ("applications", number, "args")
+    where: tuple[str | int, ...] = ("applications", number, "args")
     try:
         found.settings = settings_of(application.get("args", {}))
     except SettingsError as exc:
@@ -63,11 +63,23 @@ def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = No
         document.mistake(where, sentence)
         for sentence in check_engines(found.settings, on_this_machine=on_this_machine)
     ]
+    found.mistakes += _exposure(document, found.settings)
     card = gpu or (only_card() if on_this_machine else None)
     found.warnings += [document.mistake(where, sentence) for sentence in check_capacity(found.settings, card)]
     if on_this_machine:
         found.mistakes += _machine_mistakes(document, found.settings)
     return found
+
+
+def _exposure(document: Document, settings: AppSettings) -> Iterator[Mistake]:
+    try:
+        host, _ = http_address(document.content)
+    except (TypeError, ValueError):
+        return  # told by the check of Serve's keys
+    try:
+        settings.gateway.check_exposure(host)
+    except SettingsError as exc:
+        yield Mistake(str(exc), document.line(("http_options", "host")))
 
 
 def _machine_mistakes(document: Document, settings: AppSettings) -> Iterator[Mistake]:

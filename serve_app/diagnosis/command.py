@@ -6,7 +6,7 @@ from serve_app.command import Command, say
 from serve_app.diagnosis.diagnose import diagnose
 from serve_app.errors import SettingsError
 from serve_app.launch.instance import running_instances
-from serve_app.status import add_address, default_url
+from serve_app.status import add_address, api_key_for, default_url
 
 _LABELS = ("DOWN", "degraded", "risk", "note")
 
@@ -19,7 +19,7 @@ def _run(args: argparse.Namespace) -> int:
     url = (args.url or default_url()).rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise SettingsError(f"{url!r} is not an address: begin it with http:// or https://")
-    troubles = diagnose(url, args.api_key, list(running_instances()))
+    troubles = diagnose(url, api_key_for(url, args.api_key), list(running_instances()))
     if not troubles:
         say(f"{url}: nothing found")
         return 0

@@ -9,7 +9,7 @@ from serve_app.command import program
 from serve_app.diagnosis.inspection import Inspection
 from serve_app.diagnosis.trouble import Severity, Trouble
 from serve_app.errors import ServeAppError
-from serve_app.launch.failures import engine_cause
+from serve_app.launch.failures.reason import engine_cause
 from serve_app.launch.instance import Instance
 from serve_app.settings.loading import load_settings
 

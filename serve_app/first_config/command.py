@@ -56,7 +56,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         default=256,
         help="with --servers: most sequences in the batch of each, as it was started with (%(default)s)",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (%(default)s); one that others reach asks for keys",
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", help="no keys on such an address: something in front asks for them"
+    )
     parser.add_argument("--port", type=positive_int, help=f"port to listen on ({_PORT})")
 
 
@@ -77,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
     if port > _LAST_PORT:
         raise SettingsError(f"--port must be at most {_LAST_PORT}, got {port}")
     start = f"{program()} serve {path}"
-    text = configuration(fleet, Place(host=args.host, port=port, start=start))
+    text = configuration(fleet, Place(host=args.host, port=port, start=start, insecure=args.insecure))
     found = _checked(text, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

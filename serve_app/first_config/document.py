@@ -3,6 +3,7 @@
 import textwrap
 from dataclasses import dataclass
 
+from serve_app.access import is_loopback
 from serve_app.first_config.fleet import Emulated, Fleet, Gpus
 from serve_app.first_config.gpus import gpu_models
 from serve_app.first_config.packaged import PACKAGED_CONFIG
@@ -16,11 +17,13 @@ class Place:
 
     Attributes:
         start: the command that starts it.
+        insecure: whether it needs no keys, even where others than this machine reach it.
     """
 
     host: str
     port: int
     start: str
+    insecure: bool = False
 
 
 def configuration(fleet: Fleet, place: Place) -> str:
@@ -42,11 +45,18 @@ def configuration(fleet: Fleet, place: Place) -> str:
         host=scalar(place.host),
         port=place.port,
         models=textwrap.indent(models, " " * 8),
-    )
+    ) + _gateway(place)
+
+
+def _gateway(place: Place) -> str:
+    """The keys without which others than this machine are not to be let in."""
+    if is_loopback(place.host):
+        return ""
+    return textwrap.indent(_INSECURE if place.insecure else _KEYS, " " * 6)
 
 
 def _emulated(place: Place) -> str:
-    text = PACKAGED_CONFIG.read_text(encoding="utf-8")
+    text = PACKAGED_CONFIG.read_text(encoding="utf-8") + _gateway(place)
     started = next(line for line in text.splitlines() if line.startswith("#   scripts/serve"))
     for old, new in (
         (started, f"#   {place.start}"),
@@ -62,8 +72,8 @@ _FRAME = """\
 #   {start}
 proxy_location: HeadOnly
 http_options:
-  # 127.0.0.1: only programs on this machine; 0.0.0.0 lets in everyone who reaches it, so set keys then:
-  # gateway: {{keys: [{{tenant: app, env: EWSJF_API_KEY_APP}}]}} beside `models`.
+  # 127.0.0.1: only programs on this machine. Others, such as 0.0.0.0, ask for keys beside `models`:
+  # gateway: {{keys: [{{tenant: app, env: EWSJF_API_KEY_APP}}]}}
   host: {host}
   port: {port}
 logging_config:
@@ -79,4 +89,15 @@ applications:
       # state_uri: /var/lib/ewsjf
       # A gateway carries some thousand requests/s. Shares of a core are only counted, and limit nothing.
       gateways: {{replicas: 1, num_cpus: 0.2}}
+"""
+
+_KEYS = """\
+gateway:
+  # The secret is in this environment variable of `serve`. More keys: a tenant, and perhaps classes, for each.
+  keys: [{tenant: app, env: EWSJF_API_KEY_APP, may_act_for_tenants: true}]
+"""
+_INSECURE = """\
+gateway:
+  # Everybody who reaches the address is let in: something in front has to ask for keys.
+  insecure: true
 """

@@ -18,8 +18,8 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from serve_app.errors import ServeAppError
 from serve_app.launch.background import InBackground
 from serve_app.launch.draining import CALL_TIMEOUT_S, connected, drained
-from serve_app.launch.engine_logs import Stages
-from serve_app.launch.failures import reason_of
+from serve_app.launch.failures.engine_logs import Stages
+from serve_app.launch.failures.reason import reason_of
 from serve_app.launch.messages import HostJob, HostMessage, Progress, Stop
 
 # Only these keys of an application are ours to carry out; with others Serve deploys the file itself, in a

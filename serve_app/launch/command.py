@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from serve_app.access import ADMIN_KEY_VARIABLE, written_admin_key
 from serve_app.checking import Checked, check_file
 from serve_app.checking.command import tell
 from serve_app.checking.machine import http_address
@@ -15,6 +16,7 @@ from serve_app.command import Command
 from serve_app.errors import SettingsError
 from serve_app.first_config.packaged import default_config
 from serve_app.launch.environment import environment, instance_folder, raise_descriptor_limit
+from serve_app.launch.front_end import haproxy_command
 from serve_app.launch.instance import publish, running_instances, withdraw
 from serve_app.launch.messages import HostJob
 from serve_app.launch.supervisor import Launch, Supervisor
@@ -46,7 +48,7 @@ def serve(config: Path, *, address: str | None = None, dashboard: bool = False) 
     raise_descriptor_limit()
     launch = Launch(
         job=_job(config, checked, folder, address, dashboard),
-        environment=environment(os.environ, folder, port),
+        environment=_environment(folder, host, port),
         drain_s=checked.settings.gateways.drain_timeout_s,
         models=tuple(checked.settings.served_names()),
         keys=bool(checked.settings.gateway.keys),
@@ -57,6 +59,12 @@ def serve(config: Path, *, address: str | None = None, dashboard: bool = False) 
         return asyncio.run(Supervisor(launch, console).run())
     finally:
         withdraw(folder)
+
+
+def _environment(folder: Path, host: str, port: int) -> dict[str, str]:
+    inherited = environment(os.environ, folder, port)
+    front_end = haproxy_command(folder / "haproxy", host, inherited)
+    return inherited | front_end | {ADMIN_KEY_VARIABLE: written_admin_key(folder)}
 
 
 def _job(config: Path, checked: Checked, folder: Path, address: str | None, dashboard: bool) -> HostJob:

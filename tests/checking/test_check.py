@@ -95,7 +95,18 @@ def test_a_port_that_is_taken_is_told_with_its_holder_and_setting(check: Check) 
 def test_a_host_that_is_not_of_this_machine(check: Check) -> None:
     status, told = check(LOCAL.replace("host: 127.0.0.1", "host: 192.0.2.1"))
     assert status == 2
-    assert "http_options.host '192.0.2.1'" in told[0]
+    assert any("http_options.host '192.0.2.1'" in line for line in told)
+
+
+def test_an_address_that_others_reach_asks_for_keys(check: Check) -> None:
+    open_to_all = LOCAL.replace("host: 127.0.0.1", "host: 0.0.0.0")
+    status, told = check(open_to_all)
+    assert status == 2
+    (line,) = told
+    assert line.startswith(f"CONFIG:{line_of(open_to_all, 'host: 0')}: http_options.host 0.0.0.0 lets in")
+    assert "gateway.keys" in line
+    assert "gateway.insecure" in line
+    assert check(open_to_all + "      gateway: {insecure: true}\n")[0] == 0
 
 
 def test_more_cores_than_there_are(check: Check) -> None:

@@ -31,7 +31,7 @@ async def test_a_tenant_with_one_request_is_served_before_a_flood(app: Served) -
     limits = httpx.Limits(max_connections=FLOOD + 10)
     async with httpx.AsyncClient(base_url=app.url, timeout=120, limits=limits) as http:
         flood = [asyncio.create_task(queue_wait_ms(http, "flood")) for _ in range(FLOOD)]
-        waiting = await sub_queues_once_many_wait(http, flood)
+        waiting = await sub_queues_once_many_wait(http, flood, app.application.admin_headers())
         late = await asyncio.gather(queue_wait_ms(http, "late-1"), queue_wait_ms(http, "late-2"))
         waits = sorted(await asyncio.gather(*flood))
     assert all(sub_queue["why"] for sub_queue in waiting)
@@ -40,11 +40,11 @@ async def test_a_tenant_with_one_request_is_served_before_a_flood(app: Served) -
 
 
 async def sub_queues_once_many_wait(
-    http: httpx.AsyncClient, flood: list[asyncio.Task[float]]
+    http: httpx.AsyncClient, flood: list[asyncio.Task[float]], admin: dict[str, str]
 ) -> list[dict[str, object]]:
     """The flood's sub-queues in the admin API, once a quarter of it waits."""
     while not all(task.done() for task in flood):
-        (model,) = (await http.get("/debug/queue")).json()["models"]
+        (model,) = (await http.get("/debug/queue", headers=admin)).json()["models"]
         sub_queues = [sub_queue for sub_queue in model["sub_queues"] if sub_queue["tenant"] == "flood"]
         if sum(sub_queue["waiting"] for sub_queue in sub_queues) > FLOOD / 4:
             return sub_queues

@@ -59,6 +59,23 @@ def test_emulated_engines_are_what_configs_local_has(
     assert "scripts/serve" not in path.read_text()
 
 
+@pytest.mark.parametrize(
+    "fleet", [["--emulated"], ["--gpus", "2", "--model", "meta-llama/Llama-3.1-8B-Instruct"]]
+)
+def test_an_address_that_others_reach_gets_keys_unless_it_is_to_be_open(
+    fleet: list[str], tmp_path: Path
+) -> None:
+    keys, none = tmp_path / "keys.yaml", tmp_path / "none.yaml"
+    here = ["--port", str(free_port()), "--host", "0.0.0.0"]
+    assert main(["init", str(keys), *fleet, *here]) == 0
+    assert main(["init", str(none), *fleet, *here, "--insecure"]) == 0
+    assert [key.env for key in load_settings(keys).gateway.keys] == ["EWSJF_API_KEY_APP"]
+    assert load_settings(none).gateway.insecure
+    assert load_settings(none).gateway.keys == ()
+    for path in (keys, none):
+        assert check_file(path, on_this_machine=False).mistakes == []
+
+
 def test_the_installed_copy_is_the_file_of_the_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     copied = "cp configs/local.yaml serve_app/first_config/local.yaml"
     assert PACKAGED_CONFIG.read_text() == (ROOT / "configs/local.yaml").read_text(), copied

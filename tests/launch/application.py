@@ -103,6 +103,8 @@ class Terminal:
 
 def _own_terminal() -> None:
     os.setsid()
+    # Under nohup the tests ignore it, and `serve` would, too: that is what nohup asks for.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

@@ -18,6 +18,9 @@ DEFAULT_ARGS: dict[str, Any] = {
     "enable_prompt_tokens_details": True,
     # Clients use the gateway's API; the engine's own pages would document another one.
     "disable_fastapi_docs": True,
+    # vLLM fetches what URLs of images and videos in a request name, from wherever the engine can reach, which
+    # may be a cloud's metadata service. A name that cannot exist allows none; `data:` URLs need none.
+    "allowed_media_domains": ["none.invalid"],
 }
 
 # Arguments that an engine inside a replica cannot have, each with the remedy.

@@ -5,6 +5,9 @@ behind another one that asks for keys. As soon as one key is configured, every c
 `/tokenize` needs one, a call is its key's tenant's, and `x-tenant` counts only with a key that may act for
 tenants.
 
+Only admins may look at others' requests, also without keys: callers with a key that has `admin`, and whoever
+has the application's own admin key (`serve_app.access`).
+
 Keys are looked up by their SHA-256 digest, so neither the memory of the process holds them in clear nor does
 the time of a look-up tell how much of a guess was right.
 """
@@ -15,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from serve_app.access import ADMIN_KEY_VARIABLE, admin_key_of
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass
 from serve_app.serving.gateway.answer.responses import RequestRefused
@@ -36,7 +40,7 @@ class ApiKey:
         default_class: class of a request that names none.
         allowed_classes: classes that a request with this key may name.
         may_act_for_tenants: `x-tenant` of this caller is believed (an application with tenants of its own).
-        admin: may look at everybody's place in the queue (`/debug/queue`).
+        admin: may look at everybody's place in the queue (`/debug/queue`), and stop the tuner.
     """
 
     tenant: str
@@ -82,9 +86,15 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The result of authentication; `key` is None where no keys are configured."""
+    """The result of authentication.
+
+    Attributes:
+        key: None where no keys are configured, and for the application's own admin key.
+        is_admin: may look at everybody's requests, and stop tuners.
+    """
 
     key: ApiKey | None = None
+    is_admin: bool = False
 
     @property
     def default_class(self) -> PriorityClass:
@@ -122,17 +132,25 @@ class Caller:
         return named
 
     def check_admin(self) -> None:
-        """Refuse whoever may not see other tenants' requests; without keys everybody may.
+        """Refuse whoever may not see other tenants' requests.
 
         Raises:
-            RequestRefused: the key is no admin's.
+            RequestRefused: the key is no admin's, or there is none.
         """
-        if self.key is not None and not self.key.admin:
+        if self.is_admin:
+            return
+        if self.key is None:
             raise RequestRefused(
                 Outcome.REJECTED_UNAUTHORISED,
-                "this API key may not look at the queue: use one with admin: true",
-                code="not_allowed",
+                "this needs an admin's key: send Authorization: Bearer KEY with a key that has admin: true, "
+                f"or with the application's own ({ADMIN_KEY_VARIABLE}), which `status` and `doctor` find by "
+                "themselves on the machine of `serve`",
             )
+        raise RequestRefused(
+            Outcome.REJECTED_UNAUTHORISED,
+            "this API key may not look at the queue: use one with admin: true",
+            code="not_allowed",
+        )
 
     def check_class(self, priority: PriorityClass, source: str) -> None:
         """Refuse a class that the key does not allow; `source` names where the request asked for it.
@@ -153,17 +171,22 @@ class Caller:
 class Keyring:
     """All keys of a gateway, by digest.
 
+    Args:
+        environment: holds the application's own admin key, and secrets that keys name.
+
     Raises:
         SettingsError: a secret is missing, or two entries share one.
     """
 
     def __init__(self, keys: Iterable[ApiKey], environment: Mapping[str, str] = os.environ) -> None:
         self._callers: dict[bytes, Caller] = {}
+        own = admin_key_of(environment)
+        self._admins = {_digest(own.encode()): _ADMIN} if own else {}
         for key in keys:
             digest = _digest(key.secret(environment).encode())
             if digest in self._callers:
                 raise SettingsError(f"the key of tenant {key.tenant} is given twice: one key, one entry")
-            self._callers[digest] = Caller(key)
+            self._callers[digest] = Caller(key, is_admin=key.admin)
 
     def __repr__(self) -> str:
         return f"<Keyring keys={len(self._callers)}>"
@@ -174,13 +197,18 @@ class Keyring:
         Raises:
             RequestRefused: keys are configured and this is none of them.
         """
-        if not self._callers:
+        if not self._callers and (authorization is None or not self._admins):
             return _ANYONE
         scheme, _, secret = (authorization or b"").partition(b" ")
-        if scheme.lower() == b"bearer":
-            caller = self._callers.get(_digest(secret.strip()))
+        is_bearer = scheme.lower() == b"bearer"
+        if is_bearer:
+            digest = _digest(secret.strip())
+            caller = self._callers.get(digest) or self._admins.get(digest)
             if caller is not None:
                 return caller
+        if not self._callers:
+            return _ANYONE
+        if is_bearer:
             message = "the API key is not known here: check the key sent as Authorization: Bearer"
         else:
             message = "an API key is needed: send it as Authorization: Bearer KEY"
@@ -188,6 +216,7 @@ class Keyring:
 
 
 _ANYONE = Caller()
+_ADMIN = Caller(is_admin=True)
 
 
 def _digest(secret: bytes) -> bytes:

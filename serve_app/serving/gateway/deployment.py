@@ -4,6 +4,7 @@ Serve hands every HTTP request to the ASGI app unchanged, and ends the app's tas
 the replica is to stop, Serve waits for the open requests before it calls `__del__`.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ class GatewayDeployment:
         schedulers: the handle of each model's scheduler, by the model's name.
         names: the model that each name belongs to, aliases included.
         others: handles of pools and tuners, which keep these in the same application.
+
+    Raises:
+        SettingsError: everybody who reaches this machine would be let in.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
@@ -40,6 +44,8 @@ class GatewayDeployment:
         names: Mapping[str, str],
         others: Sequence[DeploymentHandle[Any]],  # noqa: ARG002 - binds them to the application
     ) -> None:
+        # Asking the controller blocks.
+        settings.check_exposure(await asyncio.to_thread(_http_host))
         gateway_id = serve.get_replica_context().replica_id.unique_id
         self._clients = {
             model: GatewayClient(gateway_id, _locator(handle), channel)
@@ -85,6 +91,12 @@ def without_request_id(app: ASGIApp) -> ASGIApp:
         await app(scope, receive, send_once)
 
     return serve_request
+
+
+def _http_host() -> str:
+    """The address on which Serve takes requests; an address of this machine where it takes none."""
+    client = serve.context._get_global_client()  # noqa: SLF001 - Serve tells it nowhere else
+    return (client.http_config.host if client is not None else None) or "127.0.0.1"
 
 
 def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:

@@ -3,6 +3,7 @@
 from dataclasses import field
 from typing import Annotated
 
+from serve_app.access import is_loopback
 from serve_app.errors import SettingsError
 from serve_app.serving.gateway.auth import ApiKey
 from serve_app.serving.gateway.cors import CorsSettings
@@ -38,10 +39,12 @@ class WrittenGateway:
 
     Attributes:
         keys: who may call; empty lets everyone in (a laptop, or a gateway behind another that asks).
+        insecure: without keys, take requests on other addresses than this machine's own, too.
         cors: which web pages may call from a browser; none by default.
     """
 
     keys: tuple[ApiKey, ...] = ()
+    insecure: bool = False
     cors: CorsSettings = field(default_factory=CorsSettings)
     # Without one, and with keys, `/metrics` needs the key of an admin.
     metrics_key: Annotated[MetricsKey | None, ADVANCED] = None
@@ -53,6 +56,23 @@ class WrittenGateway:
     log_requests: bool = True
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
     upstream: Annotated[UpstreamSettings, ADVANCED] = field(default_factory=UpstreamSettings)
+
+    def check_exposure(self, host: str) -> None:
+        """Refuse to let in everybody who reaches an address that others than this machine can reach.
+
+        Args:
+            host: on which HTTP requests are taken.
+
+        Raises:
+            SettingsError: there are no keys, and nobody has said that this is meant.
+        """
+        if self.keys or self.insecure or is_loopback(host):
+            return
+        raise SettingsError(
+            f"http_options.host {host} lets in everyone who reaches this machine, and no keys are set: set "
+            "gateway.keys, or listen on 127.0.0.1, or set gateway.insecure to true if something in front of "
+            "it asks for keys"
+        )
 
 
 @settings(block="gateway")

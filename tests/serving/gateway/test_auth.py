@@ -66,7 +66,6 @@ def test_only_an_admin_may_look_at_everybody() -> None:
         ring.caller(b"Bearer k1").check_admin()
     assert caught.value.status in {401, 403}
     ring.caller(b"Bearer k2").check_admin()
-    Keyring(()).caller(None).check_admin()
 
 
 def test_secrets_come_from_the_environment_or_a_file(tmp_path: Path) -> None:
@@ -113,3 +112,23 @@ def test_a_missing_secret_stops_the_start(key: ApiKey, words: str) -> None:
 def test_one_secret_for_two_tenants_stops_the_start() -> None:
     with pytest.raises(SettingsError, match="given twice"):
         Keyring([ApiKey(tenant="a", key="k"), ApiKey(tenant="b", key="k")])
+
+
+def test_without_keys_only_the_applications_own_key_makes_an_admin() -> None:
+    ring = Keyring((), {"EWSJF_ADMIN_KEY": "own"})
+    for header in (None, b"Bearer none", b"Bearer", b"Basic own"):
+        caller = ring.caller(header)
+        assert caller.tenant(None, "anna") == "anna"
+        with pytest.raises(RequestRefused, match="admin: true") as caught:
+            caller.check_admin()
+        assert caught.value.status == 401
+    ring.caller(b"Bearer own").check_admin()
+    with pytest.raises(RequestRefused, match="EWSJF_ADMIN_KEY"):
+        Keyring((), {}).caller(b"Bearer own").check_admin()
+
+
+def test_the_applications_own_key_is_an_admins_beside_others() -> None:
+    ring = Keyring([ApiKey(tenant="a", key="k")], {"EWSJF_ADMIN_KEY": "own"})
+    ring.caller(b"Bearer own").check_admin()
+    with pytest.raises(RequestRefused, match="not known"):
+        ring.caller(b"Bearer other")

@@ -51,10 +51,12 @@ async def test_the_tuner_of_each_model_can_be_looked_at_alone() -> None:
         raise AssertionError
 
     views = {"a": SchedulerViews(queue=unused, status=status, freeze=unused)}  # type: ignore[arg-type]
-    settings = GatewaySettings(models=(ServedModel(name="a"),))
+    settings = GatewaySettings(
+        models=(ServedModel(name="a"),), keys=(ApiKey(tenant="o", key="k", admin=True),)
+    )
     app = Gateway(settings, {"a": FakeDispatcher([])}, "gw", views)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
-        answer = await http.get("/debug/tuner")
+        answer = await http.get("/debug/tuner", headers={"authorization": "Bearer k"})
     assert answer.json() == {"models": [{"model": "a", "mode": "on", "state": "searching"}]}
 
 
@@ -88,3 +90,15 @@ async def test_admins_freeze_and_thaw_every_tuner() -> None:
     thawed = "the tuner is thawed: other values may be tried again"
     assert answer[0] == {"model": "a", "frozen": "", "message": thawed}
     assert "gone" in answer[1]["error"]
+
+
+async def test_a_page_of_somebody_else_cannot_freeze_the_tuner_of_a_laptop() -> None:
+    async def frozen(_: str = "") -> dict[str, object]:
+        raise AssertionError
+
+    views = {"a": SchedulerViews(queue=frozen, status=frozen, freeze=frozen)}  # type: ignore[arg-type]
+    app = Gateway(GatewaySettings(models=(ServedModel(name="a"),)), {"a": FakeDispatcher([])}, "gw", views)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
+        answer = await http.post("/debug/tuner/freeze", headers={"origin": "https://evil.example"})
+        looked = [await http.get(f"/debug/{view}") for view in ("queue", "status", "tuner")]
+    assert [each.status_code for each in (answer, *looked)] == [401] * 4

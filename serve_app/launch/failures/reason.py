@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from serve_app.launch.engine_logs import error_lines
+from serve_app.launch.failures.engine_logs import error_lines
 
 # `serve_app.errors.EngineError: text`, at the beginning of a line of a traceback.
 _ERROR = re.compile(r"^(?:ray\.exceptions\.\w+: )?(?:[\w.]*\.)?(\w*(?:Error|Exception|Interrupt)): (.*)$")

@@ -1,0 +1,48 @@
+"""Who reaches an application: addresses of this machine alone, and the admin key of whoever started it.
+
+Keys in a configuration are for clients. Whoever started an application on this machine may look into it in
+any case, and nobody else may for want of keys. So `serve` makes a secret for each start. Its processes find
+it in their environment, and other commands of the same user in a file that only this user can read.
+"""
+
+import contextlib
+import ipaddress
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+ADMIN_KEY_VARIABLE = "EWSJF_ADMIN_KEY"
+"""Environment variable of gateways that holds it; to be set where something else than `serve` starts Ray."""
+_FILE = "admin-key"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of the same machine reach what listens on this address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def admin_key_of(environment: Mapping[str, str]) -> str:
+    """The admin key that the environment gives; empty when it gives none."""
+    return environment.get(ADMIN_KEY_VARIABLE, "").strip()
+
+
+def written_admin_key(folder: Path, environment: Mapping[str, str] = os.environ) -> str:
+    """The key of an application that is to start, written into its folder."""
+    key = admin_key_of(environment) or secrets.token_urlsafe(32)
+    descriptor = os.open(folder / _FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(key)
+    return key
+
+
+def read_admin_key(folder: Path) -> str | None:
+    """The key that lies in the folder of an application; None when this user cannot read one there."""
+    with contextlib.suppress(OSError):
+        return (folder / _FILE).read_text(encoding="utf-8").strip() or None
+    return None

@@ -1,0 +1,20 @@
+"""The admin key of an application that runs here."""
+
+from pathlib import Path
+
+from serve_app.access import admin_key_of, read_admin_key, written_admin_key
+
+
+def test_each_start_has_a_key_that_only_its_user_can_read(tmp_path: Path) -> None:
+    assert read_admin_key(tmp_path) is None
+    first = written_admin_key(tmp_path, {})
+    assert read_admin_key(tmp_path) == first
+    assert (tmp_path / "admin-key").stat().st_mode & 0o777 == 0o600
+    assert len(first) >= 40
+    assert written_admin_key(tmp_path, {}) != first
+
+
+def test_a_key_of_the_environment_counts(tmp_path: Path) -> None:
+    assert written_admin_key(tmp_path, {"EWSJF_ADMIN_KEY": " mine\n"}) == "mine"
+    assert read_admin_key(tmp_path) == "mine"
+    assert admin_key_of({}) == ""
