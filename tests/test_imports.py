@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workloads": WORDS,
     # Both drive the core, and neither knows the other.
     "simulation": CORE | {"engine_model", "workloads", "command", "tables", "provenance"},
-    "serving": CORE | {"access", "engines", "engine_model", "tuning"},
+    "serving": CORE | {"access", "api_keys", "engines", "engine_model", "tuning"},
     "tuning": CORE
     | {"engine_model", "calibration", "workloads", "simulation", "command", "tables", "provenance"},
     "planning": CORE | {"engine_model", "workloads", "simulation", "command", "tables", "provenance"},

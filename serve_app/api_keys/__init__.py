@@ -1,7 +1,7 @@
 """API keys in a file: secrets that are shown once, salted hashes that are kept, and what each key allows.
 
-Read `secret.py`, then `record.py`, then `file.py`. Gateways read such files, `python -m serve_app keys` writes
-them.
+Read `secret.py`, then `record.py`, then `file.py`. Gateways read such files, and `python -m serve_app keys`
+writes them.
 """
 
 from serve_app.api_keys.file import KeysFileError, changed_keys, read_keys

@@ -1,9 +1,9 @@
 """Secrets of API keys: `ewsjf_ID_RANDOM`, found by their id and compared by a salted hash.
 
-The id is not secret: it finds the record, and names the key in lists, limits and the ledger of usage. The rest
-is 256 bits of chance. Nobody tries so many, so one round of a fast hash is enough: the slow hashes of passwords
-defend words that people think of, and would cost a gateway more per request than all else that it does. The
-salt keeps two files from showing that they hold one secret.
+The id is not secret: it finds the record, and names the key in lists, limits and the ledger of usage. The
+rest is 256 bits of chance. Nobody tries so many, so one round of a fast hash is enough: the slow hashes of
+passwords defend words that people think of, and would cost a gateway more per request than all else that it
+does. The salt keeps two files from showing that they hold one secret.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ def parsed_hash(text: str) -> tuple[bytes, bytes]:
     salt, _, digest = rest.partition(":")
     found = bytes.fromhex(salt), bytes.fromhex(digest)
     if kind != "blake2b" or len(found[0]) != _SALT_BYTES or len(found[1]) != _DIGEST_BYTES:
-        raise ValueError("a hash has the form blake2b:SALT:DIGEST, with 16 and 32 bytes in hexadecimal digits")
+        raise ValueError("a hash has the form blake2b:SALT:DIGEST, 16 and 32 bytes in hexadecimal digits")
     return found
 
 

@@ -108,7 +108,7 @@ class Gateway:
             self.telemetry,
             schedulers.values(),
             key=settings.metrics_key,
-            asks_for_keys=bool(settings.keys),
+            asks_for_keys=settings.asks_for_keys,
             authenticate=self._reader.caller,
         )
         self._services = Services(self._upstream, self.telemetry)
@@ -230,24 +230,25 @@ class Gateway:
             self._call_ended.set()
 
     async def _tokenize(self, incoming: IncomingRequest) -> None:
-        self._reader.authenticate(incoming)
+        caller = self._reader.authenticate(incoming)
         body = await self._reader.body(incoming)
         check_structure(body)
         model = parse_model(body)
-        self._reader.check_model(model)
+        self._reader.check_model(model, caller)
         with DisconnectWatch(incoming.receive):
             forwarded = self._reader.forwarded(incoming)
             await self._any_replica.pass_on(self._schedulers[model], incoming, forwarded, body)
 
     async def _list_models(self, incoming: IncomingRequest) -> None:
-        self._reader.authenticate(incoming)
-        document = {"object": "list", "data": [_describe(model) for model in self._models]}
+        caller = self._reader.authenticate(incoming)
+        models = [_describe(model) for model in self._models if caller.may_use(model.name)]
+        document = {"object": "list", "data": models}
         await send_json(incoming.send, 200, encode(document), [])
 
     async def _show_model(self, incoming: IncomingRequest) -> None:
-        self._reader.authenticate(incoming)
+        caller = self._reader.authenticate(incoming)
         name = incoming.path.removeprefix(_MODELS + "/")
-        self._reader.check_model(name)
+        self._reader.check_model(name, caller)
         found = next(model for model in self._models if model.name == name)
         await send_json(incoming.send, 200, encode(_describe(found)), [])
 

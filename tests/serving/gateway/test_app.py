@@ -167,7 +167,7 @@ async def test_a_key_holds_for_the_class_of_the_priority_field_too() -> None:
     async with staged(Engine(), dispatcher, gateway(dispatcher, keys=(key,))) as stage:
         bearer = {"authorization": "Bearer k"}
         answer = await stage.http.post(CHAT, json=chat(priority=-1), headers=bearer)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (401, "priority")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (403, "priority")
     assert not dispatcher.submissions
 
 
