@@ -7,6 +7,7 @@ then `first_token`, then `finish`: three messages there, one back.
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import uvloop
 
@@ -20,7 +21,7 @@ from serve_app.metrics.statistics import percentile
 from serve_app.request import PromptShape, RequestSpec, Submission, Usage
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.gateway_client import GatewayClient
-from serve_app.serving.channel.messages import SchedulerEndpoint
+from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
@@ -60,18 +61,19 @@ class ChannelExperimentSettings:
 class Gateway:
     """One gateway and one replica, and a stop-watch."""
 
-    def __init__(self, endpoint: SchedulerEndpoint, scheduler_pid: int) -> None:
-        async def locate() -> SchedulerEndpoint:
-            return endpoint
+    def __init__(self, endpoints: Mapping[Role, SchedulerEndpoint], scheduler_pid: int) -> None:
+        async def locate(role: Role) -> SchedulerEndpoint:
+            return endpoints[role]
 
         self._scheduler_pid = scheduler_pid
         self._serial = 0
-        self._client = GatewayClient("experiment", locate, ChannelSettings())
+        self._client = GatewayClient("experiment", partial(locate, Role.GATEWAY), ChannelSettings())
         spec = ReplicaSpec(
             replica_id="s1", pool=POOL, max_model_len=100_000, kv_tokens=10**12, max_num_seqs=10**6
         )
         address = ReplicaAddress(replica_id="s1", pool=POOL, host="127.0.0.1", port=1, token="t")  # noqa: S106 - nobody listens there
-        self._replica = ReplicaClient(spec, address, locate, self._report, ChannelSettings())
+        find = partial(locate, Role.REPLICA)
+        self._replica = ReplicaClient(spec, address, find, self._report, ChannelSettings())
 
     async def start(self) -> None:
         """Connect both, and wait for the first report."""
@@ -127,17 +129,17 @@ def play(settings: ChannelExperimentSettings, context: Context) -> Iterator[Meas
     """All traffics in turn, repeat by repeat."""
     if all(context.has({"traffic": name}) for name in settings.traffic):
         return
-    with started_scheduler() as (pid, endpoint):
-        played = uvloop.run(_play(settings, endpoint, pid))
+    with started_scheduler() as (pid, endpoints):
+        played = uvloop.run(_play(settings, endpoints, pid))
     for name, runs in played.items():
         figures = {figure: [run[figure] for run in runs] for figure in runs[0]}
         yield Measurement(key={"traffic": name}, figures=figures, traces=generated("requests of one size"))
 
 
 async def _play(
-    settings: ChannelExperimentSettings, endpoint: SchedulerEndpoint, pid: int
+    settings: ChannelExperimentSettings, endpoints: Mapping[Role, SchedulerEndpoint], pid: int
 ) -> dict[str, list[dict[str, float]]]:
-    gateway = Gateway(endpoint, pid)
+    gateway = Gateway(endpoints, pid)
     await gateway.start()
     await gateway.measure(settings.warm_up)
     played: dict[str, list[dict[str, float]]] = {name: [] for name in settings.traffic}

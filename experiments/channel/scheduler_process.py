@@ -14,7 +14,7 @@ import uvloop
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
-from serve_app.serving.channel.messages import SchedulerEndpoint
+from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 
@@ -25,8 +25,8 @@ _UNLIMITED = 1_000_000
 
 
 @contextlib.contextmanager
-def started_scheduler() -> Iterator[tuple[int, SchedulerEndpoint]]:
-    """Yields its process id and where it listens."""
+def started_scheduler() -> Iterator[tuple[int, dict[Role, SchedulerEndpoint]]]:
+    """Yields its process id and where it listens, for each role."""
     process = subprocess.Popen(
         [sys.executable, "-m", "experiments.channel.scheduler_process"],
         cwd=_ROOT,
@@ -37,7 +37,8 @@ def started_scheduler() -> Iterator[tuple[int, SchedulerEndpoint]]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        yield process.pid, SchedulerEndpoint(**json.loads(process.stdout.readline()))
+        told = json.loads(process.stdout.readline())
+        yield process.pid, {role: SchedulerEndpoint(**told[role]) for role in Role}
     finally:
         process.stdin.close()
         process.wait(10)
@@ -53,8 +54,8 @@ async def _serve() -> None:
         backpressure=BackpressureSettings(target_waiting=_UNLIMITED),
     )
     scheduler = LiveScheduler(settings, LiveSchedulerOptions(incarnation=1, channel=ChannelSettings()))
-    endpoint = await scheduler.start("127.0.0.1")
-    print(json.dumps(asdict(endpoint)), flush=True)
+    await scheduler.start("127.0.0.1")
+    print(json.dumps({role: asdict(scheduler.endpoint(role)) for role in Role}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     scheduler.stop()
 

@@ -15,22 +15,16 @@ MODEL = "tuned"
 PROFILE = "llama31-8b-rtx4090-tp1"
 IMPORT_PATHS = {
     "defaults": BUILD_APP,
-    "strict": BUILD_APP,
     "winner": BUILD_APP,
     "poisoned": "experiments.live_tuning.poisoned_tuner:build_app",
 }
-VERDICTS = {"defaults": "none", "strict": "adopted", "winner": "adopted", "poisoned": "rolled back"}
+VERDICTS = {"defaults": "none", "winner": "adopted", "poisoned": "rolled back"}
 """What the tuner is expected to decide in each case."""
 
 _TARGET = ClassTarget(ttft_s=0.5, long_ttft_s=5.0, tpot_s=None)
 OBJECTIVE = ObjectiveSettings(targets=ClassTargets(default=_TARGET), min_requests=20)
 
 _BAD_STARTS: Mapping[str, Mapping[str, Any]] = {
-    # One long prefill at a time, and hardly any that count as short.
-    "strict": {
-        "isolation": {"max_long_prefills": 1, "max_longest_prefills": 1, "short_work_share": 0.05},
-        "backpressure": {"target_waiting": 1},
-    },
     # Those of `poisoned_tuner.AWFUL`, by the path of the setting.
     "winner": {
         "ewsjf": {"weights": {"a_u": 0.01, "b_u": 5.0, "a_f": -5e-5, "b_f": 0.5}},
@@ -41,7 +35,7 @@ _BAD_STARTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def model(case: str, slice_s: float) -> dict[str, Any]:
-    """The model of a case: two start from other values than the defaults.
+    """The model of a case: one starts from other values than the defaults.
 
     In the case `defaults` nothing is tuned.
     """
@@ -72,7 +66,7 @@ def _tuner(slice_s: float, mode: str) -> dict[str, Any]:
             "max_step": 1.0,
             "slice_s": slice_s,
             "settle_s": 5.0,
-            "pairs": 3,
+            "pairs": 6,
             "min_class_requests": 30,
             "cool_down_s": 600.0,
             "failure_cool_down_s": 30.0,

@@ -1,6 +1,6 @@
 """A served application tunes itself under load: is a winner adopted, and is a bad candidate taken back?
 
-In the case `defaults` it serves the traffic untuned. In the cases `strict` and `winner` it starts from other
+In the case `defaults` it serves the traffic untuned. In the case `winner` it starts from other
 values, and its tuner searches in its twin, which learns the engine from what it does. In the case `poisoned`
 it starts from the defaults, and the search is replaced by one that is sure of bad values.
 Traffic is steady, streamed, 80 % short prompts, a little above what the engine can carry for ever: the order

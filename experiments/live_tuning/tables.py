@@ -8,11 +8,10 @@ from experiments.common.tables import Table, load_note, markdown
 _PHASES = ("before", "trial", "after")
 _TITLES = {
     "defaults": "the defaults, untuned",
-    "strict": "stricter isolation, searched in the twin",
     "winner": "no isolation and no order, searched in the twin",
     "poisoned": "the defaults, a poisoned search",
 }
-_VERDICTS = {"strict": "adopted", "winner": "adopted", "poisoned": "taken back"}
+_VERDICTS = {"winner": "adopted", "poisoned": "taken back"}
 
 
 def _headline(rows: Sequence[Row]) -> str:

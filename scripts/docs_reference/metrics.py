@@ -86,7 +86,7 @@ def _described(collector: Collector) -> Iterator[tuple[str, str, str, str]]:
 
 
 async def _gateway() -> object:
-    return Telemetry("0", log_requests=False, upstream_counts=lambda: (0, 0))
+    return Telemetry("0", log_requests=False, upstream_counts=lambda: (0, 0), held_body_bytes=lambda: 0)
 
 
 async def _scheduler() -> object:

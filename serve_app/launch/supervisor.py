@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from serve_app.access import ADMIN_KEY_VARIABLE
 from serve_app.launch.messages import (
     Drained,
     Draining,
@@ -206,7 +207,7 @@ class Supervisor:
             self._console.line(f"{self._cut} answers were still open and ended with an error.")
 
     async def _show_live(self) -> None:
-        view = LiveView(self._launch.job.url, self._launch.environment.get("EWSJF_API_KEY"))
+        view = LiveView(self._launch.job.url, self._launch.environment.get(ADMIN_KEY_VARIABLE))
         while True:
             await asyncio.sleep(2.0)
             if self._is_ready and sys.stderr.isatty():

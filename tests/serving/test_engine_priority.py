@@ -54,7 +54,7 @@ async def stage() -> AsyncIterator[Stage]:
     await world.begin()
     async with serving(engine.app) as engine_port:
         made = Stage(httpx.AsyncClient(timeout=30), engine)
-        replica = ReplicaClient(spec(limits), address(engine_port), world.locate, made.load, FAST)
+        replica = ReplicaClient(spec(limits), address(engine_port), world.locate_for_replica, made.load, FAST)
         replica.start()
         await until(lambda: world.reported("s1"), "the replica reports")
         dispatcher = await world.gateway()

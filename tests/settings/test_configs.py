@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +17,15 @@ from serve_app.settings.application import AppSettings
 from serve_app.settings.loading import load_settings, settings_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+# How long Ray lets a node drain once it is told to end; 30 s unless it is set.
+RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+
+
+def kuberay(kind: str, name: str = "ewsjf") -> dict[str, Any]:
+    """One resource of the Kubernetes file."""
+    resources = yaml.safe_load_all((CONFIGS / "kuberay.yaml").read_text())
+    (found,) = (each for each in resources if each["kind"] == kind and each["metadata"]["name"] == name)
+    return dict(found)
 
 
 @pytest.mark.parametrize("name", ["local", "cpu_vllm", "remote", "gpu_1x", "gpu_8x"])
@@ -24,7 +34,7 @@ def test_every_configuration_that_is_shipped_parses(name: str) -> None:
 
 
 def test_the_kubernetes_service_parses_and_runs_with_the_settings_of_serve_env() -> None:
-    spec = yaml.safe_load((CONFIGS / "kuberay.yaml").read_text())["spec"]
+    spec = kuberay("RayService")["spec"]
     ours = yaml.safe_load(spec["serveConfigV2"])["applications"][0]
     assert list(settings_of(ours["args"]).served_names())
     lines = (CONFIGS.parent / "serve_app" / "launch" / "serve.env").read_text().splitlines()
@@ -32,7 +42,37 @@ def test_the_kubernetes_service_parses_and_runs_with_the_settings_of_serve_env()
     cluster = spec["rayClusterConfig"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         container = group["template"]["spec"]["containers"][0]
-        assert {entry["name"]: entry["value"] for entry in container["env"]} == expected
+        environment = {entry["name"]: entry["value"] for entry in container["env"]}
+        del environment[RAY_DRAIN]
+        assert environment == expected
+
+
+def test_kubernetes_gives_a_pod_the_time_that_ray_gives_its_replicas() -> None:
+    spec = kuberay("RayService")["spec"]
+    settings = settings_of(yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"])
+    drain_s = max(
+        settings.gateways.drain_timeout_s, *(pool.drain_timeout_s for pool in settings.models[0].pools)
+    )
+    cluster = spec["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        ray_s = float({entry["name"]: entry["value"] for entry in container["env"]}[RAY_DRAIN])
+        hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["0"])
+        assert drain_s < ray_s
+        assert float(hook[-1]) + ray_s < pod["terminationGracePeriodSeconds"]
+
+
+def test_kubernetes_budgets_select_the_pods_and_the_head_finds_its_redis() -> None:
+    cluster = kuberay("RayService")["spec"]["rayClusterConfig"]
+    groups = {"ewsjf-head": cluster["headGroupSpec"], "ewsjf-gpu": cluster["workerGroupSpecs"][0]}
+    for name, group in groups.items():
+        selected = kuberay("PodDisruptionBudget", name)["spec"]["selector"]["matchLabels"]
+        assert selected.items() <= group["template"]["metadata"]["labels"].items()
+    host, port = cluster["gcsFaultToleranceOptions"]["redisAddress"].split(":")
+    service, redis = kuberay("Service", host)["spec"], kuberay("StatefulSet", host)["spec"]
+    assert service["ports"] == [{"port": int(port)}]
+    assert service["selector"] == redis["selector"]["matchLabels"] == redis["template"]["metadata"]["labels"]
 
 
 def test_the_cluster_launcher_takes_our_cluster() -> None:
@@ -62,7 +102,7 @@ def test_no_long_prompt_fills_the_iterations_of_a_real_engine_without_a_gpu() ->
 def on_gpus(name: str) -> AppSettings:
     if name != "kuberay":
         return load_settings(CONFIGS / f"{name}.yaml")
-    spec = yaml.safe_load((CONFIGS / "kuberay.yaml").read_text())["spec"]
+    spec = kuberay("RayService")["spec"]
     return settings_of(yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"])
 
 
@@ -110,7 +150,7 @@ def gpus_of(settings: AppSettings) -> float:
 def test_all_replicas_fit_the_gpus_that_there_are() -> None:
     assert gpus_of(on_gpus("gpu_1x")) <= 1
     assert gpus_of(on_gpus("gpu_8x")) <= 8
-    spec = yaml.safe_load((CONFIGS / "kuberay.yaml").read_text())["spec"]
+    spec = kuberay("RayService")["spec"]
     (group,) = spec["rayClusterConfig"]["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]
     workers = int(container["resources"]["requests"]["nvidia.com/gpu"]) * group["maxReplicas"]

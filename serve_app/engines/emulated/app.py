@@ -159,6 +159,8 @@ class EmulatedApp:
         """Send tokens as they are generated."""
         await call.begin_events()
         sent = [0] * len(ticket.sequences)
+        if announcement := answer.announcement():
+            await call.send_events(announcement, more=True)
         events = answer.opening()
         done = False
         while not done:

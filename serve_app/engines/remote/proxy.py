@@ -5,7 +5,7 @@ Rules:
 - the client's credentials and hop-by-hop headers are not forwarded;
 - when the client disconnects, the connection to the server is closed, so that the server aborts the request;
 - before the first byte of an answer a failure is a 502. Its header `x-engine-error` says whether the server
-  can have seen the request: `unreachable` (no) or `lost` (perhaps);
+  can have seen the request: `unreachable` (no) or `lost` (perhaps). A server that is silent is a 504;
 - after the first byte a failure truncates the answer, so that it never looks complete.
 """
 
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 ERROR_HEADER = b"x-engine-error"
 UNREACHABLE = "unreachable"
 LOST = "lost"
+SILENT = "silent"
 
 _HOP_BY_HOP = frozenset(
     (
@@ -91,7 +92,11 @@ class RemoteProxy:
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
             await _refuse(send, UNREACHABLE, f"{base_url} cannot be reached: {exc}")
             return
-        except (aiohttp.ClientError, TimeoutError) as exc:
+        except TimeoutError as exc:
+            # Also aiohttp's own `ServerTimeoutError`. The server may be at work still: not another try.
+            await _refuse(send, SILENT, f"{base_url} was silent for too long: {exc or 'no answer'}", 504)
+            return
+        except aiohttp.ClientError as exc:
             await _refuse(send, LOST, f"{base_url} gave no answer: {exc or type(exc).__name__}")
             return
         try:
@@ -139,8 +144,8 @@ def _kept(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> 
     return [(name, value) for name, value in pairs if name not in dropped and name not in named]
 
 
-async def _refuse(send: Send, kind: str, message: str) -> None:
+async def _refuse(send: Send, kind: str, message: str, status: int = 502) -> None:
     logger.warning("event=engine_%s %s", kind, message)
     error = {"message": message, "type": "engine_error", "param": None, "code": f"engine_{kind}"}
     body = json.dumps({"error": error}).encode()
-    await send_response(send, 502, body, more_headers=[(ERROR_HEADER, kind.encode())])
+    await send_response(send, status, body, more_headers=[(ERROR_HEADER, kind.encode())])

@@ -10,15 +10,14 @@ that time, because the oldest of a crowd of real peers are those who are just ab
 import asyncio
 import contextvars
 import errno
-import ipaddress
 import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve_app.errors import ChannelError
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.listening import listening_socket
 
 logger = logging.getLogger("ray.serve")
 
@@ -63,8 +62,13 @@ class Listener:
         return len(self._pending)
 
     def start(self, host: str) -> int:
-        """Listen on a free port of `host`, and return it."""
-        self._socket = _listening_socket(host)
+        """Listen on a free port of `host`, or one of those in the settings; return it.
+
+        Raises:
+            PortError: none can be had.
+        """
+        settings = self._settings
+        self._socket = listening_socket(host, settings.port, settings.ports, _BACKLOG)
         self._resume()
         port: int = self._socket.getsockname()[1]
         return port
@@ -150,17 +154,3 @@ class Listener:
             link.abort("the connection was not opened in time")
             sock.close()
             raise
-
-
-def _listening_socket(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, 0))
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        raise ChannelError(f"the scheduler cannot listen on {host}: {error}") from error
-    return sock

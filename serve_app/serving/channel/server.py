@@ -1,8 +1,8 @@
 """The channel's server in the scheduler: admits peers and hands their messages on.
 
 A connection must introduce itself within `handshake_s`, in one small frame, with a version of the protocol
-that is spoken here (`versions`), the secret that Ray alone hands out, and the highest incarnation of the
-scheduler that the peer has met.
+that is spoken here (`versions`), the secret of its role, which Ray alone hands out, and the highest
+incarnation of the scheduler that the peer has met.
 
 One writer at a time, even while two schedulers of a model are alive (a rolling update, a partition): each
 scheduler has an incarnation number, claimed atomically and rising. Peers remember the highest they have
@@ -15,7 +15,7 @@ newer; grants of the two never overlap on one replica.
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,9 +38,15 @@ _STRANGERS_FRAME_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a scheduler shows, and asks for, at the door."""
+    """What a scheduler shows, and asks for, at the door.
 
-    secret: str
+    Attributes:
+        secrets: of each role, so that a replica cannot pose as a gateway.
+        secret_before: asked of peers of protocol version 5, which had one for all.
+    """
+
+    secrets: Mapping[Role, str]
+    secret_before: str
     incarnation: int
     queue_timeouts_s: dict[PriorityClass, float]
 
@@ -156,7 +162,9 @@ class ChannelServer:
         """Return why this peer is not let in, nothing if it is."""
         if not isinstance(message, Hello):
             raise ChannelError(f"a stranger must say Hello first, not {type(message).__name__}")
-        if not hmac.compare_digest(message.secret.encode(), self._identity.secret.encode()):
+        identity = self._identity
+        secret = identity.secrets[message.role] if message.version > 5 else identity.secret_before
+        if not hmac.compare_digest(message.secret.encode(), secret.encode()):
             return "the secret is wrong: ask for the endpoint again"
         if not OLDEST_VERSION <= message.version <= VERSION:
             return (

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from serve_app.settings_base import POSITIVE, settings
+from serve_app.settings_base import POSITIVE, at_least, between, settings
 
 
 @settings(block="channel")
@@ -10,6 +10,8 @@ class ChannelSettings:
     """Times in seconds, sizes in bytes. Both ends of a channel run with the same settings.
 
     Attributes:
+        port: the first port that schedulers listen on, 0 for any free one.
+        ports: how many from there they may use; each model's scheduler takes the first that is free.
         heartbeat_s: each side says that it lives, and what it has read, this often.
         dead_after_s: a peer that says nothing, or reads nothing, for so long is cut off.
         stuck_after_s: the scheduler bears a silent peer for so long whose host still acknowledges what it is
@@ -29,6 +31,9 @@ class ChannelSettings:
         offline_timeout_s: time in the queue for a request without its own, until a scheduler names a default.
     """
 
+    port: Annotated[int, between(0, 65_535).hint("0 takes any free port")] = 0
+    # One per model, and one more for each scheduler that is replaced while its successor begins.
+    ports: Annotated[int, at_least(1)] = 16
     # Four a second from each of some dozens of peers costs the scheduler well under one CPU millisecond a
     # second. Four missed beats make the verdict: an event loop that is late once (a long body parsed, a
     # garbage collection) is forgiven, and a machine that lost its power is noticed in dead_after_s.

@@ -103,6 +103,7 @@ class Gateway:
             gateway_id,
             log_requests=settings.log_requests,
             upstream_counts=lambda: (self._upstream.connects, self._upstream.stale_retries),
+            held_body_bytes=lambda: self._reader.bodies.held_bytes,
         )
         self._metrics_endpoint = MetricsEndpoint(
             self.telemetry,
@@ -136,7 +137,7 @@ class Gateway:
 
     @property
     def in_flight(self) -> int:
-        """Requests that wait or run now."""
+        """Requests that are received, wait or run now."""
         return sum(self.telemetry.in_flight.values())
 
     @property
@@ -218,8 +219,14 @@ class Gateway:
 
     async def _scheduled(self, incoming: IncomingRequest) -> None:
         self._check_stopping()
-        job = await self._reader.job(incoming)
+        self.telemetry.on_arrival("")
+        try:
+            job = await self._reader.job(incoming)
+        finally:
+            self.telemetry.on_departure("")
         # A body may take long to arrive.
+        if self._stops_for_s is not None:
+            job.body.release()
         self._check_stopping()
         call = ScheduledCall(job, self._services, self._schedulers[job.submission.spec.model])
         self._calls.add(call)
@@ -231,13 +238,16 @@ class Gateway:
 
     async def _tokenize(self, incoming: IncomingRequest) -> None:
         caller = self._reader.authenticate(incoming)
-        body = await self._reader.body(incoming)
-        check_structure(body)
-        model = parse_model(body)
-        self._reader.check_model(model, caller)
-        with DisconnectWatch(incoming.receive):
-            forwarded = self._reader.forwarded(incoming)
-            await self._any_replica.pass_on(self._schedulers[model], incoming, forwarded, body)
+        held = await self._reader.body(incoming)
+        try:
+            check_structure(held.data)
+            model = parse_model(held.data)
+            self._reader.check_model(model, caller)
+            with DisconnectWatch(incoming.receive):
+                forwarded = self._reader.forwarded(incoming)
+                await self._any_replica.pass_on(self._schedulers[model], incoming, forwarded, held.data)
+        finally:
+            held.release()
 
     async def _list_models(self, incoming: IncomingRequest) -> None:
         caller = self._reader.authenticate(incoming)

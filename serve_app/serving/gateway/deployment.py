@@ -5,7 +5,7 @@ the replica is to stop, Serve waits for the open requests before it calls `__del
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray import serve
@@ -13,8 +13,9 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.engines.engine import ASGIApp, Message, Receive, Scope, Send
 from serve_app.serving.channel.gateway_client import GatewayClient
-from serve_app.serving.channel.messages import SchedulerEndpoint
+from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.discovery import locator
 from serve_app.serving.gateway.app import Gateway, SchedulerViews
 from serve_app.serving.gateway.http10 import answer_http10_without_chunks
 from serve_app.serving.gateway.settings import GatewaySettings
@@ -48,7 +49,7 @@ class GatewayDeployment:
         settings.check_exposure(await asyncio.to_thread(_http_host))
         gateway_id = serve.get_replica_context().replica_id.unique_id
         self._clients = {
-            model: GatewayClient(gateway_id, _locator(handle), channel)
+            model: GatewayClient(gateway_id, locator(handle, Role.GATEWAY), channel)
             for model, handle in schedulers.items()
         }
         dispatchers = {name: self._clients[model] for name, model in names.items()}
@@ -112,11 +113,3 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         await (scheduler.freeze_tuning.remote(reason) if reason else scheduler.thaw_tuning.remote())
 
     return SchedulerViews(queue=queue, status=status, freeze=freeze)
-
-
-def _locator(scheduler: DeploymentHandle[Any]) -> Callable[[], Awaitable[SchedulerEndpoint]]:
-    async def locate() -> SchedulerEndpoint:
-        endpoint: SchedulerEndpoint = await scheduler.endpoint.remote()
-        return endpoint
-
-    return locate

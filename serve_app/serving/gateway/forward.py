@@ -5,6 +5,7 @@ The rules:
   when the serving task is cancelled. `_owed` holds the grant that is not answered yet;
 - the client hears nothing before the first bytes of an answer that is meant for it. Up to there whatever
   goes wrong with a replica puts the request back into its queue, unseen by the client;
+- a timeout is the end: an engine that is silent may be at work, and the next one would take as long;
 - an engine's own error is tried once elsewhere. The second is the client's to know: then it is the request;
 - after that a break is told in the stream as an error event; nothing is sent twice and nothing ends silently;
 - the place is given back when the engine has finished, not when a slow client has read it all.
@@ -25,20 +26,22 @@ from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure
 from serve_app.serving.gateway.answer.engine_error import in_openai_shape
 from serve_app.serving.gateway.answer.responses import (
     STOPPING_CODE,
+    EngineTimedOut,
     HeaderList,
     RequestRefused,
     error_event,
     send_body,
     send_refusal,
 )
-from serve_app.serving.gateway.answer.sse import StreamScanner
+from serve_app.serving.gateway.answer.sse import StreamScanner, announces_only
 from serve_app.serving.gateway.answer.usage import usage_of
 from serve_app.serving.gateway.request.headers import describing, returned, upstream_head
+from serve_app.serving.gateway.request.held_bodies import HeldBody
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.splice import with_priority
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
-from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamResponse
+from serve_app.serving.gateway.upstream.response import EngineSilentError, UpstreamError, UpstreamResponse
 
 logger = logging.getLogger("ray.serve")
 
@@ -51,14 +54,15 @@ class ForwardJob:
 
     Attributes:
         forwarded: lines of the client's headers for the engine.
-        body: as the engine gets it, but for the priority that a grant may bring.
+        body: as the engine gets it, but for the priority that a grant may bring. It is released as soon as it
+            cannot be sent again.
         hide_usage: the client did not ask for the usage event that ends the stream.
     """
 
     incoming: IncomingRequest
     submission: Submission
     forwarded: bytes
-    body: bytes
+    body: HeldBody
     hide_usage: bool
 
 
@@ -133,6 +137,7 @@ class ScheduledCall:
                 RequestRefused(Outcome.FAILED, "the gateway failed; its log says why", status=500)
             )
         finally:
+            self._job.body.release()
             self._services.telemetry.on_departure(model)
             self._services.telemetry.on_conclusion(self._concluded())
 
@@ -153,6 +158,8 @@ class ScheduledCall:
             self._accept(answer)
             try:
                 await self._attempt(answer)
+            except EngineSilentError as error:
+                raise EngineTimedOut(f"the engine gave no answer in time: {error}") from error
             except UpstreamError as error:
                 failure = error
             else:
@@ -176,10 +183,7 @@ class ScheduledCall:
         Raises:
             UpstreamError: the replica gave no answer that the client may see, and it has seen none.
         """
-        body = with_priority(self._job.body, grant.dispatch.engine_priority)
-        address = grant.address
-        head = upstream_head(self._job.incoming, self._job.forwarded, address, len(body))
-        response = await self._services.upstream.send((address.host, address.port), head, body)
+        response = await self._send_to(grant)
         try:
             if response.status == 200 and response.header(b"content-type").startswith(_EVENT_STREAM):
                 await self._pass_stream(response)
@@ -187,6 +191,13 @@ class ScheduledCall:
                 await self._pass_whole(response)
         finally:
             response.close()
+
+    async def _send_to(self, grant: Grant) -> UpstreamResponse:
+        """Send the request. No reference to its body is kept: the job's may be released from here on."""
+        body = with_priority(self._job.body.data, grant.dispatch.engine_priority)
+        address = grant.address
+        head = upstream_head(self._job.incoming, self._job.forwarded, address, len(body))
+        return await self._services.upstream.send((address.host, address.port), head, body)
 
     async def _pass_whole(self, response: UpstreamResponse) -> None:
         """An answer in one piece. It is read to its end first, so a break in it can still be mended."""
@@ -197,7 +208,7 @@ class ScheduledCall:
         outcome = outcome_of(response.status)
         usage = usage_of(body) if outcome is Outcome.COMPLETED else None
         self._settle(outcome, usage, detail=str(failure or ""))
-        self._started = True
+        self._begin_answer()
         path = self._job.incoming.path
         headers, body = in_openai_shape(response.status, path, self._headers(response), body)
         await send_body(self._send, response.status, headers, body)
@@ -205,13 +216,13 @@ class ScheduledCall:
     async def _pass_stream(self, response: UpstreamResponse) -> None:
         scanner = StreamScanner(hide_usage=self._job.hide_usage)
         response.on_stalled = self._watch.fire
-        events = await _next_events(response, scanner)
+        events = await _first_events(response, scanner)
         if scanner.error is not None and scanner.error_is_engines:
             kind = DispatchFailure.LOST if is_dead(scanner.error) else DispatchFailure.ENGINE_ERROR
             failure = UpstreamError(kind, f"the engine failed: {scanner.error}")
             if self._may_retry(failure):
                 raise failure
-        self._started = True
+        self._begin_answer()
         self._first_token_at = asyncio.get_running_loop().time()
         self._scheduler.first_token(self._job.submission.request_id)
         send = self._send
@@ -234,6 +245,11 @@ class ScheduledCall:
             return True
         seen, self._engine_failed = self._engine_failed, True
         return not seen
+
+    def _begin_answer(self) -> None:
+        """From here the request cannot be sent again."""
+        self._started = True
+        self._job.body.release()
 
     def _broken(self, error: UpstreamError, scanner: StreamScanner) -> bytes:
         """The stream broke after its first byte: the event that says so."""
@@ -305,6 +321,18 @@ class ScheduledCall:
             client_request_id=incoming.client_request_id,
             attempts=self._attempts,
         )
+
+
+async def _first_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:
+    """The events up to the first that tells of work done; others say that the request has been read.
+
+    The Responses API begins every stream with some of those. Passed on at once they would commit the client
+    to this engine before the prefill, and count as its first token.
+    """
+    events = await _next_events(response, scanner)
+    while announces_only(events) and not response.at_end:
+        events += await _next_events(response, scanner)
+    return events
 
 
 async def _next_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:

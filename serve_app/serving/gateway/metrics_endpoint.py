@@ -110,8 +110,7 @@ class MetricsEndpoint:
         is_scraper = self._digest is not None and hmac.compare_digest(_digest(secret.strip()), self._digest)
         if is_scraper and scheme.lower() == b"bearer":
             return
-        caller = self._authenticate(authorization)
-        if not caller.is_admin:
+        if not self._authenticate(authorization).is_admin:
             raise ForbiddenError(
                 "metrics need a key: send that of gateway.advanced.metrics_key, or one with admin: true, as "
                 "Authorization: Bearer KEY",

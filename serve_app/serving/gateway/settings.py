@@ -53,10 +53,11 @@ class WrittenGateway:
     cors: CorsSettings = field(default_factory=CorsSettings)
     # Without one, and with keys, `/metrics` needs the key of an admin.
     metrics_key: Annotated[MetricsKey | None, ADVANCED] = None
-    # OpenAI accepts about 50 MB of images in one request; text of a million tokens is a tenth of that. A
-    # body is held in memory until its request is over (it may have to be sent again), so this times the
-    # requests in flight bounds the gateway's memory.
+    # OpenAI accepts about 50 MB of images in one request; text of a million tokens is a tenth of that.
     max_body_bytes: Annotated[int, at_least(1_024)] = 64 * MEBIBYTE
+    # A body is held until its answer begins, because it may have to be sent again. A gateway that holds so
+    # many bytes of them refuses more with 503. While they are parsed, bodies take about twice their length.
+    max_held_body_bytes: Annotated[int, at_least(1_024), ADVANCED] = 1_024 * MEBIBYTE
     # One line per concluded request on the logger `ray.serve`; costs about as much as a scheduling decision.
     log_requests: bool = True
     prefix: PrefixSettings = field(default_factory=PrefixSettings)

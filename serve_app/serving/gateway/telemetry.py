@@ -60,16 +60,23 @@ class Telemetry:
         gateway_id: label of every series.
         log_requests: write a line per concluded request.
         upstream_counts: connections opened and requests repeated on a new one, so far.
+        held_body_bytes: bytes of the bodies held now.
     """
 
     def __init__(
-        self, gateway_id: str, *, log_requests: bool, upstream_counts: Callable[[], tuple[int, int]]
+        self,
+        gateway_id: str,
+        *,
+        log_requests: bool,
+        upstream_counts: Callable[[], tuple[int, int]],
+        held_body_bytes: Callable[[], int],
     ) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         self.in_flight: dict[str, int] = {}
         self._gateway_id = gateway_id
         self._log_requests = log_requests
         self._upstream_counts = upstream_counts
+        self._held_body_bytes = held_body_bytes
         self._outcomes: dict[tuple[str, str, str, str], Counter] = {}
         self._series: dict[tuple[str, str, str], _Series] = {}
         labels = ("gateway", "model", "class", "pool")
@@ -95,7 +102,7 @@ class Telemetry:
         self.registry.register(self)
 
     def on_arrival(self, model: str) -> None:
-        """A request of a known model is under way."""
+        """A request is under way; its model is empty until its body has been read."""
         self.in_flight[model] = self.in_flight.get(model, 0) + 1
 
     def on_departure(self, model: str) -> None:
@@ -123,11 +130,18 @@ class Telemetry:
         """Figures that others keep; prometheus_client asks for them at each scrape."""
         labels = ("gateway", "model")
         in_flight = GaugeMetricFamily(
-            "ewsjf_gateway_in_flight_requests", "Requests waiting or running.", labels=labels
+            "ewsjf_gateway_in_flight_requests",
+            "Requests waiting or running; those without a model are being received.",
+            labels=labels,
         )
         for model, count in self.in_flight.items():
             in_flight.add_metric((self._gateway_id, model), count)
         yield in_flight
+        held = GaugeMetricFamily(
+            "ewsjf_gateway_held_body_bytes", "Request bodies held in memory.", labels=("gateway",)
+        )
+        held.add_metric((self._gateway_id,), self._held_body_bytes())
+        yield held
         connects, stale_retries = self._upstream_counts()
         for name, text, value in (
             ("connects", "Connections opened to replicas.", connects),

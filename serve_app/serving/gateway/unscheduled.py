@@ -5,11 +5,11 @@ from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
 from serve_app.serving.gateway.answer.engine_answer import failure_of
 from serve_app.serving.gateway.answer.engine_error import in_openai_shape
-from serve_app.serving.gateway.answer.responses import RequestRefused, send_body
+from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRefused, send_body
 from serve_app.serving.gateway.request.headers import returned, upstream_head
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
-from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamResponse
+from serve_app.serving.gateway.upstream.response import EngineSilentError, UpstreamError, UpstreamResponse
 
 # More replicas than this in a row do not fail by chance.
 _MAX_ATTEMPTS = 3
@@ -49,6 +49,8 @@ class AnyReplica:
             replica = replicas[(self._next + offset) % len(replicas)]
             try:
                 return await self._exchange(replica, incoming, forwarded, body)
+            except EngineSilentError as error:
+                raise EngineTimedOut(f"the engine gave no answer in time: {error}") from error
             except UpstreamError as error:
                 failure = str(error)
         raise RequestRefused(

@@ -14,7 +14,8 @@ from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSett
 from serve_app.engines.engine import Engine
 from serve_app.engines.remote.engine import RemoteEngine, RemoteEngineSettings
 from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings
-from serve_app.serving.channel.messages import SchedulerEndpoint
+from serve_app.serving.channel.messages import Role
+from serve_app.serving.discovery import locator
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
 
 AnyEngineSettings = EmulatedEngineSettings | VllmEngineSettings | RemoteEngineSettings
@@ -54,13 +55,11 @@ class PoolDeployment:
     async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
         self, settings: PoolReplicaSettings, engine: AnyEngineSettings, scheduler: DeploymentHandle[Any]
     ) -> None:
-        async def locate() -> SchedulerEndpoint:
-            endpoint: SchedulerEndpoint = await scheduler.endpoint.remote()
-            return endpoint
-
         replica_id = serve.get_replica_context().replica_id.unique_id
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._replica = PoolReplica(replica_id, host, settings, make_engine(engine), locate)
+        self._replica = PoolReplica(
+            replica_id, host, settings, make_engine(engine), locator(scheduler, Role.REPLICA)
+        )
         await self._replica.start()
 
     async def check_health(self) -> None:

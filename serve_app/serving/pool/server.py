@@ -6,8 +6,6 @@ as a task on the running loop and stopped within a time limit.
 
 import asyncio
 import contextlib
-import ipaddress
-import socket
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -15,6 +13,8 @@ import uvicorn
 
 from serve_app.engines.engine import ASGIApp
 from serve_app.errors import EngineError
+from serve_app.serving.http_heads import LimitedHeads
+from serve_app.serving.listening import PortError, listening_socket
 from serve_app.settings_base import at_least, between, settings
 
 
@@ -22,8 +22,10 @@ from serve_app.settings_base import at_least, between, settings
 class ReplicaServerSettings:
     """The HTTP port of a replica."""
 
-    # A fixed port suits a firewall but allows only one replica per node; 0 takes any free port.
+    # The first port that replicas listen on, for a firewall; 0 takes any free port.
     port: Annotated[int, between(0, 65_535).hint("0 takes any free port")] = 0
+    # How many from there they may use; each replica of a node takes the first that is free.
+    ports: Annotated[int, at_least(1)] = 16
     # Longer than gateways keep an idle connection. The side that sends requests must close it first, or a
     # request may use a closing connection.
     keep_alive_s: Annotated[int, at_least(1)] = 300
@@ -47,7 +49,7 @@ class ReplicaServer:
         self._server = _QuietServer(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=LimitedHeads,
                 ws="none",
                 lifespan="off",
                 timeout_keep_alive=settings.keep_alive_s,
@@ -70,7 +72,11 @@ class ReplicaServer:
         Raises:
             EngineError: the address or port is not available.
         """
-        sock = _listening_socket(self.host, self._settings.port)
+        settings = self._settings
+        try:
+            sock = listening_socket(self.host, settings.port, settings.ports, settings.backlog)
+        except PortError as exc:
+            raise EngineError(str(exc)) from exc
         self.port = sock.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=[sock]), name="replica-http")
         while not self._server.started:
@@ -104,18 +110,3 @@ class _QuietServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to Ray, which drains the whole replica on them."""
         yield
-
-
-def _listening_socket(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted connections inherit it: the kernel must not delay a first token to fill a packet.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.bind((host, port))
-        sock.setblocking(False)
-    except OSError as exc:
-        sock.close()
-        raise EngineError(f"cannot listen on {host}:{port}: {exc}; port 0 takes any free port") from exc
-    return sock

@@ -19,7 +19,7 @@ from typing import Any
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.learned_state import STATE_KIND, denial, learned_state
-from serve_app.serving.channel.messages import SchedulerEndpoint
+from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
@@ -110,13 +110,16 @@ class SchedulerActor:
     def __repr__(self) -> str:
         return f"<SchedulerActor {self._settings.scope} {self._live}>"
 
-    async def endpoint(self) -> SchedulerEndpoint:
+    async def endpoint(self, role: str = "") -> SchedulerEndpoint:
         """Where gateways and replicas find the scheduler, and the secret that lets them in.
+
+        Args:
+            role: whose secret; peers of protocol version 5 name none, and share one.
 
         Raises:
             ChannelError: this one does not schedule any more; ask again, another will answer.
         """
-        return (await self._current()).endpoint()
+        return (await self._current()).endpoint(Role(role) if role else None)
 
     async def check_health(self) -> None:
         """Raise `ChannelError` when this scheduler must be replaced."""

@@ -27,7 +27,7 @@ from serve_app.scheduling.events import DispatchFailed, Event, ReplicaLost, Repl
 from serve_app.scheduling.learned_state import take_over
 from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
-from serve_app.serving.channel.messages import SchedulerEndpoint
+from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
@@ -78,17 +78,23 @@ class LiveScheduler:
         if options.learned is not None:
             take_over(self.core, options.learned, self._now)
         self.ended = ""
-        self._secret = secrets.token_urlsafe(32)
+        self._secrets = {role: secrets.token_urlsafe(32) for role in Role}
+        self._secret_before = secrets.token_urlsafe(32)
         self._metrics = SchedulerMetrics(settings.model, options.incarnation)
         self._page = CachedPage(self._status_for_metrics, self._render)
         self._gateways = GatewaySessions(self, options.channel.gateway_grace_s)
         self._replicas = ReplicaRegistry(self.feed, self._gateways.tell_all, self._waiting_at)
         timeouts = {priority: settings.queue_timeout_s.of(priority) for priority in PriorityClass}
-        identity = Identity(secret=self._secret, incarnation=options.incarnation, queue_timeouts_s=timeouts)
+        identity = Identity(
+            secrets=self._secrets,
+            secret_before=self._secret_before,
+            incarnation=options.incarnation,
+            queue_timeouts_s=timeouts,
+        )
         self._server = ChannelServer(
             identity, options.channel, self._gateways, self._replicas, self._superseded
         )
-        self._endpoint: SchedulerEndpoint | None = None
+        self._address: tuple[str, int] | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = math.inf
         self._watch: asyncio.Task[None] | None = None
@@ -107,12 +113,14 @@ class LiveScheduler:
         parts = (self._gateways, self._replicas, self.core)
         return f"<LiveScheduler {self._options.incarnation} {state}, {', '.join(map(repr, parts))}>"
 
-    async def start(self, host: str) -> SchedulerEndpoint:
-        """Listen at `host` on a free port."""
+    async def start(self, host: str) -> None:
+        """Listen at `host`, on a port of the settings.
+
+        Raises:
+            PortError: none can be had.
+        """
         port = await self._server.start(host)
-        self._endpoint = SchedulerEndpoint(
-            host=host, port=port, secret=self._secret, incarnation=self._options.incarnation
-        )
+        self._address = host, port
         if self._options.newest_incarnation is not None:
             self._watch = self._loop.create_task(
                 self._watch_incarnations(self._options.newest_incarnation), context=contextvars.Context()
@@ -124,7 +132,6 @@ class LiveScheduler:
             host,
             port,
         )
-        return self._endpoint
 
     def stop(self, reason: str = "it was stopped") -> None:
         """Schedule no more and close every connection; what was said before is still sent."""
@@ -144,15 +151,17 @@ class LiveScheduler:
         if self._log is not None:
             self._log.flush()
 
-    def endpoint(self) -> SchedulerEndpoint:
-        """Where peers find this scheduler.
+    def endpoint(self, role: Role | None = None) -> SchedulerEndpoint:
+        """Where peers of this role find this scheduler; without a role, those of protocol version 5.
 
         Raises:
             ChannelError: it does not schedule, or not any more.
         """
-        if self._endpoint is None or self.ended:
+        if self._address is None or self.ended:
             raise ChannelError(f"this scheduler does not schedule: {self.ended or 'it has not been started'}")
-        return self._endpoint
+        host, port = self._address
+        secret = self._secret_before if role is None else self._secrets[role]
+        return SchedulerEndpoint(host=host, port=port, secret=secret, incarnation=self._options.incarnation)
 
     def status(self) -> dict[str, Any]:
         """How things stand, for people."""

@@ -195,6 +195,16 @@ async def test_a_response_is_whole_and_streams_with_its_events_in_order(engine: 
     assert len(deltas.split()) == 4
 
 
+async def test_a_response_is_announced_before_anything_is_computed(engine: Served) -> None:
+    """As in vLLM: these events say nothing about the prefill."""
+    body = {"model": "tiny", "input": "word " * 1_500, "stream": True, "max_output_tokens": 2}
+    async with engine.http.stream("POST", "/v1/responses", json=body) as answer:
+        pieces = [piece async for piece in answer.aiter_bytes()]
+    assert b"event: response.in_progress" in pieces[0]
+    assert b"response.output_item.added" not in pieces[0]
+    assert b"response.output_item.added" in b"".join(pieces)
+
+
 async def test_embeddings_are_unit_vectors_that_follow_their_input(engine: Served) -> None:
     answer = await engine.sdk.embeddings.create(model="tiny", input=["one", "two", "one"], dimensions=8)
     vectors = [item.embedding for item in answer.data]

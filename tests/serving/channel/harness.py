@@ -6,6 +6,7 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from serve_app.errors import Conclusion, EngineError
@@ -89,12 +90,12 @@ class Wire:
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
 
-    async def locate(self) -> SchedulerEndpoint:
+    async def locate(self, role: Role = Role.GATEWAY) -> SchedulerEndpoint:
         """Where the present scheduler is to be found, by way of this wire."""
         if self.refuses:
             raise ConnectionError("the wire is down")
         assert self._server is not None
-        return replace(self._world.endpoint(), port=self._server.sockets[0].getsockname()[1])
+        return replace(self._world.endpoint(role), port=self._server.sockets[0].getsockname()[1])
 
     def cut(self) -> None:
         """Break every connection, and heal."""
@@ -184,11 +185,14 @@ class Simulation:
         """The scheduler of now."""
         return self.shells[-1]
 
-    def endpoint(self) -> SchedulerEndpoint:
-        return self.live.endpoint()
+    def endpoint(self, role: Role | None = Role.GATEWAY) -> SchedulerEndpoint:
+        return self.live.endpoint(role)
 
     async def locate(self) -> SchedulerEndpoint:
         return self.endpoint()
+
+    async def locate_for_replica(self) -> SchedulerEndpoint:
+        return self.endpoint(Role.REPLICA)
 
     async def begin(self, **parts: Any) -> LiveScheduler:
         """Start the next incarnation beside whatever runs."""
@@ -237,9 +241,8 @@ class Simulation:
         """A replica that the scheduler knows; `prepare` may change it before it registers."""
         double = ReplicaDouble(replica_id, pool, seats)
         prepare(double)
-        client = ReplicaClient(
-            double.spec, double.address, wire.locate if wire else self.locate, double.load, self.channel
-        )
+        locate = partial(wire.locate, Role.REPLICA) if wire else self.locate_for_replica
+        client = ReplicaClient(double.spec, double.address, locate, double.load, self.channel)
         client.start()
         self._closers.append(client.close)
         await until(lambda: self.reported(replica_id), "the replica reports")

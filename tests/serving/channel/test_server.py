@@ -4,6 +4,8 @@ import sys
 import pytest
 
 from serve_app.serving.channel.messages import (
+    OLDEST_VERSION,
+    VERSION,
     Cancel,
     Heartbeat,
     Register,
@@ -31,6 +33,22 @@ async def test_a_wrong_secret_is_rejected_without_a_hint_of_the_right_one(world:
     assert "secret is wrong" in reason
     assert world.endpoint().secret not in reason
     assert await stranger.closed()
+
+
+async def test_a_replica_cannot_pose_as_a_gateway(world: Simulation) -> None:
+    for version in (VERSION, OLDEST_VERSION):
+        endpoint = world.endpoint(Role.REPLICA)
+        stranger = await Stranger.at(endpoint)
+        stranger.say(hello(endpoint, role=Role.GATEWAY, version=version))
+        assert "secret is wrong" in (await stranger.hear(Rejected)).reason
+        assert await stranger.closed()
+
+
+async def test_the_secret_of_the_version_before_lets_nobody_in_who_speaks_this_one(world: Simulation) -> None:
+    endpoint = world.endpoint(None)
+    stranger = await Stranger.at(endpoint)
+    stranger.say(hello(endpoint))
+    assert "secret is wrong" in (await stranger.hear(Rejected)).reason
 
 
 async def test_a_scheduler_that_hears_of_a_higher_incarnation_stops_for_ever(world: Simulation) -> None:
@@ -94,7 +112,7 @@ async def test_a_replica_may_not_register_under_anothers_name_nor_report_before_
     double = ReplicaDouble("s1", "short", 8)
     for message in (Register(double.spec, double.address), Report(double.report)):
         stranger = await Stranger.at(world.endpoint())
-        stranger.say(hello(world.endpoint(), role=Role.REPLICA, peer_id="s2"), message)
+        stranger.say(hello(world.endpoint(Role.REPLICA), role=Role.REPLICA, peer_id="s2"), message)
         assert await stranger.closed()
     assert world.live.status()["replicas"] == {}
 

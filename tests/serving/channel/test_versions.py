@@ -18,7 +18,15 @@ from serve_app.request import Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.framing import HEADER_BYTES, decode_from_peer, decode_from_scheduler
 from serve_app.serving.channel.gateway_client import GatewayClient
-from serve_app.serving.channel.messages import VERSION, Finish, PutBack, Refused, SchedulerEndpoint, Submit
+from serve_app.serving.channel.messages import (
+    VERSION,
+    Finish,
+    PutBack,
+    Refused,
+    Role,
+    SchedulerEndpoint,
+    Submit,
+)
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.channel.versions import as_before
@@ -85,7 +93,7 @@ class Conversation:
 
 async def peer(world: Simulation, role: version_5.Role, peer_id: str) -> Conversation:
     """A peer of version 5 that has found the scheduler."""
-    endpoint = world.endpoint()
+    endpoint = world.endpoint(None)
     conversation = Conversation(
         *await asyncio.open_connection(endpoint.host, endpoint.port), version_5.decode_from_scheduler
     )
@@ -268,7 +276,7 @@ async def test_a_replica_speaks_the_version_before_to_a_scheduler_that_is_upgrad
 
 @pytest.mark.parametrize("theirs", [VERSION - 2, VERSION + 1])
 async def test_versions_further_apart_are_told_so(world: Simulation, theirs: int) -> None:
-    endpoint = world.endpoint()
+    endpoint = world.endpoint(None if theirs <= version_5.VERSION else Role.GATEWAY)
     conversation = Conversation(
         *await asyncio.open_connection(endpoint.host, endpoint.port), version_5.decode_from_scheduler
     )

@@ -52,18 +52,38 @@ SCHEDULING = {
 }
 
 
-async def test_the_engine_gets_the_clients_bytes_its_token_and_the_request_id(stage: Stage) -> None:
+async def test_the_engine_gets_the_clients_bytes_and_hardly_any_of_its_headers(stage: Stage) -> None:
     body = b'{ "messages": [],\n"model" : "tiny", "unknown": [1.50, "\\u00e9"] }'
-    head = {"x-request-id": "id-1", "authorization": "Bearer k", "traceparent": "00-1"}
+    head = {"x-request-id": "id-1", "traceparent": "00-1", **dict.fromkeys(FOR_THE_GATEWAY, "mine")}
     answer = await stage.http.post(CHAT, content=body, headers=head)
     assert answer.status_code == 200
     assert stage.engine.bodies == [body]
     seen = stage.engine.heads[0]
     assert seen[b"x-replica-token"] == TOKEN.encode()
-    assert seen[b"x-request-id"] == b"id-1"
+    assert seen[b"x-request-id"].decode() == stage.dispatcher.submissions[0].request_id
+    assert answer.headers["x-request-id"] == "id-1"
     assert seen[b"traceparent"] == b"00-1"
-    assert b"authorization" not in seen
-    assert b"accept-encoding" not in seen
+    assert seen.keys() <= {b"traceparent", b"content-type", b"accept", b"user-agent"} | WRITTEN_BY_THE_GATEWAY
+
+
+WRITTEN_BY_THE_GATEWAY = {b"host", b"content-length", b"x-replica-token", b"x-request-id"}
+FOR_THE_GATEWAY = (
+    "authorization",
+    "cookie",
+    "x-api-key",
+    "x-forwarded-for",
+    "forwarded",
+    "x-tenant",
+    "x-data-parallel-rank",
+    "x-replica-token",
+    "openai-organization",
+)
+
+
+async def test_two_requests_of_one_id_have_two_at_the_engine(stage: Stage) -> None:
+    answers = [await stage.http.post(CHAT, json=chat(), headers={"x-request-id": "same"}) for _ in range(2)]
+    assert [answer.headers["x-request-id"] for answer in answers] == ["same", "same"]
+    assert len({head[b"x-request-id"] for head in stage.engine.heads}) == 2
 
 
 async def test_a_stream_has_its_usage_read_and_hidden(stage: Stage) -> None:

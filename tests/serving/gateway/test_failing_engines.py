@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from serve_app.engines.engine import Scope, Send
+from serve_app.serving.gateway import UpstreamSettings
 from tests.serving.channel.harness import scheduler_settings
 
-from .builders import MODEL, Engine, chat, error_json, reply_json
+from .builders import MODEL, Engine, chat, error_json, eventually, reply_json, send_event, start_stream
 from .fleet import Fleet, fleet_of, gathered
 
 CHAT = "/v1/chat/completions"
@@ -106,3 +107,76 @@ async def test_an_engines_own_failure_is_tried_once_elsewhere(stream: bool) -> N
         assert {answer.status_code for answer in answers} == {200}
         # Others have shown that the first replica is at fault.
         assert fleet.core.ledger["s0"].suspensions > 0
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/embeddings"])
+async def test_an_answer_that_takes_too_long_is_computed_once(path: str) -> None:
+    """It was computed once on each of three replicas, and then refused."""
+    engines = [Engine(token_delay_s=60) for _ in range(3)]
+    silent = UpstreamSettings(silence_timeout_s=0.5)
+    async with fleet_of(engines, upstream=silent) as fleet:
+        for engine in engines:
+            engine.answers.append(hangs)
+        body = chat() if path == CHAT else {"model": MODEL, "input": "hello"}
+        answer = await fleet.http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
+        assert answer.headers["x-should-retry"] == "false"
+        assert sum(len(engine.bodies) for engine in engines) == 1
+        await eventually(lambda: not any(engine.running for engine in engines))
+        assert len(fleet.core) == 0
+
+
+async def hangs(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+    await asyncio.sleep(3600)
+
+
+async def test_an_engine_that_dies_before_the_first_token_of_a_response_is_replaced_unseen() -> None:
+    """vLLM sends `response.created` and `response.in_progress` before it computes anything."""
+
+    async def dies(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        await start_stream(send)
+        for kind in ("response.created", "response.in_progress"):
+            await send_event(send, {"type": kind, "response": {"id": "dead", "usage": None}}, name=kind)
+            await asyncio.sleep(0.05)
+        raise ConnectionError("the engine died in its prefill")
+
+    engines = [Engine(), Engine()]
+    engines[0].answers.append(dies)
+    async with fleet_of(engines) as fleet:
+        body = {"model": MODEL, "input": "hello", "stream": True}
+        answer = await fleet.http.post("/v1/responses", json=body)
+        assert '"dead"' not in answer.text
+        assert answer.text.count("event: response.created") == 1
+        assert "event: response.completed" in answer.text
+        assert '"error": null' in answer.text
+        assert [len(engine.bodies) for engine in engines] == [1, 1]
+
+
+async def test_the_first_token_of_a_response_is_told_when_it_comes() -> None:
+    prefill_s = 0.3
+
+    async def prefills(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        await start_stream(send)
+        for kind in ("response.created", "response.in_progress"):
+            await send_event(send, {"type": kind, "response": {}}, name=kind)
+        await asyncio.sleep(prefill_s)
+        for kind in ("response.output_item.added", "response.completed"):
+            await send_event(send, {"type": kind}, name=kind)
+        await send({"type": "http.response.body", "body": b""})
+
+    engine = Engine()
+    engine.answers.append(prefills)
+    async with fleet_of([engine]) as fleet:
+        body = {"model": MODEL, "input": "hello", "stream": True}
+        async with fleet.http.stream("POST", "/v1/responses", json=body) as answer:
+            lines = [line async for line in answer.aiter_lines() if line.startswith("event: ")]
+        assert lines == [
+            f"event: response.{kind}" for kind in ("created", "in_progress", "output_item.added", "completed")
+        ]
+        page = (await fleet.http.get("/metrics")).text
+        (ttft_s,) = (
+            float(line.split()[-1])
+            for line in page.splitlines()
+            if line.startswith("ewsjf_gateway_time_to_first_token_seconds_sum")
+        )
+        assert ttft_s >= prefill_s

@@ -2,13 +2,15 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from serve_app.serving.gateway.request.structure import check_structure
 
-from .builders import MODEL, chat, eventually
-from .conftest import Stage
+from .builders import MODEL, Engine, FakeDispatcher, chat, eventually, gateway, serving
+from .conftest import Stage, staged
 
 CHAT = "/v1/chat/completions"
 HEAD = {"content-type": "application/json"}
@@ -53,3 +55,63 @@ async def test_others_are_served_while_a_large_body_is_parsed(
     finally:
         go_on.set()
     assert (await first).status_code == 200
+
+
+LARGE: Any = [{"role": "user", "content": "word " * 120_000}]  # 600 kB
+ONE_MIB = 1024 * 1024
+
+
+async def test_bodies_beyond_the_budget_are_refused_until_there_is_room() -> None:
+    engine = Engine()
+    async with serving(engine) as engine_port:
+        dispatcher = FakeDispatcher([engine_port])
+        app = gateway(dispatcher, max_held_body_bytes=ONE_MIB)
+        async with staged(engine, dispatcher, app) as stage:
+            dispatcher.gate.clear()
+            waiting = asyncio.ensure_future(stage.http.post(CHAT, json=chat(messages=LARGE)))
+            await eventually(lambda: dispatcher.waiting == 1)
+            refused = await stage.http.post(CHAT, json=chat(messages=LARGE))
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "body_memory_full"
+            assert int(refused.headers["retry-after"]) >= 1
+            # Small ones are let in, into what large ones may not fill.
+            small = [asyncio.ensure_future(stage.http.post(CHAT, json=chat())) for _ in range(5)]
+            await eventually(lambda: dispatcher.waiting == 6)
+            dispatcher.gate.set()
+            for answer in (waiting, *small):
+                assert (await answer).status_code == 200
+            assert (await stage.http.post(CHAT, json=chat(messages=LARGE))).status_code == 200
+            await until_held(stage, lambda held: held == 0)
+
+
+async def test_a_body_is_dropped_once_its_answer_has_begun(stage: Stage) -> None:
+    stage.engine.token_delay_s = 0.2
+    asked = chat(messages=LARGE, stream=True, max_tokens=500)
+    async with stage.http.stream("POST", CHAT, json=asked) as answer:
+        async for _ in answer.aiter_lines():
+            await until_held(stage, lambda held: held == 0)
+            assert stage.engine.running == 1
+            break
+    await eventually(lambda: stage.engine.aborted == 1)
+
+
+async def test_a_body_is_given_up_with_the_client_that_was_sending_it(stage: Stage) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+    writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" % CHAT.encode())
+    writer.write(b"{" + b" " * 100_000)
+    await eventually(lambda: stage.gateway.in_flight == 1)
+    await until_held(stage, lambda held: held > 0)
+    writer.transport.abort()
+    await eventually(lambda: stage.gateway.in_flight == 0)
+    await until_held(stage, lambda held: held == 0)
+
+
+async def until_held(stage: Stage, holds: Callable[[float], bool]) -> None:
+    """Wait for what /metrics says is held; it is drawn up now and then."""
+    async with asyncio.timeout(30):
+        while True:
+            page = (await stage.http.get("/metrics")).text
+            (line,) = [each for each in page.splitlines() if each.startswith("ewsjf_gateway_held_body_bytes")]
+            if holds(float(line.rpartition(" ")[2])):
+                return
+            await asyncio.sleep(0.05)

@@ -15,7 +15,7 @@ from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.settings import SchedulerSettings
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.gateway_client import GatewayClient
-from serve_app.serving.channel.messages import SchedulerEndpoint
+from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.pool.autoscaling import KV_USAGE, ONGOING
@@ -49,15 +49,15 @@ async def live() -> AsyncIterator[LiveScheduler]:
 
 @pytest.fixture
 async def gateway(live: LiveScheduler) -> AsyncIterator[GatewayClient]:
-    client = GatewayClient("gateway-1", locator(live), CHANNEL)
+    client = GatewayClient("gateway-1", locator(live, Role.GATEWAY), CHANNEL)
     client.start()
     yield client
     await client.close()
 
 
-def locator(live: LiveScheduler) -> Locate:
+def locator(live: LiveScheduler, role: Role = Role.REPLICA) -> Locate:
     async def locate() -> SchedulerEndpoint:
-        return live.endpoint()
+        return live.endpoint(role)
 
     return locate
 
@@ -136,7 +136,7 @@ async def test_a_replica_joins_a_scheduler_that_comes_later(
     async def locate() -> SchedulerEndpoint:
         if not known:
             raise ConnectionError("no scheduler yet")
-        return known[0].endpoint()
+        return known[0].endpoint(Role.REPLICA)
 
     replica = PoolReplica("replica-1", "127.0.0.1", settings(), EmulatedEngine(ENGINE), locate)
     await replica.start()

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator
 
@@ -153,7 +154,7 @@ async def test_a_port_that_is_taken_is_refused_with_its_number(guard: ReplicaGua
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EngineError, match=str(port)):
-            await ReplicaServer(guard, "127.0.0.1", ReplicaServerSettings(port=port)).start()
+            await ReplicaServer(guard, "127.0.0.1", ReplicaServerSettings(port=port, ports=1)).start()
 
 
 async def test_a_server_that_was_not_started_is_not_healthy(guard: ReplicaGuard) -> None:
@@ -181,3 +182,30 @@ def test_an_empty_token_is_refused(engine: SlowStream) -> None:
 def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="70000"):
         ReplicaServerSettings(port=70_000)
+
+
+async def test_a_head_without_an_end_is_refused(server: ReplicaServer, engine: SlowStream) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nlong: ")
+
+    async def send() -> None:
+        for _ in range(64):
+            writer.write(b"x" * 65536)
+            await writer.drain()
+
+    sending = asyncio.create_task(send())
+    async with asyncio.timeout(30):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+        with contextlib.suppress(ConnectionError):
+            await sending
+    writer.close()
+    assert engine.paths == []
+
+
+async def test_many_short_headers_are_refused_as_well(server: ReplicaServer, engine: SlowStream) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 500_000)
+    async with asyncio.timeout(30):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+    writer.close()
+    assert engine.paths == []

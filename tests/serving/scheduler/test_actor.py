@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ async def test_other_settings_begin_a_new_incarnation_that_gets_all_requests(
     cluster: Cluster,
 ) -> None:
     actor = cluster.actor()
-    gateway = GatewayClient("g1", actor.endpoint, FAST)
+    gateway = GatewayClient("g1", partial(actor.endpoint, "gateway"), FAST)
     gateway.start()
     await until(lambda: gateway.is_connected)
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))

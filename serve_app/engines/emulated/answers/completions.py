@@ -78,8 +78,11 @@ class AnswerHead:
 class EmulatedAnswer(Protocol):
     """One answer, as a whole or as a stream."""
 
+    def announcement(self) -> bytes:
+        """What a stream has before anything was computed."""
+
     def opening(self) -> bytes:
-        """The beginning of a stream, before its first token."""
+        """What goes before the first token, with it."""
 
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:
         """Tokens `start` to `start + count - 1` of a choice; `ends` marks its last ones."""
@@ -107,6 +110,10 @@ class _ChoicesAnswer:
         self._head = head
         opening = encode(common(head, self._chunk_kind)).removesuffix(b"}")
         self._chunk_head = b"data: " + opening + b',"choices":[{"index":'
+
+    def announcement(self) -> bytes:
+        """Nothing: the stream begins with the first token."""
+        return b""
 
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:
         """One chunk."""

@@ -16,11 +16,20 @@ class ResponsesAnswer:
         delta = {"type": "response.output_text.delta", **self._place(), "logprobs": []}
         self._delta = b"event: response.output_text.delta\ndata: " + encode(delta).removesuffix(b"}")
 
+    def announcement(self) -> bytes:
+        """The events that say that the response is being worked on: vLLM sends them before the prefill."""
+        running = self._response("in_progress", [], usage=False)
+        return b"".join(
+            (
+                self._event("response.created", response=running),
+                self._event("response.in_progress", response=running),
+            )
+        )
+
     def opening(self) -> bytes:
         """The events up to the empty content part."""
         return b"".join(
             (
-                self._beginning(),
                 self._event("response.output_item.added", output_index=0, item=self._item("in_progress", [])),
                 self._event("response.content_part.added", **self._place(), part=_part("", [])),
             )
@@ -52,15 +61,6 @@ class ResponsesAnswer:
     def whole(self) -> bytes:
         """A response object."""
         return encode(self._response(self._status, self._output(), usage=True))
-
-    def _beginning(self) -> bytes:
-        running = self._response("in_progress", [], usage=False)
-        return b"".join(
-            (
-                self._event("response.created", response=running),
-                self._event("response.in_progress", response=running),
-            )
-        )
 
     def _completion(self) -> bytes:
         last = "response.completed" if self._status == "completed" else "response.incomplete"

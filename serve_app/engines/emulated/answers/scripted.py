@@ -56,6 +56,10 @@ class ScriptedChat:
         self._head = scripted.head
         self._chunks = _Chunks(scripted, "chat.completion.chunk")
 
+    def announcement(self) -> bytes:
+        """Nothing: the stream begins with the first token."""
+        return b""
+
     def opening(self) -> bytes:
         """The role, once per choice."""
         choices = range(len(self._scripted.scripts))
@@ -166,8 +170,12 @@ class ScriptedCompletion:
         self._head = scripted.head
         self._chunks = _Chunks(scripted, "text_completion")
 
-    def opening(self) -> bytes:
+    def announcement(self) -> bytes:
         """Nothing: the stream begins with the first token."""
+        return b""
+
+    def opening(self) -> bytes:
+        """Nothing here either."""
         return b""
 
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:

@@ -54,9 +54,9 @@ class ScriptedCall(ResponsesAnswer):
         self._ids = {"id": f"fc_{digits}", "call_id": f"call_{digits}"}
 
     def opening(self) -> bytes:
-        """The events up to the empty call."""
+        """The event of the empty call."""
         item = self._function_call("in_progress", "")
-        return self._beginning() + self._event("response.output_item.added", output_index=0, item=item)
+        return self._event("response.output_item.added", output_index=0, item=item)
 
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
         """What some tokens add to the arguments."""

@@ -8,6 +8,7 @@
 | 429, 503                           | BUSY; UNREACHABLE while it drains: it has not looked at it        |
 | 501                                | the engine cannot do this at all: the client's to know            |
 | 502 of a remote engine's adapter   | UNREACHABLE when it says that nothing was sent, else LOST         |
+| 504                                | a timeout, which no other try would make shorter                  |
 | 5xx of an engine that is dead      | LOST: it may have died of this request                            |
 | other 5xx                          | ENGINE_ERROR once, and the client's to know the second time       |
 | other 3xx, 4xx                     | the engine refused the request itself: passed on as it is         |
@@ -109,7 +110,7 @@ def _failure_of_status(status: int, headers: HeaderList) -> DispatchFailure | No
         said = next((value for name, value in headers if name == ENGINE_ERROR_HEADER), None)
         if said is not None:
             return DispatchFailure.UNREACHABLE if said == b"unreachable" else DispatchFailure.LOST
-    if status >= 500 and status != 501:
+    if status >= 500 and status not in (501, 504):
         return DispatchFailure.ENGINE_ERROR
     return None
 

@@ -47,7 +47,10 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, 
         status: replaces the outcome's own HTTP status (404 and 405 of paths that do not exist).
         retry_after_s: when a new try is worth while.
         rate_limits: how the limits of the request's key stand.
+        may_retry: whether clients should try again at all, for those that ask (OpenAI's SDKs do).
     """
+
+    may_retry = True
 
     def __init__(
         self,
@@ -75,9 +78,11 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, 
         return _encoder.encode({"error": detail})
 
     def headers(self) -> HeaderList:
-        """How to send a key, how limits stand, and Retry-After in whole seconds and in milliseconds."""
+        """How to send a key, how limits stand, and when to come again, or that there is no point in it."""
         if self.status == 401:
             return [(b"www-authenticate", b"Bearer")]
+        if not self.may_retry:
+            return [(b"x-should-retry", b"false")]
         limits = rate_limit_headers(self.rate_limits)
         if self.retry_after_s is None:
             return limits
@@ -94,6 +99,15 @@ class ForbiddenError(RequestRefused):
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(Outcome.REJECTED_UNAUTHORISED, message, param=param, code="not_allowed", status=403)
+
+
+class EngineTimedOut(RequestRefused):
+    """An engine was silent for too long; the same request would keep the next one as long."""
+
+    may_retry = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Outcome.FAILED, message, code="engine_timeout", status=504)
 
 
 class MethodRefused(RequestRefused):

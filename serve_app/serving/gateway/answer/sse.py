@@ -21,6 +21,12 @@ from serve_app.serving.gateway.answer.usage import RawUsage
 
 _EVENT_END = re.compile(rb"\n\r?\n")
 _LINE = re.compile(rb"[^\r\n]+")
+# Events begin with their type: as a line of its own, or as the first field of their data.
+_ANNOUNCEMENT = re.compile(
+    rb"\A(?:event: ?response\.(?:created|queued|in_progress)\r?\n"
+    rb'|data: ?\{\s*"type":\s*"response\.(?:created|queued|in_progress)")'
+)
+_LONGEST_KIND = 80
 # An event longer than this is not a usage event, and is passed on in parts rather than held.
 _MAX_HELD_BYTES = 1024 * 1024
 
@@ -134,6 +140,13 @@ class StreamScanner:
         else:
             self.error = error or event.message or "the engine reported an error"
             self.error_is_engines = True
+
+
+def announces_only(events: bytes) -> bool:
+    """Whether these events only say that a response is being worked on, as the Responses API's first ones."""
+    if _ANNOUNCEMENT.search(events, 0, _LONGEST_KIND) is None:
+        return False
+    return all(_ANNOUNCEMENT.search(event, 0, _LONGEST_KIND) for event in _split(events) if event.strip())
 
 
 def _last_end(data: bytes | bytearray, start: int) -> int:

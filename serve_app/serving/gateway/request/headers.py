@@ -31,11 +31,9 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-_WRITTEN_ANEW = frozenset({b"host", b"content-length", b"expect", b"x-request-id", b"x-replica-token"})
-# The caller's credentials are for the gateway, which also decides for which pages it answers; and it must be
-# able to read the usage in the answer.
-_KEPT_HERE = frozenset({b"authorization", b"cookie", b"accept-encoding", b"origin"})
-_NOT_FORWARDED = _HOP_BY_HOP | _WRITTEN_ANEW | _KEPT_HERE
+# Of what a client sends, only this is for engines. Whatever else it sends says who it is, or would steer an
+# engine past the scheduler (`x-data-parallel-rank`). Traces go on through the engine.
+_FORWARDED = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent"})
 # The server in front writes its own date and server; the length is written anew with the body.
 _NOT_RETURNED = _HOP_BY_HOP | {
     *(b"content-length", b"date", b"server", b"x-request-id"),
@@ -150,11 +148,11 @@ def forwarded(raw: Iterable[tuple[bytes, bytes]], headers: Mapping[bytes, bytes]
     Raises:
         RequestRefused: a header contains a line break.
     """
-    dropped = _NOT_FORWARDED
+    passed = _FORWARDED
     connection = headers.get(b"connection", b"").lower()
     if connection not in _ORDINARY_CONNECTION:
-        dropped = dropped | {token.strip() for token in connection.split(b",")}
-    lines = [name + b": " + value + b"\r\n" for name, value in raw if name not in dropped]
+        passed = passed - {token.strip() for token in connection.split(b",")}
+    lines = [name + b": " + value + b"\r\n" for name, value in raw if name in passed]
     block = b"".join(lines)
     if block.count(b"\n") != len(lines) or block.count(b"\r") != len(lines):
         raise RequestRefused(Outcome.REJECTED_INVALID, "a request header contains a line break: remove it")
@@ -166,13 +164,15 @@ def upstream_head(
 ) -> bytes:
     """Request line and headers for a replica, with the empty line after them.
 
+    The id is the gateway's own: an engine names its request by it, and clients may well use one twice.
+
     Args:
         forwarded: lines of the client's headers that go on, from `forwarded()`.
     """
     host = f"[{address.host}]" if ":" in address.host else address.host
     lines = (
         f"POST {incoming.path} HTTP/1.1\r\nhost: {host}:{address.port}\r\n"
-        f"x-replica-token: {address.token}\r\nx-request-id: {incoming.client_request_id}\r\n"
+        f"x-replica-token: {address.token}\r\nx-request-id: {incoming.request_id}\r\n"
         f"content-length: {body_bytes}\r\n"
     )
     return lines.encode("latin-1") + forwarded + b"\r\n"

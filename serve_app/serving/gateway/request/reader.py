@@ -15,6 +15,7 @@ from serve_app.serving.gateway.keys.caller import Caller
 from serve_app.serving.gateway.keys.file_keys import FileKeys
 from serve_app.serving.gateway.keys.keyring import Keyring
 from serve_app.serving.gateway.request import headers as heads
+from serve_app.serving.gateway.request.held_bodies import BodyBudget, HeldBody
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.parse import PARSERS, ParsedBody
 from serve_app.serving.gateway.request.prefix import NO_OPENING, PrefixSettings, engine_salt, prefix_hashes
@@ -34,7 +35,11 @@ _LARGE_BODY_BYTES = 256 * 1024
 
 
 class RequestReader:
-    """What a gateway checks before it bothers a scheduler."""
+    """What a gateway checks before it bothers a scheduler.
+
+    Attributes:
+        bodies: the memory for bodies.
+    """
 
     def __init__(self, settings: GatewaySettings, gateway_id: str) -> None:
         self._settings = settings
@@ -43,6 +48,7 @@ class RequestReader:
         self._models = {model.name for model in settings.models}
         self._gateway_id = gateway_id
         self._numbers = itertools.count(1)
+        self.bodies = BodyBudget(settings.max_held_body_bytes)
         # Threads take turns, so more of them make nothing faster; one large body after the other does not
         # hold up the event loop.
         self._large_bodies = ThreadPoolExecutor(1, "large-bodies")
@@ -78,11 +84,11 @@ class RequestReader:
         """
         return self._keyring.caller(authorization)
 
-    async def body(self, incoming: IncomingRequest) -> bytes:
-        """The whole body.
+    async def body(self, incoming: IncomingRequest) -> HeldBody:
+        """The whole body, to be released by the caller.
 
         Raises:
-            RequestRefused: it is longer than allowed, or compressed.
+            RequestRefused: it is longer than allowed, or compressed, or there is no memory for it now.
             ClientGone: the client left before it was complete.
         """
         limit = self._settings.max_body_bytes
@@ -90,8 +96,16 @@ class RequestReader:
         stated = incoming.headers.get(b"content-length", b"0")
         if stated.isdigit() and int(stated) > limit:
             raise _too_large(limit)
-        pieces: list[bytes] = []
-        size = 0
+        held = HeldBody(self.bodies)
+        try:
+            await self._receive(incoming, held)
+        except BaseException:
+            held.release()
+            raise
+        return held
+
+    async def _receive(self, incoming: IncomingRequest, held: HeldBody) -> None:
+        limit, size, collected = self._settings.max_body_bytes, 0, bytearray()
         while True:
             message = await incoming.receive()
             if message["type"] == "http.disconnect":
@@ -100,9 +114,16 @@ class RequestReader:
             size += len(piece)
             if size > limit:
                 raise _too_large(limit)
-            pieces.append(piece)
-            if not message.get("more_body", False):
-                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            held.grow(len(piece))
+            is_last = not message.get("more_body", False)
+            if is_last and not collected:
+                held.data = piece
+                return
+            # A list would cost a client's small pieces many times their length.
+            collected += piece
+            if is_last:
+                held.data = bytes(collected)
+                return
 
     async def job(self, incoming: IncomingRequest) -> ForwardJob:
         """Read and check a request for a scheduled endpoint.
@@ -112,19 +133,24 @@ class RequestReader:
             ClientGone: the client left before it was complete.
         """
         caller = self.authenticate(incoming)
-        body = await self.body(incoming)
-        if len(body) <= _LARGE_BODY_BYTES:
-            return self._job_of(incoming, caller, body)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._large_bodies, self._job_of, incoming, caller, body)
+        held = await self.body(incoming)
+        try:
+            if len(held.data) <= _LARGE_BODY_BYTES:
+                return self._job_of(incoming, caller, held)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._large_bodies, self._job_of, incoming, caller, held)
+        except BaseException:
+            held.release()
+            raise
 
     def close(self) -> None:
         """End the threads for large bodies."""
         self._large_bodies.shutdown(wait=False, cancel_futures=True)
         self._keyring.close()
 
-    def _job_of(self, incoming: IncomingRequest, caller: Caller, body: bytes) -> ForwardJob:
+    def _job_of(self, incoming: IncomingRequest, caller: Caller, held: HeldBody) -> ForwardJob:
         """Check a body, and make the job of it; also called on a thread of its own."""
+        body = held.data
         check_structure(body)
         parsed = PARSERS[incoming.path].parse(body)
         self.check_model(parsed.spec.model, caller)
@@ -133,11 +159,12 @@ class RequestReader:
         fields = _fields(parsed, body)
         if settings.per_tenant and parsed.opening is not NO_OPENING:
             fields.append(salt_field(engine_salt(submission.tenant, parsed.opening.salt)))
+        held.data = append_fields(body, fields)
         return ForwardJob(
             incoming=incoming,
             submission=submission,
             forwarded=self.forwarded(incoming),
-            body=append_fields(body, fields),
+            body=held,
             hide_usage=parsed.asks_usage and not parsed.shows_usage,
         )
 

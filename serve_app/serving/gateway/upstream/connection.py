@@ -157,9 +157,9 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.abort()
         self._lose("the gateway closed the connection")
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, kind: type[UpstreamError] = UpstreamError) -> None:
         """Cut the connection because the replica misbehaves or is silent."""
-        self._lose(message)
+        self._lose(message, kind)
         if self._transport is not None:
             self._transport.abort()
 
@@ -176,7 +176,7 @@ class UpstreamConnection(asyncio.Protocol):
             if self._transport is not None and not self._closed:
                 self._transport.resume_reading()
 
-    def _lose(self, message: str, *, stale: bool = False) -> None:
+    def _lose(self, message: str, kind: type[UpstreamError] = UpstreamError) -> None:
         """Conclude the answer under way as broken and leave the pool; only the first call counts."""
         if self._closed:
             return
@@ -185,7 +185,6 @@ class UpstreamConnection(asyncio.Protocol):
             self._writable.set_result(None)
         response, self._response = self._response, None
         if response is not None:
-            kind = StaleConnectionError if stale else UpstreamError
             response.detach(kind(DispatchFailure.LOST, message))
         self._owner.on_lost(self)
 
@@ -201,7 +200,8 @@ class UpstreamConnection(asyncio.Protocol):
         reason = f": {exc}" if exc is not None else ""
         unanswered_s = asyncio.get_running_loop().time() - self._asked_at
         stale = not self._first_use and not self._saw_byte and unanswered_s < _STALE_WINDOW_S
-        self._lose(f"the replica closed the connection before its answer was complete{reason}", stale=stale)
+        kind = StaleConnectionError if stale else UpstreamError
+        self._lose(f"the replica closed the connection before its answer was complete{reason}", kind)
 
     def pause_writing(self) -> None:
         """The transport holds enough of the request's body for now."""

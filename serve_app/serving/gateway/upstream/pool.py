@@ -7,7 +7,12 @@ from typing import Annotated
 
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.gateway.upstream.connection import UpstreamConnection
-from serve_app.serving.gateway.upstream.response import StaleConnectionError, UpstreamError, UpstreamResponse
+from serve_app.serving.gateway.upstream.response import (
+    EngineSilentError,
+    StaleConnectionError,
+    UpstreamError,
+    UpstreamResponse,
+)
 from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, settings
 
 Address = tuple[str, int]
@@ -153,7 +158,8 @@ class UpstreamPool:
                 if connection.paused_ticks * self._sweep_s > settings.stalled_client_timeout_s:
                     connection.stall()
             elif silent_s > settings.silence_timeout_s:
-                connection.fail(f"the replica sent nothing for {settings.silence_timeout_s} s")
+                message = f"the replica sent nothing for {settings.silence_timeout_s} s"
+                connection.fail(message, EngineSilentError)
         self._sweep_timer = loop.call_later(self._sweep_s, self._sweep) if self._all else None
 
 

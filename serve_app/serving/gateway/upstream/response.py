@@ -21,6 +21,10 @@ class UpstreamError(ServeAppError):
         self.failure = failure
 
 
+class EngineSilentError(UpstreamError):
+    """A replica sent nothing for too long. It may be at work still, so the request is not tried again."""
+
+
 class StaleConnectionError(UpstreamError):
     """A kept connection was closed by the replica before it answered anything."""
 

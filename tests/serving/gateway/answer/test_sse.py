@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from serve_app.request import Usage
 from serve_app.serving.gateway.answer import sse
-from serve_app.serving.gateway.answer.sse import StreamScanner
+from serve_app.serving.gateway.answer.sse import StreamScanner, announces_only
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
 
@@ -130,3 +130,22 @@ def test_an_event_without_end_is_not_held_without_limit(monkeypatch: pytest.Monk
         assert len(scanner._held) <= 1100
     assert received + scanner.flush() == b"data: " + b"x" * 5000 + b"\n\n"
     assert scanner.usage is not None
+
+
+def typed(kind: str, *, named: bool = True) -> bytes:
+    line = f"event: {kind}\n" if named else ""
+    return line.encode() + event({"type": kind, "response": {"output": "response.completed"}})
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_events_that_announce_a_response_are_told_from_those_that_bring_it(named: bool) -> None:
+    created, running = (
+        typed("response.created", named=named),
+        typed("response.in_progress", named=named),
+    )
+    assert announces_only(created)
+    assert announces_only(created + running)
+    assert not announces_only(created + typed("response.output_item.added", named=named))
+    assert not announces_only(typed("response.completed", named=named))
+    assert not announces_only(event({"choices": [{"delta": {"content": "response.created"}}]}))
+    assert not announces_only(b"")
