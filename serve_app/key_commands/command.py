@@ -19,7 +19,7 @@ from serve_app.launch.instance import running_instances
 from serve_app.request import PriorityClass
 from serve_app.settings.loading import load_settings
 from serve_app.status import add_address
-from serve_app.tables import markdown_table
+from serve_app.tables import shown_table
 
 _ACTIONS = ("create", "list", "revoke", "usage")
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent", "queued")
@@ -38,7 +38,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     usage = parser.add_argument_group("usage", "of a running application, from its ledger")
     usage.add_argument("--csv", action="store_true", help="print it as CSV")
     usage.add_argument("--since", metavar="DAY", type=_day, help="first UTC day, as 2026-01-31 (all)")
-    add_address(usage)
+    add_address(parser)
 
 
 def _add_permissions(group: "argparse._ArgumentGroup") -> None:
@@ -75,8 +75,10 @@ def _run(args: argparse.Namespace) -> int:
         return show_usage(args)
     path = _path(args)
     if args.action == "list":
-        return _list(read_keys(path), as_json=args.json)
-    return _create(path, args) if args.action == "create" else _revoke(path, args.id)
+        return _list(read_keys(path), as_json=bool(args.json))
+    if args.action == "create":
+        return _create(path, args)
+    return _revoke(path, args.id)
 
 
 def _path(args: argparse.Namespace) -> Path:
@@ -162,7 +164,7 @@ def _list(keys: Sequence[KeyRecord], *, as_json: bool) -> int:
         for key in keys
     ]
     heads = ("id", "tenant", "name", "status", "highest class", "models", "limits", "expires", "may")
-    say(markdown_table(heads, rows))
+    say(shown_table(heads, rows, text_columns=len(heads)))
     return 0
 
 

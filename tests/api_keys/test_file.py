@@ -107,7 +107,7 @@ def test_a_mistake_is_named_with_its_place(tmp_path: Path, change: dict[str, Any
 def test_what_is_no_file_of_keys_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys.json"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(KeysFileError, match="keys.json"):
+    with pytest.raises(KeysFileError, match=r"keys\.json"):
         read_keys(path)
 
 
