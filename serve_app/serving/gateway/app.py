@@ -23,6 +23,7 @@ from serve_app.serving.gateway.answer.responses import (
     send_json,
     send_refusal,
 )
+from serve_app.serving.gateway.answer.stalls import StallWatch
 from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
 from serve_app.serving.gateway.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
@@ -47,6 +48,10 @@ Handler = Callable[[IncomingRequest], Awaitable[None]]
 View = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
+async def _nothing() -> Mapping[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerViews:
     """How to look into one model's scheduler.
@@ -55,11 +60,13 @@ class SchedulerViews:
         queue: who waits where, and why.
         status: replicas, learned queues, what the tuner does.
         freeze: stops its tuner, for the reason given; lets it go on where there is none.
+        usage: what was used with each API key.
     """
 
     queue: View
     status: View
     freeze: Callable[[str], Awaitable[None]]
+    usage: View = _nothing
 
 
 """Asks a model's scheduler who waits where, and why."""
@@ -99,6 +106,7 @@ class Gateway:
         self._views = views or {}
         self._reader = RequestReader(settings, gateway_id)
         self._upstream = UpstreamPool(settings.upstream)
+        self._stalls = StallWatch(settings.upstream.stalled_client_timeout_s)
         self.telemetry = Telemetry(
             gateway_id,
             log_requests=settings.log_requests,
@@ -112,7 +120,7 @@ class Gateway:
             asks_for_keys=settings.asks_for_keys,
             authenticate=self._reader.caller,
         )
-        self._services = Services(self._upstream, self.telemetry)
+        self._services = Services(self._upstream, self.telemetry, settings.queued_comment_s)
         self._any_replica = AnyReplica(self._upstream)
         self._calls: set[ScheduledCall] = set()
         self._call_ended = asyncio.Event()
@@ -127,6 +135,7 @@ class Gateway:
             "/metrics": ("GET", self._metrics),
             "/debug/queue": ("GET", partial(self._show, lambda views: views.queue)),
             "/debug/status": ("GET", partial(self._show, lambda views: views.status)),
+            "/debug/usage": ("GET", partial(self._show, lambda views: views.usage)),
             "/debug/tuner": ("GET", partial(self._show, _tuner_of)),
             "/debug/tuner/freeze": ("POST", partial(self._freeze, "frozen by an admin")),
             "/debug/tuner/thaw": ("POST", partial(self._freeze, "")),
@@ -194,15 +203,20 @@ class Gateway:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _path(scope)
-        incoming = self._reader.incoming(scope, receive, send, path, asyncio.get_running_loop().time())
+        timed = self._stalls.watching(send)
+        incoming = self._reader.incoming(scope, receive, timed, path, asyncio.get_running_loop().time())
         try:
             handler = self._route(path, scope["method"])
             await handler(incoming)
         except RequestRefused as refusal:
             self._conclude_unscheduled(incoming, refusal.outcome, refusal.message)
-            await send_refusal(send, refusal, [(b"x-request-id", incoming.client_request_id.encode())])
+            request_id = (b"x-request-id", incoming.client_request_id.encode())
+            with contextlib.suppress(ClientGone):
+                await send_refusal(timed, refusal, [request_id])
         except ClientGone as gone:
             self._conclude_unscheduled(incoming, Outcome.CANCELLED, str(gone))
+        finally:
+            self._stalls.done(timed)
 
     def _route(self, path: str, method: str) -> Handler:
         route = self._routes.get(path)

@@ -3,8 +3,8 @@
 The rules:
 - a grant obliges: each one is answered by exactly one `finished` or one `put_back`, on every path, also
   when the serving task is cancelled. `_owed` holds the grant that is not answered yet;
-- the client hears nothing before the first bytes of an answer that is meant for it. Up to there whatever
-  goes wrong with a replica puts the request back into its queue, unseen by the client;
+- the client hears nothing but comments before the first bytes of an answer that is meant for it. Up to there
+  whatever goes wrong with a replica puts the request back into its queue, unseen by the client;
 - a timeout is the end: an engine that is silent may be at work, and the next one would take as long;
 - an engine's own error is tried once elsewhere. The second is the client's to know: then it is the request;
 - after that a break is told in the stream as an error event; nothing is sent twice and nothing ends silently;
@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.metrics.record import RequestRecord
@@ -24,11 +25,13 @@ from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
 from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
 from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, is_dead, outcome_of
 from serve_app.serving.gateway.answer.engine_error import in_openai_shape
+from serve_app.serving.gateway.answer.queued_comments import QueuedComments
 from serve_app.serving.gateway.answer.responses import (
     STOPPING_CODE,
     EngineTimedOut,
     HeaderList,
     RequestRefused,
+    data_event,
     error_event,
     send_body,
     send_refusal,
@@ -68,10 +71,15 @@ class ForwardJob:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all requests of a gateway share."""
+    """What all requests of a gateway share.
+
+    Attributes:
+        queued_comment_s: a stream that waits gets a comment this often; 0 for none.
+    """
 
     upstream: UpstreamPool
     telemetry: Telemetry
+    queued_comment_s: float = 0.0
 
 
 class ScheduledCall:
@@ -79,6 +87,7 @@ class ScheduledCall:
 
     __slots__ = (
         "_attempts",
+        "_comments",
         "_detail",
         "_engine_failed",
         "_first_token_at",
@@ -89,9 +98,11 @@ class ScheduledCall:
         "_owed",
         "_scheduler",
         "_send",
+        "_sending",
         "_services",
         "_started",
         "_streams",
+        "_tail",
         "_usage",
         "_watch",
     )
@@ -105,9 +116,12 @@ class ScheduledCall:
         self._owed: Grant | None = None
         self._grant: Grant | None = None
         self._attempts = 0
+        self._comments: QueuedComments | None = None
         self._engine_failed = False
         self._started = False
         self._streams = False
+        self._sending = False
+        self._tail = b""
         self._outcome: Outcome | None = None
         self._usage: Usage | None = None
         self._granted_at: float | None = None
@@ -119,6 +133,7 @@ class ScheduledCall:
         model = self._job.submission.spec.model
         self._services.telemetry.on_arrival(model)
         try:
+            self._start_comments()
             with self._watch:
                 await self._serve()
         except RequestRefused as refusal:
@@ -137,6 +152,8 @@ class ScheduledCall:
                 RequestRefused(Outcome.FAILED, "the gateway failed; its log says why", status=500)
             )
         finally:
+            if self._comments is not None:
+                self._comments.cancel()
             self._job.body.release()
             self._services.telemetry.on_departure(model)
             self._services.telemetry.on_conclusion(self._concluded())
@@ -211,11 +228,14 @@ class ScheduledCall:
         self._begin_answer()
         path = self._job.incoming.path
         headers, body = in_openai_shape(response.status, path, self._headers(response), body)
-        await send_body(self._send, response.status, headers, body)
+        if await self._has_commented():
+            event = {"type": "http.response.body", "body": data_event(body), "more_body": False}
+            await self._send(event)
+        else:
+            await send_body(self._send, response.status, headers, body)
 
     async def _pass_stream(self, response: UpstreamResponse) -> None:
         scanner = StreamScanner(hide_usage=self._job.hide_usage)
-        response.on_stalled = self._watch.fire
         events = await _first_events(response, scanner)
         if scanner.error is not None and scanner.error_is_engines:
             kind = DispatchFailure.LOST if is_dead(scanner.error) else DispatchFailure.ENGINE_ERROR
@@ -226,18 +246,35 @@ class ScheduledCall:
         self._first_token_at = asyncio.get_running_loop().time()
         self._scheduler.first_token(self._job.submission.request_id)
         send = self._send
-        await send({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
+        if not await self._has_commented():
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
         self._streams = True
+        response.on_end = partial(self._end_early, response, scanner)
         try:
             while not response.at_end:
+                self._sending = True
                 await send({"type": "http.response.body", "body": events, "more_body": True})
-                events = await _next_events(response, scanner)
+                self._sending = False
+                # With `_end_early` the rest is here already, and there is nothing more to wait for.
+                events = self._tail or await _next_events(response, scanner)
         except UpstreamError as error:
             events = self._broken(error, scanner)
         else:
             self._settle(_stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        finally:
+            response.on_end = None
         self._streams = False
         await send({"type": "http.response.body", "body": events, "more_body": False})
+
+    def _end_early(self, response: UpstreamResponse, scanner: StreamScanner) -> None:
+        """The engine has ended while its client is still reading: the place is free from now on."""
+        if not self._sending:
+            return
+        if response.error is not None:
+            self._settle(Outcome.FAILED, scanner.usage, detail=str(response.error))
+            return
+        self._tail = scanner.feed(response.take()) + scanner.flush()
+        self._settle(_stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
 
     def _may_retry(self, failure: UpstreamError) -> bool:
         """Whether a failure may be mended elsewhere; an engine's own error only once."""
@@ -245,6 +282,20 @@ class ScheduledCall:
             return True
         seen, self._engine_failed = self._engine_failed, True
         return not seen
+
+    def _start_comments(self) -> None:
+        interval_s = self._services.queued_comment_s
+        if interval_s and self._job.submission.spec.streamed:
+            headers = [(b"x-request-id", self._job.incoming.client_request_id.encode())]
+            self._comments = QueuedComments(self._send, interval_s, headers)
+            self._comments.start()
+
+    async def _has_commented(self) -> bool:
+        """End the comments; whether with one of them the answer has begun as a stream."""
+        if self._comments is None:
+            return False
+        await self._comments.stop()
+        return self._comments.begun
 
     def _begin_answer(self) -> None:
         """From here the request cannot be sent again."""
@@ -264,6 +315,8 @@ class ScheduledCall:
 
     async def _answer(self, refusal: RequestRefused) -> None:
         """Tell the client of an error: in its stream, or as long as nothing else has been told."""
+        if await self._has_commented() and not self._started:
+            self._started = self._streams = True
         if self._streams:
             self._streams = False
             await self._end_stream(refusal)
@@ -277,13 +330,13 @@ class ScheduledCall:
         ]
         try:
             await send_refusal(self._send, refusal, headers)
-        except OSError:
+        except (OSError, ClientGone):
             # The client went while it was being refused; the refusal stays its outcome.
             self._detail = f"{self._detail} (client gone)"
 
     async def _end_stream(self, refusal: RequestRefused) -> None:
         event = {"type": "http.response.body", "body": error_event(refusal), "more_body": False}
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ClientGone):
             await self._send(event)
 
     def _settle(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:

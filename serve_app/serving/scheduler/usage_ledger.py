@@ -2,18 +2,19 @@
 
 It counts requests that ended in an engine, with the tokens that the engine counted. A day's lines do not
 change once it is over, so a copy for the store copies today's lines alone. The ledger outlives the scheduler
-that counts into it, by the saved state. A scheduler that is killed loses what was counted since the last save.
+that counts into it, by the saved state. A scheduler that is killed loses what was counted since the last
+save.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from serve_app.request import Usage
 from serve_app.routing.snapshot import section
+from serve_app.serving.channel.requests.request_book import EndedRequest
 
 USAGE_KIND = "usage"
 
@@ -25,21 +26,8 @@ _OTHERS = "other"
 
 # Requests, prompt tokens, cached tokens, generated tokens.
 _Figures = list[int]
+_NOTHING = (0, 0, 0, 0)
 _Day = dict[str, dict[str, _Figures]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedRequest:
-    """A request that ended in an engine.
-
-    Attributes:
-        model: the name that its client used.
-        usage: as the engine counted it; None when it did not say.
-    """
-
-    key_id: str
-    model: str
-    usage: Usage | None
 
 
 class UsageLedger:
@@ -95,20 +83,26 @@ class UsageLedger:
             }
         return {"days": days}
 
-    def restore(self, document: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned.
+    def add_stored(self, document: Mapping[str, Any]) -> None:
+        """Add what `state` returned, in another process.
 
         Raises:
-            ValueError: it is no such state; nothing has been restored.
+            ValueError: it is no such state; nothing has been added.
         """
-        days: dict[str, _Day] = {}
-        for day, keys in section(document, "days").items():
-            for key_id, models in keys.items():
-                for model, figures in models.items():
-                    if len(figures) != 4 or not all(isinstance(each, int) and each >= 0 for each in figures):
-                        raise ValueError(f"usage of {key_id} on {day} must be four counts, got {figures}")
-                    days.setdefault(day, {}).setdefault(key_id, {})[model] = list(figures)
-        self._days = days
+        days: dict[str, Any] = dict(section(document, "days"))
+        stored = [
+            (day, key_id, model, figures)
+            for day, keys in days.items()
+            for key_id, models in keys.items()
+            for model, figures in models.items()
+        ]
+        for day, key_id, _, figures in stored:
+            if len(figures) != 4 or not all(isinstance(each, int) and each >= 0 for each in figures):
+                raise ValueError(f"usage of {key_id} on {day} must be four counts, got {figures}")
+        for day, key_id, model, figures in stored:
+            models = self._days.setdefault(day, {}).setdefault(key_id, {})
+            # New lists: a day that was handed out as state does not change.
+            models[model] = [sum(pair) for pair in zip(models.get(model, _NOTHING), figures, strict=True)]
 
     def exposition(self) -> str:
         """What was counted since the start of this process, in the Prometheus text format."""

@@ -47,7 +47,6 @@ class UpstreamConnection(asyncio.Protocol):
     Attributes:
         address: host and port, the pool's key.
         silent_ticks: sweeps of the pool since the replica last sent something, or since it went idle.
-        paused_ticks: sweeps since reading was paused because the client does not keep up.
     """
 
     __slots__ = (
@@ -65,14 +64,12 @@ class UpstreamConnection(asyncio.Protocol):
         "_transport",
         "_writable",
         "address",
-        "paused_ticks",
         "silent_ticks",
     )
 
     def __init__(self, owner: ConnectionOwner, address: tuple[str, int]) -> None:
         self.address = address
         self.silent_ticks = 0
-        self.paused_ticks = 0
         self._owner = owner
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
@@ -163,16 +160,11 @@ class UpstreamConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def stall(self) -> None:
-        """Tell the reader of the answer that its client has not read for too long."""
-        if self._response is not None and self._response.on_stalled is not None:
-            self._response.on_stalled()
-
     def resume_reading(self) -> None:
         """The buffer has room again."""
         if self._paused:
             self._paused = False
-            self.paused_ticks = self.silent_ticks = 0
+            self.silent_ticks = 0
             if self._transport is not None and not self._closed:
                 self._transport.resume_reading()
 

@@ -32,7 +32,8 @@ class UpstreamSettings:
     # Longest silence of an engine inside one answer. A long answer that is not streamed is silent until its
     # end, so this bounds generation time there; dead hosts are found by TCP keep-alive, not by this.
     silence_timeout_s: Annotated[float, POSITIVE] = 900.0
-    # A client that reads nothing for this long while its answer piles up loses it, and the engine is freed.
+    # A client that takes nothing of what it is sent for this long loses the rest. Its engine is freed then,
+    # or as soon as it has finished.
     stalled_client_timeout_s: Annotated[float, POSITIVE] = 120.0
     # Must stay well below the replica server's own keep-alive (300 s): the side that sends requests is the
     # one that closes, or a request meets a closing connection.
@@ -56,7 +57,7 @@ class UpstreamPool:
         self._idle: dict[Address, list[UpstreamConnection]] = {}
         self._all: set[UpstreamConnection] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
-        times = (settings.silence_timeout_s, settings.stalled_client_timeout_s, settings.idle_expiry_s)
+        times = (settings.silence_timeout_s, settings.idle_expiry_s)
         # One timer for all connections; a limit is kept to within about a third of itself.
         self._sweep_s = min(1.0, min(times) / 3)
         self._closed = False
@@ -145,7 +146,7 @@ class UpstreamPool:
         return connection
 
     def _sweep(self) -> None:
-        """Close what has been idle, silent or stalled for too long."""
+        """Close what has been idle or silent for too long."""
         settings, loop = self._settings, asyncio.get_running_loop()
         for connection in tuple(self._all):
             connection.silent_ticks += 1
@@ -153,11 +154,8 @@ class UpstreamPool:
             if connection.is_idle:
                 if silent_s > settings.idle_expiry_s:
                     connection.abort()
-            elif connection.is_paused:
-                connection.paused_ticks += 1
-                if connection.paused_ticks * self._sweep_s > settings.stalled_client_timeout_s:
-                    connection.stall()
-            elif silent_s > settings.silence_timeout_s:
+            elif silent_s > settings.silence_timeout_s and not connection.is_paused:
+                # A paused one waits for its client, whose time is limited in `answer.stalls`.
                 message = f"the replica sent nothing for {settings.silence_timeout_s} s"
                 connection.fail(message, EngineSilentError)
         self._sweep_timer = loop.call_later(self._sweep_s, self._sweep) if self._all else None

@@ -42,7 +42,11 @@ class Source(Protocol):
 
 
 class UpstreamResponse:
-    """A replica's answer while it arrives. Read with `next` or `read`, and always `close`."""
+    """A replica's answer while it arrives. Read with `next` or `read`, and always `close`.
+
+    Attributes:
+        on_end: called once nothing more will come, whether or not anybody is reading.
+    """
 
     __slots__ = (
         "_buffered_bytes",
@@ -52,7 +56,7 @@ class UpstreamResponse:
         "complete",
         "error",
         "headers",
-        "on_stalled",
+        "on_end",
         "status",
     )
 
@@ -61,7 +65,7 @@ class UpstreamResponse:
         self.headers: HeaderList = []
         self.complete = False
         self.error: UpstreamError | None = None
-        self.on_stalled: Callable[[], object] | None = None
+        self.on_end: Callable[[], object] | None = None
         self._connection: Source | None = connection
         self._pieces: list[bytes] = []
         self._buffered_bytes = 0
@@ -104,6 +108,10 @@ class UpstreamResponse:
                 raise self.error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        return self.take()
+
+    def take(self) -> bytes:
+        """All body bytes that have come since the last call, without waiting for any."""
         pieces, self._pieces = self._pieces, []
         self._buffered_bytes = 0
         if self._connection is not None:
@@ -144,6 +152,8 @@ class UpstreamResponse:
             self.complete = True
         elif self.error is None:
             self.error = error
+        if self.on_end is not None:
+            self.on_end()
         self.wake()
 
     def wake(self) -> None:
