@@ -17,6 +17,9 @@ JSON_TYPE = (b"content-type", b"application/json")
 # Of requests that are refused or cut because the application stops.
 STOPPING_CODE = "shutting_down"
 
+# Of a caller who is known and may not do this: 403, where 401 says that the caller is not known.
+NOT_ALLOWED_CODE = "not_allowed"
+
 # OpenAI's own words where it has one; SDKs turn statuses and codes into exception classes.
 _TYPE_AND_CODE: dict[Outcome, tuple[str, str | None]] = {
     Outcome.REJECTED_INVALID: ("invalid_request_error", None),
@@ -67,7 +70,7 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, 
         self.message = message
         self.param = param
         self.code = code
-        self.status = status or HTTP_STATUS[outcome]
+        self.status = status or (403 if code == NOT_ALLOWED_CODE else HTTP_STATUS[outcome])
         self.retry_after_s = retry_after_s
         self.rate_limits: RateLimitStatus | None = None
 
@@ -98,7 +101,7 @@ class ForbiddenError(RequestRefused):
     """Whoever calls is known, and may not do this: 403, where 401 asks for another key."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(Outcome.REJECTED_UNAUTHORISED, message, param=param, code="not_allowed", status=403)
+        super().__init__(Outcome.REJECTED_UNAUTHORISED, message, param=param, code=NOT_ALLOWED_CODE)
 
 
 class EngineTimedOut(RequestRefused):
