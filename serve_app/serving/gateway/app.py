@@ -114,7 +114,7 @@ class Gateway:
             asks_for_keys=bool(settings.keys),
             authenticate=self._reader.caller,
         )
-        self._services = Services(self._upstream, self.telemetry)
+        self._services = Services(self._upstream, self.telemetry, settings.queued_comment_s)
         self._any_replica = AnyReplica(self._upstream)
         self._calls: set[ScheduledCall] = set()
         self._call_ended = asyncio.Event()

@@ -19,6 +19,7 @@ from serve_app.serving.discovery import locator
 from serve_app.serving.gateway.app import Gateway, SchedulerViews
 from serve_app.serving.gateway.http10 import answer_http10_without_chunks
 from serve_app.serving.gateway.settings import GatewaySettings
+from serve_app.serving.http_heads import limit_heads
 
 _REQUEST_ID = b"x-request-id"
 
@@ -61,6 +62,7 @@ class GatewayDeployment:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve serves; called once, after the constructor."""
         answer_http10_without_chunks()
+        limit_heads()
         return without_request_id(self._gateway)
 
     async def open_requests(self) -> int:

@@ -3,8 +3,8 @@
 The rules:
 - a grant obliges: each one is answered by exactly one `finished` or one `put_back`, on every path, also
   when the serving task is cancelled. `_owed` holds the grant that is not answered yet;
-- the client hears nothing before the first bytes of an answer that is meant for it. Up to there whatever
-  goes wrong with a replica puts the request back into its queue, unseen by the client;
+- the client hears nothing but comments before the first bytes of an answer that is meant for it. Up to there
+  whatever goes wrong with a replica puts the request back into its queue, unseen by the client;
 - a timeout is the end: an engine that is silent may be at work, and the next one would take as long;
 - an engine's own error is tried once elsewhere. The second is the client's to know: then it is the request;
 - after that a break is told in the stream as an error event; nothing is sent twice and nothing ends silently;
@@ -26,12 +26,14 @@ from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
 from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, is_dead, outcome_of
 from serve_app.serving.gateway.answer.engine_error import in_openai_shape
+from serve_app.serving.gateway.answer.queued_comments import QueuedComments
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
     STOPPING_CODE,
     EngineTimedOut,
     HeaderList,
     RequestRefused,
+    data_event,
     error_event,
     send_body,
     send_refusal,
@@ -73,10 +75,15 @@ class ForwardJob:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all requests of a gateway share."""
+    """What all requests of a gateway share.
+
+    Attributes:
+        queued_comment_s: a stream that waits gets a comment this often; 0 for none.
+    """
 
     upstream: UpstreamPool
     telemetry: Telemetry
+    queued_comment_s: float = 0.0
 
 
 class ScheduledCall:
@@ -84,6 +91,7 @@ class ScheduledCall:
 
     __slots__ = (
         "_attempts",
+        "_comments",
         "_detail",
         "_engine_failed",
         "_first_token_at",
@@ -112,6 +120,7 @@ class ScheduledCall:
         self._owed: Grant | None = None
         self._grant: Grant | None = None
         self._attempts = 0
+        self._comments: QueuedComments | None = None
         self._engine_failed = False
         self._started = False
         self._streams = False
@@ -128,6 +137,7 @@ class ScheduledCall:
         model = self._job.submission.spec.model
         self._services.telemetry.on_arrival(model)
         try:
+            self._start_comments()
             with self._watch:
                 await self._serve()
         except RequestRefused as refusal:
@@ -146,6 +156,8 @@ class ScheduledCall:
                 RequestRefused(Outcome.FAILED, "the gateway failed; its log says why", status=500)
             )
         finally:
+            if self._comments is not None:
+                self._comments.cancel()
             self._job.body.release()
             self._services.telemetry.on_departure(model)
             self._services.telemetry.on_conclusion(self._concluded())
@@ -223,7 +235,11 @@ class ScheduledCall:
         self._begin_answer()
         path = self._job.incoming.path
         headers, body = in_openai_shape(response.status, path, self._headers(response), body)
-        await send_body(self._send, response.status, headers, body)
+        if await self._has_commented():
+            event = {"type": "http.response.body", "body": data_event(body), "more_body": False}
+            await self._send(event)
+        else:
+            await send_body(self._send, response.status, headers, body)
 
     async def _pass_assembled(self, response: UpstreamResponse) -> None:
         """A stream that the client wants in one piece. Up to its end, whatever breaks can be mended."""
@@ -243,7 +259,7 @@ class ScheduledCall:
         else:
             status = 400
         self._settle(_stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
-        self._started = True
+        self._begin_answer()
         headers = [pair for pair in self._headers(response) if pair[0] != b"content-type"]
         await send_body(self._send, status, [JSON_TYPE, *headers], body)
 
@@ -258,7 +274,8 @@ class ScheduledCall:
         self._first_token_at = asyncio.get_running_loop().time()
         self._scheduler.first_token(self._job.submission.request_id)
         send = self._send
-        await send({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
+        if not await self._has_commented():
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
         self._streams = True
         response.on_end = partial(self._end_early, response, scanner)
         try:
@@ -294,6 +311,20 @@ class ScheduledCall:
         seen, self._engine_failed = self._engine_failed, True
         return not seen
 
+    def _start_comments(self) -> None:
+        interval_s = self._services.queued_comment_s
+        if interval_s and self._job.submission.spec.streamed and not self._job.assembles:
+            headers = [(b"x-request-id", self._job.incoming.client_request_id.encode())]
+            self._comments = QueuedComments(self._send, interval_s, headers)
+            self._comments.start()
+
+    async def _has_commented(self) -> bool:
+        """End the comments; whether with one of them the answer has begun as a stream."""
+        if self._comments is None:
+            return False
+        await self._comments.stop()
+        return self._comments.begun
+
     def _begin_answer(self) -> None:
         """From here the request cannot be sent again."""
         self._started = True
@@ -312,6 +343,8 @@ class ScheduledCall:
 
     async def _answer(self, refusal: RequestRefused) -> None:
         """Tell the client of an error: in its stream, or as long as nothing else has been told."""
+        if await self._has_commented() and not self._started:
+            self._started = self._streams = True
         if self._streams:
             self._streams = False
             await self._end_stream(refusal)

@@ -10,7 +10,7 @@ from serve_app.serving.gateway.cors import CorsSettings
 from serve_app.serving.gateway.metrics_endpoint import MetricsKey
 from serve_app.serving.gateway.request.prefix import PrefixSettings
 from serve_app.serving.gateway.upstream.pool import UpstreamSettings
-from serve_app.settings_base import ADVANCED, at_least, settings
+from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
 
 MEBIBYTE = 1024 * 1024
 
@@ -57,6 +57,15 @@ class WrittenGateway:
     # Then `silence_timeout_s` bounds silence instead of the length of answers. It costs the gateway some
     # microseconds per token. Requests with tools, and other kinds of answers, are left as they are.
     assemble_answers: Annotated[bool, ADVANCED] = False
+    # A body may take so long, and beyond that as long as it comes at `least_body_bytes_per_s`. Whoever is
+    # slower gets 408, since each body under way holds memory.
+    body_grace_s: Annotated[float, POSITIVE, ADVANCED] = 30.0
+    # The least rate of a body after `body_grace_s`; 64 MiB take two hours and more at this one.
+    least_body_bytes_per_s: Annotated[float, POSITIVE, ADVANCED] = 8_192.0
+    # A stream that waits for so long gets a comment, `: queued`, and again after each such time, so that no
+    # proxy in between cuts a silent connection; many do after 60 s. With the first one the answer has begun
+    # as 200, and a refusal comes as an error event. 0 sends none.
+    queued_comment_s: Annotated[float, NOT_NEGATIVE.hint("0 sends none"), ADVANCED] = 25.0
     # One line per concluded request on the logger `ray.serve`; costs about as much as a scheduling decision.
     log_requests: bool = True
     prefix: PrefixSettings = field(default_factory=PrefixSettings)

@@ -19,6 +19,7 @@ from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, UpstreamSettings
+from serve_app.serving.http_heads import LimitedHeads
 
 MODEL = "tiny"
 TOKEN = "secret-of-the-replica"
@@ -30,7 +31,7 @@ Answer = Callable[[Scope, dict[str, Any], Send], Awaitable[None]]
 async def serving(app: ASGIApp) -> AsyncIterator[int]:
     """Serve an ASGI app with uvicorn on this event loop; yields the port."""
     config = uvicorn.Config(
-        app, http="httptools", ws="none", lifespan="off", log_level="error", access_log=False, backlog=256
+        app, http=LimitedHeads, ws="none", lifespan="off", log_level="error", access_log=False, backlog=256
     )
     server = _QuietServer(config)
     sock = socket.socket()

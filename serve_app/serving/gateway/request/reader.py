@@ -96,14 +96,19 @@ class RequestReader:
             raise _too_large(limit)
         held = HeldBody(self.bodies)
         try:
-            await self._receive(incoming, held)
+            async with asyncio.timeout(self._settings.body_grace_s) as deadline:
+                await self._receive(incoming, held, deadline)
+        except TimeoutError as exc:
+            held.release()
+            raise _too_slow(self._settings) from exc
         except BaseException:
             held.release()
             raise
         return held
 
-    async def _receive(self, incoming: IncomingRequest, held: HeldBody) -> None:
-        limit, size, collected = self._settings.max_body_bytes, 0, bytearray()
+    async def _receive(self, incoming: IncomingRequest, held: HeldBody, deadline: asyncio.Timeout) -> None:
+        settings, began = self._settings, asyncio.get_running_loop().time()
+        limit, size, collected = settings.max_body_bytes, 0, bytearray()
         while True:
             message = await incoming.receive()
             if message["type"] == "http.disconnect":
@@ -119,6 +124,7 @@ class RequestReader:
                 return
             # A list would cost a client's small pieces many times their length.
             collected += piece
+            deadline.reschedule(began + settings.body_grace_s + size / settings.least_body_bytes_per_s)
             if is_last:
                 held.data = bytes(collected)
                 return
@@ -234,6 +240,16 @@ def _prefix(parsed: ParsedBody, tenant: str, settings: PrefixSettings) -> tuple[
         return ()
     apart = tenant if settings.per_tenant else ""
     return prefix_hashes(parsed.opening, model=parsed.spec.model, tenant=apart)
+
+
+def _too_slow(settings: GatewaySettings) -> RequestRefused:
+    return RequestRefused(
+        Outcome.REJECTED_INVALID,
+        f"the body has not arrived in {settings.body_grace_s:g} s and more for each "
+        f"{settings.least_body_bytes_per_s:g} bytes: send it faster",
+        code="body_too_slow",
+        status=408,
+    )
 
 
 def _too_large(limit: int) -> RequestRefused:
