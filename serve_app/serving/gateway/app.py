@@ -35,6 +35,7 @@ from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
+from serve_app.serving.tls import TlsSettings, made_tls
 
 _MODELS = "/v1/models"
 
@@ -79,6 +80,7 @@ class Gateway:
         schedulers: the scheduler of each model, by model name.
         gateway_id: unique among all gateways; begins every request id.
         views: how to look into each model's scheduler, by model name, for those who may.
+        tls: for connections to replicas.
 
     Raises:
         SettingsError: a model has no scheduler, or a key cannot be read.
@@ -90,6 +92,7 @@ class Gateway:
         schedulers: Mapping[str, SchedulerClient],
         gateway_id: str,
         views: Mapping[str, SchedulerViews] | None = None,
+        tls: TlsSettings | None = None,
     ) -> None:
         missing = [model.name for model in settings.models if model.name not in schedulers]
         if missing:
@@ -99,7 +102,7 @@ class Gateway:
         self._schedulers = schedulers
         self._views = views or {}
         self._reader = RequestReader(settings, gateway_id)
-        self._upstream = UpstreamPool(settings.upstream)
+        self._upstream = UpstreamPool(settings.upstream, made_tls(tls))
         self._stalls = StallWatch(settings.upstream.stalled_client_timeout_s)
         self.telemetry = Telemetry(
             gateway_id,

@@ -55,7 +55,7 @@ class GatewayDeployment:
         }
         dispatchers = {name: self._clients[model] for name, model in names.items()}
         views = {model: _views_of(handle) for model, handle in schedulers.items()}
-        self._gateway = Gateway(settings, dispatchers, gateway_id, views)
+        self._gateway = Gateway(settings, dispatchers, gateway_id, views, channel.tls)
         for client in self._clients.values():
             client.start()
 

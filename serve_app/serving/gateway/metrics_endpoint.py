@@ -115,7 +115,6 @@ class MetricsEndpoint:
                 Outcome.REJECTED_UNAUTHORISED,
                 "metrics need a key: send that of gateway.advanced.metrics_key, or one with admin: true, as "
                 "Authorization: Bearer KEY",
-                code="not_allowed",
             )
 
     async def page(self) -> bytes:

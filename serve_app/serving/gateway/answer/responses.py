@@ -15,6 +15,9 @@ JSON_TYPE = (b"content-type", b"application/json")
 # Of requests that are refused or cut because the application stops.
 STOPPING_CODE = "shutting_down"
 
+# Of a caller who is known and may not do this: 403, where 401 says that the caller is not known.
+NOT_ALLOWED_CODE = "not_allowed"
+
 # OpenAI's own words where it has one; SDKs turn statuses and codes into exception classes.
 _TYPE_AND_CODE: dict[Outcome, tuple[str, str | None]] = {
     Outcome.REJECTED_INVALID: ("invalid_request_error", None),
@@ -64,7 +67,7 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, 
         self.message = message
         self.param = param
         self.code = code
-        self.status = status or HTTP_STATUS[outcome]
+        self.status = status or (403 if code == NOT_ALLOWED_CODE else HTTP_STATUS[outcome])
         self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
@@ -74,7 +77,9 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, 
         return _encoder.encode({"error": detail})
 
     def headers(self) -> HeaderList:
-        """Retry-After in whole seconds and in milliseconds, when there is one; or that there is no point."""
+        """When to come again, when that is known; or that there is no point; or, for 401, with what."""
+        if self.status == 401:
+            return [(b"www-authenticate", b"Bearer")]
         if not self.may_retry:
             return [(b"x-should-retry", b"false")]
         if self.retry_after_s is None:

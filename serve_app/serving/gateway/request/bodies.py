@@ -142,6 +142,7 @@ class ResponsesFields(GenerationFields, kw_only=True):
     instructions: str | None = None
     max_output_tokens: TokenLimit | None = None
     background: bool | None = None
+    previous_response_id: str | None = None
     tools: msgspec.Raw = ABSENT
     text: msgspec.Raw = ABSENT
 

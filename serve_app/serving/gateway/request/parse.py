@@ -66,7 +66,8 @@ class BodyParser:
     """Parses the bodies of one endpoint."""
 
     def __init__(self, body_type: type[BodyFields], read: Callable[[Any], ParsedBody]) -> None:
-        self._decoder = msgspec.json.Decoder(body_type)
+        # Not strict, as vLLM is not: it takes 5.0 and "5" for 5, and "true" for true.
+        self._decoder = msgspec.json.Decoder(body_type, strict=False)
         self._body_type = body_type
         self._read = read
 
@@ -195,6 +196,13 @@ def _responses(body: ResponsesFields) -> ParsedBody:
             Outcome.REJECTED_INVALID,
             "background responses cannot be fetched again through this gateway: leave `background` out",
             param="background",
+        )
+    if body.previous_response_id:
+        raise RequestRefused(
+            Outcome.REJECTED_INVALID,
+            "previous_response_id names an answer that one engine has kept, and requests go to any: send the "
+            "whole conversation as `input`",
+            param="previous_response_id",
         )
     return ParsedBody(
         spec=RequestSpec(
