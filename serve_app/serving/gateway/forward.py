@@ -22,11 +22,13 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.request import Submission, Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
+from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
 from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, is_dead, outcome_of
 from serve_app.serving.gateway.answer.engine_error import in_openai_shape
 from serve_app.serving.gateway.answer.queued_comments import QueuedComments
 from serve_app.serving.gateway.answer.responses import (
+    JSON_TYPE,
     STOPPING_CODE,
     EngineTimedOut,
     HeaderList,
@@ -60,6 +62,7 @@ class ForwardJob:
         body: as the engine gets it, but for the priority that a grant may bring. It is released as soon as it
             cannot be sent again.
         hide_usage: the client did not ask for the usage event that ends the stream.
+        assembles: the engine streams, and the client wants the answer in one piece.
     """
 
     incoming: IncomingRequest
@@ -67,6 +70,7 @@ class ForwardJob:
     forwarded: bytes
     body: HeldBody
     hide_usage: bool
+    assembles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +206,10 @@ class ScheduledCall:
         """
         response = await self._send_to(grant)
         try:
-            if response.status == 200 and response.header(b"content-type").startswith(_EVENT_STREAM):
+            is_stream = response.status == 200 and response.header(b"content-type").startswith(_EVENT_STREAM)
+            if is_stream and self._job.assembles:
+                await self._pass_assembled(response)
+            elif is_stream:
                 await self._pass_stream(response)
             else:
                 await self._pass_whole(response)
@@ -234,12 +241,33 @@ class ScheduledCall:
         else:
             await send_body(self._send, response.status, headers, body)
 
+    async def _pass_assembled(self, response: UpstreamResponse) -> None:
+        """A stream that the client wants in one piece. Up to its end, whatever breaks can be mended."""
+        scanner, assembly = StreamScanner(hide_usage=False), AnswerAssembly()
+        assembly.feed(await _next_events(response, scanner))
+        self._scheduler.first_token(self._job.submission.request_id)
+        while not response.at_end:
+            assembly.feed(await _next_events(response, scanner))
+        status, body = 200, assembly.error
+        if body is None:
+            body = assembly.whole()
+        elif scanner.error_is_engines:
+            failure = _engine_failure(scanner)
+            if self._may_retry(failure):
+                raise failure
+            status = 500
+        else:
+            status = 400
+        self._settle(_stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        self._begin_answer()
+        headers = [pair for pair in self._headers(response) if pair[0] != b"content-type"]
+        await send_body(self._send, status, [JSON_TYPE, *headers], body)
+
     async def _pass_stream(self, response: UpstreamResponse) -> None:
         scanner = StreamScanner(hide_usage=self._job.hide_usage)
         events = await _first_events(response, scanner)
         if scanner.error is not None and scanner.error_is_engines:
-            kind = DispatchFailure.LOST if is_dead(scanner.error) else DispatchFailure.ENGINE_ERROR
-            failure = UpstreamError(kind, f"the engine failed: {scanner.error}")
+            failure = _engine_failure(scanner)
             if self._may_retry(failure):
                 raise failure
         self._begin_answer()
@@ -285,7 +313,7 @@ class ScheduledCall:
 
     def _start_comments(self) -> None:
         interval_s = self._services.queued_comment_s
-        if interval_s and self._job.submission.spec.streamed:
+        if interval_s and self._job.submission.spec.streamed and not self._job.assembles:
             headers = [(b"x-request-id", self._job.incoming.client_request_id.encode())]
             self._comments = QueuedComments(self._send, interval_s, headers)
             self._comments.start()
@@ -396,6 +424,13 @@ async def _next_events(response: UpstreamResponse, scanner: StreamScanner) -> by
             return events + scanner.flush()
         if events:
             return events
+
+
+def _engine_failure(scanner: StreamScanner) -> UpstreamError:
+    """The error that an engine reported inside its stream."""
+    said = scanner.error or ""
+    kind = DispatchFailure.LOST if is_dead(said) else DispatchFailure.ENGINE_ERROR
+    return UpstreamError(kind, f"the engine failed: {said}")
 
 
 def _stream_outcome(scanner: StreamScanner) -> Outcome:

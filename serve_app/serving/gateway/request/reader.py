@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome
@@ -17,6 +18,7 @@ from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.parse import PARSERS, ParsedBody
 from serve_app.serving.gateway.request.prefix import NO_OPENING, PrefixSettings, engine_salt, prefix_hashes
 from serve_app.serving.gateway.request.splice import (
+    AS_STREAM,
     NO_PRIORITY,
     append_fields,
     priority_field,
@@ -158,6 +160,11 @@ class RequestReader:
         settings = self._settings.prefix
         submission = _submission(incoming, caller, parsed, settings)
         fields = _fields(parsed, body)
+        assembles = self._settings.assemble_answers and parsed.may_be_assembled
+        if assembles:
+            fields.append(AS_STREAM)
+            # To the scheduler it is a stream: its first token is heard.
+            submission = replace(submission, spec=replace(submission.spec, streamed=True))
         if settings.per_tenant and parsed.opening is not NO_OPENING:
             fields.append(salt_field(engine_salt(submission.tenant, parsed.opening.salt)))
         held.data = append_fields(body, fields)
@@ -167,6 +174,7 @@ class RequestReader:
             forwarded=self.forwarded(incoming),
             body=held,
             hide_usage=parsed.asks_usage and not parsed.shows_usage,
+            assembles=assembles,
         )
 
     def forwarded(self, incoming: IncomingRequest) -> bytes:

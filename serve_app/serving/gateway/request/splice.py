@@ -18,6 +18,10 @@ NO_PRIORITY = 0
 _WITH_USAGE = b'"stream_options":{"include_usage":true}'
 
 
+# Makes a stream of an answer that was wanted in one piece, for the gateway to assemble.
+AS_STREAM = b'"stream":true,' + _WITH_USAGE
+
+
 class _OptionsOnly(msgspec.Struct):
     stream_options: dict[str, msgspec.Raw] | None = None
 
