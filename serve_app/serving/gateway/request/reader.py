@@ -3,11 +3,8 @@
 import asyncio
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-<<<<<<< HEAD
-from pathlib import Path
-=======
 from dataclasses import replace
->>>>>>> main
+from pathlib import Path
 
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome
