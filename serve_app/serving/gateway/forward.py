@@ -424,9 +424,11 @@ def _as_refusal(refusal: Conclusion, failure: UpstreamError | None) -> RequestRe
         message, param = failure.message, failure.param
     elif not message and failure is not None:
         message = str(failure)
-    return RequestRefused(
+    found = RequestRefused(
         refusal.outcome,
         message or f"the request was refused: {refusal.outcome}",
         param=param,
         retry_after_s=refusal.retry_after_s,
     )
+    found.rate_limits = refusal.rate_limits
+    return found
