@@ -24,7 +24,7 @@ from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
 from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
-from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, is_dead, outcome_of
+from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, outcome_of
 from serve_app.serving.gateway.answer.engine_error import in_openai_shape
 from serve_app.serving.gateway.answer.queued_comments import QueuedComments
 from serve_app.serving.gateway.answer.responses import (
@@ -38,7 +38,13 @@ from serve_app.serving.gateway.answer.responses import (
     send_body,
     send_refusal,
 )
-from serve_app.serving.gateway.answer.sse import StreamScanner, announces_only
+from serve_app.serving.gateway.answer.sse import StreamScanner
+from serve_app.serving.gateway.answer.stream_events import (
+    engine_failure,
+    first_events,
+    next_events,
+    stream_outcome,
+)
 from serve_app.serving.gateway.answer.usage import usage_of
 from serve_app.serving.gateway.request.headers import describing, returned, upstream_head
 from serve_app.serving.gateway.request.held_bodies import HeldBody
@@ -244,30 +250,30 @@ class ScheduledCall:
     async def _pass_assembled(self, response: UpstreamResponse) -> None:
         """A stream that the client wants in one piece. Up to its end, whatever breaks can be mended."""
         scanner, assembly = StreamScanner(hide_usage=False), AnswerAssembly()
-        assembly.feed(await _next_events(response, scanner))
+        assembly.feed(await next_events(response, scanner))
         self._scheduler.first_token(self._job.submission.request_id)
         while not response.at_end:
-            assembly.feed(await _next_events(response, scanner))
+            assembly.feed(await next_events(response, scanner))
         status, body = 200, assembly.error
         if body is None:
             body = assembly.whole()
         elif scanner.error_is_engines:
-            failure = _engine_failure(scanner)
+            failure = engine_failure(scanner)
             if self._may_retry(failure):
                 raise failure
             status = 500
         else:
             status = 400
-        self._settle(_stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
         self._begin_answer()
         headers = [pair for pair in self._headers(response) if pair[0] != b"content-type"]
         await send_body(self._send, status, [JSON_TYPE, *headers], body)
 
     async def _pass_stream(self, response: UpstreamResponse) -> None:
         scanner = StreamScanner(hide_usage=self._job.hide_usage)
-        events = await _first_events(response, scanner)
+        events = await first_events(response, scanner)
         if scanner.error is not None and scanner.error_is_engines:
-            failure = _engine_failure(scanner)
+            failure = engine_failure(scanner)
             if self._may_retry(failure):
                 raise failure
         self._begin_answer()
@@ -284,11 +290,11 @@ class ScheduledCall:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 self._sending = False
                 # With `_end_early` the rest is here already, and there is nothing more to wait for.
-                events = self._tail or await _next_events(response, scanner)
+                events = self._tail or await next_events(response, scanner)
         except UpstreamError as error:
             events = self._broken(error, scanner)
         else:
-            self._settle(_stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+            self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
         finally:
             response.on_end = None
         self._streams = False
@@ -302,7 +308,7 @@ class ScheduledCall:
             self._settle(Outcome.FAILED, scanner.usage, detail=str(response.error))
             return
         self._tail = scanner.feed(response.take()) + scanner.flush()
-        self._settle(_stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
 
     def _may_retry(self, failure: UpstreamError) -> bool:
         """Whether a failure may be mended elsewhere; an engine's own error only once."""
@@ -402,41 +408,6 @@ class ScheduledCall:
             client_request_id=incoming.client_request_id,
             attempts=self._attempts,
         )
-
-
-async def _first_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:
-    """The events up to the first that tells of work done; others say that the request has been read.
-
-    The Responses API begins every stream with some of those. Passed on at once they would commit the client
-    to this engine before the prefill, and count as its first token.
-    """
-    events = await _next_events(response, scanner)
-    while announces_only(events) and not response.at_end:
-        events += await _next_events(response, scanner)
-    return events
-
-
-async def _next_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:
-    """The next events for the client; empty only at the end of the stream."""
-    while True:
-        events = scanner.feed(await response.next())
-        if response.at_end:
-            return events + scanner.flush()
-        if events:
-            return events
-
-
-def _engine_failure(scanner: StreamScanner) -> UpstreamError:
-    """The error that an engine reported inside its stream."""
-    said = scanner.error or ""
-    kind = DispatchFailure.LOST if is_dead(said) else DispatchFailure.ENGINE_ERROR
-    return UpstreamError(kind, f"the engine failed: {said}")
-
-
-def _stream_outcome(scanner: StreamScanner) -> Outcome:
-    if scanner.error is None:
-        return Outcome.COMPLETED
-    return Outcome.FAILED if scanner.error_is_engines else Outcome.REJECTED_INVALID
 
 
 def stopping(retry_after_s: float) -> RequestRefused:
