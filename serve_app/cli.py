@@ -57,6 +57,11 @@ COMMANDS: tuple[CommandEntry, ...] = (
         "status", "show queues, replicas, tenants and the tuner of a running application", "serve_app.status"
     ),
     CommandEntry(
+        "keys",
+        "make, list and revoke API keys in a file, and show what was used with each",
+        "serve_app.key_commands.command",
+    ),
+    CommandEntry(
         "doctor",
         "say what is wrong with a running application, the worst first, each with the next step",
         "serve_app.diagnosis.command",

@@ -25,6 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request": {"rate_limits"},
     "errors": {"rate_limits"},
     "access": set(),
+    # Keys in a file: gateways read it, a command writes it.
+    "api_keys": {"rate_limits", "request", "errors"},
     "settings_base": {"errors"},
     "metrics": WORDS,
     "routing": WORDS,
@@ -36,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workloads": WORDS,
     # Both drive the core, and neither knows the other.
     "simulation": CORE | {"engine_model", "workloads", "command", "tables", "provenance"},
-    "serving": CORE | {"access", "engines", "engine_model", "tuning"},
+    "serving": CORE | {"access", "api_keys", "engines", "engine_model", "tuning"},
     "tuning": CORE
     | {"engine_model", "calibration", "workloads", "simulation", "command", "tables", "provenance"},
     "planning": CORE | {"engine_model", "workloads", "simulation", "command", "tables", "provenance"},
@@ -55,10 +57,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tables": set(),
     # Another client from outside.
     "status": {"access", "errors", "command", "launch"},
+    "key_commands": WORDS | {"api_keys", "command", "launch", "settings", "status", "tables"},
     "diagnosis": {"errors", "command", "settings", "launch", "checking", "status"},
     "completion": {"command"},
     "cli": WORDS
-    | {"command", "checking", "first_config", "launch", "status", "diagnosis", "completion"}
+    | {"command", "checking", "first_config", "launch", "status", "key_commands", "diagnosis", "completion"}
     | {"bench", "calibration", "simulation", "planning", "tuning"},
     "__main__": {"cli"},
 }

@@ -14,6 +14,7 @@ from docs_reference.markdown import code, document, sentence, table
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
+from serve_app.serving.scheduler.usage_ledger import UsageLedger
 from serve_app.serving.state.keeper import StateKeeper
 from serve_app.serving.state.store import StateStore
 
@@ -93,6 +94,10 @@ async def _scheduler() -> object:
     return SchedulerMetrics("model", 1)
 
 
+async def _usage() -> object:
+    return UsageLedger("model")
+
+
 async def _learned_state() -> object:
     store = StateStore("memory://docs", "scheduler", "model")
     return StateKeeper(store, "model", lambda: None, 1.0)
@@ -108,6 +113,12 @@ async def _emulated_engine() -> object:
 _SECTIONS = (
     _Section("Gateway", "One set of series for each gateway and model.", _gateway),
     _Section("Scheduler", "One set of series for each model.", _scheduler),
+    _Section(
+        "Usage",
+        "Exported with the scheduler's metrics: what requests with API keys have used since the start of the "
+        "scheduler's process. After 1,000 keys, further ones share the label `other`.",
+        _usage,
+    ),
     _Section(
         "Learned state",
         "Exported with the scheduler's metrics where `state_uri` is set.",

@@ -51,7 +51,7 @@ def serve(config: Path, *, address: str | None = None, dashboard: bool = False) 
         environment=_environment(folder, host, port),
         drain_s=checked.settings.gateways.drain_timeout_s,
         models=tuple(checked.settings.served_names()),
-        keys=bool(checked.settings.gateway.keys),
+        keys=checked.settings.gateway.asks_for_keys,
         listens=f"http://{host}:{port}",
     )
     publish(launch.job.url, config, folder)

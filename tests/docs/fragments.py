@@ -18,6 +18,7 @@ _STARTS: Mapping[str, Mapping[str, Any]] = {
     "remote": {"base_url": "http://engine.example:8000"},
     "keys": {"tenant": "demo", "key": "secret"},
     "metrics_key": {"key": "secret"},
+    "tls": {name: f"/etc/ewsjf/{name}.pem" for name in ("ca", "certificate", "key")},
     "decision_log": {"path": "decisions.jsonl"},
     "parameters": {"profile": "laptop"},
 }

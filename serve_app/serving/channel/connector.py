@@ -18,6 +18,7 @@ from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import Bye, Hello, Rejected, Role, SchedulerEndpoint, Welcome
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.channel.versions import common_version
+from serve_app.serving.tls import connect, made_tls
 
 logger = logging.getLogger("ray.serve")
 
@@ -59,6 +60,7 @@ class Connector:
         self._locate = locate
         self._settings = settings
         self._resident = resident
+        self._tls = made_tls(settings.tls)
         # Chance spreads the knocks of a fleet; nothing else depends on it.
         self._rng = random.Random(peer_id)  # noqa: S311 - not for secrets
         self._link: Link | None = None
@@ -166,8 +168,11 @@ class Connector:
         self._lost.clear()
         self._welcome = loop.create_future()
         async with asyncio.timeout(self._settings.handshake_s):
-            _, link = await loop.create_connection(
-                lambda: Link(self, decode_from_scheduler, self._settings), endpoint.host, endpoint.port
+            _, link = await connect(
+                lambda: Link(self, decode_from_scheduler, self._settings),
+                endpoint.host,
+                endpoint.port,
+                self._tls,
             )
             self._link = link
             try:

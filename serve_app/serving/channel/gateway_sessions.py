@@ -186,12 +186,12 @@ class GatewaySessions:
         record.gateway.tell(record.granted)
         return record.priority
 
-    def conclude(self, command: Conclude) -> PriorityClass:
-        """Forget a request, and tell its gateway if it waits for an answer; return its class."""
+    def conclude(self, command: Conclude) -> GatewayRequest:
+        """Forget a request, and tell its gateway if it waits for an answer; return what was known of it."""
         record = self.book.pop(command.request_id)
         if not record.runs and command.conclusion.outcome is not Outcome.CANCELLED:
             record.gateway.tell(Refused(command.request_id, command.conclusion))
-        return record.priority
+        return record
 
     def give_up(self, event: Event, message: str) -> None:
         """Fail the waiting request that the event is about, which the core could not handle.
@@ -238,7 +238,7 @@ class GatewaySessions:
 
     def _admit(self, gateway: GatewaySession, message: Submit) -> None:
         submission = message.submission
-        self.book[submission.request_id] = GatewayRequest(gateway, submission.priority, message.grants)
+        self.book[submission.request_id] = GatewayRequest.of(gateway, submission, message.grants)
         request = self._request(gateway, message)
         self._host.feed(Arrived(request))
 
@@ -274,7 +274,7 @@ class GatewaySessions:
 
     def _adopt(self, gateway: GatewaySession, message: Running) -> None:
         submission = message.submission
-        record = GatewayRequest(gateway, submission.priority, message.grants)
+        record = GatewayRequest.of(gateway, submission, message.grants)
         record.replica_id, record.started = message.replica_id, message.started
         record.granted_at = self._host.now()
         self.book[submission.request_id] = record
@@ -309,6 +309,7 @@ class GatewaySessions:
         if record is None:
             return
         if record.runs:
+            record.usage = message.usage
             self._host.feed(Finished(message.request_id, message.outcome, message.usage))
         else:
             self._host.feed(Cancelled(message.request_id))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.listening import listening_socket
+from serve_app.serving.tls import made_tls
 
 logger = logging.getLogger("ray.serve")
 
@@ -47,6 +48,7 @@ class Listener:
 
     def __init__(self, make_link: Callable[[], Link], settings: ChannelSettings) -> None:
         self._make_link = make_link
+        self._tls = made_tls(settings.tls)
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         # Oldest first.
@@ -145,7 +147,10 @@ class Listener:
 
     async def _open(self, link: Link, sock: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: link, sock)
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(lambda: link, sock)
+            else:
+                await self._loop.connect_accepted_socket(lambda: link, sock, ssl=self._tls.server)
         except OSError as error:
             self.forget(link)
             link.abort(f"the connection could not be opened: {error}")

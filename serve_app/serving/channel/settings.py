@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+from serve_app.serving.tls import TlsSettings
 from serve_app.settings_base import POSITIVE, at_least, between, settings
 
 
@@ -10,6 +11,7 @@ class ChannelSettings:
     """Times in seconds, sizes in bytes. Both ends of a channel run with the same settings.
 
     Attributes:
+        tls: for connections of the channel and to replicas; plain ones without it.
         port: the first port that schedulers listen on, 0 for any free one.
         ports: how many from there they may use; each model's scheduler takes the first that is free.
         heartbeat_s: each side says that it lives, and what it has read, this often.
@@ -31,6 +33,7 @@ class ChannelSettings:
         offline_timeout_s: time in the queue for a request without its own, until a scheduler names a default.
     """
 
+    tls: TlsSettings | None = None
     port: Annotated[int, between(0, 65_535).hint("0 takes any free port")] = 0
     # One per model, and one more for each scheduler that is replaced while its successor begins.
     ports: Annotated[int, at_least(1)] = 16

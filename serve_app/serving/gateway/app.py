@@ -36,6 +36,7 @@ from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
+from serve_app.serving.tls import TlsSettings, made_tls
 
 _MODELS = "/v1/models"
 
@@ -49,6 +50,10 @@ Handler = Callable[[IncomingRequest], Awaitable[None]]
 View = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
+async def _nothing() -> Mapping[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerViews:
     """How to look into one model's scheduler.
@@ -57,11 +62,13 @@ class SchedulerViews:
         queue: who waits where, and why.
         status: replicas, learned queues, what the tuner does.
         freeze: stops its tuner, for the reason given; lets it go on where there is none.
+        usage: what was used with each API key.
     """
 
     queue: View
     status: View
     freeze: Callable[[str], Awaitable[None]]
+    usage: View = _nothing
 
 
 # A person is waiting, and a scheduler that takes longer has other troubles.
@@ -78,6 +85,7 @@ class Gateway:
         schedulers: the scheduler of each model, by model name.
         gateway_id: unique among all gateways; begins every request id.
         views: how to look into each model's scheduler, by model name, for those who may.
+        tls: for connections to replicas.
 
     Raises:
         SettingsError: a model has no scheduler, or a key cannot be read.
@@ -89,6 +97,7 @@ class Gateway:
         schedulers: Mapping[str, SchedulerClient],
         gateway_id: str,
         views: Mapping[str, SchedulerViews] | None = None,
+        tls: TlsSettings | None = None,
     ) -> None:
         missing = [model.name for model in settings.models if model.name not in schedulers]
         if missing:
@@ -98,7 +107,7 @@ class Gateway:
         self._schedulers = schedulers
         self._views = views or {}
         self._reader = RequestReader(settings, gateway_id)
-        self._upstream = UpstreamPool(settings.upstream)
+        self._upstream = UpstreamPool(settings.upstream, made_tls(tls))
         self._stalls = StallWatch(settings.upstream.stalled_client_timeout_s)
         self.telemetry = Telemetry(
             gateway_id,
@@ -110,7 +119,7 @@ class Gateway:
             self.telemetry,
             schedulers.values(),
             key=settings.metrics_key,
-            asks_for_keys=bool(settings.keys),
+            asks_for_keys=settings.asks_for_keys,
             authenticate=self._reader.caller,
         )
         self._services = Services(self._upstream, self.telemetry, settings.queued_comment_s)
@@ -129,6 +138,7 @@ class Gateway:
             "/openapi.json": ("GET", self._describe_itself),
             "/debug/queue": ("GET", partial(self._show, lambda views: views.queue)),
             "/debug/status": ("GET", partial(self._show, lambda views: views.status)),
+            "/debug/usage": ("GET", partial(self._show, lambda views: views.usage)),
             "/debug/tuner": ("GET", partial(self._show, _tuner_of)),
             "/debug/tuner/freeze": ("POST", partial(self._freeze, "frozen by an admin")),
             "/debug/tuner/thaw": ("POST", partial(self._freeze, "")),
@@ -244,12 +254,12 @@ class Gateway:
             self._call_ended.set()
 
     async def _tokenize(self, incoming: IncomingRequest) -> None:
-        self._reader.authenticate(incoming)
+        caller = self._reader.authenticate(incoming)
         held = await self._reader.body(incoming)
         try:
             check_structure(held.data)
             model = parse_model(held.data)
-            self._reader.check_model(model)
+            self._reader.check_model(model, caller)
             with DisconnectWatch(incoming.receive):
                 forwarded = self._reader.forwarded(incoming)
                 await self._any_replica.pass_on(self._schedulers[model], incoming, forwarded, held.data)
@@ -257,14 +267,15 @@ class Gateway:
             held.release()
 
     async def _list_models(self, incoming: IncomingRequest) -> None:
-        self._reader.authenticate(incoming)
-        document = {"object": "list", "data": [_describe(model) for model in self._models]}
+        caller = self._reader.authenticate(incoming)
+        models = [_describe(model) for model in self._models if caller.may_use(model.name)]
+        document = {"object": "list", "data": models}
         await send_json(incoming.send, 200, encode(document), [])
 
     async def _show_model(self, incoming: IncomingRequest) -> None:
-        self._reader.authenticate(incoming)
+        caller = self._reader.authenticate(incoming)
         name = incoming.path.removeprefix(_MODELS + "/")
-        self._reader.check_model(name)
+        self._reader.check_model(name, caller)
         found = next(model for model in self._models if model.name == name)
         await send_json(incoming.send, 200, encode(_describe(found)), [])
 

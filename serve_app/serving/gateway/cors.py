@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from serve_app.errors import Outcome, SettingsError
+from serve_app.serving.gateway.answer.rate_limit_headers import RATE_LIMIT_HEADERS
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.settings_base import ADVANCED, at_least, settings
 
@@ -26,6 +27,7 @@ _EXPOSED = (
     "x-length-queue",
     "x-pool",
     "x-queue-wait-ms",
+    *RATE_LIMIT_HEADERS,
     "x-replica",
     "x-request-id",
 )

@@ -55,7 +55,7 @@ class GatewayDeployment:
         }
         dispatchers = {name: self._clients[model] for name, model in names.items()}
         views = {model: _views_of(handle) for model, handle in schedulers.items()}
-        self._gateway = Gateway(settings, dispatchers, gateway_id, views)
+        self._gateway = Gateway(settings, dispatchers, gateway_id, views, channel.tls)
         for client in self._clients.values():
             client.start()
 
@@ -111,7 +111,11 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         found: Mapping[str, Any] = await scheduler.status.remote()
         return found
 
+    async def usage() -> Mapping[str, Any]:
+        found: Mapping[str, Any] = await scheduler.usage.remote()
+        return found
+
     async def freeze(reason: str) -> None:
         await (scheduler.freeze_tuning.remote(reason) if reason else scheduler.thaw_tuning.remote())
 
-    return SchedulerViews(queue=queue, status=status, freeze=freeze)
+    return SchedulerViews(queue=queue, status=status, freeze=freeze, usage=usage)

@@ -22,11 +22,13 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.request import Submission, Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
+from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
-from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, is_dead, outcome_of
+from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, outcome_of
 from serve_app.serving.gateway.answer.engine_error import in_openai_shape
 from serve_app.serving.gateway.answer.queued_comments import QueuedComments
 from serve_app.serving.gateway.answer.responses import (
+    JSON_TYPE,
     STOPPING_CODE,
     EngineTimedOut,
     HeaderList,
@@ -36,7 +38,13 @@ from serve_app.serving.gateway.answer.responses import (
     send_body,
     send_refusal,
 )
-from serve_app.serving.gateway.answer.sse import StreamScanner, announces_only
+from serve_app.serving.gateway.answer.sse import StreamScanner
+from serve_app.serving.gateway.answer.stream_events import (
+    engine_failure,
+    first_events,
+    next_events,
+    stream_outcome,
+)
 from serve_app.serving.gateway.answer.usage import usage_of
 from serve_app.serving.gateway.request.headers import describing, returned, upstream_head
 from serve_app.serving.gateway.request.held_bodies import HeldBody
@@ -60,6 +68,7 @@ class ForwardJob:
         body: as the engine gets it, but for the priority that a grant may bring. It is released as soon as it
             cannot be sent again.
         hide_usage: the client did not ask for the usage event that ends the stream.
+        assembles: the engine streams, and the client wants the answer in one piece.
     """
 
     incoming: IncomingRequest
@@ -67,6 +76,7 @@ class ForwardJob:
     forwarded: bytes
     body: HeldBody
     hide_usage: bool
+    assembles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +212,10 @@ class ScheduledCall:
         """
         response = await self._send_to(grant)
         try:
-            if response.status == 200 and response.header(b"content-type").startswith(_EVENT_STREAM):
+            is_stream = response.status == 200 and response.header(b"content-type").startswith(_EVENT_STREAM)
+            if is_stream and self._job.assembles:
+                await self._pass_assembled(response)
+            elif is_stream:
                 await self._pass_stream(response)
             else:
                 await self._pass_whole(response)
@@ -234,12 +247,33 @@ class ScheduledCall:
         else:
             await send_body(self._send, response.status, headers, body)
 
+    async def _pass_assembled(self, response: UpstreamResponse) -> None:
+        """A stream that the client wants in one piece. Up to its end, whatever breaks can be mended."""
+        scanner, assembly = StreamScanner(hide_usage=False), AnswerAssembly()
+        assembly.feed(await next_events(response, scanner))
+        self._scheduler.first_token(self._job.submission.request_id)
+        while not response.at_end:
+            assembly.feed(await next_events(response, scanner))
+        status, body = 200, assembly.error
+        if body is None:
+            body = assembly.whole()
+        elif scanner.error_is_engines:
+            failure = engine_failure(scanner)
+            if self._may_retry(failure):
+                raise failure
+            status = 500
+        else:
+            status = 400
+        self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        self._begin_answer()
+        headers = [pair for pair in self._headers(response) if pair[0] != b"content-type"]
+        await send_body(self._send, status, [JSON_TYPE, *headers], body)
+
     async def _pass_stream(self, response: UpstreamResponse) -> None:
         scanner = StreamScanner(hide_usage=self._job.hide_usage)
-        events = await _first_events(response, scanner)
+        events = await first_events(response, scanner)
         if scanner.error is not None and scanner.error_is_engines:
-            kind = DispatchFailure.LOST if is_dead(scanner.error) else DispatchFailure.ENGINE_ERROR
-            failure = UpstreamError(kind, f"the engine failed: {scanner.error}")
+            failure = engine_failure(scanner)
             if self._may_retry(failure):
                 raise failure
         self._begin_answer()
@@ -256,11 +290,11 @@ class ScheduledCall:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 self._sending = False
                 # With `_end_early` the rest is here already, and there is nothing more to wait for.
-                events = self._tail or await _next_events(response, scanner)
+                events = self._tail or await next_events(response, scanner)
         except UpstreamError as error:
             events = self._broken(error, scanner)
         else:
-            self._settle(_stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+            self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
         finally:
             response.on_end = None
         self._streams = False
@@ -274,7 +308,7 @@ class ScheduledCall:
             self._settle(Outcome.FAILED, scanner.usage, detail=str(response.error))
             return
         self._tail = scanner.feed(response.take()) + scanner.flush()
-        self._settle(_stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
 
     def _may_retry(self, failure: UpstreamError) -> bool:
         """Whether a failure may be mended elsewhere; an engine's own error only once."""
@@ -285,7 +319,7 @@ class ScheduledCall:
 
     def _start_comments(self) -> None:
         interval_s = self._services.queued_comment_s
-        if interval_s and self._job.submission.spec.streamed:
+        if interval_s and self._job.submission.spec.streamed and not self._job.assembles:
             headers = [(b"x-request-id", self._job.incoming.client_request_id.encode())]
             self._comments = QueuedComments(self._send, interval_s, headers)
             self._comments.start()
@@ -376,34 +410,6 @@ class ScheduledCall:
         )
 
 
-async def _first_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:
-    """The events up to the first that tells of work done; others say that the request has been read.
-
-    The Responses API begins every stream with some of those. Passed on at once they would commit the client
-    to this engine before the prefill, and count as its first token.
-    """
-    events = await _next_events(response, scanner)
-    while announces_only(events) and not response.at_end:
-        events += await _next_events(response, scanner)
-    return events
-
-
-async def _next_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:
-    """The next events for the client; empty only at the end of the stream."""
-    while True:
-        events = scanner.feed(await response.next())
-        if response.at_end:
-            return events + scanner.flush()
-        if events:
-            return events
-
-
-def _stream_outcome(scanner: StreamScanner) -> Outcome:
-    if scanner.error is None:
-        return Outcome.COMPLETED
-    return Outcome.FAILED if scanner.error_is_engines else Outcome.REJECTED_INVALID
-
-
 def stopping(retry_after_s: float) -> RequestRefused:
     """What a request hears that comes, or still waits, when the application stops."""
     return RequestRefused(
@@ -418,9 +424,11 @@ def _as_refusal(refusal: Conclusion, failure: UpstreamError | None) -> RequestRe
         message, param = failure.message, failure.param
     elif not message and failure is not None:
         message = str(failure)
-    return RequestRefused(
+    found = RequestRefused(
         refusal.outcome,
         message or f"the request was refused: {refusal.outcome}",
         param=param,
         retry_after_s=refusal.retry_after_s,
     )
+    found.rate_limits = refusal.rate_limits
+    return found

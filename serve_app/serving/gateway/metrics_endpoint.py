@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 
-from serve_app.errors import Outcome, SettingsError
+from serve_app.errors import SettingsError
 from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.scheduler_client import SchedulerClient
-from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.auth import Caller
+from serve_app.serving.gateway.answer.responses import ForbiddenError
 from serve_app.serving.gateway.exposition import merge
+from serve_app.serving.gateway.keys.caller import Caller
 from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.settings_base import settings
 
@@ -111,11 +111,9 @@ class MetricsEndpoint:
         if is_scraper and scheme.lower() == b"bearer":
             return
         if not self._authenticate(authorization).is_admin:
-            raise RequestRefused(
-                Outcome.REJECTED_UNAUTHORISED,
+            raise ForbiddenError(
                 "metrics need a key: send that of gateway.advanced.metrics_key, or one with admin: true, as "
                 "Authorization: Bearer KEY",
-                code="not_allowed",
             )
 
     async def page(self) -> bytes:

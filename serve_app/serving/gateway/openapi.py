@@ -37,6 +37,7 @@ _VIEWS: Mapping[str, str] = {
     "/debug/queue": "who waits where, and why; for admins",
     "/debug/status": "replicas, learned queues and the tuner; for admins",
     "/debug/tuner": "what the tuner does; for admins",
+    "/debug/usage": "what each key has used; for admins",
 }
 _ACTIONS: Mapping[str, str] = {
     "/debug/tuner/freeze": "stop the tuner; for admins",
@@ -103,9 +104,7 @@ def _paths() -> Iterator[tuple[str, Schema]]:
         {
             "get": _operation(
                 "one model",
-                parameters=[
-                    {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-                ],
+                parameters=[{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
             )
         },
     )

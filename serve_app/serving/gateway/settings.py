@@ -1,12 +1,13 @@
 """Settings of a gateway: what it serves, to whom, and within which limits."""
 
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated
 
 from serve_app.access import is_loopback
 from serve_app.errors import SettingsError
-from serve_app.serving.gateway.auth import ApiKey
 from serve_app.serving.gateway.cors import CorsSettings
+from serve_app.serving.gateway.keys.settings import ApiKey
 from serve_app.serving.gateway.metrics_endpoint import MetricsKey
 from serve_app.serving.gateway.request.prefix import PrefixSettings
 from serve_app.serving.gateway.upstream.pool import UpstreamSettings
@@ -38,12 +39,16 @@ class WrittenGateway:
     """Who may call the gateways, and within which limits.
 
     Attributes:
-        keys: who may call; empty lets everyone in (a laptop, or a gateway behind another that asks).
+        keys: who may call; without any and without `keys_file` everyone is let in (a laptop, or a gateway
+            behind another that asks).
+        keys_file: absolute path of a file of further keys, written by `python -m serve_app keys`; gateways
+            read it again when it changes.
         insecure: without keys, take requests on other addresses than this machine's own, too.
         cors: which web pages may call from a browser; none by default.
     """
 
     keys: tuple[ApiKey, ...] = ()
+    keys_file: str | None = None
     insecure: bool = False
     cors: CorsSettings = field(default_factory=CorsSettings)
     # Without one, and with keys, `/metrics` needs the key of an admin.
@@ -53,6 +58,10 @@ class WrittenGateway:
     # A body is held until its answer begins, because it may have to be sent again. A gateway that holds so
     # many bytes of them refuses more with 503. While they are parsed, bodies take about twice their length.
     max_held_body_bytes: Annotated[int, at_least(1_024), ADVANCED] = 1_024 * MEBIBYTE
+    # Asks engines for a stream of chat and text completions that clients want in one piece, and assembles it.
+    # Then `silence_timeout_s` bounds silence instead of the length of answers. It costs the gateway some
+    # microseconds per token. Requests with tools, and other kinds of answers, are left as they are.
+    assemble_answers: Annotated[bool, ADVANCED] = False
     # A body may take so long, and beyond that as long as it comes at `least_body_bytes_per_s`. Whoever is
     # slower gets 408, since each body under way holds memory.
     body_grace_s: Annotated[float, POSITIVE, ADVANCED] = 30.0
@@ -67,6 +76,18 @@ class WrittenGateway:
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
     upstream: Annotated[UpstreamSettings, ADVANCED] = field(default_factory=UpstreamSettings)
 
+    def __post_init__(self) -> None:
+        if self.keys_file is not None and not Path(self.keys_file).is_absolute():
+            raise SettingsError(
+                f"gateway.keys_file must be an absolute path, got {self.keys_file!r}: every gateway has a "
+                "working directory of its own"
+            )
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether callers need a key."""
+        return bool(self.keys) or self.keys_file is not None
+
     def check_exposure(self, host: str) -> None:
         """Refuse to let in everybody who reaches an address that others than this machine can reach.
 
@@ -76,12 +97,12 @@ class WrittenGateway:
         Raises:
             SettingsError: there are no keys, and nobody has said that this is meant.
         """
-        if self.keys or self.insecure or is_loopback(host):
+        if self.asks_for_keys or self.insecure or is_loopback(host):
             return
         raise SettingsError(
             f"http_options.host {host} lets in everyone who reaches this machine, and no keys are set: set "
-            "gateway.keys, or listen on 127.0.0.1, or set gateway.insecure to true if something in front of "
-            "it asks for keys"
+            "gateway.keys or gateway.keys_file, or listen on 127.0.0.1, or set gateway.insecure to true if "
+            "something in front of it asks for keys"
         )
 
 

@@ -22,6 +22,9 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 
 # A grant takes well under a millisecond when there is room, and minutes when there is none.
 _WAIT_SECONDS = (0.001, 0.005, *_SECONDS)
 
+# An engine's error may repeat a prompt, and a client's value what it likes.
+_DETAIL_CHARACTERS = 300
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConcludedRequest:
@@ -200,5 +203,5 @@ def _line(concluded: ConcludedRequest) -> str:
         parts.append(f" prompt_tokens={record.prompt_tokens} output_tokens={record.output_tokens}")
     parts.append(f" request_id={record.request_id} client_request_id={concluded.client_request_id}")
     if record.detail:
-        parts.append(f" detail={record.detail!r}")
+        parts.append(f" detail={record.detail[:_DETAIL_CHARACTERS]!r}")
     return "".join(parts)

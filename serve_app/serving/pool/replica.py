@@ -136,7 +136,7 @@ class PoolReplica:
         # New at every start: a leaked token is invalid after its replica has ended.
         token = secrets.token_urlsafe(32)
         self._guard = ReplicaGuard(self._engine.app, token)
-        self._server = ReplicaServer(self._guard, self._host, settings.server)
+        self._server = ReplicaServer(self._guard, self._host, settings.server, settings.channel.tls)
         await self._server.start()
         spec = ReplicaSpec(
             replica_id=self._replica_id,

@@ -6,7 +6,8 @@ as a task on the running loop and stopped within a time limit.
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import ssl
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import uvicorn
@@ -15,6 +16,7 @@ from serve_app.engines.engine import ASGIApp
 from serve_app.errors import EngineError
 from serve_app.serving.http_heads import LimitedHeads
 from serve_app.serving.listening import PortError, listening_socket
+from serve_app.serving.tls import Tls, TlsSettings
 from serve_app.settings_base import at_least, between, settings
 
 
@@ -40,9 +42,12 @@ class ReplicaServer:
         app: the app to serve.
         host: address to listen on, the node's own, so that other nodes can reach it.
         settings: port and connection limits.
+        tls: take connections only with it.
     """
 
-    def __init__(self, app: ASGIApp, host: str, settings: ReplicaServerSettings) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, settings: ReplicaServerSettings, tls: TlsSettings | None = None
+    ) -> None:
         self.host = host
         self.port = 0
         self._settings = settings
@@ -58,6 +63,7 @@ class ReplicaServer:
                 log_config=None,
                 date_header=False,
                 server_header=False,
+                ssl_context_factory=None if tls is None else _context_factory(Tls(tls)),
             )
         )
         self._task: asyncio.Task[None] | None = None
@@ -103,6 +109,10 @@ class ReplicaServer:
             await asyncio.wait([self._task], timeout=grace_s + 2.0)
         if not self._task.done():
             self._task.cancel()
+
+
+def _context_factory(tls: Tls) -> Callable[..., ssl.SSLContext]:
+    return lambda *_: tls.server
 
 
 class _QuietServer(uvicorn.Server):

@@ -23,6 +23,7 @@ from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
+from serve_app.serving.scheduler.kept_usage import KeptUsage
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.state.keeper import StateKeeper
@@ -104,6 +105,9 @@ class SchedulerActor:
         self._live: LiveScheduler | None = None
         self._learned: Mapping[str, Any] | None = None
         self._keeper = self._make_keeper()
+        self._usage = KeptUsage(
+            settings.scheduler.model, settings.state_uri, settings.scope, settings.state_interval_s
+        )
         self._changing = asyncio.Lock()
         self._started = self._begin()
 
@@ -134,6 +138,11 @@ class SchedulerActor:
     async def queue(self) -> dict[str, Any]:
         """Who waits where, for how long, and why."""
         return (await self._current()).queue()
+
+    async def usage(self) -> dict[str, Any]:
+        """What was used with each API key, day by day."""
+        await self._current()
+        return self._usage.shown()
 
     async def observed(self, *, outcomes: bool = False) -> Observed:
         """What happened since the last call, for the tuner."""
@@ -200,12 +209,13 @@ class SchedulerActor:
             self._live.flush()
         if self._keeper is not None:
             await self._keeper.save()
+        await self._usage.save()
 
     async def close(self) -> None:
         """Keep what was learned a last time, and shut down."""
         keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            await keeper.close()
+        closing = [self._usage.close(), *([keeper.close()] if keeper is not None else [])]
+        await asyncio.gather(*closing)
         self.shutdown()
 
     def shutdown(self) -> None:
@@ -226,8 +236,8 @@ class SchedulerActor:
     async def _start(self) -> None:
         settings = self._settings
         # The claim asks the network, and the loop is shared with Serve.
-        incarnation, _ = await asyncio.gather(
-            asyncio.to_thread(self._incarnations.claim), self._load_what_was_learned()
+        incarnation, _, _ = await asyncio.gather(
+            asyncio.to_thread(self._incarnations.claim), self._load_what_was_learned(), self._usage.load()
         )
         parts = LiveSchedulerOptions(
             incarnation=incarnation,
@@ -236,13 +246,19 @@ class SchedulerActor:
             on_end=self._on_end,
             decision_log=settings.decision_log,
             learned=self._learned,
-            more_metrics=str if self._keeper is None else self._keeper.exposition,
+            more_metrics=self._more_metrics,
+            ledger=self._usage.ledger,
         )
         live = LiveScheduler(settings.scheduler, parts)
         await live.start(self._surroundings.host())
         self._live = live
         if self._keeper is not None:
             self._keeper.start()
+        self._usage.start()
+
+    def _more_metrics(self) -> str:
+        kept = "" if self._keeper is None else self._keeper.exposition()
+        return kept + self._usage.ledger.exposition()
 
     def _make_keeper(self) -> StateKeeper | None:
         settings = self._settings

@@ -34,6 +34,7 @@ from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
+from serve_app.serving.scheduler.usage_ledger import UsageLedger
 
 logger = logging.getLogger("ray.serve")
 
@@ -48,6 +49,7 @@ class LiveSchedulerOptions:
         on_end: called once, with the reason, when it can never schedule again and must be replaced.
         decision_log: record what the core decides.
         learned: what an earlier scheduler knew, see `learned_state`.
+        ledger: counts what is used with each API key; None for one that nobody reads.
         more_metrics: in the Prometheus text format, of what works beside the scheduler; called in a thread.
     """
 
@@ -58,6 +60,7 @@ class LiveSchedulerOptions:
     decision_log: DecisionLogSettings | None = None
     learned: Mapping[str, Any] | None = None
     more_metrics: Callable[[], str] = str
+    ledger: UsageLedger | None = None
 
 
 class LiveScheduler:
@@ -287,7 +290,10 @@ class LiveScheduler:
                 if scheduled is not None:
                     self._metrics.on_prediction(scheduled)
             case Conclude():
-                self._metrics.on_conclusion(command, self._gateways.conclude(command))
+                concluded = self._gateways.conclude(command)
+                self._metrics.on_conclusion(command, concluded.priority)
+                if self._options.ledger is not None and (ended := concluded.ended()) is not None:
+                    self._options.ledger.add(ended)
             case ReportStale(replica_id=replica_id, age_s=age_s):
                 self._stale.add(replica_id)
                 self._replicas.on_stale(replica_id)

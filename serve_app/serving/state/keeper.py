@@ -62,6 +62,11 @@ class StateKeeper:
     def __repr__(self) -> str:
         return f"<StateKeeper {self._store.path}{' unreachable' if self._is_unreachable else ''}>"
 
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether the last call to the store failed."""
+        return self._is_unreachable
+
     async def load(self) -> Document | None:
         """The last saved state; None when there is none, it cannot be used, or the store is unreachable."""
         try:

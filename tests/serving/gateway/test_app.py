@@ -16,7 +16,7 @@ from serve_app.request import PriorityClass, Usage
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.request.prefix import PrefixSettings, engine_salt
 
-from .builders import MODEL, TOKEN, Engine, FakeDispatcher, chat, gateway, replies, serving
+from .builders import MODEL, TOKEN, Engine, FakeDispatcher, chat, gateway, refusal, replies, serving
 from .conftest import Stage, staged
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
@@ -187,7 +187,7 @@ async def test_a_key_holds_for_the_class_of_the_priority_field_too() -> None:
     async with staged(Engine(), dispatcher, gateway(dispatcher, keys=(key,))) as stage:
         bearer = {"authorization": "Bearer k"}
         answer = await stage.http.post(CHAT, json=chat(priority=-1), headers=bearer)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (401, "priority")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (403, "priority")
     assert not dispatcher.submissions
 
 
@@ -415,3 +415,26 @@ async def test_tenants_that_are_kept_apart_share_neither_hashes_nor_blocks_of_an
         assert first == again != other
         salts = [json.loads(sent)["cache_salt"] for sent in stage.engine.bodies]
         assert salts == [engine_salt(tenant, "of the client") for tenant in ("a", "b", "a")]
+
+
+async def test_who_is_not_known_gets_401_and_who_may_not_403() -> None:
+    dispatcher = FakeDispatcher([1])
+    key = ApiKey(tenant="t", key="k", allowed_classes=(PriorityClass.DEFAULT,))
+    async with staged(Engine(), dispatcher, gateway(dispatcher, keys=(key,))) as stage:
+        unknown = await stage.http.post(CHAT, json=chat())
+        assert (unknown.status_code, unknown.headers["www-authenticate"]) == (401, "Bearer")
+        known = {"authorization": "Bearer k"}
+        denied = await stage.http.post(CHAT, json=chat(), headers={**known, "x-priority": "batch"})
+        assert (denied.status_code, denied.json()["error"]["code"]) == (403, "not_allowed")
+        assert "www-authenticate" not in denied.headers
+
+
+async def test_a_long_error_is_cut_in_the_log(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    answer = await stage.http.post(CHAT, json=chat(service_tier="x" * 10_000, model="y" * 10_000))
+    assert answer.status_code in (400, 404)
+    stage.dispatcher.script.append(refusal(Outcome.REJECTED_INVALID, "z" * 10_000))
+    assert len((await stage.http.post(CHAT, json=chat())).json()["error"]["message"]) == 10_000
+    lines = [each.getMessage() for each in caplog.records if "event=concluded" in each.getMessage()]
+    assert len(lines) == 2
+    assert max(map(len, lines)) < 1_000

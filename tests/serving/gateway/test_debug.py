@@ -81,7 +81,7 @@ async def test_admins_freeze_and_thaw_every_tuner() -> None:
     app = Gateway(settings, dispatchers, "gw", {name: views(name) for name in "ab"})
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
         admin, other = ({"authorization": f"Bearer {key}"} for key in ("k1", "k2"))
-        assert (await http.post("/debug/tuner/freeze", headers=other)).status_code == 401
+        assert (await http.post("/debug/tuner/freeze", headers=other)).status_code == 403
         assert heard == []
         (said, _) = (await http.post("/debug/tuner/freeze", headers=admin)).json()["models"]
         assert "no others are tried until POST /debug/tuner/thaw" in said["message"]

@@ -10,7 +10,7 @@ import pytest
 from serve_app.errors import SettingsError
 from serve_app.launch.terminal.live_view import LiveView
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.auth import ApiKey
+from serve_app.serving.gateway.keys.settings import ApiKey
 from serve_app.serving.gateway.metrics_endpoint import MetricsKey
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from tests.serving.channel.harness import FAST, Simulation, scheduler_settings

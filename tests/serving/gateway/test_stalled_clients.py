@@ -168,3 +168,26 @@ async def _call(stage: Stage, send: Any, path: str = CHAT) -> None:
     method = "POST" if path == CHAT else "GET"
     scope = {"type": "http", "method": method, "path": path, "headers": []}
     await stage.gateway(scope, receive, send)
+
+
+async def test_a_client_that_does_not_read_its_comments_gets_no_answer_either() -> None:
+    engine = Engine()
+    async with serving(engine) as port:
+        dispatcher = FakeDispatcher([port])
+        dispatcher.gate.clear()
+        upstream = UpstreamSettings(stalled_client_timeout_s=0.3)
+        app = gateway(dispatcher, upstream=upstream, queued_comment_s=0.05)
+        async with staged(engine, dispatcher, app) as stage:
+            blocked: list[Any] = []
+
+            async def send(message: Any) -> None:
+                blocked.append(message)
+                await asyncio.sleep(3_600)
+
+            task = asyncio.create_task(_call(stage, send))
+            await eventually(lambda: blocked)
+            await asyncio.sleep(0.8)
+            dispatcher.gate.set()
+            await asyncio.wait_for(task, 10)
+            assert dispatcher.outcomes() == [Outcome.CANCELLED]
+            assert len(blocked) == 1

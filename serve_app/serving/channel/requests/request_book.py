@@ -4,9 +4,10 @@ import asyncio
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Self
 
 from serve_app.errors import ChannelError
-from serve_app.request import PriorityClass, Request
+from serve_app.request import PriorityClass, Request, Submission, Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import Granted, Message, Running, Submit
@@ -40,6 +41,20 @@ class GatewaySession:
             self.mentioned.add(request_id)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRequest:
+    """A request that ended in an engine.
+
+    Attributes:
+        model: the name that its client used.
+        usage: as the engine counted it; None when it did not say.
+    """
+
+    key_id: str
+    model: str
+    usage: Usage | None
+
+
 @dataclass(slots=True, eq=False)
 class GatewayRequest:
     """One request.
@@ -50,6 +65,9 @@ class GatewayRequest:
         replica_id: where it runs; None while it waits.
         started: its answer has begun.
         granted_at: when it was granted, or found to run.
+        key_id: of its API key; empty when it came with none.
+        model: the name that its client used.
+        usage: what the engine counted, once it is over.
     """
 
     gateway: GatewaySession
@@ -59,6 +77,21 @@ class GatewayRequest:
     replica_id: str | None = None
     started: bool = False
     granted_at: float = 0.0
+    key_id: str = ""
+    model: str = ""
+    usage: Usage | None = None
+
+    @classmethod
+    def of(cls, gateway: GatewaySession, submission: Submission, grants: int) -> Self:
+        """The record of a request that a gateway tells of."""
+        key_id = submission.key.key_id if submission.key is not None else ""
+        return cls(gateway, submission.priority, grants, key_id=key_id, model=submission.spec.model)
+
+    def ended(self) -> EndedRequest | None:
+        """Its line for the ledger of usage; None when it came with no key, or ended before it ran."""
+        if not self.key_id or not self.runs:
+            return None
+        return EndedRequest(key_id=self.key_id, model=self.model, usage=self.usage)
 
     @property
     def runs(self) -> bool:

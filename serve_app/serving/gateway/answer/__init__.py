@@ -2,5 +2,6 @@
 
 `engine_answer` decides whether an answer may pass or the request is retried, `engine_error` brings errors
 into OpenAI's shape, `sse` watches streams, `usage` reads token counts, `responses` writes the gateway's own
-errors, `disconnect` notices clients that leave.
+errors, `disconnect` notices clients that leave, `stalls` those that stop reading, and `assembly` makes one
+answer of a stream.
 """

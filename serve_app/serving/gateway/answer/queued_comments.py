@@ -8,6 +8,7 @@ yet. So the first comes only after an interval in which most requests are dispat
 import asyncio
 
 from serve_app.engines.engine import Send
+from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.responses import HeaderList
 
 _COMMENT = b": queued\n\n"
@@ -64,7 +65,7 @@ class QueuedComments:
                 headers = [*_HEADERS, *self._headers]
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
-        except OSError:
+        except (OSError, ClientGone):
             # The client has gone; its request's watch hears of it.
             return
         if self._timer is not None:

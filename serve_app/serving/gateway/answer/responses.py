@@ -7,6 +7,8 @@ import msgspec
 
 from serve_app.engines.engine import Send
 from serve_app.errors import HTTP_STATUS, Outcome, ServeAppError
+from serve_app.rate_limits import RateLimitStatus
+from serve_app.serving.gateway.answer.rate_limit_headers import rate_limit_headers
 
 HeaderList = list[tuple[bytes, bytes]]
 
@@ -14,6 +16,9 @@ JSON_TYPE = (b"content-type", b"application/json")
 
 # Of requests that are refused or cut because the application stops.
 STOPPING_CODE = "shutting_down"
+
+# Of a caller who is known and may not do this: 403, where 401 says that the caller is not known.
+NOT_ALLOWED_CODE = "not_allowed"
 
 # OpenAI's own words where it has one; SDKs turn statuses and codes into exception classes.
 _TYPE_AND_CODE: dict[Outcome, tuple[str, str | None]] = {
@@ -44,6 +49,7 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, 
         code: replaces the outcome's own code.
         status: replaces the outcome's own HTTP status (404 and 405 of paths that do not exist).
         retry_after_s: when a new try is worth while.
+        rate_limits: how the limits of the request's key stand.
         may_retry: whether clients should try again at all, for those that ask (OpenAI's SDKs do).
     """
 
@@ -64,8 +70,9 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, 
         self.message = message
         self.param = param
         self.code = code
-        self.status = status or HTTP_STATUS[outcome]
+        self.status = status or (403 if code == NOT_ALLOWED_CODE else HTTP_STATUS[outcome])
         self.retry_after_s = retry_after_s
+        self.rate_limits: RateLimitStatus | None = None
 
     def body(self) -> bytes:
         """The error in OpenAI's shape."""
@@ -74,16 +81,27 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, 
         return _encoder.encode({"error": detail})
 
     def headers(self) -> HeaderList:
-        """Retry-After in whole seconds and in milliseconds, when there is one; or that there is no point."""
+        """How to send a key, how limits stand, and when to come again, or that there is no point in it."""
+        if self.status == 401:
+            return [(b"www-authenticate", b"Bearer")]
         if not self.may_retry:
             return [(b"x-should-retry", b"false")]
+        limits = rate_limit_headers(self.rate_limits)
         if self.retry_after_s is None:
-            return []
+            return limits
         wait_s = max(self.retry_after_s, 0.0)
         return [
+            *limits,
             (b"retry-after", b"%d" % max(1, math.ceil(wait_s))),
             (b"retry-after-ms", b"%d" % max(1, math.ceil(wait_s * 1000))),
         ]
+
+
+class ForbiddenError(RequestRefused):
+    """Whoever calls is known, and may not do this: 403, where 401 asks for another key."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(Outcome.REJECTED_UNAUTHORISED, message, param=param, code=NOT_ALLOWED_CODE)
 
 
 class EngineTimedOut(RequestRefused):

@@ -30,12 +30,15 @@ class TimedSend:
 
     async def __call__(self, message: Message) -> None:
         """Send one message."""
+        if self._stalled:
+            # A comment that was sent beside the request was the one that nobody read.
+            raise self._gone()
         self._task, self.since = asyncio.current_task(), self._watch.ticks
         try:
             await self._send(message)
         except asyncio.CancelledError:
             if self._stalled and self._task is not None and self._task.uncancel() == 0:
-                raise ClientGone(f"the client has read nothing for {self._watch.timeout_s} s") from None
+                raise self._gone() from None
             raise
         finally:
             self.since = None
@@ -45,6 +48,9 @@ class TimedSend:
         if self._task is not None and not self._stalled:
             self._stalled = True
             self._task.cancel()
+
+    def _gone(self) -> ClientGone:
+        return ClientGone(f"the client has read nothing for {self._watch.timeout_s} s")
 
 
 class StallWatch:

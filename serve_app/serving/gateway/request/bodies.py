@@ -83,6 +83,18 @@ class GenerationFields(BodyFields):
 
     stream: bool | None = None
     cache_salt: str | None = None
+    # What engines refuse or leave out in streams.
+    prompt_logprobs: msgspec.Raw = ABSENT
+    use_beam_search: msgspec.Raw = ABSENT
+    best_of: msgspec.Raw = ABSENT
+    kv_transfer_params: msgspec.Raw = ABSENT
+    return_token_ids: msgspec.Raw = ABSENT
+
+    @property
+    def may_be_assembled(self) -> bool:
+        """Whether a stream of its answer says as much as the answer in one piece."""
+        others = (self.use_beam_search, self.best_of, self.kv_transfer_params, self.return_token_ids)
+        return self.prompt_logprobs is ABSENT and all(field is ABSENT for field in others)
 
 
 class ChatFields(GenerationFields, kw_only=True):
@@ -97,6 +109,14 @@ class ChatFields(GenerationFields, kw_only=True):
     functions: msgspec.Raw = ABSENT
     documents: msgspec.Raw = ABSENT
     response_format: msgspec.Raw = ABSENT
+    audio: msgspec.Raw = ABSENT
+    modalities: msgspec.Raw = ABSENT
+
+    @property
+    def may_be_assembled(self) -> bool:
+        """As below; tool calls are read out of a stream otherwise than out of a finished text."""
+        others = (self.tools, self.functions, self.audio, self.modalities)
+        return super().may_be_assembled and all(field is ABSENT for field in others)
 
 
 # Texts, or token ids: of one prompt, or of several.
@@ -122,6 +142,7 @@ class ResponsesFields(GenerationFields, kw_only=True):
     instructions: str | None = None
     max_output_tokens: TokenLimit | None = None
     background: bool | None = None
+    previous_response_id: str | None = None
     tools: msgspec.Raw = ABSENT
     text: msgspec.Raw = ABSENT
 

@@ -8,6 +8,7 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.scheduling.commands import Dispatch
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
+from serve_app.serving.gateway.answer.rate_limit_headers import RATE_LIMIT_HEADERS, rate_limit_headers
 from serve_app.serving.gateway.answer.responses import HeaderList, RequestRefused
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 
@@ -36,6 +37,8 @@ _FORWARDED = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate
 # The server in front writes its own date and server; the length is written anew with the body.
 _NOT_RETURNED = _HOP_BY_HOP | {
     *(b"content-length", b"date", b"server", b"x-request-id"),
+    # An engine's limits are those of the gateway's own key there.
+    *(name.encode() for name in RATE_LIMIT_HEADERS),
     # vLLM lets every page in unless it is told otherwise; here `gateway.cors` decides.
     *(b"access-control-allow-origin", b"access-control-allow-credentials", b"access-control-expose-headers"),
 }
@@ -188,6 +191,7 @@ def describing(dispatch: Dispatch) -> HeaderList:
         (b"x-replica", dispatch.replica_id.encode("latin-1", "replace")),
         (b"x-length-queue", dispatch.length_queue.encode("latin-1", "replace")),
         (b"x-estimated-tokens", b"%d" % dispatch.estimated_tokens),
+        *rate_limit_headers(dispatch.rate_limits),
     ]
 
 

@@ -41,6 +41,7 @@ class ParsedBody:
         spec: what it asks of an engine.
         asks_usage: this endpoint's streams give usage only on demand.
         shows_usage: the client asked for that usage itself, so it is not hidden from it.
+        may_be_assembled: the client wants the answer in one piece, and a stream of it would say as much.
         has_stream_options: the body carries `stream_options`, which must be kept.
         priority: vLLM's field, lower is sooner; None when the body has none.
         user: the end user that the body names.
@@ -50,6 +51,7 @@ class ParsedBody:
     spec: RequestSpec
     asks_usage: bool = False
     shows_usage: bool = False
+    may_be_assembled: bool = False
     has_stream_options: bool = False
     service_tier: str | None = None
     priority: int | None = None
@@ -64,7 +66,8 @@ class BodyParser:
     """Parses the bodies of one endpoint."""
 
     def __init__(self, body_type: type[BodyFields], read: Callable[[Any], ParsedBody]) -> None:
-        self._decoder = msgspec.json.Decoder(body_type)
+        # Not strict, as vLLM is not: it takes 5.0 and "5" for 5, and "true" for true.
+        self._decoder = msgspec.json.Decoder(body_type, strict=False)
         self._body_type = body_type
         self._read = read
 
@@ -152,6 +155,7 @@ def _chat(body: ChatFields) -> ParsedBody:
         ),
         asks_usage=True,
         shows_usage=options is not None and bool(options.include_usage),
+        may_be_assembled=not body.stream and options is None and body.may_be_assembled,
         has_stream_options=options is not None,
         service_tier=body.service_tier,
         priority=body.priority,
@@ -177,6 +181,7 @@ def _completion(body: CompletionFields) -> ParsedBody:
         ),
         asks_usage=True,
         shows_usage=options is not None and bool(options.include_usage),
+        may_be_assembled=not body.stream and options is None and body.may_be_assembled,
         has_stream_options=options is not None,
         service_tier=body.service_tier,
         priority=body.priority,
@@ -191,6 +196,13 @@ def _responses(body: ResponsesFields) -> ParsedBody:
             Outcome.REJECTED_INVALID,
             "background responses cannot be fetched again through this gateway: leave `background` out",
             param="background",
+        )
+    if body.previous_response_id:
+        raise RequestRefused(
+            Outcome.REJECTED_INVALID,
+            "previous_response_id names an answer that one engine has kept, and requests go to any: send the "
+            "whole conversation as `input`",
+            param="previous_response_id",
         )
     return ParsedBody(
         spec=RequestSpec(

@@ -3,20 +3,25 @@
 import asyncio
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Submission
 from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.auth import Caller, Keyring
 from serve_app.serving.gateway.forward import ForwardJob
+from serve_app.serving.gateway.keys.caller import Caller
+from serve_app.serving.gateway.keys.file_keys import FileKeys
+from serve_app.serving.gateway.keys.keyring import Keyring
 from serve_app.serving.gateway.request import headers as heads
 from serve_app.serving.gateway.request.held_bodies import BodyBudget, HeldBody
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.parse import PARSERS, ParsedBody
 from serve_app.serving.gateway.request.prefix import NO_OPENING, PrefixSettings, engine_salt, prefix_hashes
 from serve_app.serving.gateway.request.splice import (
+    AS_STREAM,
     NO_PRIORITY,
     append_fields,
     priority_field,
@@ -40,7 +45,8 @@ class RequestReader:
 
     def __init__(self, settings: GatewaySettings, gateway_id: str) -> None:
         self._settings = settings
-        self._keyring = Keyring(settings.keys)
+        file_keys = FileKeys(Path(settings.keys_file)) if settings.keys_file is not None else None
+        self._keyring = Keyring(settings.keys, file_keys=file_keys)
         self._models = {model.name for model in settings.models}
         self._gateway_id = gateway_id
         self._numbers = itertools.count(1)
@@ -148,16 +154,22 @@ class RequestReader:
     def close(self) -> None:
         """End the threads for large bodies."""
         self._large_bodies.shutdown(wait=False, cancel_futures=True)
+        self._keyring.close()
 
     def _job_of(self, incoming: IncomingRequest, caller: Caller, held: HeldBody) -> ForwardJob:
         """Check a body, and make the job of it; also called on a thread of its own."""
         body = held.data
         check_structure(body)
         parsed = PARSERS[incoming.path].parse(body)
-        self.check_model(parsed.spec.model)
+        self.check_model(parsed.spec.model, caller)
         settings = self._settings.prefix
         submission = _submission(incoming, caller, parsed, settings)
         fields = _fields(parsed, body)
+        assembles = self._settings.assemble_answers and parsed.may_be_assembled
+        if assembles:
+            fields.append(AS_STREAM)
+            # To the scheduler it is a stream: its first token is heard.
+            submission = replace(submission, spec=replace(submission.spec, streamed=True))
         if settings.per_tenant and parsed.opening is not NO_OPENING:
             fields.append(salt_field(engine_salt(submission.tenant, parsed.opening.salt)))
         held.data = append_fields(body, fields)
@@ -167,6 +179,7 @@ class RequestReader:
             forwarded=self.forwarded(incoming),
             body=held,
             hide_usage=parsed.asks_usage and not parsed.shows_usage,
+            assembles=assembles,
         )
 
     def forwarded(self, incoming: IncomingRequest) -> bytes:
@@ -177,18 +190,20 @@ class RequestReader:
         """
         return heads.forwarded(incoming.scope["headers"], incoming.headers)
 
-    def check_model(self, model: str) -> None:
-        """Refuse a model that is not served.
+    def check_model(self, model: str, caller: Caller) -> None:
+        """Refuse a model that is not served, or not to this caller.
 
         Raises:
-            RequestRefused: it is not.
+            RequestRefused: it is not; says which ones are, of those that the caller may use.
         """
         if model not in self._models:
+            served = ", ".join(sorted(filter(caller.may_use, self._models)))
             raise RequestRefused(
                 Outcome.REJECTED_UNKNOWN_MODEL,
-                f"the model {model[:100]!r} is not served here; models: {', '.join(sorted(self._models))}",
+                f"the model {model[:100]!r} is not served here; models: {served}",
                 param="model",
             )
+        caller.check_model(model)
 
 
 def _fields(parsed: ParsedBody, body: bytes) -> list[bytes]:
@@ -212,6 +227,7 @@ def _submission(
         request_id=incoming.request_id,
         spec=parsed.spec,
         tenant=tenant,
+        key=caller.terms(tenant),
         priority=_priority(headers.get(b"x-priority"), caller, parsed),
         queue_timeout_s=heads.queue_timeout_s(headers.get(b"x-queue-timeout-s")),
         no_wait=heads.no_wait(headers.get(b"x-queue")),

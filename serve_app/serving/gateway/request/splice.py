@@ -18,19 +18,29 @@ NO_PRIORITY = 0
 _WITH_USAGE = b'"stream_options":{"include_usage":true}'
 
 
+# Makes a stream of an answer that was wanted in one piece, for the gateway to assemble.
+AS_STREAM = b'"stream":true,' + _WITH_USAGE
+
+
 class _OptionsOnly(msgspec.Struct):
-    stream_options: dict[str, Any] | None = None
+    stream_options: dict[str, msgspec.Raw] | None = None
 
 
 _options_decoder = msgspec.json.Decoder(_OptionsOnly)
 
 
 def usage_field(body: bytes, *, has_stream_options: bool) -> bytes:
-    """The field that asks an engine for a stream's usage; keeps the client's other stream options."""
+    """The field that asks an engine for a stream's usage; keeps the client's other stream options.
+
+    But for `continuous_usage_stats`: without `include_usage`, which the client left out, it does nothing, and
+    with it every event would carry usage that nobody asked for.
+    """
     if not has_stream_options:
         return _WITH_USAGE
     options = _options_decoder.decode(body).stream_options or {}
-    return b'"stream_options":' + msgspec.json.encode({**options, "include_usage": True})
+    options.pop("continuous_usage_stats", None)
+    wanted: dict[str, Any] = {**options, "include_usage": True}
+    return b'"stream_options":' + msgspec.json.encode(wanted)
 
 
 def priority_field(value: int) -> bytes:

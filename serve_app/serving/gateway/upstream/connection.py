@@ -26,6 +26,7 @@ _SLICE_BYTES = 256 * 1024
 # A kept connection that the replica was just closing breaks within a round trip of our writing to it. One
 # that breaks later was at work on the request, and took it down with it.
 _STALE_WINDOW_S = 0.5
+_LOWEST_STATUS = 100
 _NO_BODY_STATUSES = frozenset({204, 304})
 
 
@@ -245,6 +246,9 @@ class UpstreamConnection(asyncio.Protocol):
         if self._informational:
             # 100 Continue and 103 Early Hints announce the answer, they are not it.
             response.headers.clear()
+            return
+        if status < _LOWEST_STATUS:
+            self.fail(f"the replica's answer has the status {status:03}, which no answer has")
             return
         if not _states_its_length(status, response):
             self.fail("the replica's answer states no length, so its end could not be told from a cut")

@@ -13,6 +13,7 @@ from serve_app.serving.gateway.upstream.response import (
     UpstreamError,
     UpstreamResponse,
 )
+from serve_app.serving.tls import Tls, connect
 from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, settings
 
 Address = tuple[str, int]
@@ -50,7 +51,8 @@ class UpstreamPool:
         stale_retries: requests that met a kept connection closed by its replica and went out on a new one.
     """
 
-    def __init__(self, settings: UpstreamSettings) -> None:
+    def __init__(self, settings: UpstreamSettings, tls: Tls | None = None) -> None:
+        self._tls = tls
         self.connects = 0
         self.stale_retries = 0
         self._settings = settings
@@ -132,7 +134,7 @@ class UpstreamPool:
         connection = UpstreamConnection(self, address)
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
-                transport, _ = await loop.create_connection(lambda: connection, host, port)
+                transport, _ = await connect(lambda: connection, host, port, self._tls)
         except TimeoutError as exc:
             message = f"replica {host}:{port} accepted no connection in {self._settings.connect_timeout_s} s"
             raise UpstreamError(DispatchFailure.UNREACHABLE, message) from exc

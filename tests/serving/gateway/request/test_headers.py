@@ -7,7 +7,8 @@ import pytest
 from serve_app.request import PriorityClass
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.auth import ApiKey, Caller
+from serve_app.serving.gateway.keys.caller import Caller
+from serve_app.serving.gateway.keys.settings import ApiKey
 from serve_app.serving.gateway.request import headers
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 
@@ -56,7 +57,7 @@ def test_the_class_comes_from_the_header_or_the_service_tier_or_vllms_priority(
 
 def test_a_request_that_names_no_class_has_that_of_its_key() -> None:
     batch = (PriorityClass.BATCH,)
-    caller = Caller(ApiKey(tenant="a", key="k", default_class=batch[0], allowed_classes=batch))
+    caller = Caller(ApiKey(tenant="a", key="k", default_class=batch[0], allowed_classes=batch).permissions)
     assert {class_of(None, "auto", 0, caller), class_of(None, None, 3, caller)} == set(batch)
     with pytest.raises(RequestRefused, match=r"class interactive \(priority\); it may use: batch"):
         class_of(None, None, -1, caller)

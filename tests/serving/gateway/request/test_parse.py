@@ -174,7 +174,7 @@ def test_of_a_key_given_twice_the_last_counts_as_in_the_engine() -> None:
         (RESPONSES, b'{"model":"m","input":"x","background":true}', "background", "leave `background` out"),
         (
             CHAT,
-            b'{"model":"m","messages":[],"max_tokens":"9"}',
+            b'{"model":"m","messages":[],"max_tokens":"many"}',
             "max_tokens",
             "expected `int | null`, got `str`",
         ),
@@ -205,3 +205,17 @@ def test_the_model_alone_can_be_read() -> None:
     assert parse_model(b'{"prompt": 5, "model": "m"}') == "m"
     with pytest.raises(RequestRefused, match="model is missing"):
         parse_model(b"{}")
+
+
+def test_values_that_vllm_coerces_are_taken() -> None:
+    spec = parse(CHAT, messages=[], max_tokens=5.0, n="2", stream="true").spec
+    assert (spec.max_output_tokens, spec.choices, spec.streamed) == (5, 2, True)
+    with pytest.raises(RequestRefused, match="max_tokens"):
+        parse(CHAT, messages=[], max_tokens=5.5)
+
+
+def test_an_answer_that_another_engine_may_have_kept_is_not_referred_to() -> None:
+    with pytest.raises(RequestRefused, match="previous_response_id") as refused:
+        parse(RESPONSES, input="go on", previous_response_id="resp_1")
+    assert refused.value.param == "previous_response_id"
+    assert parse(RESPONSES, input="go on", previous_response_id=None).spec.model == "m"

@@ -33,6 +33,7 @@ def test_a_splice_equals_a_merge_of_the_parsed_bodies(
     field = usage_field(written, has_stream_options=has_options)
     spliced = json.loads(append_fields(written, [field, priority_field(2)]))
     merged_options = {**(given_options or {} if named else {}), "include_usage": True}
+    merged_options.pop("continuous_usage_stats", None)
     assert spliced == {**body, "stream_options": merged_options, "priority": 2}
 
 
@@ -60,3 +61,9 @@ def test_a_priority_replaces_the_clients_own(body: dict[str, Any], own: int | No
 def test_what_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(RequestRefused, match="one JSON object"):
         append_fields(body, [priority_field(0)])
+
+
+def test_continuous_usage_that_was_switched_off_stays_off() -> None:
+    body = b'{"stream_options":{"continuous_usage_stats":true,"other":[1]}}'
+    field = json.loads(b"{" + usage_field(body, has_stream_options=True) + b"}")
+    assert field == {"stream_options": {"other": [1], "include_usage": True}}

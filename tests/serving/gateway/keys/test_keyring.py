@@ -8,7 +8,8 @@ import pytest
 from serve_app.errors import SettingsError
 from serve_app.request import PriorityClass
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.auth import ApiKey, Keyring
+from serve_app.serving.gateway.keys.keyring import Keyring
+from serve_app.serving.gateway.keys.settings import ApiKey
 
 
 def test_without_keys_everyone_comes_in_and_names_its_tenant() -> None:

@@ -1,0 +1,133 @@
+"""The ledger of usage: requests and tokens of every API key, for each model name and day in UTC.
+
+It counts requests that ended in an engine, with the tokens that the engine counted. A day's lines do not
+change once it is over, so a copy for the store copies today's lines alone. The ledger outlives the scheduler
+that counts into it, by the saved state. A scheduler that is killed loses what was counted since the last
+save.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+
+from serve_app.request import Usage
+from serve_app.routing.snapshot import section
+from serve_app.serving.channel.requests.request_book import EndedRequest
+
+USAGE_KIND = "usage"
+
+# A quarter, with which a bill can be settled; older days leave the ledger.
+_KEPT_DAYS = 92
+# Keys with metrics of their own; further ones are added up.
+_MOST_LABELS = 1_000
+_OTHERS = "other"
+
+# Requests, prompt tokens, cached tokens, generated tokens.
+_Figures = list[int]
+_NOTHING = (0, 0, 0, 0)
+_Day = dict[str, dict[str, _Figures]]
+
+
+class UsageLedger:
+    """What was used with each key.
+
+    Args:
+        model: label of the metrics.
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, model: str, clock: Callable[[], float] = time.time) -> None:
+        self._model, self._clock = model, clock
+        self._days: dict[str, _Day] = {}
+        self._labelled: set[str] = set()
+        self._registry = CollectorRegistry()
+        labels, registry = ("model", "key"), self._registry
+        text = "Requests that ended in an engine, by API key."
+        self._requests = Counter("ewsjf_key_requests", text, labels, registry=registry)
+        text = "Tokens as the engines counted them, by API key."
+        self._tokens = Counter("ewsjf_key_tokens", text, (*labels, "kind"), registry=registry)
+
+    def __repr__(self) -> str:
+        return f"<UsageLedger {self._model} days={len(self._days)}>"
+
+    def add(self, ended: EndedRequest) -> None:
+        """Count a request."""
+        usage = ended.usage or Usage(prompt_tokens=0, output_tokens=0)
+        counted = (1, usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
+        figures = self._today().setdefault(ended.key_id, {}).setdefault(ended.model, [0, 0, 0, 0])
+        for index, amount in enumerate(counted):
+            figures[index] += amount
+        label = self._label(ended.key_id)
+        self._requests.labels(self._model, label).inc()
+        for kind, amount in zip(("prompt", "cached", "generated"), counted[1:], strict=True):
+            self._tokens.labels(self._model, label, kind).inc(amount)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every line, the oldest day first."""
+        names = ("requests", "prompt_tokens", "cached_tokens", "generated_tokens")
+        return [
+            {"day": day, "key": key_id, "model": model, **dict(zip(names, figures, strict=True))}
+            for day, key_id, model, figures in self._lines()
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values that later requests do not change."""
+        days: dict[str, Any] = dict(self._days)
+        if days:
+            last = max(days)
+            days[last] = {
+                key_id: {model: list(figures) for model, figures in models.items()}
+                for key_id, models in days[last].items()
+            }
+        return {"days": days}
+
+    def add_stored(self, document: Mapping[str, Any]) -> None:
+        """Add what `state` returned, in another process.
+
+        Raises:
+            ValueError: it is no such state; nothing has been added.
+        """
+        days: dict[str, Any] = dict(section(document, "days"))
+        stored = [
+            (day, key_id, model, figures)
+            for day, keys in days.items()
+            for key_id, models in keys.items()
+            for model, figures in models.items()
+        ]
+        for day, key_id, _, figures in stored:
+            if len(figures) != 4 or not all(isinstance(each, int) and each >= 0 for each in figures):
+                raise ValueError(f"usage of {key_id} on {day} must be four counts, got {figures}")
+        for day, key_id, model, figures in stored:
+            models = self._days.setdefault(day, {}).setdefault(key_id, {})
+            # New lists: a day that was handed out as state does not change.
+            models[model] = [sum(pair) for pair in zip(models.get(model, _NOTHING), figures, strict=True)]
+
+    def exposition(self) -> str:
+        """What was counted since the start of this process, in the Prometheus text format."""
+        return generate_latest(self._registry).decode()
+
+    def _lines(self) -> Iterator[tuple[str, str, str, _Figures]]:
+        for day in sorted(self._days):
+            for key_id, models in self._days[day].items():
+                for model, figures in models.items():
+                    yield day, key_id, model, figures
+
+    def _today(self) -> _Day:
+        # A clock that was set back goes on with the last day: those before it do not change any more.
+        day = max(time.strftime("%Y-%m-%d", time.gmtime(self._clock())), max(self._days, default=""))
+        found = self._days.get(day)
+        if found is None:
+            found = self._days[day] = {}
+            for old in sorted(self._days)[:-_KEPT_DAYS]:
+                del self._days[old]
+        return found
+
+    def _label(self, key_id: str) -> str:
+        if key_id in self._labelled:
+            return key_id
+        if len(self._labelled) >= _MOST_LABELS:
+            return _OTHERS
+        self._labelled.add(key_id)
+        return key_id

@@ -1,0 +1,75 @@
+"""A certificate authority of the tests' own, and the certificates that it signs."""
+
+import datetime as dt
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from serve_app.serving.tls import TlsSettings
+
+_DAY = dt.timedelta(days=1)
+
+
+class Authority:
+    """Signs certificates, and writes what a process needs of them into a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _named("authority")
+        certificate = self._signed(self._name, self._key, x509.BasicConstraints(ca=True, path_length=None))
+        self._ca = _written(folder / "ca.pem", certificate.public_bytes(serialization.Encoding.PEM))
+
+    def process(self, name: str = "ewsjf.internal", expected: str | None = None) -> TlsSettings:
+        """The files of one process.
+
+        Args:
+            name: what its certificate says.
+            expected: what it asks of others.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = self._signed(_named(name), key, x509.SubjectAlternativeName([x509.DNSName(name)]))
+        secret = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        return TlsSettings(
+            ca=self._ca,
+            certificate=_written(
+                self._folder / f"{name}.pem", certificate.public_bytes(serialization.Encoding.PEM)
+            ),
+            key=_written(self._folder / f"{name}.key", secret),
+            name=expected,
+        )
+
+    def _signed(
+        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType
+    ) -> x509.Certificate:
+        now = dt.datetime.now(dt.UTC)
+        identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - _DAY)
+            .not_valid_after(now + _DAY)
+            .add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
+            .add_extension(identifier, critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _written(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    return str(path)

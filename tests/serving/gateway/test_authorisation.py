@@ -1,0 +1,165 @@
+"""Who may do what: every endpoint and every kind of key, over HTTP."""
+
+from collections.abc import AsyncIterator, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.access import ADMIN_KEY_VARIABLE
+from serve_app.api_keys.file import changed_keys
+from serve_app.request import PriorityClass
+from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway.app import SchedulerViews
+from serve_app.serving.gateway.request.parse import PARSERS
+from tests.api_keys.test_file import record
+
+from .builders import MODEL, Engine, FakeDispatcher, serving
+
+PAST = datetime.now(UTC) - timedelta(days=1)
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "expired": {"expires_at": PAST},
+    "revoked": {"revoked_at": PAST},
+    "other model": {"models": ("other",)},
+    "lower class": {"highest_class": PriorityClass.BATCH},
+    "may act": {"may_act_for_tenants": True},
+    "admin": {"admin": True},
+}
+EVERYBODY = ("none", "unknown", *KINDS, "written", "own admin")
+NOBODY_YET = dict.fromkeys(("none", "unknown", "expired", "revoked"), 401)
+
+PROMPT: dict[str, Any] = {"model": MODEL, "prompt": "hello"}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]},
+    "/v1/completions": PROMPT,
+    "/v1/responses": {"model": MODEL, "input": "hello"},
+    "/v1/embeddings": {"model": MODEL, "input": "hello"},
+    "/tokenize": PROMPT,
+}
+ADMINS = {"admin": 200, "own admin": 200}
+# What each kind of key gets that is not 200, by endpoint.
+OPEN = ("/health", "/ready")
+DEBUG = {
+    "/debug/queue": "GET",
+    "/debug/status": "GET",
+    "/debug/usage": "GET",
+    "/debug/tuner": "GET",
+    "/debug/tuner/freeze": "POST",
+    "/debug/tuner/thaw": "POST",
+    "/metrics": "GET",
+}
+
+
+def expected(path: str, kind: str) -> int:
+    if path in OPEN:
+        return 200
+    if kind in NOBODY_YET:
+        return 401
+    if path in DEBUG:
+        return ADMINS.get(kind, 403)
+    if kind == "other model" and path != "/v1/models":
+        return 403
+    return 200
+
+
+class Door:
+    """A gateway, and a secret of each kind."""
+
+    def __init__(self, http: httpx.AsyncClient, secrets: Mapping[str, str]) -> None:
+        self.http, self.secrets = http, secrets
+
+    async def ask(self, path: str, kind: str, **headers: str) -> httpx.Response:
+        if kind in self.secrets:
+            headers["authorization"] = f"Bearer {self.secrets[kind]}"
+        if path in BODIES:
+            return await self.http.post(path, json=BODIES[path], headers=headers)
+        return await self.http.request(DEBUG.get(path, "GET"), path, headers=headers)
+
+
+@pytest.fixture
+async def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Door]:
+    monkeypatch.setenv(ADMIN_KEY_VARIABLE, "made-by-serve")
+    made = {kind: record(**fields) for kind, fields in KINDS.items()}
+    path = tmp_path / "keys.json"
+    changed_keys(path, lambda _: [found for found, _ in made.values()])
+    secrets = {kind: secret for kind, (_, secret) in made.items()}
+    secrets |= {"unknown": "sk-of-somewhere-else", "written": "k1", "own admin": "made-by-serve"}
+
+    async def view() -> dict[str, Any]:
+        return {"model": MODEL, "tuner": {}}
+
+    async def freeze(_: str) -> None:
+        return None
+
+    views = SchedulerViews(queue=view, status=view, freeze=freeze, usage=view)
+    async with serving(Engine()) as port:
+        dispatcher = FakeDispatcher([port])
+        names = (MODEL, "other")
+        settings = GatewaySettings(
+            models=tuple(ServedModel(name=name) for name in names),
+            keys=(ApiKey(tenant="t", key="k1"),),
+            keys_file=str(path),
+        )
+        app = Gateway(settings, dict.fromkeys(names, dispatcher), "gw", dict.fromkeys(names, views))
+        async with serving(app) as front, httpx.AsyncClient(timeout=30) as http:
+            http.base_url = httpx.URL(f"http://127.0.0.1:{front}")
+            yield Door(http, secrets)
+        app.close()
+
+
+def routes() -> list[str]:
+    return [*BODIES, "/v1/models", f"/v1/models/{MODEL}", *OPEN, *DEBUG]
+
+
+async def test_no_endpoint_is_left_out() -> None:
+    settings = GatewaySettings(models=(ServedModel(name=MODEL),))
+    app = Gateway(settings, {MODEL: FakeDispatcher([])}, "gw")
+    unlisted = set(app._routes) - set(routes())
+    app.close()
+    # Every path with a parser takes the same way in; those of one kind are asked once.
+    assert unlisted <= set(PARSERS)
+
+
+@pytest.mark.parametrize("kind", EVERYBODY)
+@pytest.mark.parametrize("path", routes())
+async def test_each_key_opens_what_it_should_and_nothing_else(door: Door, path: str, kind: str) -> None:
+    answer = await door.ask(path, kind)
+    assert answer.status_code == expected(path, kind), answer.text
+    if answer.status_code == 401:
+        assert answer.headers["www-authenticate"] == "Bearer"
+    if answer.status_code == 403:
+        assert answer.headers.get("www-authenticate") is None
+        assert "error" in answer.json()
+
+
+@pytest.mark.parametrize(("kind", "words"), [("expired", "has expired"), ("revoked", "was revoked")])
+async def test_an_ended_key_is_told_so(door: Door, kind: str, words: str) -> None:
+    assert words in (await door.ask("/v1/models", kind)).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "other model", "admin", "written"])
+async def test_each_key_sees_the_models_that_it_may_use(door: Door, kind: str) -> None:
+    listed = [model["id"] for model in (await door.ask("/v1/models", kind)).json()["data"]]
+    assert listed == (["other"] if kind == "other model" else [MODEL, "other"])
+
+
+@pytest.mark.parametrize("kind", EVERYBODY)
+@pytest.mark.parametrize("path", list(BODIES)[:4])
+async def test_no_key_sends_requests_above_its_class(door: Door, path: str, kind: str) -> None:
+    answer = await door.ask(path, kind, **{"x-priority": "interactive"})
+    assert answer.status_code == (403 if kind == "lower class" else expected(path, kind)), answer.text
+    answer = await door.ask(path, kind, **{"x-priority": "batch"})
+    assert answer.status_code == expected(path, kind), answer.text
+
+
+@pytest.mark.parametrize("kind", EVERYBODY)
+@pytest.mark.parametrize("path", list(BODIES)[:4])
+async def test_only_who_may_acts_for_another_tenant(door: Door, path: str, kind: str) -> None:
+    answer = await door.ask(path, kind, **{"x-tenant": "somebody-else"})
+    # The application's own admin key is no client's: it names tenants as callers without keys do.
+    allowed = {"may act", "own admin"}
+    wanted = expected(path, kind)
+    assert answer.status_code == (wanted if kind in allowed or wanted == 401 else 403), answer.text

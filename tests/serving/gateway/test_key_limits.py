@@ -1,0 +1,118 @@
+"""Limits of a key in front of a real scheduler, over HTTP and through two gateways."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.api_keys.file import changed_keys
+from serve_app.request import PriorityClass
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.serving.channel.replica_client import ReplicaClient
+from serve_app.serving.channel.scheduler_client import ReplicaAddress
+from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway.answer.rate_limit_headers import duration
+from tests.api_keys.test_file import record
+from tests.serving.channel.harness import FAST, Simulation, scheduler_settings, until
+
+from .builders import Engine, chat, serving
+
+LIMIT = 7
+
+
+class Stage:
+    """Two gateways of one model, with one scheduler and one engine behind them."""
+
+    def __init__(self, secret: str, clients: list[httpx.AsyncClient], engine: Engine) -> None:
+        self.secret, self.clients, self.engine = secret, clients, engine
+
+    async def ask(self, gateway: int, **changes: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {self.secret}"}
+        body = chat(model="m", **changes)
+        return await self.clients[gateway].post("/v1/chat/completions", json=body, headers=headers)
+
+
+@pytest.fixture
+def terms() -> dict[str, Any]:
+    return {"requests_per_minute": LIMIT, "tokens_per_minute": 1_000_000}
+
+
+@pytest.fixture
+async def stage(terms: dict[str, Any], tmp_path: Path) -> AsyncIterator[Stage]:
+    found, secret = record(**terms)
+    path = tmp_path / "keys.json"
+    changed_keys(path, lambda _: [found])
+    settings = GatewaySettings(models=(ServedModel(name="m"),), keys_file=str(path))
+    engine = Engine()
+    world = Simulation(scheduler_settings(), FAST)
+    await world.begin()
+    async with serving(engine) as engine_port:
+        spec = ReplicaSpec(
+            replica_id="s1", pool="short", max_model_len=10_000, kv_tokens=10**6, max_num_seqs=64
+        )
+        address = ReplicaAddress(replica_id="s1", pool="short", host="127.0.0.1", port=engine_port, token="t")
+
+        async def load() -> ReplicaReport:
+            return ReplicaReport(received=0, waiting=0, running=0, kv_usage_ratio=0.0)
+
+        replica = ReplicaClient(spec, address, world.locate_for_replica, load, FAST)
+        replica.start()
+        await until(lambda: world.reported("s1"), "the replica reports")
+        apps = [Gateway(settings, {"m": await world.gateway(name)}, name) for name in ("g1", "g2")]
+        async with serving(apps[0]) as first, serving(apps[1]) as second:
+            urls = [f"http://127.0.0.1:{port}" for port in (first, second)]
+            clients = [httpx.AsyncClient(base_url=url, timeout=30) for url in urls]
+            yield Stage(secret, clients, engine)
+            for client in clients:
+                await client.aclose()
+        for app in apps:
+            app.close()
+        await replica.close()
+        await world.close()
+
+
+async def test_two_gateways_together_let_exactly_the_limit_through(stage: Stage) -> None:
+    answers = await asyncio.gather(*(stage.ask(number % 2) for number in range(40)))
+    assert sorted(answer.status_code for answer in answers) == [200] * LIMIT + [429] * (40 - LIMIT)
+    assert len(stage.engine.bodies) == LIMIT
+    served = [answer for answer in answers if answer.status_code == 200]
+    remaining = {int(answer.headers["x-ratelimit-remaining-requests"]) for answer in served}
+    # As it stood at each grant; those that had to wait are granted when all have been counted.
+    assert remaining <= set(range(LIMIT))
+    assert min(remaining) == 0
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert f"limit of {LIMIT} requests per minute" in refused.json()["error"]["message"]
+    assert 1 <= int(refused.headers["retry-after"]) <= 61
+    assert refused.headers["x-ratelimit-limit-requests"] == str(LIMIT)
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert refused.headers["x-ratelimit-reset-requests"].endswith("s")
+
+
+async def test_streams_carry_the_same_headers(stage: Stage) -> None:
+    answer = await stage.ask(0, stream=True)
+    assert answer.headers["x-ratelimit-limit-tokens"] == "1000000"
+    assert 0 < int(answer.headers["x-ratelimit-remaining-tokens"]) < 1_000_000
+    assert answer.headers["x-ratelimit-remaining-requests"] == str(LIMIT - 1)
+
+
+@pytest.mark.parametrize("terms", [{"models": ("another",), "highest_class": PriorityClass.BATCH}])
+async def test_a_key_without_limits_has_no_such_headers_and_a_model_that_it_may_not_use_is_refused(
+    stage: Stage,
+) -> None:
+    answer = await stage.ask(0)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_allowed")
+    assert "it may use: another" in answer.json()["error"]["message"]
+    assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+    assert stage.engine.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, b"0s"), (0.25, b"250ms"), (12.34, b"12.4s"), (60.0, b"1m0s"), (60.91, b"1m1s"), (59.99, b"1m0s")],
+)
+def test_times_are_written_as_openai_does(seconds: float, text: bytes) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,156 @@
+"""The ledger of usage: what it counts, what it keeps, and what a restart leaves of it."""
+
+from pathlib import Path
+
+import pytest
+
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from serve_app.serving.channel.requests.request_book import EndedRequest
+from serve_app.serving.scheduler.kept_usage import KeptUsage
+from serve_app.serving.scheduler.usage_ledger import UsageLedger
+from tests.builders import key
+from tests.serving.channel.harness import FAST, Simulation, granted, refused, scheduler_settings, until
+
+DAY_S = 86_400.0
+
+
+def ended(
+    key_id: str = "k1", model: str = "m", prompt: int = 10, output: int = 5, cached: int = 2
+) -> EndedRequest:
+    usage = Usage(prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
+    return EndedRequest(key_id=key_id, model=model, usage=usage)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_it_adds_up_by_key_model_and_day() -> None:
+    clock = Clock()
+    ledger = UsageLedger("m", clock)
+    for each in (
+        ended(),
+        ended(),
+        ended("k2"),
+        ended(model="alias"),
+        EndedRequest(key_id="k1", model="m", usage=None),
+    ):
+        ledger.add(each)
+    clock.now = DAY_S
+    ledger.add(ended())
+    first = {"day": "1970-01-01", "key": "k1", "model": "m", "requests": 3, "prompt_tokens": 20}
+    assert ledger.rows()[0] == {**first, "cached_tokens": 4, "generated_tokens": 10}
+    assert [(row["day"], row["key"], row["model"]) for row in ledger.rows()] == [
+        ("1970-01-01", "k1", "m"),
+        ("1970-01-01", "k1", "alias"),
+        ("1970-01-01", "k2", "m"),
+        ("1970-01-02", "k1", "m"),
+    ]
+    assert 'ewsjf_key_tokens_total{key="k1",kind="prompt",model="m"} 40.0' in ledger.exposition()
+
+
+def test_a_state_that_was_taken_does_not_change_and_can_be_added_to_another_ledger() -> None:
+    ledger = UsageLedger("m", Clock())
+    ledger.add(ended())
+    state = ledger.state()
+    ledger.add(ended())
+    other = UsageLedger("m", Clock())
+    other.add(ended())
+    other.add_stored(state)
+    assert other.rows()[0]["requests"] == 2
+    assert state["days"]["1970-01-01"]["k1"]["m"] == [1, 10, 2, 5]
+
+
+@pytest.mark.parametrize("figures", [[1, 2, 3], [1, 2, 3, -1], [1, 2, 3, "4"]])
+def test_a_state_that_makes_no_sense_is_refused_as_a_whole(figures: list[object]) -> None:
+    ledger = UsageLedger("m", Clock())
+    good = [1, 1, 1, 1]
+    with pytest.raises(ValueError, match="must be four counts"):
+        ledger.add_stored({"days": {"1970-01-01": {"a": {"m": good}, "b": {"m": figures}}}})
+    assert ledger.rows() == []
+
+
+def test_old_days_and_further_keys_are_bounded() -> None:
+    clock = Clock()
+    ledger = UsageLedger("m", clock)
+    for day in range(100):
+        clock.now = day * DAY_S
+        ledger.add(ended())
+    assert len(ledger.rows()) == 92
+    for number in range(1_100):
+        ledger.add(ended(f"k{number}"))
+    assert 'key="other"' in ledger.exposition()
+    assert ledger.exposition().count("ewsjf_key_requests_total{") == 1_001
+
+
+def test_a_clock_that_is_set_back_changes_no_day_that_is_over() -> None:
+    clock = Clock()
+    clock.now = DAY_S
+    ledger = UsageLedger("m", clock)
+    ledger.add(ended())
+    clock.now = 0.0
+    ledger.add(ended())
+    assert [(row["day"], row["requests"]) for row in ledger.rows()] == [("1970-01-02", 2)]
+
+
+async def test_it_survives_a_restart(tmp_path: Path) -> None:
+    first = KeptUsage("m", str(tmp_path), "app/m", 60.0)
+    await first.load()
+    first.ledger.add(ended())
+    await first.close()
+    second = KeptUsage("m", str(tmp_path), "app/m", 60.0)
+    await second.load()
+    second.ledger.add(ended())
+    assert second.shown()["rows"][0]["requests"] == 2
+    await second.close()
+
+
+async def test_what_is_stored_survives_a_start_during_which_it_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = KeptUsage("m", str(tmp_path), "app/m", 60.0)
+    await first.load()
+    first.ledger.add(ended())
+    await first.close()
+
+    def unreachable(_: object) -> None:
+        raise OSError("the network is down")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("serve_app.serving.state.store.StateStore._read", unreachable)
+        second = KeptUsage("m", str(tmp_path), "app/m", 0.01)
+        await second.load()
+        second.ledger.add(ended())
+        await second.save()
+    await until(lambda: second.ledger.rows()[0]["requests"] == 2, "what was stored is added")
+    await second.close()
+    third = KeptUsage("m", str(tmp_path), "app/m", 60.0)
+    await third.load()
+    assert third.ledger.rows()[0]["requests"] == 2
+    await third.close()
+
+
+async def test_a_scheduler_counts_what_ended_in_an_engine_and_nothing_else() -> None:
+    ledger = UsageLedger("m")
+    world = Simulation(scheduler_settings(), FAST)
+    await world.begin(ledger=ledger)
+    gateway = await world.gateway()
+    await world.replica()
+    usage = Usage(prompt_tokens=30, output_tokens=7, cached_tokens=16)
+    await granted(gateway, "r1", key=key("k1"))
+    gateway.finish("r1", Outcome.COMPLETED, usage)
+    await granted(gateway, "r2", key=key("k1"))
+    gateway.finish("r2", Outcome.CANCELLED)
+    await granted(gateway, "r3")
+    gateway.finish("r3", Outcome.COMPLETED, usage)
+    await refused(gateway, "r4", model="unknown", key=key("k2"))
+    await until(lambda: len(world.live.core) == 0, "all have ended")
+    (row,) = ledger.rows()
+    assert (row["key"], row["requests"], row["prompt_tokens"]) == ("k1", 2, 30)
+    assert (row["cached_tokens"], row["generated_tokens"]) == (16, 7)
+    await world.close()

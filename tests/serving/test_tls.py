@@ -1,0 +1,173 @@
+"""TLS between processes: who has a certificate of the authority is served, and nobody else gets in."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
+from serve_app.errors import SettingsError
+from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.messages import Welcome
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
+from serve_app.serving.gateway.upstream.response import UpstreamError
+from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
+from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings
+from serve_app.serving.tls import Tls, TlsSettings
+from tests.serving.certificates import Authority
+from tests.serving.channel.harness import (
+    FAST,
+    Simulation,
+    Stranger,
+    granted,
+    hello,
+    scheduler_settings,
+    until,
+)
+from tests.serving.gateway.builders import serving
+
+REQUEST = b"GET / HTTP/1.1\r\nHost: replica\r\n\r\n"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "ours")
+
+
+@pytest.fixture
+def channel(authority: Authority) -> ChannelSettings:
+    return replace(FAST, tls=authority.process())
+
+
+@pytest.fixture
+async def world(channel: ChannelSettings) -> AsyncIterator[Simulation]:
+    """A scheduler that takes connections only with a certificate."""
+    world = Simulation(scheduler_settings(), channel)
+    await world.begin()
+    yield world
+    await world.close()
+
+
+async def test_gateways_and_replicas_with_certificates_speak_to_the_scheduler(world: Simulation) -> None:
+    gateway = await world.gateway()
+    await world.replica("s1")
+    assert (await granted(gateway, "r1")).address.replica_id == "s1"
+    await world.restart()
+    await until(lambda: gateway.is_connected and gateway.incarnation == 2)
+    assert (await granted(gateway, "r2")).address.replica_id == "s1"
+
+
+async def test_the_secret_alone_lets_nobody_in(world: Simulation, tmp_path: Path) -> None:
+    plain = await Stranger.at(world.endpoint())
+    plain.say(hello(world.endpoint()))
+    with pytest.raises(ConnectionError, match="closed before a Welcome came"):
+        await plain.hear(Welcome)
+    strange = replace(world.channel, tls=Authority(tmp_path / "theirs").process())
+    for settings in (strange, FAST):
+        client = GatewayClient("stranger", world.locate, settings)
+        client.start()
+        await asyncio.sleep(1.0)
+        assert not client.is_connected
+        await client.close()
+    assert (await world.gateway()).is_connected
+
+
+async def test_connections_that_do_not_finish_their_handshake_are_closed(world: Simulation) -> None:
+    crowd = await asyncio.gather(*(Stranger.at(world.endpoint()) for _ in range(300)))
+    for stranger in crowd:
+        assert await stranger.closed()
+        stranger.leave()
+    await until(lambda: len(world.live._server._listener) == 0)
+    assert (await world.gateway()).is_connected
+
+
+async def hello_world(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+@contextlib.asynccontextmanager
+async def replica_port(tls: TlsSettings) -> AsyncIterator[ReplicaServer]:
+    server = ReplicaServer(hello_world, "127.0.0.1", ReplicaServerSettings(), tls)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(0.1)
+
+
+async def answer_of(server: ReplicaServer, tls: TlsSettings | None) -> bytes:
+    pool = UpstreamPool(UpstreamSettings(), None if tls is None else Tls(tls))
+    try:
+        response = await pool.send((server.host, server.port), REQUEST, b"")
+        return await response.read()
+    finally:
+        pool.close()
+
+
+async def test_a_replicas_port_answers_gateways_with_certificates_and_nobody_else(
+    authority: Authority, tmp_path: Path
+) -> None:
+    async with replica_port(authority.process()) as server:
+        assert await answer_of(server, authority.process("gateway.internal")) == b"hello"
+        for outsider in (None, Authority(tmp_path / "theirs").process()):
+            with pytest.raises(UpstreamError):
+                await answer_of(server, outsider)
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        async with httpx.AsyncClient(verify=context) as without_certificate:
+            with pytest.raises(httpx.TransportError):
+                await without_certificate.get(f"https://127.0.0.1:{server.port}/")
+
+
+async def test_a_name_is_asked_for_where_the_authority_signs_others_too(authority: Authority) -> None:
+    async with replica_port(authority.process("ewsjf.internal")) as server:
+        asks = authority.process("gateway.internal", expected="ewsjf.internal")
+        assert await answer_of(server, asks) == b"hello"
+        with pytest.raises(UpstreamError, match="certificate"):
+            await answer_of(server, replace(asks, name="other.internal"))
+
+
+async def test_a_request_is_served_over_tls_from_gateway_to_engine(
+    world: Simulation, channel: ChannelSettings
+) -> None:
+    settings = PoolReplicaSettings(
+        pool="short",
+        drain_timeout_s=5.0,
+        health_timeout_s=5.0,
+        server=ReplicaServerSettings(),
+        channel=channel,
+    )
+    engine = EmulatedEngine(EmulatedEngineSettings(served_model_names=("m",), speed_up=100.0))
+    replica = PoolReplica("s1", "127.0.0.1", settings, engine, world.locate_for_replica)
+    await replica.start()
+    client = await world.gateway()
+    await until(lambda: len(client.replicas()) == 1)
+    app = Gateway(GatewaySettings(models=(ServedModel(name="m"),)), {"m": client}, "g1", tls=channel.tls)
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+    async with serving(app) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        for streamed in (False, True):
+            answer = await http.post("/v1/chat/completions", json={**body, "stream": streamed}, timeout=60)
+            assert answer.status_code == 200, answer.text
+        assert "[DONE]" in answer.text
+    app.close()
+    await replica.stop()
+
+
+def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Path) -> None:
+    good = authority.process()
+    with pytest.raises(SettingsError, match=r"tls\.ca must be an absolute path, got 'ca\.pem'"):
+        replace(good, ca="ca.pem")
+    with pytest.raises(SettingsError, match=r"cannot use /nothing/ca\.pem"):
+        Tls(replace(good, ca="/nothing/ca.pem"))
+    other = Authority(tmp_path / "theirs").process("other.internal")
+    with pytest.raises(SettingsError, match="KEY_VALUES_MISMATCH"):
+        Tls(replace(good, key=other.key))
