@@ -1,1 +1,1 @@
-"""Inputs that nobody has written: made by hypothesis, by schemathesis from the API's description, by mutation."""
+"""Inputs that nobody has written: made by mutation, and of the API's own description."""

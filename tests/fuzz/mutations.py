@@ -1,4 +1,4 @@
-"""Malformed bodies: valid ones with bytes flipped, cut, repeated and moved, and with values of other kinds."""
+"""Malformed bodies: valid ones with bytes flipped, cut and repeated, and with values of other kinds."""
 
 import json
 import random

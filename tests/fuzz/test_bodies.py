@@ -1,4 +1,4 @@
-"""Thousands of malformed bodies over HTTP: each is answered, as a client can read it, and none fails the gateway."""
+"""Thousands of malformed bodies over HTTP: each is answered so that a client can read it, and none fails."""
 
 import asyncio
 import itertools

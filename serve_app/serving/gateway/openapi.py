@@ -72,6 +72,7 @@ _ERROR: Schema = {
     },
 }
 _JSON = "application/json"
+_PLAIN = {inspected.StrType: "string", inspected.BoolType: "boolean", inspected.NoneType: "null"}
 
 
 def openapi_document() -> Schema:
@@ -161,14 +162,9 @@ def _schema(found: inspected.Type) -> Schema:
         case inspected.IntType(ge=least, le=most):
             limits = {"minimum": least, "maximum": most}
             return {"type": "integer"} | {name: limit for name, limit in limits.items() if limit is not None}
-        case inspected.StrType():
-            return {"type": "string"}
-        case inspected.BoolType():
-            return {"type": "boolean"}
-        case inspected.NoneType():
-            return {"type": "null"}
-    # Kept as it is, for an engine to read.
-    return {}
+    name = _PLAIN.get(type(found))
+    # What has no type here is kept as it is, for an engine to read.
+    return {} if name is None else {"type": name}
 
 
 def _reference(cls: type) -> Schema:
