@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.serving.gateway import Gateway
@@ -33,7 +33,7 @@ async def any_engine(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _staged(app: Gateway, dispatcher: FakeDispatcher):  # type: ignore[no-untyped-def]
+async def _staged(app: Gateway, dispatcher: FakeDispatcher) -> AsyncIterator[int]:
     async with serving(any_engine) as engine, serving(app) as port:
         dispatcher.ports.append(engine)
         yield port

@@ -1,6 +1,7 @@
 """Requests that schemathesis makes of the gateway's description: all are answered as the description says."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -41,7 +42,7 @@ description = schemathesis.openapi.from_dict(openapi_document())
 @settings(
     max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
 )
-def test_every_operation_keeps_to_its_description(case: schemathesis.Case, url: str) -> None:
+def test_every_operation_keeps_to_its_description(case: schemathesis.Case[Any], url: str) -> None:
     case.call_and_validate(base_url=url, checks=_CHECKS)
 
 
