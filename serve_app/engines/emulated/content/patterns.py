@@ -4,13 +4,15 @@ The pattern is parsed by Python's own parser. The libraries that do this (rstr, 
 for a year or more, walk the same parse tree, and depend on the hash seed or on global randomness.
 """
 
+import importlib
 import random
 import re
 import string
 from collections.abc import Callable, Sequence
-from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
+# Python's own, which has no types.
+_parser = importlib.import_module("re._parser")
 # Repetitions beyond the least that a pattern asks for: `.*` is a word, not a page.
 _EXTRA_REPEATS = 6
 # Longest string that a pattern may ask for.
