@@ -25,6 +25,8 @@ BUILD_APP = "serve_app.app:build_app"
 _ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 180.0
 _END_TIMEOUT_S = 30.0
+# How the console of `serve` says that everything runs.
+_READY = "Ready after "
 _TAIL_CHARACTERS = 2_000
 # Gateways of applications take theirs above.
 _PORTS = range(17_000, 20_000)
@@ -164,9 +166,11 @@ def _wait_until_ready(
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise BenchError(f"it ended with status {process.returncode}:\n{_tail(output, served.folder)}")
-        with contextlib.suppress(OSError):
-            served.fetched("/ready")
-            return
+        # The first gateway may answer while others still start, and `serve` takes a death for a failed start.
+        if _READY in output.read_text(encoding="utf-8", errors="replace"):
+            with contextlib.suppress(OSError):
+                served.fetched("/ready")
+                return
         time.sleep(0.5)
     raise BenchError(f"{served.url} was not ready after {timeout_s:.0f} s:\n{_tail(output, served.folder)}")
 
