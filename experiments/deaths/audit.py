@@ -13,11 +13,12 @@ ENDS = (
     "refused with a reason",
     "ended with an error event",
     "connection broken before an answer",
-    "cut without an error event",
+    "connection broken in mid-answer",
+    "cut without a sign",
     "swapped or of a wrong length",
     "lost",
 )
-"""How a request may end; the last three must not happen while the gateway of a request lives."""
+"""How a request may end; the last three must never happen. Connections break with their gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ async def asked(http: httpx.AsyncClient, name: str, tokens: int) -> tuple[str, s
     if failed:
         return ENDS[2], ""
     if ended != 1:
-        return ENDS[4], f"{ended} ends"
-    return (ENDS[5], f"{told} tokens of {tokens}") if swapped or told != tokens else (ENDS[0], "")
+        return ENDS[5], f"{ended} ends"
+    return (ENDS[6], f"{told} tokens of {tokens}") if swapped or told != tokens else (ENDS[0], "")
 
 
 def account(ended: Iterable[Ended]) -> dict[str, int]:
