@@ -37,10 +37,10 @@ class Ended:
     detail: str = ""
 
 
-def body_of(name: str, tokens: int) -> dict[str, Any]:
+def body_of(name: str, tokens: int, model: str = "demo") -> dict[str, Any]:
     """Asks for so many tokens, by which the answer is known."""
     return {
-        "model": "demo",
+        "model": model,
         "messages": [{"role": "user", "content": f"{name}: tell me something."}],
         "max_tokens": tokens,
         "ignore_eos": True,
@@ -49,34 +49,65 @@ def body_of(name: str, tokens: int) -> dict[str, Any]:
     }
 
 
-async def asked(http: httpx.AsyncClient, name: str, tokens: int) -> tuple[str, str]:
-    """Send one request; its end and the detail."""
-    told = ended = failed = 0
-    begun = False
+@dataclass(slots=True)
+class Heard:
+    """What has come of an answer so far."""
+
+    text: str = ""
+    tokens: int = 0
+    ends: int = 0
+    errors: int = 0
+
+    def take(self, line: str) -> None:
+        """Take a line of the stream."""
+        if line == "data: [DONE]":
+            self.ends += 1
+        elif line.startswith("data: "):
+            event = json.loads(line.removeprefix("data: "))
+            self.errors += "error" in event
+            self.tokens += (event.get("usage") or {}).get("completion_tokens", 0)
+            self.text += "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
+
+    def end(self, tokens: int, text: str | None) -> tuple[str, str]:
+        """How a stream that came to its end has ended; see `asked`."""
+        if self.errors:
+            return ENDS[2], ""
+        if self.ends != 1:
+            return ENDS[5], f"{self.ends} ends"
+        if self.tokens != tokens or text not in {None, self.text}:
+            return ENDS[6], f"{self.tokens} tokens of {tokens}: {self.text[:100]}"
+        return ENDS[0], ""
+
+
+async def asked(
+    http: httpx.AsyncClient, name: str, tokens: int, *, model: str = "demo", text: str | None = None
+) -> tuple[str, str]:
+    """Send one request; its end and the detail.
+
+    Args:
+        text: what the whole answer must say, where the engine says what its caller can know.
+    """
+    heard, begun = Heard(), False
     try:
         async with http.stream(
-            "POST", "/v1/chat/completions", json=body_of(name, tokens), headers={"x-request-id": name}
+            "POST",
+            "/v1/chat/completions",
+            json=body_of(name, tokens, model),
+            headers={"x-request-id": name},
         ) as response:
             if response.status_code != 200:
                 return _refusal(response.status_code, await response.aread())
             begun = True
             swapped = response.headers.get("x-request-id") != name
             async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    ended += 1
-                elif line.startswith("data: "):
-                    event = json.loads(line.removeprefix("data: "))
-                    failed += "error" in event
-                    told += (event.get("usage") or {}).get("completion_tokens", 0)
+                heard.take(line)
     except httpx.TimeoutException as exc:
         return "lost", repr(exc)
     except (httpx.TransportError, json.JSONDecodeError) as exc:
         return (ENDS[4] if begun else ENDS[3]), repr(exc)
-    if failed:
-        return ENDS[2], ""
-    if ended != 1:
-        return ENDS[5], f"{ended} ends"
-    return (ENDS[6], f"{told} tokens of {tokens}") if swapped or told != tokens else (ENDS[0], "")
+    if swapped:
+        return ENDS[6], "another request's id"
+    return heard.end(tokens, text)
 
 
 def account(ended: Iterable[Ended]) -> dict[str, int]:
