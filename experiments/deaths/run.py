@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import random
-import re
 import signal
 import time
 from collections import Counter
@@ -22,9 +21,9 @@ import psutil
 import uvloop
 
 from experiments.common.application import BUILD_APP, Application, serve_config, served_application
+from experiments.common.audit import Ended, account, answered_twice, asked
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
-from experiments.deaths.audit import Ended, account, asked
 from serve_app.settings_base import POSITIVE, at_least, settings
 
 # How the processes of each kind call themselves, and how many of them there are.
@@ -209,20 +208,11 @@ def figures_of(played: DeathsPlay) -> dict[str, Any]:
         "deaths": len(played.back_s),
         "sent": len(played.ended),
         "ends": account(played.ended),
-        "answered_twice": answered_twice(played.served.log_lines("gateway"), played.case.kind),
+        "answered_twice": answered_twice(played.served.log_lines("gateway"), f"{played.case.kind}-"),
         "back_s": played.back_s,
         "slowest_s": max(one.ended_s - one.started_s for one in played.ended),
         "details": dict(details.most_common(10)),
     }
-
-
-def answered_twice(lines: list[str], kind: str) -> int:
-    """Requests that gateways say to have completed more than once."""
-    completed = (
-        re.search(r"event=concluded outcome=completed .* client_request_id=(\S+)", line) for line in lines
-    )
-    counts = Counter(found[1] for found in completed if found and found[1].startswith(f"{kind}-"))
-    return sum(count > 1 for count in counts.values())
 
 
 def _config() -> dict[str, Any]:

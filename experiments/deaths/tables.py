@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from experiments.common.audit import ENDS
 from experiments.common.rows import Row
 from experiments.common.tables import Table, load_note, markdown
-from experiments.deaths.audit import ENDS
 
 
 def _table(rows: Sequence[Row]) -> str:

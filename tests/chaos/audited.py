@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.deaths.audit import Ended, asked
+from experiments.common.audit import Ended, asked
 from serve_app.engines.engine import Scope, Send
 from tests.serving.gateway.builders import MODEL, Engine, send_event, start_stream, usage_json
 from tests.serving.gateway.fleet import Fleet

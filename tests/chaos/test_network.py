@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from experiments.deaths.audit import Ended
+from experiments.common.audit import Ended
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import UpstreamSettings
 from tests.relay import Relay

@@ -1,9 +1,11 @@
 """One streamed request as its client sees it, and the account of many."""
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -80,12 +82,19 @@ class Heard:
 
 
 async def asked(
-    http: httpx.AsyncClient, name: str, tokens: int, *, model: str = "demo", text: str | None = None
+    http: httpx.AsyncClient,
+    name: str,
+    tokens: int,
+    *,
+    model: str = "demo",
+    text: str | None = None,
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[str, str]:
     """Send one request; its end and the detail.
 
     Args:
         text: what the whole answer must say, where the engine says what its caller can know.
+        headers: besides the request's id.
     """
     heard, begun = Heard(), False
     try:
@@ -93,7 +102,7 @@ async def asked(
             "POST",
             "/v1/chat/completions",
             json=body_of(name, tokens, model),
-            headers={"x-request-id": name},
+            headers={"x-request-id": name, **headers},
         ) as response:
             if response.status_code != 200:
                 return _refusal(response.status_code, await response.aread())
@@ -108,6 +117,15 @@ async def asked(
     if swapped:
         return ENDS[6], "another request's id"
     return heard.end(tokens, text)
+
+
+def answered_twice(lines: Iterable[str], prefix: str) -> int:
+    """Requests that gateways say to have completed more than once, by the beginning of their names."""
+    completed = (
+        re.search(r"event=concluded outcome=completed .* client_request_id=(\S+)", line) for line in lines
+    )
+    counts = Counter(found[1] for found in completed if found and found[1].startswith(prefix))
+    return sum(count > 1 for count in counts.values())
 
 
 def account(ended: Iterable[Ended]) -> dict[str, int]:
