@@ -228,4 +228,4 @@ def _config() -> dict[str, Any]:
     return serve_config("deaths", models, BUILD_APP, 0, {"replicas": 2, "num_cpus": 0.1})
 
 
-EXPERIMENT = Experiment(settings=DeathsSettings, play=play)
+EXPERIMENT = Experiment(settings=DeathsSettings, play=play, only_by_name="it takes two hours: name it")

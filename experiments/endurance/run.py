@@ -224,4 +224,4 @@ def _config() -> dict[str, Any]:
     return serve_config("endurance", models, BUILD_APP, 0, {"replicas": 2, "num_cpus": 0.1})
 
 
-EXPERIMENT = Experiment(settings=EnduranceSettings, play=play)
+EXPERIMENT = Experiment(settings=EnduranceSettings, play=play, only_by_name="it takes an hour: name it")
