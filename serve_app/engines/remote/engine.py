@@ -17,8 +17,8 @@ import aiohttp
 
 from serve_app.engine_model.recent_mean import RecentMean
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
+from serve_app.engines.hang_watch import HangWatch
 from serve_app.engines.remote.proxy import RemoteProxy, Upstream
-from serve_app.engines.stall_watch import StallWatch
 from serve_app.engines.vllm_metrics import VllmMetrics, read_metrics
 from serve_app.errors import EngineError
 from serve_app.settings_base import ADVANCED, POSITIVE, at_least, settings
@@ -86,7 +86,7 @@ class RemoteEngine:
         self._base_url = settings.base_url.rstrip("/").removesuffix("/v1")
         self._upstream: Upstream | None = None
         self._app: RemoteProxy | None = None
-        self._stall = StallWatch()
+        self._stall = HangWatch()
         self._stalled_s = 0.0
         self._scraping: asyncio.Task[None] | None = None
         self._metrics: VllmMetrics | None = None

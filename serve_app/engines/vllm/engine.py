@@ -15,8 +15,8 @@ from dataclasses import field
 from typing import Annotated, Any
 
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
+from serve_app.engines.hang_watch import HangWatch
 from serve_app.engines.orphan_guard import OrphanGuard
-from serve_app.engines.stall_watch import StallWatch
 from serve_app.engines.vllm.approval import Approval
 from serve_app.engines.vllm.args import REFUSED_ARGS, parse_arguments
 from serve_app.engines.vllm.library import from_vllm, is_installed, version
@@ -110,7 +110,7 @@ class VllmEngine:
     def __init__(self, settings: VllmEngineSettings) -> None:
         self._settings = settings
         self._meter = LoadMeter()
-        self._stall = StallWatch()
+        self._stall = HangWatch()
         self._orphans = OrphanGuard()
         self._llm: Any = None
         self._app: ASGIApp | None = None

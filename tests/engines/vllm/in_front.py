@@ -60,7 +60,7 @@ class Front:
 
     async def waits(self) -> bool:
         """Whether a request waits in the scheduler."""
-        return sum(self.world.live.status()["waiting"].values()) > 0
+        return bool(sum(self.world.live.status()["waiting"].values()) > 0)
 
 
 @contextlib.asynccontextmanager

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 _LONGEST_GAP_S = 5.0
 
 
-class StallWatch:
+class HangWatch:
     """Adds up for how long an engine has had requests without a sign of progress."""
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class StallWatch:
         self._stalled_s = 0.0
 
     def __repr__(self) -> str:
-        return f"<StallWatch stalled_s={self._stalled_s:.1f}>"
+        return f"<HangWatch stalled_s={self._stalled_s:.1f}>"
 
     def note(self, progress: Hashable, *, busy: bool, now: float) -> float:
         """Look at the engine, a few times a second, and return for how many seconds it has stalled.
