@@ -1,7 +1,10 @@
 """One profile of hypothesis for all tests, and fixtures that several packages use."""
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import hypothesis
 import pytest
 
@@ -10,6 +13,16 @@ from serve_app.workloads import catalog
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def certificates_read_once() -> Iterator[None]:
+    """Reading the machine's certificates takes 27 ms of CPU time, and every client of httpx would do it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "httpx._transports.default.create_ssl_context", functools.cache(httpx.create_ssl_context)
+        )
+        yield
 
 
 @pytest.fixture
