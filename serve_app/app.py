@@ -142,8 +142,7 @@ def _endpoints(
     assert pool.engine.remote is not None, "asked for such pools only"
     deployment = serve.deployment(
         name=name,
-        # A few engines cost it next to nothing, and two hundred less than half a core.
-        ray_actor_options={"num_cpus": min(0.1, pool.resources.num_cpus)},
+        ray_actor_options={"num_cpus": pool.num_cpus},
         **WATCHER_DEPLOYMENT_OPTIONS,
     )(EndpointsDeployment)
     scope = f"{model.name}/{pool.name}"

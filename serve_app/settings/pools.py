@@ -13,6 +13,9 @@ from serve_app.serving.pool.autoscaling import AutoscalingSettings
 from serve_app.serving.pool.server import ReplicaServerSettings
 from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
 
+# A few engines cost their watcher next to nothing, and two hundred less than half a core.
+_WATCHER_CPUS = 0.1
+
 
 @settings
 class EngineSettings:
@@ -126,3 +129,9 @@ class PoolSettings:
                 f"pool {self.name}: its engines run elsewhere, so leave out replicas and autoscaling: each "
                 "of engine.remote.endpoints is a replica"
             )
+
+    @property
+    def num_cpus(self) -> float:
+        """CPU cores that each of its Serve replicas sets aside; a watcher of endpoints needs next to none."""
+        asked = self.resources.num_cpus
+        return asked if self.engine.remote is None else min(asked, _WATCHER_CPUS)

@@ -246,7 +246,7 @@ def test_servers_are_asked_and_become_pools(tmp_path: Path) -> None:
     found = [pool.engine.remote.endpoints for pool in first.pools if pool.engine.remote]
     assert found == [(urls[1],), (urls[0],)], "the shorter context comes first"
     assert first.scheduler.routing.b_short_tokens == 2048
-    assert "now 8,192 tokens" in path.read_text()
+    assert "context now: 8,192 tokens" in path.read_text()
 
 
 def test_servers_alike_are_one_pool_and_three_contexts_are_refused(

@@ -13,7 +13,7 @@ from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamR
 _MAX_PAGE_BYTES = 8 * 1024 * 1024
 
 
-class UnreachableError(EngineError):
+class EndpointUnreachableError(EngineError):
     """Nothing answers at the endpoint's address."""
 
 
@@ -47,7 +47,7 @@ class ControlClient:
         """Ask for a page.
 
         Raises:
-            UnreachableError: nothing answers, or not in time, or not in HTTP.
+            EndpointUnreachableError: nothing answers, or not in time, or not in HTTP.
         """
         head = f"GET {self._url.path}{path}{self._headers}".encode("latin-1")
         try:
@@ -58,15 +58,17 @@ class ControlClient:
                 finally:
                     response.close()
         except TimeoutError as exc:
-            raise UnreachableError(f"{self._url}{path} gave no answer in {self._timeout_s:g} s") from exc
+            raise EndpointUnreachableError(
+                f"{self._url}{path} gave no answer in {self._timeout_s:g} s"
+            ) from exc
         except UpstreamError as exc:
-            raise UnreachableError(f"{self._url}{path} gave no answer: {exc}") from exc
+            raise EndpointUnreachableError(f"{self._url}{path} gave no answer: {exc}") from exc
 
     async def page(self, path: str) -> bytes:
         """Ask for a page that must be there.
 
         Raises:
-            UnreachableError: see `get`.
+            EndpointUnreachableError: see `get`.
             EngineError: another status than 200.
         """
         answer = await self.get(path)
@@ -87,5 +89,5 @@ async def _limited(response: UpstreamResponse) -> bytes:
         pieces.append(piece)
         length += len(piece)
         if length > _MAX_PAGE_BYTES:
-            raise UnreachableError(f"the answer is longer than {_MAX_PAGE_BYTES:,} bytes")
+            raise EndpointUnreachableError(f"the answer is longer than {_MAX_PAGE_BYTES:,} bytes")
     return b"".join(pieces)

@@ -19,9 +19,9 @@ from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.endpoints.control import ControlClient, UnreachableError
+from serve_app.serving.endpoints.control import ControlClient, EndpointUnreachableError
 from serve_app.serving.endpoints.damping import FlapDamping
-from serve_app.serving.endpoints.identity import Identity, identified
+from serve_app.serving.endpoints.identity import EndpointIdentity, identified
 from serve_app.serving.endpoints.settings import RemoteSettings
 from serve_app.serving.endpoints.url import EndpointUrl
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
@@ -34,7 +34,7 @@ _LOOK_AGAIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class EndpointContext:
     """What all endpoints of a pool share.
 
     Attributes:
@@ -59,7 +59,7 @@ class Endpoint:
         is_refused: it has answered, and cannot be used as it is.
     """
 
-    def __init__(self, url: EndpointUrl, surroundings: Surroundings) -> None:
+    def __init__(self, url: EndpointUrl, surroundings: EndpointContext) -> None:
         self.url = url
         self.failure = "it has not been asked yet"
         self._shared = surroundings
@@ -67,7 +67,7 @@ class Endpoint:
         self._control = ControlClient(surroundings.upstream, url, surroundings.api_key, timeout_s)
         self._damping = FlapDamping()
         self._tpot = RecentMean()
-        self._identity: Identity | None = None
+        self._identity: EndpointIdentity | None = None
         self._client: ReplicaClient | None = None
         self.is_refused = False
         self._task: asyncio.Task[None] | None = None
@@ -106,12 +106,12 @@ class Endpoint:
             "replica": self.replica_id,
             "state": "serving" if not self.failure else "closed",
             "reason": self.failure,
-            "server": identity.server if identity else "",
-            "models": list(identity.models) if identity else [],
-            "max_model_len": identity.limits.max_model_len if identity else None,
-            "kv_tokens": identity.limits.kv_tokens if identity else None,
-            "max_num_seqs": identity.limits.max_num_seqs if identity else None,
-            "lacks": list(identity.lacks) if identity else [],
+            "server": f"{identity.server.kind} {identity.server.version or ''}".strip() if identity else "",
+            "models": [listing.model for listing in identity.server.models] if identity else [],
+            "max_model_len": identity.max_model_len if identity else None,
+            "kv_tokens": identity.kv_tokens if identity else None,
+            "max_num_seqs": identity.max_num_seqs if identity else None,
+            "lacks": list(identity.server.lacks) if identity else [],
         }
 
     async def _run(self) -> None:
@@ -121,7 +121,7 @@ class Endpoint:
                 await self._identify()
             except EngineError as exc:
                 self._note_failure(str(exc))
-                self.is_refused = not isinstance(exc, UnreachableError)
+                self.is_refused = not isinstance(exc, EndpointUnreachableError)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         self._client = self._registered()
@@ -141,13 +141,13 @@ class Endpoint:
         found = await identified(self._control, self.url, self._shared.settings)
         before, self._identity = self._identity, found
         if before is None:
-            for lack in found.lacks:
+            for lack in found.server.lacks:
                 logger.warning(
-                    "event=endpoint_lacks endpoint=%s server=%s lack=%r", self.url, found.server, lack
+                    "event=endpoint_lacks endpoint=%s server=%s lack=%r", self.url, found.server.kind, lack
                 )
-        elif before.limits != found.limits and self._client is not None:
-            logger.info("event=endpoint_changed endpoint=%s limits=%r", self.url, found.limits)
-            self._client.change(self._spec(found))
+        elif self._client is not None and (spec := self._spec(found)) != self._spec(before):
+            logger.info("event=endpoint_changed endpoint=%s spec=%r", self.url, spec)
+            self._client.change(spec)
 
     def _registered(self) -> ReplicaClient:
         assert self._identity is not None, "it registers once it is known"
@@ -166,15 +166,13 @@ class Endpoint:
         spec = self._spec(self._identity)
         return ReplicaClient(spec, address, shared.locate, self._report, shared.channel)
 
-    def _spec(self, identity: Identity) -> ReplicaSpec:
-        limits = identity.limits
+    def _spec(self, identity: EndpointIdentity) -> ReplicaSpec:
         return ReplicaSpec(
             replica_id=self.replica_id,
             pool=self._shared.pool,
-            max_model_len=limits.max_model_len,
-            kv_tokens=limits.kv_tokens,
-            max_num_seqs=limits.max_num_seqs,
-            tpot_s=limits.tpot_s,
+            max_model_len=identity.max_model_len,
+            kv_tokens=identity.kv_tokens,
+            max_num_seqs=identity.max_num_seqs,
         )
 
     async def _report(self) -> ReplicaReport:
@@ -188,7 +186,10 @@ class Endpoint:
         try:
             if self.failure:
                 await self._identify()
-            reading = self._identity.read(await self._control.page(self._identity.metrics_path))
+            server = self._identity.server
+            # One without metrics is at least alive.
+            page = await self._control.page(server.metrics_path or server.health_path)
+            reading = server.read(page)
         except EngineError as exc:
             self._damping.on_failure(loop.time())
             self._note_failure(str(exc))
@@ -200,12 +201,13 @@ class Endpoint:
             logger.info("event=endpoint_serves endpoint=%s", self.url)
         self.failure = ""
         now = loop.time()
-        self._tpot.note(reading.token_gaps_s, reading.token_gaps, now)
+        if reading.token_gaps is not None and reading.token_gaps_s is not None:
+            self._tpot.note(reading.token_gaps_s, reading.token_gaps, now)
         return ReplicaReport(
             received=None,
-            waiting=reading.waiting,
-            running=reading.running,
-            kv_usage_ratio=reading.kv_usage_ratio,
+            waiting=reading.waiting or 0,
+            running=reading.running or 0,
+            kv_usage_ratio=reading.kv_usage_ratio or 0.0,
             tpot_s=self._tpot.mean(now),
         )
 

@@ -12,7 +12,7 @@ from serve_app.errors import EngineError, SettingsError
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.messages import SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.endpoints.endpoint import Endpoint, Surroundings
+from serve_app.serving.endpoints.endpoint import Endpoint, EndpointContext
 from serve_app.serving.endpoints.kept import KeptChoices
 from serve_app.serving.endpoints.settings import RemoteSettings
 from serve_app.serving.endpoints.sources.source import EndpointSource, source_of
@@ -46,7 +46,7 @@ class EndpointWatcher:
         self._kept = kept
         self._endpoints: dict[EndpointUrl, Endpoint] = {}
         upstream = UpstreamPool(UpstreamSettings(connect_timeout_s=settings.metrics_timeout_s))
-        self._shared = Surroundings(
+        self._shared = EndpointContext(
             pool=pool,
             settings=settings,
             api_key=settings.key(),

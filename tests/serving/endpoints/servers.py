@@ -62,6 +62,8 @@ class VllmLike(Engine):
             await _answer(send, self.metrics_status, page.encode())
         elif path == "/v1/models":
             await _answer(send, 200, json.dumps(self.models).encode())
+        elif scope["method"] == "GET":
+            await _answer(send, 404, b"{}")
         else:
             await super().__call__(scope, receive, send)
 

@@ -156,7 +156,7 @@ async def test_a_start_ends_at_once_when_every_endpoint_refuses() -> None:
     engine = VllmLike()
     engine.api_key = "secret"
     async with serving(engine) as url, watched(url, start=False, start_timeout_s=60.0) as fleet:
-        with pytest.raises(EngineError, match="answered 401: give the endpoint's key"):
+        with pytest.raises(EngineError, match="answered 401: give the server's key"):
             await fleet.watcher.start()
 
 
@@ -195,3 +195,16 @@ async def test_an_endpoint_whose_cache_is_full_gets_nothing() -> None:
         engine.kv_usage = 0.0
         assert (await fleet.ask()).status_code == 200
         assert len(engine.bodies) == 1
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+async def test_only_admins_may_look_and_change(method: str) -> None:
+    async with watched() as fleet:
+        answer = await fleet.http.request(
+            method,
+            "/admin/endpoints",
+            json={"url": "http://a:1"},
+            headers={"authorization": "Bearer unknown"},
+        )
+        assert answer.status_code == 401
+        assert fleet.watcher.described() == []
