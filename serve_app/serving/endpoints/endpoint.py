@@ -10,7 +10,7 @@
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serve_app.engine_model.recent_mean import RecentMean
 from serve_app.errors import EngineError
@@ -139,7 +139,11 @@ class Endpoint:
             EngineError: it does not answer, or cannot be used.
         """
         found = await identified(self._control, self.url, self._shared.settings)
-        before, self._identity = self._identity, found
+        before = self._identity
+        if before is not None:
+            # A first guess of the pace; reports tell it from then on.
+            found = replace(found, tpot_s=before.tpot_s)
+        self._identity = found
         if before is None:
             for lack in found.server.lacks:
                 logger.warning(
@@ -173,6 +177,7 @@ class Endpoint:
             max_model_len=identity.max_model_len,
             kv_tokens=identity.kv_tokens,
             max_num_seqs=identity.max_num_seqs,
+            tpot_s=identity.tpot_s,
         )
 
     async def _report(self) -> ReplicaReport:

@@ -20,12 +20,14 @@ class EndpointIdentity:
 
     Attributes:
         max_model_len, kv_tokens, max_num_seqs: as in `ReplicaSpec`.
+        tpot_s: likewise; the mean over all that the server had generated when it was asked.
     """
 
     server: EngineServer
     max_model_len: int
     kv_tokens: int
     max_num_seqs: int
+    tpot_s: float | None = None
 
 
 async def identified(control: ControlClient, url: EndpointUrl, settings: RemoteSettings) -> EndpointIdentity:
@@ -60,4 +62,12 @@ async def identified(control: ControlClient, url: EndpointUrl, settings: RemoteS
         max_model_len=max_model_len,
         kv_tokens=settings.kv_tokens or stated.kv_tokens or max_model_len * max_num_seqs,
         max_num_seqs=max_num_seqs,
+        tpot_s=await _mean_tpot_s(control, server),
     )
+
+
+async def _mean_tpot_s(control: ControlClient, server: EngineServer) -> float | None:
+    if server.metrics_path is None:
+        return None
+    reading = server.read(await control.page(server.metrics_path))
+    return reading.token_gaps_s / reading.token_gaps if reading.token_gaps and reading.token_gaps_s else None
