@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
+from experiments.common.audit import ENDS
 from experiments.common.rows import Row
 from experiments.common.tables import Table, load_note, markdown
-from experiments.deaths.audit import ENDS
 
 
 def _table(rows: Sequence[Row]) -> str:
-    head = ["killed", "kills", "requests", *ENDS, "answered twice", "back after, s: median", "longest"]
-    return f"{markdown(head, map(_line, rows))}\n\n{load_note(rows)}".rstrip()
+    head = ["process", "signal", "times", "requests", *ENDS, "answered twice", "whole after, s: p50", "worst"]
+    return f"{markdown(head, map(_line, rows), text_columns=2)}\n\n{load_note(rows)}".rstrip()
 
 
 def _line(row: Row) -> list[str]:
@@ -18,7 +18,8 @@ def _line(row: Row) -> list[str]:
     whole = len(back) == len(figures["back_s"])
     return [
         str(row.key["kind"]),
-        str(figures["kills"]),
+        f"SIG{row.key['signal']}",
+        str(figures["deaths"]),
         f"{figures['sent']:,}",
         *(f"{figures['ends'][end]:,}" for end in ENDS),
         str(figures["answered_twice"]),

@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
-from experiments.deaths.audit import ENDS, Ended, account, asked
-from experiments.deaths.run import answered_twice
+from experiments.common.audit import ENDS, Ended, account, answered_twice, asked
 from serve_app.engines.engine import Receive, Scope, Send
 from tests.serving.gateway.builders import serving
 
@@ -51,9 +50,9 @@ def refusal(status: int, body: bytes) -> Script:
         (refusal(503, b'{"error":{"message":"no replica"}}'), "refused with a reason"),
         (stream(USAGE, ERROR), "ended with an error event"),
         (refusal(503, b"<html>"), "connection broken before an answer"),
-        (stream(USAGE), "cut without an error event"),
-        (stream(USAGE, whole=False), "cut without an error event"),
-        (stream(USAGE, DONE, DONE), "cut without an error event"),
+        (stream(USAGE), "cut without a sign"),
+        (stream(USAGE, whole=False), "connection broken in mid-answer"),
+        (stream(USAGE, DONE, DONE), "cut without a sign"),
         (stream(USAGE, DONE, name="another"), "swapped or of a wrong length"),
         (stream(DONE), "swapped or of a wrong length"),
     ],
@@ -81,4 +80,4 @@ def test_the_account_has_every_end_and_the_log_tells_who_was_answered_twice() ->
     assert (found["answered"], found["lost"], sum(found.values())) == (2, 1, 3)
     line = "event=concluded outcome=completed model=demo attempts=1 client_request_id={}"
     lines = [line.format(name) for name in ("short-1", "short-2", "short-1", "other-1", "other-1")]
-    assert answered_twice(lines, "short") == 1
+    assert answered_twice(lines, "short-") == 1
