@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from serve_app.engines.adapters.server import Get, ModelListing, PageAnswer, refused
+from serve_app.engines.adapters.server import Get, ModelListing, PageAnswer, refused, whole
 from serve_app.errors import EngineError
 
 _MODELS = "/v1/models"
@@ -43,6 +43,11 @@ class ControlPages:
         found = _parsed(await self.text(path))
         return found if isinstance(found, dict) else {}
 
+    async def stated(self, path: str, name: str) -> str | None:
+        """One text of the object on a page, such as a version; None when it is not there."""
+        value = (await self.json(path)).get(name)
+        return value if isinstance(value, str) and value else None
+
     async def raw_models(self) -> list[Mapping[str, Any]]:
         """The entries of the server's list of models.
 
@@ -67,17 +72,25 @@ class ControlPages:
         """
         listings = [
             ModelListing(
-                model=entry["id"],
+                model=name,
                 base=parent if isinstance(parent := entry.get("parent"), str) else None,
-                max_model_len=size if isinstance(size := entry.get("max_model_len"), int) else None,
+                max_model_len=whole(entry.get("max_model_len")),
             )
             for entry in await self.raw_models()
+            for name in _names(entry)
         ]
         return tuple(sorted(listings, key=lambda listing: listing.base is not None))
 
 
 def _has_id(entry: object) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("id"), str)
+
+
+def _names(entry: Mapping[str, Any]) -> list[str]:
+    """The names of one model: llama.cpp lists aliases beside the first."""
+    aliases = entry.get("aliases")
+    others = [alias for alias in aliases if isinstance(alias, str)] if isinstance(aliases, list) else []
+    return list(dict.fromkeys([entry["id"], *others]))
 
 
 def _parsed(body: bytes) -> Any:

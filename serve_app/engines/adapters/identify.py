@@ -1,19 +1,31 @@
 """Finds out which server answers at an address.
 
-The names of a server's metrics tell it apart best: proxies rewrite headers, and many servers imitate the
-list of models. Where the metrics are switched off, the owner in the list of models is the next best.
+Most servers name themselves as the owner in their list of models. Those that do not are told apart by the
+names of their metrics, and where these are switched off by a page that no other server has.
 """
 
 from collections.abc import Awaitable, Callable
 
-from serve_app.engines.adapters import openai_compatible, vllm
+from serve_app.engines.adapters import llama_cpp, ollama, openai_compatible, sglang, tensorrt_llm, tgi, vllm
 from serve_app.engines.adapters.control_pages import ControlPages
 from serve_app.engines.adapters.server import EngineServer, Get
 
 _Describe = Callable[[ControlPages], Awaitable[EngineServer]]
 
-_BY_METRICS: tuple[tuple[bytes, _Describe], ...] = ((vllm.RUNNING, vllm.describe),)
-_BY_OWNER: dict[str, _Describe] = {"vllm": vllm.describe}
+_BY_METRICS: tuple[tuple[bytes, _Describe], ...] = (
+    (vllm.RUNNING, vllm.describe),
+    *((name, sglang.describe) for name in sglang.RUNNING),
+    (llama_cpp.RUNNING, llama_cpp.describe),
+    (b"\n" + tgi.PREFIX, tgi.describe),
+    (tensorrt_llm.TRITON_REQUESTS, tensorrt_llm.describe_triton),
+    (tensorrt_llm.TRITON, tensorrt_llm.describe_triton),
+)
+_BY_OWNER: dict[str, _Describe] = {
+    "vllm": vllm.describe,
+    "sglang": sglang.describe,
+    "tensorrt_llm": tensorrt_llm.describe,
+    llama_cpp.OWNER: llama_cpp.describe,
+}
 
 
 async def identify(get: Get) -> EngineServer:
@@ -27,11 +39,16 @@ async def identify(get: Get) -> EngineServer:
     """
     pages = ControlPages(get)
     entries = await pages.raw_models()
+    owners = {str(entry.get("owned_by")) for entry in entries}
+    for owner in sorted(owners & _BY_OWNER.keys()):
+        return await _BY_OWNER[owner](pages)
     metrics = await pages.text("/metrics")
     for name, describe in _BY_METRICS:
         if name in metrics:
             return await describe(pages)
-    owners = {str(entry.get("owned_by")) for entry in entries}
-    for owner in sorted(owners & _BY_OWNER.keys()):
-        return await _BY_OWNER[owner](pages)
+    if ollama.OWNER in owners and await ollama.is_ollama(pages):
+        return await ollama.describe(pages)
+    # TGI names the model as its owner.
+    if owners == {str(entry["id"]) for entry in entries} and await tgi.is_tgi(pages):
+        return await tgi.describe(pages)
     return await openai_compatible.describe(pages)

@@ -1,15 +1,20 @@
 """Servers that answer the OpenAI API and are not known otherwise: their list of models is all they tell."""
 
 from serve_app.engines.adapters.control_pages import ControlPages
-from serve_app.engines.adapters.server import EngineReading, EngineServer, StatedLimits, missing
+from serve_app.engines.adapters.server import (
+    EngineReading,
+    EngineServer,
+    StatedLimits,
+    listed_context,
+    missing,
+)
 
 
 async def describe(pages: ControlPages) -> EngineServer:
     """What the server tells of itself."""
     listings = await pages.models()
     # Some servers list a context limit as vLLM does.
-    stated = [listing.max_model_len for listing in listings if listing.max_model_len is not None]
-    limits = StatedLimits(max_model_len=min(stated, default=None))
+    limits = StatedLimits(max_model_len=listed_context(listings))
     return EngineServer(
         kind="OpenAI-compatible",
         models=listings,

@@ -7,6 +7,7 @@ Source: the text format of Prometheus: the samples of a metric stand together, a
 with a comment. Pages without comments are searched to their end.
 """
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ _LABEL = re.compile(rb'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 
 def samples(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
-    """The samples of one name, as (labels as written, value).
+    """The samples of one name, as (labels as written, value), without those that are no finite number.
 
     Raises:
         EngineError: the line of a sample holds no number.
@@ -54,6 +55,18 @@ def mean(page: bytes, *names: bytes) -> float | None:
     return sum(found) / len(found) if found else None
 
 
+def first_of_each(found: list[tuple[bytes, float]], label: bytes) -> list[float]:
+    """The value of the first sample for each value of a label, and of the first without that label."""
+    if len(found) < 2:
+        return [value for _, value in found]
+    pattern = re.compile(rb"(?:^|,)" + label + rb'="([^"]*)"')
+    firsts: dict[bytes, float] = {}
+    for written, value in found:
+        match = pattern.search(written)
+        firsts.setdefault(match.group(1) if match else b"", value)
+    return list(firsts.values())
+
+
 def labels(written: bytes) -> dict[str, str]:
     """Labels by name, as `samples` gives them."""
     return {name.decode(): value.decode("utf-8", "replace") for name, value in _LABEL.findall(written)}
@@ -71,7 +84,10 @@ def _lines_after(page: bytes, opening: bytes) -> list[tuple[bytes, float]]:
         start = at + len(opening)
         end = page.find(b"\n", start)
         end = len(page) if end < 0 else end
-        found.append(_sample(page, at + 1, start, end))
+        sample = _sample(page, at + 1, start, end)
+        # Quotients without anything counted yet are NaN.
+        if math.isfinite(sample[1]):
+            found.append(sample)
         at = page.find(opening, end, metric_end)
     return found
 

@@ -1,6 +1,6 @@
 """What is known of a server that answers the OpenAI API, and one reading of its load."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from serve_app.errors import EngineError
@@ -33,7 +33,8 @@ class EngineReading:
         kv_usage_ratio: share of its KV cache in use, 0 to 1; the mean over its engines.
         kv_tokens: capacity of its KV cache in tokens.
         max_num_seqs: most sequences in its batch.
-        token_gaps: gaps between output tokens since the server started.
+        token_gaps: gaps between output tokens since the server started. Some servers count the mean gap of
+            each request instead; the quotient of the two is a time per output token all the same.
         token_gaps_s: their sum in seconds.
     """
 
@@ -137,6 +138,17 @@ def missing(limits: StatedLimits, reading: EngineReading) -> tuple[str, ...]:
         if getattr(source, field.name) is not None
     }
     return tuple(words for name, words in _INSTEAD.items() if name not in told)
+
+
+def listed_context(listings: Iterable[ModelListing]) -> int | None:
+    """The shortest context limit that a list of models states: the models share one engine."""
+    stated = [listing.max_model_len for listing in listings if listing.max_model_len is not None]
+    return min(stated, default=None)
+
+
+def whole(value: object) -> int | None:
+    """A positive whole number of a page of JSON; None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def refused(path: str, answer: PageAnswer) -> EngineError:

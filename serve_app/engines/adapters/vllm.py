@@ -8,7 +8,13 @@ import functools
 
 from serve_app.engines.adapters.control_pages import ControlPages
 from serve_app.engines.adapters.samples import count, labels, mean, samples, total
-from serve_app.engines.adapters.server import EngineReading, EngineServer, StatedLimits, missing
+from serve_app.engines.adapters.server import (
+    EngineReading,
+    EngineServer,
+    StatedLimits,
+    listed_context,
+    missing,
+)
 from serve_app.errors import EngineError
 
 RUNNING = b"vllm:num_requests_running"
@@ -66,12 +72,10 @@ async def describe(pages: ControlPages) -> EngineServer:
     has_load = RUNNING in page
     reading = read(page) if has_load else EngineReading()
     listings = await pages.models()
-    stated = [listing.max_model_len for listing in listings if listing.max_model_len is not None]
-    limits = StatedLimits(max_model_len=min(stated, default=None), kv_tokens=reading.kv_tokens)
-    version = (await pages.json("/version")).get("version")
+    limits = StatedLimits(max_model_len=listed_context(listings), kv_tokens=reading.kv_tokens)
     return EngineServer(
         kind="vLLM",
-        version=str(version) if version else None,
+        version=await pages.stated("/version", "version"),
         models=listings,
         limits=limits,
         lacks=missing(limits, reading),

@@ -17,6 +17,7 @@ import aiohttp
 
 from serve_app.engine_model.recent_mean import RecentMean
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
+from serve_app.engines.hang_watch import HangWatch
 from serve_app.engines.remote.proxy import RemoteProxy, Upstream
 from serve_app.engines.vllm_metrics import VllmMetrics, read_metrics
 from serve_app.errors import EngineError
@@ -55,6 +56,8 @@ class RemoteEngineSettings:
     scrape_interval_s: Annotated[float, POSITIVE, ADVANCED] = 0.2
     # An older load counts as unknown. Long enough for a server that is busy with one long prompt.
     stale_after_s: Annotated[float, POSITIVE, ADVANCED] = 2.0
+    # A server that has requests, and whose metrics show no progress for so long, gets no more until they do.
+    stall_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
     # Seconds until an attempt to connect counts as failed.
     connect_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 5.0
     # An answer without bytes for this long fails; must exceed the longest prefill behind the longest queue.
@@ -82,7 +85,9 @@ class RemoteEngine:
         self._settings = settings
         self._base_url = settings.base_url.rstrip("/").removesuffix("/v1")
         self._upstream: Upstream | None = None
-        self._app: ASGIApp | None = None
+        self._app: RemoteProxy | None = None
+        self._stall = HangWatch()
+        self._stalled_s = 0.0
         self._scraping: asyncio.Task[None] | None = None
         self._metrics: VllmMetrics | None = None
         self._read_at = float("-inf")
@@ -122,7 +127,7 @@ class RemoteEngine:
         """The load as last read.
 
         Raises:
-            EngineError: the last reading is too old, or there is none.
+            EngineError: the last reading is too old, there is none, or the server hangs.
         """
         now = time.monotonic()
         age_s = now - self._read_at
@@ -131,6 +136,11 @@ class RemoteEngine:
             raise EngineError(
                 f"the load of {self._base_url} is unknown: its metrics are {age_s:.1f} s old (limit "
                 f"{limit_s:g} s), last failure: {self._last_failure}"
+            )
+        if self._stalled_s > self._settings.stall_timeout_s:
+            raise EngineError(
+                f"{self._base_url} hangs: it has requests and has computed nothing for "
+                f"{self._stalled_s:.0f} s (stall_timeout_s {self._settings.stall_timeout_s:g})"
             )
         return EngineLoad(
             waiting=self._metrics.waiting,
@@ -219,6 +229,11 @@ class RemoteEngine:
         self._metrics = metrics
         self._read_at = time.monotonic()
         self._tpot.note(metrics.token_gaps_s, metrics.token_gaps, self._read_at)
+        if metrics.progress is not None:
+            # One that has hung since it was idle goes on saying that it is.
+            unanswered = 0 if self._app is None else self._app.unanswered
+            busy = metrics.running + metrics.waiting + unanswered > 0
+            self._stalled_s = self._stall.note(metrics.progress, busy=busy, now=self._read_at)
 
     async def _get_text(self, path: str, *, missing_is_fine: bool = False) -> str:
         """The body of a control request.

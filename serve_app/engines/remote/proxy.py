@@ -10,6 +10,7 @@ Rules:
 """
 
 import asyncio
+import itertools
 import json
 import logging
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ import aiohttp
 from yarl import URL
 
 from serve_app.engines.asgi import read_body, require_http, send_response, wait_for_disconnect
-from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.engines.engine import Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,13 @@ class RemoteProxy:
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
+        self._unanswered: set[int] = set()
+        self._numbers = itertools.count()
+
+    @property
+    def unanswered(self) -> int:
+        """Requests at the server of whose answer no byte has come; vLLM sends a stream's status at once."""
+        return len(self._unanswered)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward one request until it is answered or its client disconnects."""
@@ -74,7 +82,9 @@ class RemoteProxy:
         body = await read_body(receive)
         if body is None:
             return
-        forwarding = asyncio.ensure_future(self._forward(scope, body, send))
+        number = next(self._numbers)
+        self._unanswered.add(number)
+        forwarding = asyncio.ensure_future(self._forward(scope, body, self._noting_an_answer(send, number)))
         leaving = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
             await asyncio.wait((forwarding, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -82,8 +92,17 @@ class RemoteProxy:
             forwarding.cancel()
             leaving.cancel()
             await asyncio.gather(forwarding, leaving, return_exceptions=True)
+            self._unanswered.discard(number)
         if not forwarding.cancelled():
             forwarding.result()
+
+    def _noting_an_answer(self, send: Send, number: int) -> Send:
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                self._unanswered.discard(number)
+            await send(message)
+
+        return noting
 
     async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
         base_url = self._upstream.base_url

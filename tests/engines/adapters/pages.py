@@ -1,5 +1,6 @@
 """Servers as a table of their control pages."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,3 +32,12 @@ def models(*names: str, owner: str, **more: object) -> dict[str, object]:
     """A list of models as `/v1/models` gives it."""
     entries = [{"id": name, "object": "model", "owned_by": owner, **more} for name in names]
     return {"object": "list", "data": entries}
+
+
+def page_of(pages: Mapping[str, object], path: str) -> bytes:
+    """The body of one page of a server."""
+
+    async def body() -> bytes:
+        return (await server(pages)(path)).body
+
+    return asyncio.run(body())

@@ -65,6 +65,14 @@ async def runs(engine: RemoteEngine, requests: int) -> bool:
     return (await engine.load()).running == requests
 
 
+async def hangs(engine: RemoteEngine) -> bool:
+    try:
+        await engine.load()
+    except EngineError as error:
+        return "hangs: it has requests and has computed nothing" in str(error)
+    return False
+
+
 async def test_limits_are_what_the_server_states_and_the_settings_add(server: tuple[VllmLike, str]) -> None:
     engine, limits = await started(server[1])
     await engine.stop()
@@ -293,3 +301,39 @@ async def _generate(client: httpx.AsyncClient, url: str, engine: RemoteEngine) -
         await until(lambda: runs(engine, 1))
     # The client has left in mid-answer.
     await until(lambda: runs(engine, 0))
+
+
+async def test_a_server_that_hangs_with_requests_takes_no_more_until_it_goes_on(
+    server: tuple[VllmLike, str],
+) -> None:
+    app, base_url = server
+    app.metrics = (RECORDED / "vllm-0.32.0-busy.txt").read_text()
+    engine, _ = await started(base_url, scrape_interval_s=0.02, stall_timeout_s=0.2)
+    await until(lambda: hangs(engine))
+    # Its health says nothing of it; a new replica would only wait for the same server.
+    await engine.check_health()
+    app.metrics = (RECORDED / "vllm-0.32.0-idle.txt").read_text()
+    await until(lambda: runs(engine, 0))
+    await engine.stop()
+
+
+async def test_a_server_that_has_hung_since_it_was_idle_shows_in_what_it_leaves_unanswered() -> None:
+    class Hanging(VllmLike):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["method"] != "POST":
+                await super().__call__(scope, receive, send)
+                return
+            # As vLLM: the status of a stream comes at once.
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+    async with serving(Hanging()) as base_url:
+        engine, _ = await started(base_url, scrape_interval_s=0.02, stall_timeout_s=0.2)
+        async with serving(engine.app) as url, httpx.AsyncClient(base_url=url) as http:
+            asked = asyncio.create_task(http.post("/v1/completions", json={}))
+            await until(lambda: hangs(engine))
+            asked.cancel()
+            # Nobody waits any more, so there is no telling.
+            await until(lambda: runs(engine, 0))
+        await engine.stop()
