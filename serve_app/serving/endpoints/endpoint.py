@@ -13,6 +13,8 @@ import logging
 from dataclasses import dataclass, replace
 
 from serve_app.engine_model.recent_mean import RecentMean
+from serve_app.engines.adapters import EngineReading
+from serve_app.engines.hang_watch import HangWatch
 from serve_app.errors import EngineError
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.connector import Locate
@@ -67,6 +69,7 @@ class Endpoint:
         self._control = ControlClient(surroundings.upstream, url, surroundings.api_key, timeout_s)
         self._damping = FlapDamping()
         self._tpot = RecentMean()
+        self._hang = HangWatch()
         self._identity: EndpointIdentity | None = None
         self._client: ReplicaClient | None = None
         self.is_refused = False
@@ -195,6 +198,7 @@ class Endpoint:
             # One without metrics is at least alive.
             page = await self._control.page(server.metrics_path or server.health_path)
             reading = server.read(page)
+            self._check_progress(reading, loop.time())
         except EngineError as exc:
             self._damping.on_failure(loop.time())
             self._note_failure(str(exc))
@@ -215,6 +219,19 @@ class Endpoint:
             kv_usage_ratio=reading.kv_usage_ratio or 0.0,
             tpot_s=self._tpot.mean(now),
         )
+
+    def _check_progress(self, reading: EngineReading, now: float) -> None:
+        """Raise `EngineError` for a server whose engine has hung: its front end goes on stating the last load."""
+        if reading.progress is None:
+            return
+        busy = bool(reading.running or reading.waiting)
+        stalled_s = self._hang.note(reading.progress, busy=busy, now=now)
+        limit_s = self._shared.settings.stall_timeout_s
+        if stalled_s > limit_s:
+            raise EngineError(
+                f"{self.url} hangs: it has requests and has computed nothing for {stalled_s:.0f} s "
+                f"(stall_timeout_s {limit_s:g})"
+            )
 
     def _note_failure(self, reason: str) -> None:
         if not self.failure or reason != self.failure:

@@ -37,6 +37,8 @@ class RemoteSettings:
     # An endpoint whose metrics take longer gets no requests until they come again. Long enough for one that
     # is busy with a long prompt.
     metrics_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 2.0
+    # An endpoint with requests whose metrics show no progress for so long gets no more until they do.
+    stall_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
     # Names are resolved, and files read, this often. Kubernetes tells of changes by itself.
     refresh_s: Annotated[float, POSITIVE, ADVANCED] = 5.0
 

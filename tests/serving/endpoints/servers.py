@@ -26,6 +26,7 @@ METRICS = """\
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="tiny"} RUNNING
 vllm:num_requests_waiting{engine="0",model_name="tiny"} WAITING
+vllm:iteration_tokens_total_count{engine="0",model_name="tiny"} STEPS
 vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} KV_USAGE
 vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0
 """
@@ -37,6 +38,7 @@ class VllmLike(Engine):
     Attributes:
         api_key: asked for; empty for none.
         kv_usage, others: what other clients do to it.
+        hangs: it computes nothing any more.
         metrics_status: of its metrics page.
         seen: the headers of the last request that was no control request.
     """
@@ -47,6 +49,7 @@ class VllmLike(Engine):
         self.api_key = ""
         self.kv_usage = 0.0
         self.others = 0
+        self.steps, self.hangs = 0, False
         self.metrics_status = 200
         self.scrapes = 0
 
@@ -58,6 +61,7 @@ class VllmLike(Engine):
         elif path == "/metrics":
             self.scrapes += 1
             page = METRICS.replace("RUNNING", str(self.running + self.others)).replace("WAITING", "0")
+            page = page.replace("STEPS", str(self.steps if self.hangs else self.scrapes))
             page = page.replace("KV_USAGE", str(self.kv_usage))
             await _answer(send, self.metrics_status, page.encode())
         elif path == "/v1/models":

@@ -181,6 +181,17 @@ async def test_endpoints_outlive_a_scheduler() -> None:
         assert (await fleet.ask()).status_code == 200
 
 
+async def test_one_that_hangs_gets_nothing_until_it_goes_on() -> None:
+    engine = VllmLike()
+    async with serving(engine) as url, watched(url, stall_timeout_s=0.5) as fleet:
+        await until(lambda: len(fleet.open()) == 1, "it serves")
+        engine.hangs, engine.others = True, 3
+        await until(lambda: not fleet.open(), "its hang is noticed")
+        assert "has computed nothing for" in str(fleet.watcher.described()[0]["reason"])
+        engine.hangs = False
+        await until(lambda: len(fleet.open()) == 1, "it goes on")
+
+
 async def test_an_endpoint_whose_cache_is_full_gets_nothing() -> None:
     engine = VllmLike()
     async with serving(engine) as url, watched(url) as fleet:
