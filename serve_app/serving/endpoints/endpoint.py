@@ -221,7 +221,11 @@ class Endpoint:
         )
 
     def _check_progress(self, reading: EngineReading, now: float) -> None:
-        """Raise `EngineError` for a server whose engine has hung: its front end goes on stating the last load."""
+        """See whether the engine still computes: the front end of one that has hung states the last load on.
+
+        Raises:
+            EngineError: it has hung.
+        """
         if reading.progress is None:
             return
         busy = bool(reading.running or reading.waiting)
