@@ -179,14 +179,16 @@ async def campaign(seed: int, seconds: float) -> None:
         breaking = asyncio.create_task(break_on(rng, [wire_of(fleet), *fleet.relays]))
         ended = await sending
         breaking.cancel()
-        assert set(ends_of(ended)) <= {"answered", BROKEN, REFUSED}, ends_of(ended)
+        wrong = [one for one in ended if one.end not in {"answered", BROKEN, REFUSED}]
+        assert wrong == []
         assert ends_of(ended)["answered"] > len(ended) / 2, Counter(one.detail for one in ended)
         for relay in (wire_of(fleet), *fleet.relays):
             relay.heal()
             relay.cut()
         await eventually(lambda: len(fleet.core) == 0, PATIENCE_S)
         await eventually(lambda: not any(engine.running for engine in engines), PATIENCE_S)
-        assert ends_of(await answers(fleet, 10, 0.2, label="later")) == {"answered": 10}
+        late = await answers(fleet, 10, 0.2, label="later")
+        assert [one for one in late if one.end != "answered"] == []
 
 
 async def break_on(rng: random.Random, relays: Sequence[Relay]) -> None:

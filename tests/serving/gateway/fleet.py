@@ -80,7 +80,8 @@ async def fleet_of(
         stack.callback(app.close)
         port = await stack.enter_async_context(serving(app))
         # As many connections as a test likes: a client of its own must not be what queues.
-        limits = httpx.Limits(max_connections=None)
+        # And it gives idle ones up before the server does, which may be while it sends a request.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         http = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, limits=limits)
         )
