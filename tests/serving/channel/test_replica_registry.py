@@ -73,7 +73,7 @@ async def test_a_table_never_follows_a_grant_that_refers_to_it(world: Simulation
         told.append(type(message).__name__)
         send(message)
 
-    session.link.send = noted  # type: ignore[method-assign]
+    session.link.send = noted  # type: ignore[method-assign, assignment]
     # In one turn of the loop: it joins, reports, and the request is granted.
     join(world.live._replicas, 0)
     assert told[:2] == ["ReplicaTable", "Granted"]
