@@ -31,6 +31,7 @@ from serve_app.serving.gateway.endpoint_admin import (
     EndpointAdmin,
     PoolWatcher,
 )
+from serve_app.serving.gateway.engine_metrics import ENGINES_PATH, EngineMetrics
 from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
 from serve_app.serving.gateway.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
 from serve_app.serving.gateway.openapi import openapi_document
@@ -130,6 +131,7 @@ class Gateway:
             asks_for_keys=settings.asks_for_keys,
             authenticate=self._reader.caller,
         )
+        engine_metrics = EngineMetrics(self._upstream, schedulers, self._metrics_endpoint.check)
         self._services = Services(self._upstream, self.telemetry, settings.queued_comment_s)
         self._any_replica = AnyReplica(self._upstream)
         endpoint_admin = EndpointAdmin(watchers or {}, self._reader)
@@ -144,6 +146,7 @@ class Gateway:
             "/health": ("GET", self._health),
             "/ready": ("GET", self._ready),
             "/metrics": ("GET", self._metrics),
+            ENGINES_PATH: ("GET", engine_metrics.serve),
             ENDPOINTS_PATH: (", ".join(ENDPOINTS_METHODS), endpoint_admin.serve),
             "/openapi.json": ("GET", self._describe_itself),
             "/debug/queue": ("GET", partial(self._show, lambda views: views.queue)),
