@@ -1,8 +1,8 @@
 """The ledger of usage: requests and tokens of every API key, for each model name and day in UTC.
 
 It counts requests that ended in an engine, with the tokens that the engine counted. A day's lines do not
-change once it is over, though the clock is set back a little. One that was a day or more ahead is not followed
-when it is right again: a wrong clock must not spoil the days for good. The ledger outlives the scheduler that
+change once it is over, though the clock is set back a little. A day that was further ahead is left when the
+clock is right again: a wrong clock must not spoil the days for good. The ledger outlives the scheduler that
 counts into it, by the saved state. A scheduler that is killed loses what was counted since the last save.
 """
 
