@@ -243,7 +243,8 @@ class LiveScheduler:
         return self.core.queue.waiting_at[pool]
 
     def knows_replica(self, replica_id: str) -> bool:
-        """Whether the replica is connected."""
+        """Whether the replica is connected; then gateways know it, too."""
+        self._replicas.tell_changes()
         return replica_id in self._replicas
 
     async def exposition(self) -> str:
@@ -283,6 +284,8 @@ class LiveScheduler:
     def _carry_out(self, command: Command) -> None:
         match command:
             case Dispatch():
+                # A grant refers to the table of replicas, and follows it on the same connection.
+                self._replicas.tell_changes()
                 priority = self._gateways.grant(command)
                 scheduled = self.core.find(command.request_id)
                 spilled = scheduled is not None and scheduled.pools[0] != command.pool
