@@ -10,10 +10,10 @@ _MOST_POOLS = 2
 
 
 def remote_models(servers: Servers) -> str:
-    """The list `models`: servers of the same model are its pools, the shorter context first.
+    """The list `models`: servers of a model with the same context are a pool, the shorter context first.
 
     Raises:
-        SettingsError: more servers have a model than it can have pools.
+        SettingsError: the servers of a model have more contexts than it can have pools.
     """
     of_model: dict[str, list[Server]] = {}
     for server in servers.found:
@@ -22,53 +22,48 @@ def remote_models(servers: Servers) -> str:
 
 
 def _model(name: str, found: list[Server], servers: Servers) -> str:
-    if len(found) > _MOST_POOLS:
+    contexts = sorted({server.max_model_len for server in found})
+    if len(contexts) > _MOST_POOLS:
         raise SettingsError(
-            f"{len(found)} servers have the model {name}: a pool stands for one server and a model has at "
-            f"most {_MOST_POOLS} pools, so name {_MOST_POOLS} of them"
+            f"the servers of the model {name} have {len(contexts)} contexts ({', '.join(map(str, contexts))} "
+            f"tokens): a pool has one, and a model has at most {_MOST_POOLS} pools, so name servers of "
+            f"{_MOST_POOLS} contexts"
         )
-    pools = sorted(found, key=lambda server: server.max_model_len)
-    common = set.intersection(*(set(server.models) for server in pools))
-    aliases = tuple(alias for alias in pools[0].models if alias in common - {name})
+    pools = {each: [server for server in found if server.max_model_len == each] for each in contexts}
+    common = set.intersection(*(set(server.models) for server in found))
+    aliases = tuple(alias for alias in found[0].models if alias in common - {name})
     return "".join(_lines(name, aliases, pools, servers))
 
 
-def _lines(name: str, aliases: tuple[str, ...], pools: list[Server], servers: Servers) -> Iterator[str]:
+def _lines(
+    name: str, aliases: tuple[str, ...], pools: dict[int, list[Server]], servers: Servers
+) -> Iterator[str]:
     yield "# The name under which the servers have it: bodies are passed on as they come.\n"
     yield f"- name: {scalar(name)}\n"
     if aliases:
         yield f"  aliases: {flow(aliases)}\n"
     yield "  pools:\n"
     names = ("short", "long") if len(pools) == _MOST_POOLS else ("all",)
-    same = len({server.max_model_len for server in pools}) == 1
     if len(pools) == _MOST_POOLS:
-        yield _SAME if same else _SHORTER_FIRST
-    for pool, server in zip(names, pools, strict=True):
-        yield _pool(pool, server, servers)
+        yield _SHORTER_FIRST
+    for pool, (context, found) in zip(names, pools.items(), strict=True):
+        yield _pool(pool, context, found, servers)
     if len(pools) == _MOST_POOLS:
-        budget = min(SHORT_CONTEXT, pools[0].max_model_len // (2 if same else 1))
         yield (
             "  scheduler:\n"
             "    routing:\n"
             "      # Prompt and answer together. Above it a request is at home in the long pool.\n"
-            f"      b_short_tokens: {budget}\n"
+            f"      b_short_tokens: {min(SHORT_CONTEXT, *pools)}\n"
         )
 
 
-def _pool(name: str, server: Server, servers: Servers) -> str:
+def _pool(name: str, context: int, found: list[Server], servers: Servers) -> str:
     key = f"          api_key_env: {scalar(servers.api_key_env)}\n" if servers.api_key_env else ""
-    return _POOL.format(
-        name=name,
-        url=scalar(server.url),
-        key=key,
-        context=server.max_model_len,
-        max_num_seqs=servers.max_num_seqs,
-    )
+    if servers.max_num_seqs is not None:
+        key += f"          max_num_seqs: {servers.max_num_seqs}\n"
+    urls = "".join(f"            - {scalar(server.url)}\n" for server in found)
+    return _POOL.format(name=name, urls=urls, key=key, context=context)
 
-
-_SAME = """\
-    # Both have the same context: each takes over where the other is full.
-"""
 
 _SHORTER_FIRST = """\
     # The pool with the shorter context comes first: its requests never wait behind a long prefill.
@@ -78,11 +73,7 @@ _POOL = """\
     - name: {name}
       engine:
         remote:
-          base_url: {url}
-{key}          # Context (now {context:,} tokens) and KV cache are read from the server; this it does not
-          # state (`--max-num-seqs`). Too high a value lets requests wait inside the server, out of order.
-          max_num_seqs: {max_num_seqs}
-      # One replica per server; it only passes bytes on.
-      replicas: 1
-      resources: {{num_cpus: 0.1}}
-"""
+          # Each is asked for its limits (context now: {context:,} tokens). More may be added here, found by
+          # DNS, in a file or by Kubernetes, or added while it runs: see docs/put-in-front.md.
+          endpoints:
+{urls}{key}"""

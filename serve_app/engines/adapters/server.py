@@ -36,6 +36,7 @@ class EngineReading:
         token_gaps: gaps between output tokens since the server started. Some servers count the mean gap of
             each request instead; the quotient of the two is a time per output token all the same.
         token_gaps_s: their sum in seconds.
+        steps: iterations that gave a token, since the server started.
     """
 
     waiting: int | None = None
@@ -45,6 +46,15 @@ class EngineReading:
     max_num_seqs: int | None = None
     token_gaps: int | None = None
     token_gaps_s: float | None = None
+    steps: int | None = None
+
+    @property
+    def progress(self) -> tuple[float | None, ...] | None:
+        """What changes while the engine computes; None when the server does not count its iterations.
+
+        A long prompt takes iterations that give no token. Each of them takes more of the KV cache.
+        """
+        return None if self.steps is None else (self.steps, self.kv_usage_ratio, self.running, self.waiting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ _CACHE_CONFIG = b"vllm:cache_config_info"
 # Newest name first: a server may publish an old name beside the new one.
 _KV_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
 _TOKEN_GAPS = (b"vllm:inter_token_latency_seconds", b"vllm:time_per_output_token_seconds")
+_STEPS = b"vllm:iteration_tokens_total_count"
 _GAPS_SUM = tuple(name + b"_sum" for name in _TOKEN_GAPS)
 _GAPS_COUNT = tuple(name + b"_count" for name in _TOKEN_GAPS)
 
@@ -46,6 +47,7 @@ def read(page: bytes) -> EngineReading:
         kv_usage_ratio=usage,
         token_gaps=count(page, *_GAPS_COUNT) or 0,
         token_gaps_s=total(page, *_GAPS_SUM) or 0.0,
+        steps=count(page, _STEPS),
         # Each core has a sample of the same labels.
         kv_tokens=_kv_tokens(cores[0][0], len(cores)) if cores else None,
     )

@@ -1,4 +1,4 @@
-"""A real vLLM engine on the CPU: in this process, and as a server of its own behind the remote engine.
+"""A real vLLM engine on the CPU: in this process, and as a server of its own that is an endpoint.
 
 One engine takes about 4 GB, so each fixture starts one for its class and ends it before the next one starts.
 """
@@ -14,21 +14,19 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 import pytest_asyncio
 
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.engines.engine import EngineLoad
-from serve_app.engines.remote.engine import RemoteEngine, RemoteEngineSettings
 from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings, check_vllm_args
 from serve_app.errors import EngineError, SettingsError
 from serve_app.request import PriorityClass, Request
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities, EnginePrioritySettings
 from serve_app.serving.gateway.request.splice import with_priority
 from tests.builders import request
-from tests.engines.servers import free_port, served, serving, until
+from tests.engines.servers import free_port, served, until
 from tests.engines.vllm.conformance import ANSWERED, REFUSED, answer, choice_form
 from tests.engines.vllm.in_front import Heard, in_front_of
 from tests.engines.vllm.real import (
@@ -49,6 +47,7 @@ from tests.engines.vllm.real import (
     running,
     runs,
 )
+from tests.serving.endpoints.servers import WatchedFleet, watched
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 
@@ -341,26 +340,22 @@ def vllm_server() -> Iterator[str]:
             process.kill()
 
 
-async def test_a_server_that_was_started_by_hand_works_the_same_behind_the_remote_engine() -> None:
+async def test_a_server_that_was_started_by_hand_is_an_endpoint_like_any_other() -> None:
     with vllm_server() as base_url:
-        engine = RemoteEngine(
-            RemoteEngineSettings(
-                base_url=base_url, api_key="secret", max_num_seqs=MAX_NUM_SEQS, start_timeout_s=300.0
-            )
-        )
-        limits = await engine.start()
-        assert limits.max_model_len == MAX_MODEL_LEN
-        assert limits.kv_tokens > MAX_MODEL_LEN
-        async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
-            await _use(engine, client)
-        await engine.check_health()
-        await engine.stop()
+        async with watched(base_url, api_key="secret", start_timeout_s=300.0, model="m") as fleet:
+            (found,) = fleet.watcher.described()
+            assert (found["max_model_len"], found["models"]) == (MAX_MODEL_LEN, ["m"])
+            assert int(str(found["kv_tokens"])) > MAX_MODEL_LEN
+            await _use(fleet)
 
 
-async def _use(engine: RemoteEngine, client: httpx.AsyncClient) -> None:
+async def _use(fleet: WatchedFleet) -> None:
+    client = fleet.http
+
     async def load_is(running: int, waiting: int) -> bool:
-        load = await engine.load()
-        return (load.running, load.waiting) == (running, waiting)
+        (replica,) = fleet.world.live.status()["replicas"].values()
+        report = replica.get("report") or {}
+        return (report.get("running"), report.get("waiting")) == (running, waiting)
 
     body = {"model": "m", "messages": PARIS, "max_tokens": 5}
     answer = await client.post("/v1/chat/completions", json=body)
@@ -372,5 +367,4 @@ async def _use(engine: RemoteEngine, client: httpx.AsyncClient) -> None:
     assert too_long.json()["error"]["message"].startswith("This model's maximum context length is 512 tokens")
     async with open_streams(client, MAX_NUM_SEQS + 2):
         await until(lambda: load_is(MAX_NUM_SEQS, 2))
-        await until(lambda: knows_its_tpot(engine))
-    await until(lambda: load_is(0, 0), timeout_s=2.0)
+    await until(lambda: load_is(0, 0), timeout_s=10.0)
