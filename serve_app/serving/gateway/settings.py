@@ -8,8 +8,8 @@ from serve_app.access import is_loopback
 from serve_app.errors import SettingsError
 from serve_app.serving.gateway.cors import CorsSettings
 from serve_app.serving.gateway.keys.settings import ApiKey
-from serve_app.serving.gateway.metrics_endpoint import MetricsKey
 from serve_app.serving.gateway.request.prefix import PrefixSettings
+from serve_app.serving.gateway.scraping.metrics_endpoint import MetricsKey
 from serve_app.serving.gateway.upstream.pool import UpstreamSettings
 from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
 

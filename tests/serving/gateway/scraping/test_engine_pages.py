@@ -10,9 +10,8 @@ import pytest
 
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.metrics_endpoint import MetricsKey
-
-from .builders import TOKEN, FakeDispatcher, serving
+from serve_app.serving.gateway.scraping.metrics_endpoint import MetricsKey
+from tests.serving.gateway.builders import TOKEN, FakeDispatcher, serving
 
 PATH = "/metrics/engines"
 PAGE = b'# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="0"} 3.0\n'

@@ -34,7 +34,7 @@ class _Page:
     text: bytes
 
 
-class EngineMetrics:
+class EnginePages:
     """The list of engines, and the page of each.
 
     Args:
@@ -50,7 +50,7 @@ class EngineMetrics:
     ) -> None:
         self._upstream = upstream
         # A scheduler stands once under each of its model's names, the model's own first.
-        self._models = {id(scheduler): model for model, scheduler in reversed(schedulers.items())}
+        self._models = {id(scheduler): model for model, scheduler in reversed([*schedulers.items()])}
         self._schedulers = {id(scheduler): scheduler for scheduler in schedulers.values()}
         self._check = check
         self._pages: dict[str, asyncio.Task[_Page | RequestRefused]] = {}
