@@ -20,6 +20,7 @@ CONTENTS = {
         "reference/cli",
         "reference/metrics",
         "reference/outcomes",
+        "servers",
     ),
     "Contribute": ("/CONTRIBUTING", "writing", "/CHANGELOG"),
     "Experiments": ("/experiments/README", "/experiments/*/README"),

@@ -17,8 +17,9 @@ from ray.serve import Application
 from serve_app.engines.vllm.engine import check_vllm_args
 from serve_app.errors import SettingsError
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.endpoints.deployment import WATCHER_DEPLOYMENT_OPTIONS, EndpointsDeployment
 from serve_app.serving.gateway.deployment import GatewayDeployment
-from serve_app.serving.pool.deployment import PoolDeployment, health_check_period_s
+from serve_app.serving.pool.deployment import HEALTH_CHECK_PERIOD_S, PoolDeployment
 from serve_app.serving.pool.replica import PoolReplicaSettings
 from serve_app.serving.scheduler.actor import SCHEDULER_DEPLOYMENT_OPTIONS, SchedulerActorSettings
 from serve_app.serving.scheduler.deployment import SchedulerDeployment
@@ -55,6 +56,15 @@ def application_of(settings: AppSettings) -> Application:
         name: _pool(name, pool, settings.channel, schedulers[model.name])
         for model in settings.models
         for name, pool in zip(_pool_names(model), model.pools, strict=True)
+        if pool.engine.remote is None
+    }
+    endpoints = {
+        model.name: {
+            pool.name: _endpoints(name, model, pool, settings, schedulers[model.name])
+            for name, pool in zip(_pool_names(model), model.pools, strict=True)
+            if pool.engine.remote is not None
+        }
+        for model in settings.models
     }
     tuners = [
         _tuner(model, schedulers[model.name], settings.state_uri)
@@ -71,7 +81,7 @@ def application_of(settings: AppSettings) -> Application:
     )(serve.ingress()(GatewayDeployment))
     # Bound to the gateway so that they belong to the application; they communicate by other means.
     others = [*pools.values(), *tuners]
-    return deployment.bind(settings.gateway, settings.channel, schedulers, names, others)
+    return deployment.bind(settings.gateway, settings.channel, schedulers, names, endpoints, others)
 
 
 def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
@@ -114,7 +124,7 @@ def _pool(name: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Ap
     )
     deployment = serve.deployment(
         name=name,
-        health_check_period_s=health_check_period_s(pool.engine.chosen),
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=pool.health_check_timeout_s,
         graceful_shutdown_timeout_s=pool.drain_timeout_s + _STOP_MARGIN_S,
         # Serve counts no requests here, so it need not wait before the replica drains.
@@ -122,7 +132,23 @@ def _pool(name: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Ap
         **_scale(pool),
         **_resources(pool),
     )(PoolDeployment)
-    return deployment.bind(settings, pool.engine.chosen, scheduler)
+    engine = pool.engine.emulated or pool.engine.vllm
+    return deployment.bind(settings, engine, scheduler)
+
+
+def _endpoints(
+    name: str, model: ModelSettings, pool: PoolSettings, settings: AppSettings, scheduler: Application
+) -> Application:
+    assert pool.engine.remote is not None, "asked for such pools only"
+    deployment = serve.deployment(
+        name=name,
+        ray_actor_options={"num_cpus": pool.num_cpus},
+        **WATCHER_DEPLOYMENT_OPTIONS,
+    )(EndpointsDeployment)
+    scope = f"{model.name}/{pool.name}"
+    return deployment.bind(
+        scope, pool.name, pool.engine.remote, settings.channel, scheduler, settings.state_uri
+    )
 
 
 def _scale(pool: PoolSettings) -> dict[str, Any]:

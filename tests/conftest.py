@@ -1,15 +1,39 @@
 """One profile of hypothesis for all tests, and fixtures that several packages use."""
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import hypothesis
 import pytest
 
 from serve_app.workloads import catalog
+from tests.parallel import Schedule, applications_first
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    applications_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Schedule:
+    return Schedule(config, log)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def certificates_read_once() -> Iterator[None]:
+    """Reading the machine's certificates takes 27 ms of CPU time, and every client of httpx would do it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "httpx._transports.default.create_ssl_context", functools.cache(httpx.create_ssl_context)
+        )
+        yield
 
 
 @pytest.fixture

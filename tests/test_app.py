@@ -113,10 +113,11 @@ def test_each_pool_is_scaled_by_its_own_settings_and_our_policy() -> None:
 def test_the_gateway_knows_every_name_of_every_model() -> None:
     application = application_of(settings())
     gateway = deployments(application)["gateway"]
-    served, _channel, schedulers, names, others = arguments(gateway)
+    served, _channel, schedulers, names, endpoints, others = arguments(gateway)
     assert [model.name for model in served.models] == ["demo", "alias"]
     assert names == {"demo": "demo", "alias": "demo"}
     assert set(schedulers) == {"demo"}
+    assert endpoints == {"demo": {}}
     assert {handle.deployment_name for handle in others} >= {"short-demo", "long-demo"}
 
 
@@ -141,11 +142,13 @@ def test_model_names_with_equal_deployment_names_are_refused() -> None:
         application_of(settings(*models))
 
 
-def test_a_dead_engine_is_noticed_within_seconds_and_a_remote_server_may_come_back() -> None:
-    remote = {"name": "long", "engine": {"remote": {"base_url": "http://far:8000"}}}
-    models = ({"name": "demo", "pools": [emulated("long")]}, {"name": "far", "pools": [remote]})
-    found = deployments(application_of(settings(*models)))
-    periods = {
-        name: found[name]._deployment_config.health_check_period_s for name in ("long-demo", "long-far")
-    }
-    assert periods == {"long-demo": 1.0, "long-far": 10.0}
+def test_endpoints_have_one_small_watcher_however_many_they_are() -> None:
+    remote = {"endpoints": [f"http://far:{port}" for port in range(8000, 8100)]}
+    models = ({"name": "far", "pools": [{"name": "long", "engine": {"remote": remote}}]},)
+    application = application_of(settings(*models))
+    watcher = deployments(application)["long-far"]
+    assert watcher._deployment_config.num_replicas == 1
+    assert watcher.ray_actor_options is not None
+    assert watcher.ray_actor_options["num_cpus"] == 0.1
+    endpoints = arguments(deployments(application)["gateway"])[4]
+    assert endpoints["far"]["long"].deployment_name == "long-far"

@@ -128,7 +128,7 @@ def models_of(settings: LiveEnginesSettings, servers: Mapping[int, str]) -> list
 
 
 def _model(name: str, variant: LiveVariant, url: str, max_num_seqs: int) -> dict[str, Any]:
-    engine = {"remote": {"base_url": url, "max_num_seqs": max_num_seqs}}
+    engine = {"remote": {"endpoints": [url], "max_num_seqs": max_num_seqs}}
     return {
         "name": name,
         "pools": [{"name": "all", "engine": engine, "resources": {"num_cpus": 0.1}}],

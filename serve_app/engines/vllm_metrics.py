@@ -18,13 +18,14 @@ from serve_app.errors import EngineError
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
 _CACHE_CONFIG = "vllm:cache_config_info"
+_STEPS = "vllm:iteration_tokens_total_count"
 # Newest name first: a server may publish an old name beside the new one.
 _KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 _TOKEN_GAPS = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
 
 _WANTED = frozenset(
     (
-        *(_RUNNING, _WAITING, _CACHE_CONFIG),
+        *(_RUNNING, _WAITING, _CACHE_CONFIG, _STEPS),
         *_KV_USAGE,
         *(f"{name}_sum" for name in _TOKEN_GAPS),
         *(f"{name}_count" for name in _TOKEN_GAPS),
@@ -42,6 +43,7 @@ class VllmMetrics:
         token_gaps: gaps between output tokens seen since the server started.
         token_gaps_s: their sum, in seconds.
         kv_tokens: capacity of the KV cache; None when the server does not state it.
+        steps: iterations that gave a token; None when the server does not count them.
     """
 
     waiting: int
@@ -50,6 +52,15 @@ class VllmMetrics:
     token_gaps: int
     token_gaps_s: float
     kv_tokens: int | None
+    steps: int | None
+
+    @property
+    def progress(self) -> tuple[float, ...] | None:
+        """What changes while the engine computes; None when the server does not count its iterations.
+
+        A long prompt takes iterations that give no token. Each of them takes more of the KV cache.
+        """
+        return None if self.steps is None else (self.steps, self.kv_usage_ratio, self.running, self.waiting)
 
 
 def read_metrics(text: str) -> VllmMetrics:
@@ -72,6 +83,7 @@ def read_metrics(text: str) -> VllmMetrics:
         token_gaps=round(sum(v for _, v in _first_present(samples, _suffixed(_TOKEN_GAPS, "_count")))),
         token_gaps_s=sum(v for _, v in _first_present(samples, _suffixed(_TOKEN_GAPS, "_sum"))),
         kv_tokens=_kv_tokens(samples.get(_CACHE_CONFIG, [])),
+        steps=round(_total(samples, _STEPS)) if _STEPS in samples else None,
     )
 
 
@@ -90,9 +102,14 @@ def kv_capacity_tokens(size_tokens: int | None, num_blocks: int, block_size: int
 
 
 class LoadMeter:
-    """The load of an engine in this process: updated at each of its steps, read a few times a second."""
+    """The load of an engine in this process: updated at each of its steps, read a few times a second.
+
+    Attributes:
+        steps: iterations of the engine so far.
+    """
 
     def __init__(self) -> None:
+        self.steps = 0
         self._running: dict[int, int] = {}
         self._kv_usage_ratio: dict[int, float] = {}
         self._token_gaps = 0
@@ -105,6 +122,7 @@ class LoadMeter:
 
     def on_step(self, core: int, running: int, kv_usage_ratio: float) -> None:
         """Note the batch of one engine core after a step."""
+        self.steps += 1
         self._running[core] = running
         self._kv_usage_ratio[core] = kv_usage_ratio
 

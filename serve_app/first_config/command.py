@@ -53,8 +53,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-num-seqs",
         type=positive_int,
-        default=256,
-        help="with --servers: most sequences in the batch of each, as it was started with (%(default)s)",
+        help="with --servers: most sequences in the batch of each, as it was started with",
     )
     parser.add_argument(
         "--host",

@@ -85,12 +85,12 @@ class Servers:
 
     Attributes:
         api_key_env: environment variable with their key.
-        max_num_seqs: most sequences in the batch of each, which they do not state.
+        max_num_seqs: most sequences in the batch of each, where they do not state it; None learns it.
     """
 
     found: tuple[Server, ...]
     api_key_env: str | None = None
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
 
 
 Fleet = Emulated | Gpus | Servers

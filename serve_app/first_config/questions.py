@@ -57,5 +57,4 @@ def _servers(console: Console) -> Servers:
         )
     env = Prompt.ask("Environment variable with their key (empty: none)", default="", console=console) or None
     found = ask_servers(urls, env)
-    most = IntPrompt.ask("Most sequences in a server's batch (--max-num-seqs)", default=256, console=console)
-    return Servers(found=found, api_key_env=env, max_num_seqs=most)
+    return Servers(found=found, api_key_env=env)

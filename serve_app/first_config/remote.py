@@ -2,19 +2,12 @@
 
 from collections.abc import Iterator
 
-from serve_app.errors import SettingsError
 from serve_app.first_config.fleet import SHORT_CONTEXT, Server, Servers
 from serve_app.first_config.yaml_text import flow, scalar
 
-_MOST_POOLS = 2
-
 
 def remote_models(servers: Servers) -> str:
-    """The list `models`: servers of the same model are its pools, the shorter context first.
-
-    Raises:
-        SettingsError: more servers have a model than it can have pools.
-    """
+    """The list `models`: servers of a model with the same context are a pool, the shorter context first."""
     of_model: dict[str, list[Server]] = {}
     for server in servers.found:
         of_model.setdefault(server.models[0], []).append(server)
@@ -22,53 +15,46 @@ def remote_models(servers: Servers) -> str:
 
 
 def _model(name: str, found: list[Server], servers: Servers) -> str:
-    if len(found) > _MOST_POOLS:
-        raise SettingsError(
-            f"{len(found)} servers have the model {name}: a pool stands for one server and a model has at "
-            f"most {_MOST_POOLS} pools, so name {_MOST_POOLS} of them"
-        )
-    pools = sorted(found, key=lambda server: server.max_model_len)
-    common = set.intersection(*(set(server.models) for server in pools))
-    aliases = tuple(alias for alias in pools[0].models if alias in common - {name})
+    contexts = sorted({server.max_model_len for server in found})
+    pools = {each: [server for server in found if server.max_model_len == each] for each in contexts}
+    common = set.intersection(*(set(server.models) for server in found))
+    aliases = tuple(alias for alias in found[0].models if alias in common - {name})
     return "".join(_lines(name, aliases, pools, servers))
 
 
-def _lines(name: str, aliases: tuple[str, ...], pools: list[Server], servers: Servers) -> Iterator[str]:
+def _lines(
+    name: str, aliases: tuple[str, ...], pools: dict[int, list[Server]], servers: Servers
+) -> Iterator[str]:
     yield "# The name under which the servers have it: bodies are passed on as they come.\n"
     yield f"- name: {scalar(name)}\n"
     if aliases:
         yield f"  aliases: {flow(aliases)}\n"
     yield "  pools:\n"
-    names = ("short", "long") if len(pools) == _MOST_POOLS else ("all",)
-    same = len({server.max_model_len for server in pools}) == 1
-    if len(pools) == _MOST_POOLS:
-        yield _SAME if same else _SHORTER_FIRST
-    for pool, server in zip(names, pools, strict=True):
-        yield _pool(pool, server, servers)
-    if len(pools) == _MOST_POOLS:
-        budget = min(SHORT_CONTEXT, pools[0].max_model_len // (2 if same else 1))
+    names = _NAMES.get(len(pools)) or tuple(f"up-to-{context}" for context in pools)
+    if len(pools) > 1:
+        yield _SHORTER_FIRST
+    for pool, (context, found) in zip(names, pools.items(), strict=True):
+        yield _pool(pool, context, found, servers)
+    if len(pools) > 1:
+        # More pools than two have their contexts as boundaries; the first one's is not in the settings.
+        boundary = min(SHORT_CONTEXT, *pools) if len(pools) == len(_NAMES) else min(pools)
         yield (
             "  scheduler:\n"
             "    routing:\n"
-            "      # Prompt and answer together. Above it a request is at home in the long pool.\n"
-            f"      b_short_tokens: {budget}\n"
+            f"      # Prompt and answer together. Above it no request is at home in the pool {names[0]}.\n"
+            f"      b_short_tokens: {boundary}\n"
         )
 
 
-def _pool(name: str, server: Server, servers: Servers) -> str:
+def _pool(name: str, context: int, found: list[Server], servers: Servers) -> str:
     key = f"          api_key_env: {scalar(servers.api_key_env)}\n" if servers.api_key_env else ""
-    return _POOL.format(
-        name=name,
-        url=scalar(server.url),
-        key=key,
-        context=server.max_model_len,
-        max_num_seqs=servers.max_num_seqs,
-    )
+    if servers.max_num_seqs is not None:
+        key += f"          max_num_seqs: {servers.max_num_seqs}\n"
+    urls = "".join(f"            - {scalar(server.url)}\n" for server in found)
+    return _POOL.format(name=name, urls=urls, key=key, context=context)
 
 
-_SAME = """\
-    # Both have the same context: each takes over where the other is full.
-"""
+_NAMES = {1: ("all",), 2: ("short", "long")}
 
 _SHORTER_FIRST = """\
     # The pool with the shorter context comes first: its requests never wait behind a long prefill.
@@ -78,11 +64,7 @@ _POOL = """\
     - name: {name}
       engine:
         remote:
-          base_url: {url}
-{key}          # Context (now {context:,} tokens) and KV cache are read from the server; this it does not
-          # state (`--max-num-seqs`). Too high a value lets requests wait inside the server, out of order.
-          max_num_seqs: {max_num_seqs}
-      # One replica per server; it only passes bytes on.
-      replicas: 1
-      resources: {{num_cpus: 0.1}}
-"""
+          # Each is asked for its limits (context now: {context:,} tokens). More may be added here, found by
+          # DNS, in a file or by Kubernetes, or added while it runs: see docs/put-in-front.md.
+          endpoints:
+{urls}{key}"""

@@ -12,9 +12,12 @@ from serve_app.access import ADMIN_KEY_VARIABLE, written_admin_key
 from serve_app.checking import Checked, check_file
 from serve_app.checking.command import tell
 from serve_app.checking.machine import http_address
-from serve_app.command import Command
+from serve_app.command import Command, positive_int, program
 from serve_app.errors import SettingsError
+from serve_app.first_config.document import Place, configuration
+from serve_app.first_config.fleet import Servers
 from serve_app.first_config.packaged import default_config
+from serve_app.first_config.servers import ask_servers
 from serve_app.launch.environment import environment, instance_folder, raise_descriptor_limit
 from serve_app.launch.front_end import haproxy_command
 from serve_app.launch.instance import publish, running_instances, withdraw
@@ -23,6 +26,7 @@ from serve_app.launch.supervisor import Launch, Supervisor
 from serve_app.launch.terminal.console import Console
 from serve_app.settings.application import AppSettings
 
+_PORT = 8000
 # An address that is none to connect to.
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - looked up, not bound
 
@@ -132,9 +136,40 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard as well")
 
+    parser.add_argument(
+        "--endpoints",
+        metavar="URL[,URL ...]",
+        help="in place of a configuration: stand in front of these servers, which run already",
+    )
+    parser.add_argument(
+        "--api-key-env", help="with --endpoints: environment variable that holds the servers' key"
+    )
+    parser.add_argument(
+        "--port",
+        type=positive_int,
+        default=_PORT,
+        help="with --endpoints: port to listen on (%(default)s), on 127.0.0.1",
+    )
+
 
 def _run(args: argparse.Namespace) -> int:
-    return serve(args.config or default_config(), address=args.address, dashboard=args.dashboard)
+    config = args.config or default_config()
+    if args.endpoints is not None:
+        if args.config is not None:
+            raise SettingsError("give a configuration or --endpoints, not both")
+        config = _written_for(args.endpoints.split(","), args.api_key_env, args.port)
+    return serve(config, address=args.address, dashboard=args.dashboard)
+
+
+def _written_for(urls: list[str], api_key_env: str | None, port: int) -> Path:
+    """A configuration in front of servers, which are asked what they serve."""
+    servers = Servers(found=ask_servers(urls, api_key_env), api_key_env=api_key_env)
+    folder = instance_folder(port).parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    config = folder / f"endpoints-{port}.yaml"
+    place = Place(host="127.0.0.1", port=port, start=f"{program()} serve {config}")
+    config.write_text(configuration(servers, place), encoding="utf-8")
+    return config
 
 
 COMMAND = Command(

@@ -241,6 +241,11 @@ class ReplicaLedger:
         return max(int(spec.kv_tokens * self._kv_fill_ratio), spec.max_model_len)
 
     def _count_received(self, state: ReplicaState, report: ReplicaReport) -> None:
+        if report.received is None:
+            # What it shows was read after the report before it came, and so was everything sent until then.
+            state.unseen = min(state.unseen, state.dispatches - state.dispatches_reported)
+            state.dispatches_reported = state.dispatches
+            return
         # The first report sets the mark: a new scheduler does not know what came before it. A count that
         # falls is a replica that was restarted under its old name.
         if state.received is not None and report.received >= state.received:

@@ -41,7 +41,8 @@ class ReplicaReport:
     """The load of a replica, reported about five times a second.
 
     Attributes:
-        received: requests it has accepted since it joined; tells which dispatches the report has seen.
+        received: requests it has accepted since it joined; tells which dispatches the report has seen. None
+            where nobody counts: then a report has seen what was dispatched before the one before it.
         waiting: requests in the engine's own queue.
         running: sequences in the engine's batch.
         kv_usage_ratio: share of KV blocks in use, 0 to 1.
@@ -49,7 +50,7 @@ class ReplicaReport:
         draining: it takes no new requests, and stops when its last one ends.
     """
 
-    received: int
+    received: int | None
     waiting: int
     running: int
     kv_usage_ratio: float

@@ -46,6 +46,7 @@ class ReplicaState:
         unstarted: requests whose answer has not begun.
         long_prefills: prefills above `SHORT` that have not ended, and how many of them are `LONGEST`.
         dispatches: requests sent to it so far.
+        dispatches_reported: `dispatches` at its last report.
         unseen: requests sent that its last report cannot have counted.
         pending_prefill_tokens: prompt tokens of the prefills that have not ended.
         reserved_tokens: kept free for one waiting request (`dispatch.capacity_reservations`).
@@ -72,6 +73,7 @@ class ReplicaState:
     reserved_tokens: int = 0
     long_prefills: tuple[int, int] = (0, 0)
     dispatches: int = 0
+    dispatches_reported: int = 0
     pending_prefill_tokens: int = 0
     tpot_s: float | None = None
     gated: bool = False

@@ -8,7 +8,7 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from serve_app.errors import SettingsError
 from serve_app.settings_base import settings
@@ -39,6 +39,23 @@ class TlsSettings:
                 raise SettingsError(f"tls.{name} must be an absolute path, got {path!r}")
 
 
+class ClientTls(NamedTuple):
+    """How a client makes connections.
+
+    Attributes:
+        client: whom it trusts, and what it shows.
+        name: that a server must prove, where it is not the one that is connected to.
+    """
+
+    client: ssl.SSLContext
+    name: str | None = None
+
+
+def public_tls() -> ClientTls:
+    """For servers with a certificate of an authority that this machine trusts (`SSL_CERT_FILE` adds one)."""
+    return ClientTls(ssl.create_default_context())
+
+
 class Tls:
     """What connections are made with.
 
@@ -51,11 +68,11 @@ class Tls:
         self.client = _context(settings, ssl.PROTOCOL_TLS_CLIENT)
         # Addresses of nodes come and go, and no certificate names them; the authority or `name` does.
         self.client.check_hostname = settings.name is not None
-        self.name = settings.name
+        self.as_client = ClientTls(self.client, settings.name)
 
 
 async def connect(
-    protocol: Callable[[], Protocol], host: str, port: int, tls: Tls | None
+    protocol: Callable[[], Protocol], host: str, port: int, tls: ClientTls | None
 ) -> tuple[asyncio.Transport, Protocol]:
     """Connect to an address, as `loop.create_connection` does.
 

@@ -7,11 +7,14 @@ from typing import Annotated, Any, Literal
 from serve_app.engine_model import SchedulingPolicy
 from serve_app.engine_model.profiles import load_profile
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
-from serve_app.engines.remote.engine import RemoteEngineSettings
 from serve_app.engines.vllm.engine import VllmEngineSettings
+from serve_app.serving.endpoints.settings import RemoteSettings
 from serve_app.serving.pool.autoscaling import AutoscalingSettings
 from serve_app.serving.pool.server import ReplicaServerSettings
 from serve_app.settings_base import ADVANCED, FINITE_POSITIVE, NOT_NEGATIVE, POSITIVE, at_least, settings
+
+# A few engines cost their watcher next to nothing, and two hundred less than half a core.
+_WATCHER_CPUS = 0.1
 
 
 @settings
@@ -20,7 +23,7 @@ class EngineSettings:
 
     emulated: EmulatedEngineSettings | None = None
     vllm: VllmEngineSettings | None = None
-    remote: RemoteEngineSettings | None = None
+    remote: RemoteSettings | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("emulated", "vllm", "remote") if getattr(self, name) is not None]
@@ -32,7 +35,7 @@ class EngineSettings:
             self.emulated.model_settings(load_profile(self.emulated.profile))
 
     @property
-    def chosen(self) -> EmulatedEngineSettings | VllmEngineSettings | RemoteEngineSettings:
+    def chosen(self) -> EmulatedEngineSettings | VllmEngineSettings | RemoteSettings:
         """The one that was given."""
         chosen = self.emulated or self.vllm or self.remote
         assert chosen is not None, "checked when the settings were made"
@@ -127,3 +130,14 @@ class PoolSettings:
             raise ValueError("name must not be empty: call a pool short or long")
         if self.replicas is not None and self.autoscaling is not None:
             raise ValueError(f"pool {self.name}: give replicas or autoscaling, not both")
+        if self.engine.remote is not None and (self.replicas is not None or self.autoscaling is not None):
+            raise ValueError(
+                f"pool {self.name}: its engines run elsewhere, so leave out replicas and autoscaling: each "
+                "of engine.remote.endpoints is a replica"
+            )
+
+    @property
+    def num_cpus(self) -> float:
+        """CPU cores that each of its Serve replicas sets aside; a watcher of endpoints needs next to none."""
+        asked = self.resources.num_cpus
+        return asked if self.engine.remote is None else min(asked, _WATCHER_CPUS)

@@ -15,7 +15,7 @@ from tests.docs.marks import BlockError
 # What a block needs besides a fragment for it.
 _STARTS: Mapping[str, Mapping[str, Any]] = {
     "vllm": {"model": "any"},
-    "remote": {"base_url": "http://engine.example:8000"},
+    "remote": {"endpoints": ["http://engine.example:8000"]},
     "keys": {"tenant": "demo", "key": "secret"},
     "metrics_key": {"key": "secret"},
     "tls": {name: f"/etc/ewsjf/{name}.pem" for name in ("ca", "certificate", "key")},

@@ -170,6 +170,8 @@ def _check_script(words: list[str]) -> None:
     if path.name == "test":
         return _check_pytest(words)
     if path.name == "serve":
+        if "--endpoints" in words:
+            return _check_own(["serve_app", "serve", *words[1:]])
         return _check_click(["serve", "run", *(words[1:] or ["configs/local.yaml"])])
     return _check_options(path, words[1:])
 

@@ -96,7 +96,7 @@ def test_what_a_file_leaves_out_is_completed_as_the_reference_says(tmp_path: Pat
         {"name": name, "engine": {"emulated": {"max_model_len": length}}}
         for name, length in (("short", 2_048), ("long", 8_192))
     ]
-    remote = [{"name": "only", "engine": {"remote": {"base_url": "http://engine.example:8000"}}}]
+    remote = [{"name": "only", "engine": {"remote": {"endpoints": ["http://engine.example:8000"]}}}]
     vllm = [{"name": "only", "engine": {"vllm": {"model": "m"}}}]
     models = [
         {"name": f"m{number}", "aliases": [f"a{number}"], "pools": pools}

@@ -92,7 +92,7 @@ def test_two_real_engines_share_the_requests_by_their_length() -> None:
 def test_a_real_server_started_by_hand_serves_behind_a_remote_pool(tmp_path: Path) -> None:
     with vllm_server(tmp_path / "vllm.log") as server:
         args = shipped("remote")
-        args["models"][0]["pools"][0]["engine"]["remote"]["base_url"] = server.url
+        args["models"][0]["pools"][0]["engine"]["remote"]["endpoints"] = [server.url]
         with serve(args) as app, sdk(app) as client:
             check_capital_of_france(client)
             assert ask(client, LONG)[1].usage.prompt_tokens > 2_048

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import ASGIApp
 from serve_app.errors import EngineError
-from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings
+from tests.http_server import listening
 
 
 def free_port() -> int:
@@ -27,13 +27,9 @@ def free_port() -> int:
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
-    """Serve the app as a replica does; yields its base URL."""
-    server = ReplicaServer(app, "127.0.0.1", ReplicaServerSettings(port=port))
-    await server.start()
-    try:
-        yield f"http://127.0.0.1:{server.port}"
-    finally:
-        await server.stop(grace_s=1.0)
+    """Serve the app; yields its base URL."""
+    async with listening(app, port) as found:
+        yield f"http://127.0.0.1:{found}"
 
 
 @contextlib.asynccontextmanager

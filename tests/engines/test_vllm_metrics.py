@@ -37,6 +37,18 @@ def test_a_busy_server_of_vllm_0_32_is_read() -> None:
     assert 0 < metrics.kv_usage_ratio < 1
 
 
+def test_the_progress_of_a_server_shows_in_its_iterations_and_its_cache() -> None:
+    page = (RECORDED / "vllm-0.32.0-busy.txt").read_text()
+    before = read_metrics(page)
+    assert before.steps is not None
+    assert before.progress == read_metrics(page).progress
+    for name in ("vllm:iteration_tokens_total_count{", "vllm:kv_cache_usage_perc{"):
+        line = next(line for line in page.splitlines() if line.startswith(name))
+        changed = page.replace(line, f"{line.rpartition(' ')[0]} 0.75")
+        assert read_metrics(changed).progress != before.progress
+    assert read_metrics(OLD_NAMES).progress is None
+
+
 def test_the_capacity_of_the_kv_cache_leaves_out_the_block_that_vllm_never_fills() -> None:
     # 4,096 blocks of 128 tokens.
     metrics = read_metrics((RECORDED / "vllm-0.32.0-idle.txt").read_text())

@@ -35,10 +35,10 @@ def test_each_variant_is_a_model_in_front_of_the_engine_with_its_chunk_limit(
         "ewsjf": "ewsjf",
     }
     engines = {name: model.pools[0].engine.remote for name, model in models.items()}
-    assert {name: engine.base_url for name, engine in engines.items() if engine} == {
-        "fcfs": "http://a:1",
-        "fcfs-chunked": "http://b:2",
-        "ewsjf": "http://b:2",
+    assert {name: engine.endpoints for name, engine in engines.items() if engine} == {
+        "fcfs": ("http://a:1",),
+        "fcfs-chunked": ("http://b:2",),
+        "ewsjf": ("http://b:2",),
     }
 
 

@@ -243,20 +243,27 @@ def test_servers_are_asked_and_become_pools(tmp_path: Path) -> None:
     assert check_file(path, on_this_machine=False).mistakes == []
     first, second = load_settings(path).models
     assert (first.name, first.aliases, second.name) == ("a", ("b",), "c")
-    found = [pool.engine.remote.base_url for pool in first.pools if pool.engine.remote]
-    assert found == [urls[1], urls[0]], "the shorter context comes first"
+    found = [pool.engine.remote.endpoints for pool in first.pools if pool.engine.remote]
+    assert found == [(urls[1],), (urls[0],)], "the shorter context comes first"
     assert first.scheduler.routing.b_short_tokens == 2048
-    assert "now 8,192 tokens" in path.read_text()
+    assert "context now: 8,192 tokens" in path.read_text()
 
 
-def test_two_servers_alike_share_a_model_and_three_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with servers(*(engine(4096, "a") for _ in range(3))) as urls:
-        assert main(["init", str(tmp_path / "x.yaml"), "--servers", *urls[:2]]) == 0
-        assert len(written(tmp_path / "x.yaml").pools) == 2
-        assert main(["init", str(tmp_path / "y.yaml"), "--servers", *urls]) == 2
-    assert "3 servers have the model a" in capsys.readouterr().err
+def test_servers_alike_are_one_pool_and_each_context_is_a_pool(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    with servers(engine(4096, "a"), engine(4096, "a"), engine(2048, "a"), engine(1024, "a")) as urls:
+        assert main(["init", str(path), "--servers", *urls[:3]]) == 0
+        short, long = written(path).pools
+        assert short.engine.remote is not None
+        assert long.engine.remote is not None
+        assert (short.engine.remote.endpoints, long.engine.remote.endpoints) == ((urls[2],), tuple(urls[:2]))
+        assert main(["init", str(path), "--force", "--servers", *urls]) == 0
+    assert check_file(path, on_this_machine=False).mistakes == []
+    (model,) = load_settings(path).models
+    assert [pool.name for pool in model.pools] == ["up-to-1024", "up-to-2048", "up-to-4096"]
+    found = [pool.engine.remote.endpoints for pool in model.pools if pool.engine.remote]
+    assert found == [(urls[3],), (urls[2],), tuple(urls[:2])]
+    assert model.scheduler.routing.b_short_tokens == 1024
 
 
 class Conversation:
@@ -314,12 +321,11 @@ def test_a_person_is_asked_for_servers(tmp_path: Path) -> None:
         talk.answer("What answers requests?", "servers")
         talk.answer("Addresses", urls[0])
         talk.answer("Environment variable", "")
-        talk.answer("--max-num-seqs", "32")
         talk.answer("Port", str(free_port()))
         assert talk.end() == 0, talk.shown
     (pool,) = written(tmp_path / "x.yaml").pools
     assert pool.engine.remote is not None
-    assert (pool.engine.remote.base_url, pool.engine.remote.max_num_seqs) == (urls[0], 32)
+    assert pool.engine.remote.endpoints == (urls[0],)
 
 
 def test_a_person_may_accept_every_proposal(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 import h11
 import pytest
 
+from serve_app.serving.channel.scheduler_client import ServerAddress
 from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
 from serve_app.serving.gateway.upstream.response import UpstreamError
 from tests.serving.gateway.builders import RawReplica
@@ -79,7 +80,7 @@ def _harmless(answer: bytes) -> bool:
 async def by_ours(pool: UpstreamPool, port: int) -> Found:
     head = b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 0\r\n\r\n"
     try:
-        response = await pool.send(("127.0.0.1", port), head, b"")
+        response = await pool.send(ServerAddress("127.0.0.1", port), head, b"")
     except UpstreamError:
         return None
     try:

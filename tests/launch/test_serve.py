@@ -170,7 +170,7 @@ def test_two_instances_serve_side_by_side(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_cannot_start_ends_the_start_with_its_reason(tmp_path: Path) -> None:
-    server = {"base_url": "http://127.0.0.1:9", "max_num_seqs": 4, "advanced": {"start_timeout_s": 3.0}}
+    server = {"endpoints": ["http://127.0.0.1:9"], "advanced": {"start_timeout_s": 3.0}}
     pool = {"name": "only", "engine": {"remote": server}, "resources": {"num_cpus": 0.1}}
     port = free_port()
     with terminal(configuration(tmp_path, port, drain_s=5.0, pools=[pool])) as opened:
@@ -180,7 +180,10 @@ def test_an_engine_that_cannot_start_ends_the_start_with_its_reason(tmp_path: Pa
     assert 503 in statuses
     assert 200 not in statuses
     told = " ".join(opened.output.split())
-    assert "only-demo did not start: http://127.0.0.1:9/v1/models gave no answer" in told
+    assert (
+        "only-demo did not start: no endpoint can be used: http://127.0.0.1:9/v1/models gave no answer"
+        in told
+    )
     assert "Traceback" not in told
     assert opened.processes_left() == []
     assert listening((port,)) == []

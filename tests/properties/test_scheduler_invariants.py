@@ -490,7 +490,7 @@ TestIsolatingMachine = IsolatingMachine.TestCase
 for case, examples in (
     (TestSchedulerMachine, 400),
     (TestIsolatingMachine, 400),
-    (TestThreePoolsMachine, 200),
+    (TestThreePoolsMachine, 100),
 ):
     case.settings = settings(
         max_examples=examples, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]

@@ -15,6 +15,7 @@ from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSett
 from serve_app.errors import SettingsError
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Welcome
+from serve_app.serving.channel.scheduler_client import ServerAddress
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
@@ -107,7 +108,7 @@ async def replica_port(tls: TlsSettings) -> AsyncIterator[ReplicaServer]:
 async def answer_of(server: ReplicaServer, tls: TlsSettings | None) -> bytes:
     pool = UpstreamPool(UpstreamSettings(), None if tls is None else Tls(tls))
     try:
-        response = await pool.send((server.host, server.port), REQUEST, b"")
+        response = await pool.send(ServerAddress(server.host, server.port), REQUEST, b"")
         return await response.read()
     finally:
         pool.close()

@@ -84,7 +84,7 @@ def test_engine_priority_wants_engines_that_schedule_by_it() -> None:
 def test_engine_priority_takes_vllm_engines_that_have_it_and_remote_ones_on_trust() -> None:
     args = {"max_model_len": 4_096, "scheduling_policy": "priority"}
     vllm = {"vllm": {"model": "/weights", "args": args}}
-    remote = {"remote": {"base_url": "http://engine:8000"}}
+    remote = {"remote": {"endpoints": ["http://engine:8000"]}}
     enabled = parse(priority_model(vllm, remote)).models[0]
     assert enabled.scheduler.engine_priority.enabled
     assert [pool.engine.schedules_by_priority for pool in enabled.pools] == [True, None]

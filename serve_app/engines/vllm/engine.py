@@ -15,6 +15,7 @@ from dataclasses import field
 from typing import Annotated, Any
 
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
+from serve_app.engines.hang_watch import HangWatch
 from serve_app.engines.orphan_guard import OrphanGuard
 from serve_app.engines.vllm.approval import Approval
 from serve_app.engines.vllm.args import REFUSED_ARGS, parse_arguments
@@ -55,6 +56,7 @@ class VllmEngineSettings:
         env: environment variables of the engine's processes, e.g. `VLLM_CPU_KVCACHE_SPACE: "1"` (GiB). They
             override those of the replica, which override our defaults.
         stop_timeout_s: time for the engine's processes to end by themselves before they are killed.
+        stall_timeout_s: an engine that has requests and computes nothing for so long counts as dead.
     """
 
     model: str
@@ -64,6 +66,9 @@ class VllmEngineSettings:
     # No request runs any more when an engine is stopped, so a kill loses nothing. An orderly end takes some
     # ten seconds, most of them in the interpreters, and a replica that is told to stop has few.
     stop_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 3.0
+    # Longer than any single iteration. The replica is then replaced, and requests without a first token are
+    # served elsewhere; else they would wait until the gateways' `silence_timeout_s`.
+    stall_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -105,6 +110,7 @@ class VllmEngine:
     def __init__(self, settings: VllmEngineSettings) -> None:
         self._settings = settings
         self._meter = LoadMeter()
+        self._stall = HangWatch()
         self._orphans = OrphanGuard()
         self._llm: Any = None
         self._app: ASGIApp | None = None
@@ -149,13 +155,13 @@ class VllmEngine:
         """The load as of the engine's last step.
 
         Raises:
-            EngineError: the engine is dead.
+            EngineError: the engine is dead or hangs.
         """
         await self.check_health()
         return self._meter.load(self._llm.get_num_unfinished_requests(), time.monotonic())
 
     async def check_health(self) -> None:
-        """Raise `EngineError` unless the engine's processes are alive."""
+        """Raise `EngineError` unless the engine's processes are alive and at work where there is any."""
         if self._llm is None:
             raise EngineError(f"{self!r} cannot be healthy: call start() first")
         try:
@@ -163,6 +169,7 @@ class VllmEngine:
         except Exception as exc:
             model = self._settings.model
             raise EngineError(f"the vLLM engine of {model} is dead ({exc}): replace the replica") from exc
+        self._check_progress()
 
     async def stop(self) -> None:
         """End the engine's processes and free its memory; may be called at any time, and repeatedly."""
@@ -177,6 +184,19 @@ class VllmEngine:
                     llm.output_handler.cancel()  # it would report the end of the processes as a failure
                 await asyncio.to_thread(self._shut_down, llm)
             self._orphans.release()
+
+    def _check_progress(self) -> None:
+        """Raise when requests wait for an engine that computes nothing.
+
+        Iterations of all cores count together: one of several that hangs is found by vLLM itself, if at all.
+        """
+        unfinished = self._llm.get_num_unfinished_requests()
+        stalled_s = self._stall.note(self._meter.steps, busy=unfinished > 0, now=time.monotonic())
+        if stalled_s > self._settings.stall_timeout_s:
+            raise EngineError(
+                f"the vLLM engine of {self._settings.model} hangs: it has {unfinished} requests and has "
+                f"computed nothing for {stalled_s:.0f} s (stall_timeout_s {self._settings.stall_timeout_s:g})"
+            )
 
     def _build(self) -> argparse.Namespace:
         """Start the engine. A thread cannot be cancelled, so it checks for a `stop` at the end."""

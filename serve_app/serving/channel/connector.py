@@ -172,7 +172,7 @@ class Connector:
                 lambda: Link(self, decode_from_scheduler, self._settings),
                 endpoint.host,
                 endpoint.port,
-                self._tls,
+                None if self._tls is None else self._tls.as_client,
             )
             self._link = link
             try:

@@ -71,6 +71,14 @@ class ReplicaClient:
         self._connector.start()
         self._task = self._loop.create_task(self._report_on(), context=contextvars.Context())
 
+    def change(self, spec: ReplicaSpec) -> None:
+        """The replica's limits are others from now on."""
+        self._register = Register(spec, self._register.address)
+        if self._link is not None and not self._engine_failure:
+            self._link.send(self._register)
+            self._report = None
+            self._wake.set()
+
     def report_now(self) -> None:
         """Report at once rather than at the next look: something has changed, such as draining."""
         self._wake.set()

@@ -3,8 +3,8 @@
 The gateway's handler is written against `SchedulerClient`; the control channel implements it.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Submission, Usage
@@ -12,20 +12,43 @@ from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
 
 
+class ServerAddress(NamedTuple):
+    """What a connection is made with; `scheme` and `name` (of the server) as in `ReplicaAddress`."""
+
+    host: str
+    port: int
+    scheme: Literal["", "http", "https"] = ""
+    name: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaAddress:
-    """Where a replica listens.
+    """Where a replica listens: one of ours on its own port, or an endpoint that runs elsewhere.
 
     Attributes:
-        host: address of the replica's own HTTP port.
-        token: secret that the replica asks for in the header `x-replica-token`.
+        host: name or address of its HTTP port.
+        token: secret that a replica of ours asks for in the header `x-replica-token`; empty for an endpoint.
+        scheme: `http` or `https` for an endpoint; empty for a replica of ours, whose connections are as the
+            channel's.
+        server_name: the name that an endpoint is known by, where `host` is an address.
+        path: what stands before the paths of an endpoint's API, without a slash at its end.
+        api_key: what an endpoint asks for as a bearer token; empty for none.
     """
 
     replica_id: str
     pool: str
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
+    scheme: Literal["", "http", "https"] = ""
+    server_name: str = ""
+    path: str = ""
+    api_key: str = field(default="", repr=False)
+
+    @property
+    def server(self) -> ServerAddress:
+        """What a connection to it is made with."""
+        return ServerAddress(self.host, self.port, self.scheme, self.server_name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,12 @@ from serve_app.serving.gateway.answer.responses import (
 )
 from serve_app.serving.gateway.answer.stalls import StallWatch
 from serve_app.serving.gateway.cors import with_cors
+from serve_app.serving.gateway.endpoint_admin import (
+    ENDPOINTS_METHODS,
+    ENDPOINTS_PATH,
+    EndpointAdmin,
+    PoolWatcher,
+)
 from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
 from serve_app.serving.gateway.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
 from serve_app.serving.gateway.openapi import openapi_document
@@ -86,6 +92,7 @@ class Gateway:
         gateway_id: unique among all gateways; begins every request id.
         views: how to look into each model's scheduler, by model name, for those who may.
         tls: for connections to replicas.
+        watchers: those of pools of endpoints, by model and pool.
 
     Raises:
         SettingsError: a model has no scheduler, or a key cannot be read.
@@ -98,6 +105,7 @@ class Gateway:
         gateway_id: str,
         views: Mapping[str, SchedulerViews] | None = None,
         tls: TlsSettings | None = None,
+        watchers: Mapping[tuple[str, str], PoolWatcher] | None = None,
     ) -> None:
         missing = [model.name for model in settings.models if model.name not in schedulers]
         if missing:
@@ -124,6 +132,7 @@ class Gateway:
         )
         self._services = Services(self._upstream, self.telemetry, settings.queued_comment_s)
         self._any_replica = AnyReplica(self._upstream)
+        endpoint_admin = EndpointAdmin(watchers or {}, self._reader)
         self._calls: set[ScheduledCall] = set()
         self._call_ended = asyncio.Event()
         # What clients are told once the application stops.
@@ -135,6 +144,7 @@ class Gateway:
             "/health": ("GET", self._health),
             "/ready": ("GET", self._ready),
             "/metrics": ("GET", self._metrics),
+            ENDPOINTS_PATH: (", ".join(ENDPOINTS_METHODS), endpoint_admin.serve),
             "/openapi.json": ("GET", self._describe_itself),
             "/debug/queue": ("GET", partial(self._show, lambda views: views.queue)),
             "/debug/status": ("GET", partial(self._show, lambda views: views.status)),
@@ -230,7 +240,7 @@ class Gateway:
                 Outcome.REJECTED_INVALID, f"there is no {path[:200]} here", code="not_found", status=404
             )
         allowed, handler = route
-        if method != allowed and not (method == "HEAD" and allowed == "GET"):
+        if ("GET" if method == "HEAD" else method) not in allowed.split(", "):
             raise MethodRefused(method, path, allowed)
         return handler
 

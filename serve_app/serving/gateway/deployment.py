@@ -17,6 +17,7 @@ from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import locator
 from serve_app.serving.gateway.app import Gateway, SchedulerViews
+from serve_app.serving.gateway.endpoint_admin import PoolWatcher
 from serve_app.serving.gateway.http10 import answer_http10_without_chunks
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.http_heads import limit_heads
@@ -32,6 +33,7 @@ class GatewayDeployment:
         channel: how it keeps in touch with the schedulers.
         schedulers: the handle of each model's scheduler, by the model's name.
         names: the model that each name belongs to, aliases included.
+        endpoints: the watcher of each pool of endpoints, by model and pool.
         others: handles of pools and tuners, which keep these in the same application.
 
     Raises:
@@ -44,6 +46,7 @@ class GatewayDeployment:
         channel: ChannelSettings,
         schedulers: Mapping[str, DeploymentHandle[Any]],
         names: Mapping[str, str],
+        endpoints: Mapping[str, Mapping[str, DeploymentHandle[Any]]],
         others: Sequence[DeploymentHandle[Any]],  # noqa: ARG002 - binds them to the application
     ) -> None:
         # Asking the controller blocks.
@@ -55,7 +58,12 @@ class GatewayDeployment:
         }
         dispatchers = {name: self._clients[model] for name, model in names.items()}
         views = {model: _views_of(handle) for model, handle in schedulers.items()}
-        self._gateway = Gateway(settings, dispatchers, gateway_id, views, channel.tls)
+        watchers = {
+            (model, pool): _watcher_of(handle)
+            for model, pools in endpoints.items()
+            for pool, handle in pools.items()
+        }
+        self._gateway = Gateway(settings, dispatchers, gateway_id, views, channel.tls, watchers)
         for client in self._clients.values():
             client.start()
 
@@ -94,6 +102,18 @@ def without_request_id(app: ASGIApp) -> ASGIApp:
         await app(scope, receive, send_once)
 
     return serve_request
+
+
+def _watcher_of(handle: DeploymentHandle[Any]) -> PoolWatcher:
+    async def described() -> list[dict[str, object]]:
+        found: list[dict[str, object]] = await handle.described.remote()
+        return found
+
+    async def change(action: str, url: str) -> dict[str, object]:
+        answer: dict[str, object] = await handle.change.remote(action, url)
+        return answer
+
+    return PoolWatcher(described, change)
 
 
 def _http_host() -> str:

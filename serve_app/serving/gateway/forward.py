@@ -227,7 +227,7 @@ class ScheduledCall:
         body = with_priority(self._job.body.data, grant.dispatch.engine_priority)
         address = grant.address
         head = upstream_head(self._job.incoming, self._job.forwarded, address, len(body))
-        return await self._services.upstream.send((address.host, address.port), head, body)
+        return await self._services.upstream.send(address.server, head, body)
 
     async def _pass_whole(self, response: UpstreamResponse) -> None:
         """An answer in one piece. It is read to its end first, so a break in it can still be mended."""

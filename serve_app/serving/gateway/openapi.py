@@ -10,6 +10,7 @@ from typing import Any
 import msgspec.inspect as inspected
 
 from serve_app import __version__
+from serve_app.serving.gateway.endpoint_admin import ENDPOINTS_PATH, EndpointChange
 from serve_app.serving.gateway.request.bodies import (
     BodyFields,
     ChatFields,
@@ -77,7 +78,7 @@ _PLAIN = {inspected.StrType: "string", inspected.BoolType: "boolean", inspected.
 
 def openapi_document() -> Schema:
     """The whole description."""
-    types = [body for _, body in _BODIES.values()]
+    types = [*(body for _, body in _BODIES.values()), EndpointChange]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -111,6 +112,15 @@ def _paths() -> Iterator[tuple[str, Schema]]:
     )
     for path, summary in _ACTIONS.items():
         yield path, {"post": _operation(summary)}
+    change = {"required": True, "content": {_JSON: {"schema": _reference(EndpointChange)}}}
+    yield (
+        ENDPOINTS_PATH,
+        {
+            "get": _operation("every endpoint of pools whose engines run elsewhere, for admins"),
+            "post": _operation("add an endpoint, or give one back", requestBody=change),
+            "delete": _operation("send nothing more to an endpoint", requestBody=change),
+        },
+    )
 
 
 def _operation(summary: str, **more: object) -> Schema:

@@ -62,9 +62,8 @@ class AnyReplica:
     async def _exchange(
         self, replica: ReplicaAddress, incoming: IncomingRequest, forwarded: bytes, body: bytes
     ) -> tuple[UpstreamResponse, bytes]:
-        address = (replica.host, replica.port)
         head = upstream_head(incoming, forwarded, replica, len(body))
-        response = await self._upstream.send(address, head, body)
+        response = await self._upstream.send(replica.server, head, body)
         try:
             answer = await response.read()
         finally:

@@ -12,16 +12,16 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import Engine
-from serve_app.engines.remote.engine import RemoteEngine, RemoteEngineSettings
 from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.discovery import locator
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
 
-AnyEngineSettings = EmulatedEngineSettings | VllmEngineSettings | RemoteEngineSettings
+AnyEngineSettings = EmulatedEngineSettings | VllmEngineSettings
 
-# Serve replaces a replica after three failed checks in a row.
-_CHECK_S, _REMOTE_CHECK_S = 1.0, 10.0
+# Serve replaces a replica after three failed checks in a row. An engine that is dead stays dead, so every
+# second until its replacement is lost.
+HEALTH_CHECK_PERIOD_S = 1.0
 
 
 def make_engine(settings: AnyEngineSettings) -> Engine:
@@ -31,18 +31,6 @@ def make_engine(settings: AnyEngineSettings) -> Engine:
             return EmulatedEngine(settings)
         case VllmEngineSettings():
             return VllmEngine(settings)
-        case RemoteEngineSettings():
-            return RemoteEngine(settings)
-
-
-def health_check_period_s(settings: AnyEngineSettings) -> float:
-    """How often Serve checks the health of a replica with this engine, in seconds.
-
-    An engine in the replica's own processes that is dead stays dead, so every second until its replacement is
-    lost. A remote server comes back by itself, and a new replica would only wait for it, after it has cut the
-    answers that are under way.
-    """
-    return _REMOTE_CHECK_S if isinstance(settings, RemoteEngineSettings) else _CHECK_S
 
 
 class PoolDeployment:

@@ -21,6 +21,7 @@ from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
+from tests.relay import Relay
 
 # Faster than in production, yet slow enough for a machine that is busy with other things.
 FAST = ChannelSettings(
@@ -70,70 +71,22 @@ async def until(condition: Callable[[], bool], what: str = "the condition") -> N
     assert condition(), what
 
 
-class Wire:
-    """A relay in front of a scheduler: lets bytes pass, swallows them, or breaks.
-
-    Attributes:
-        mute_up: what peers say is swallowed.
-        mute_down: what the scheduler says is swallowed.
-    """
+class Wire(Relay):
+    """The way to whoever schedules now."""
 
     def __init__(self, world: "Simulation") -> None:
+        super().__init__(self._scheduler)
         self._world = world
-        self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.mute_up = False
-        self.mute_down = False
-        self.refuses = False
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
 
     async def locate(self, role: Role = Role.GATEWAY) -> SchedulerEndpoint:
         """Where the present scheduler is to be found, by way of this wire."""
         if self.refuses:
             raise ConnectionError("the wire is down")
-        assert self._server is not None
-        return replace(self._world.endpoint(role), port=self._server.sockets[0].getsockname()[1])
+        return replace(self._world.endpoint(role), port=self.port)
 
-    def cut(self) -> None:
-        """Break every connection, and heal."""
-        self.mute_up = self.mute_down = False
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
-
-    async def stop(self) -> None:
-        self.cut()
-        for task in self._tasks:
-            task.cancel()
-        if self._server is not None:
-            self._server.close()
-
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _scheduler(self) -> tuple[str, int]:
         endpoint = self._world.endpoint()
-        far_reader, far_writer = await asyncio.open_connection(endpoint.host, endpoint.port)
-        self._writers |= {writer, far_writer}
-        for pump in (
-            self._pump(reader, far_writer, lambda: self.mute_up),
-            self._pump(far_reader, writer, lambda: self.mute_down),
-        ):
-            task = asyncio.get_running_loop().create_task(pump)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, muted: Callable[[], bool]
-    ) -> None:
-        try:
-            while data := await reader.read(65536):
-                if not muted():
-                    writer.write(data)
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
+        return endpoint.host, endpoint.port
 
 
 class ReplicaDouble:

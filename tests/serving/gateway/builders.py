@@ -4,53 +4,26 @@ import asyncio
 import contextlib
 import itertools
 import json
-import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
-
-from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
+from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Submission, Usage
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, UpstreamSettings
-from serve_app.serving.http_heads import LimitedHeads
+from tests.http_server import listening
 
 MODEL = "tiny"
 TOKEN = "secret-of-the-replica"
 
+serving = listening
+
 Answer = Callable[[Scope, dict[str, Any], Send], Awaitable[None]]
-
-
-@contextlib.asynccontextmanager
-async def serving(app: ASGIApp) -> AsyncIterator[int]:
-    """Serve an ASGI app with uvicorn on this event loop; yields the port."""
-    config = uvicorn.Config(
-        app, http=LimitedHeads, ws="none", lifespan="off", log_level="error", access_log=False, backlog=256
-    )
-    server = _QuietServer(config)
-    sock = socket.socket()
-    sock.bind(("127.0.0.1", 0))
-    task = asyncio.create_task(server.serve(sockets=[sock]))
-    while not server.started:  # noqa: ASYNC110 - uvicorn offers a flag, no event
-        await asyncio.sleep(0.005)
-    try:
-        yield sock.getsockname()[1]
-    finally:
-        server.should_exit = server.force_exit = True
-        await task
-        sock.close()
-
-
-class _QuietServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
 
 
 class Engine:

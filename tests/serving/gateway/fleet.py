@@ -14,7 +14,8 @@ from serve_app.scheduling.settings import SchedulerSettings
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import Gateway
-from tests.serving.channel.harness import ReplicaDouble, Simulation, scheduler_settings
+from tests.relay import Relay
+from tests.serving.channel.harness import ReplicaDouble, Simulation, Wire, scheduler_settings
 
 from .builders import MODEL, TOKEN, Engine, gateway, serving
 
@@ -28,6 +29,8 @@ class Fleet:
     Attributes:
         world: the scheduler and its channel.
         http: a client of the gateway.
+        wire: between gateway and scheduler, when the fleet has relays.
+        relays: between gateway and replicas, one each, when it has them.
     """
 
     world: Simulation
@@ -36,6 +39,8 @@ class Fleet:
     doubles: list[ReplicaDouble]
     http: httpx.AsyncClient
     port: int
+    wire: Wire | None
+    relays: list[Relay]
 
     @property
     def core(self) -> Any:
@@ -49,27 +54,45 @@ async def fleet_of(
     *,
     settings: SchedulerSettings | None = None,
     wrap: Callable[[GatewayClient], Any] = lambda client: client,
+    channel: ChannelSettings = CHANNEL,
+    relayed: bool = False,
     **gateway_settings: Any,
 ) -> AsyncIterator[Fleet]:
-    """A fleet of one pool, one replica for each engine."""
-    world = Simulation(settings or scheduler_settings(model=MODEL), CHANNEL)
+    """A fleet of one pool, one replica for each engine.
+
+    Args:
+        relayed: the gateway reaches scheduler and replicas by relays.
+    """
+    world = Simulation(settings or scheduler_settings(model=MODEL), channel)
     async with AsyncExitStack() as stack:
         await world.begin()
         stack.push_async_callback(world.close)
+        ports = [await stack.enter_async_context(serving(engine)) for engine in engines]
+        relays = [await _relay(port, stack) for port in ports] if relayed else []
+        ports = [relay.port for relay in relays] or ports
         doubles = [
-            await _replica(world, f"s{number}", engine, await stack.enter_async_context(serving(engine)))
-            for number, engine in enumerate(engines)
+            await _replica(world, f"s{number}", engine, port)
+            for number, (engine, port) in enumerate(zip(engines, ports, strict=True))
         ]
-        client = await world.gateway()
+        wire = await world.wire() if relayed else None
+        client = await world.gateway(wire=wire)
         app = gateway(wrap(client), **gateway_settings)
         stack.callback(app.close)
         port = await stack.enter_async_context(serving(app))
         # As many connections as a test likes: a client of its own must not be what queues.
-        limits = httpx.Limits(max_connections=None)
+        # And it gives idle ones up before the server does, which may be while it sends a request.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         http = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, limits=limits)
         )
-        yield Fleet(world, app, client, doubles, http, port)
+        yield Fleet(world, app, client, doubles, http, port, wire, relays)
+
+
+async def _relay(port: int, stack: AsyncExitStack) -> Relay:
+    relay = Relay(lambda: ("127.0.0.1", port))
+    await relay.start()
+    stack.push_async_callback(relay.stop)
+    return relay
 
 
 async def _replica(world: Simulation, replica_id: str, engine: ASGIApp, port: int) -> ReplicaDouble:

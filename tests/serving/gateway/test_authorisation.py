@@ -50,6 +50,7 @@ DEBUG = {
     "/debug/tuner/freeze": "POST",
     "/debug/tuner/thaw": "POST",
     "/metrics": "GET",
+    "/admin/endpoints": "GET",
 }
 
 

@@ -112,7 +112,7 @@ def test_the_yaml_gives_the_very_settings_that_were_found() -> None:
     found = space.from_draws(dict.fromkeys(space.names, 0.3))
     tree = yaml.safe_load(yaml.safe_dump(as_model_settings(space, found)))
     pools = [
-        {"name": name, "engine": {"remote": {"base_url": "http://engine"}}} for name in ("short", "long")
+        {"name": name, "engine": {"remote": {"endpoints": ["http://engine"]}}} for name in ("short", "long")
     ]
     (read,) = settings_of({"models": [{"name": "m", "pools": pools, **tree}]}).models
     assert with_weights(read.scheduler) == OURS.with_values(found, space).scheduler

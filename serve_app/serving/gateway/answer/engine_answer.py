@@ -7,7 +7,6 @@
 | 401, 403                           | UNREACHABLE: the replica does not know the gateway                |
 | 429, 503                           | BUSY; UNREACHABLE while it drains: it has not looked at it        |
 | 501                                | the engine cannot do this at all: the client's to know            |
-| 502 of a remote engine's adapter   | UNREACHABLE when it says that nothing was sent, else LOST         |
 | 504                                | a timeout, which no other try would make shorter                  |
 | 5xx of an engine that is dead      | LOST: it may have died of this request                            |
 | other 5xx                          | ENGINE_ERROR once, and the client's to know the second time       |
@@ -22,8 +21,6 @@ from serve_app.errors import Outcome
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.gateway.upstream.response import HeaderList, UpstreamError
 
-# Set by `serve_app.engines.remote.proxy`, which this side of the wire does not import.
-ENGINE_ERROR_HEADER = b"x-engine-error"
 DRAINING_HEADER = b"x-replica-draining"
 # vLLM's wordings, from its renderers, its input processor and its token limits.
 _TOO_LONG = re.compile(
@@ -106,10 +103,6 @@ def _failure_of_status(status: int, headers: HeaderList) -> DispatchFailure | No
     if status in (429, 503):
         draining = any(name == DRAINING_HEADER for name, _ in headers)
         return DispatchFailure.UNREACHABLE if draining else DispatchFailure.BUSY
-    if status == 502:
-        said = next((value for name, value in headers if name == ENGINE_ERROR_HEADER), None)
-        if said is not None:
-            return DispatchFailure.UNREACHABLE if said == b"unreachable" else DispatchFailure.LOST
     if status >= 500 and status not in (501, 504):
         return DispatchFailure.ENGINE_ERROR
     return None

@@ -169,11 +169,14 @@ def upstream_head(
     Args:
         forwarded: lines of the client's headers that go on, from `forwarded()`.
     """
-    host = f"[{address.host}]" if ":" in address.host else address.host
+    host = address.server_name or address.host
+    host = f"[{host}]" if ":" in host else host
+    credentials = f"x-replica-token: {address.token}\r\n" if address.token else ""
+    if address.api_key:
+        credentials = f"authorization: Bearer {address.api_key}\r\n"
     lines = (
-        f"POST {incoming.path} HTTP/1.1\r\nhost: {host}:{address.port}\r\n"
-        f"x-replica-token: {address.token}\r\nx-request-id: {incoming.request_id}\r\n"
-        f"content-length: {body_bytes}\r\n"
+        f"POST {address.path}{incoming.path} HTTP/1.1\r\nhost: {host}:{address.port}\r\n"
+        f"{credentials}x-request-id: {incoming.request_id}\r\ncontent-length: {body_bytes}\r\n"
     )
     return lines.encode("latin-1") + forwarded + b"\r\n"
 

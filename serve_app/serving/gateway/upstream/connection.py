@@ -18,6 +18,7 @@ from typing import Protocol, cast
 import httptools
 
 from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.channel.scheduler_client import ServerAddress
 from serve_app.serving.gateway.upstream.response import StaleConnectionError, UpstreamError, UpstreamResponse
 
 # Up to here head and body leave in one write, so that a small request is one segment and one wake-up.
@@ -46,7 +47,7 @@ class UpstreamConnection(asyncio.Protocol):
     """One TCP connection to a replica; serves one request at a time.
 
     Attributes:
-        address: host and port, the pool's key.
+        address: where it leads, the pool's key.
         silent_ticks: sweeps of the pool since the replica last sent something, or since it went idle.
     """
 
@@ -68,7 +69,7 @@ class UpstreamConnection(asyncio.Protocol):
         "silent_ticks",
     )
 
-    def __init__(self, owner: ConnectionOwner, address: tuple[str, int]) -> None:
+    def __init__(self, owner: ConnectionOwner, address: ServerAddress) -> None:
         self.address = address
         self.silent_ticks = 0
         self._owner = owner
@@ -86,7 +87,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._closed = False
 
     def __repr__(self) -> str:
-        host, port = self.address
+        host, port = self.address[:2]
         state = "closed" if self._closed else "idle" if self.is_idle else "busy"
         return f"<UpstreamConnection {host}:{port} {state}>"
 

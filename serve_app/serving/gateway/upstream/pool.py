@@ -6,6 +6,7 @@ import socket
 from typing import Annotated
 
 from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.channel.scheduler_client import ServerAddress
 from serve_app.serving.gateway.upstream.connection import UpstreamConnection
 from serve_app.serving.gateway.upstream.response import (
     EngineSilentError,
@@ -13,10 +14,11 @@ from serve_app.serving.gateway.upstream.response import (
     UpstreamError,
     UpstreamResponse,
 )
-from serve_app.serving.tls import Tls, connect
+from serve_app.serving.tls import ClientTls, Tls, connect, public_tls
 from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, settings
 
-Address = tuple[str, int]
+# Servers that we did not start close idle connections sooner than ours do: vLLM after 5 s.
+_ENDPOINT_IDLE_EXPIRY_S = 4.0
 
 # A host that vanished without a word is noticed after idle + interval x count = 20 s, also while an engine
 # thinks.
@@ -52,11 +54,12 @@ class UpstreamPool:
     """
 
     def __init__(self, settings: UpstreamSettings, tls: Tls | None = None) -> None:
-        self._tls = tls
+        self._tls = None if tls is None else tls.as_client
+        self._https: ClientTls | None = None
         self.connects = 0
         self.stale_retries = 0
         self._settings = settings
-        self._idle: dict[Address, list[UpstreamConnection]] = {}
+        self._idle: dict[ServerAddress, list[UpstreamConnection]] = {}
         self._all: set[UpstreamConnection] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         times = (settings.silence_timeout_s, settings.idle_expiry_s)
@@ -68,7 +71,7 @@ class UpstreamPool:
         idle = sum(len(kept) for kept in self._idle.values())
         return f"<UpstreamPool busy={len(self._all) - idle} idle={idle} connects={self.connects}>"
 
-    async def send(self, address: Address, head: bytes, body: bytes) -> UpstreamResponse:
+    async def send(self, address: ServerAddress, head: bytes, body: bytes) -> UpstreamResponse:
         """Send a request to a replica and wait for the head of its answer.
 
         Raises:
@@ -119,7 +122,7 @@ class UpstreamPool:
             if not kept:
                 del self._idle[connection.address]
 
-    def _take_idle(self, address: Address) -> UpstreamConnection | None:
+    def _take_idle(self, address: ServerAddress) -> UpstreamConnection | None:
         """The most recently used connection, the least likely to have been closed meanwhile."""
         kept = self._idle.get(address)
         while kept:
@@ -128,13 +131,13 @@ class UpstreamPool:
                 return connection
         return None
 
-    async def _connect(self, address: Address) -> UpstreamConnection:
-        host, port = address
+    async def _connect(self, address: ServerAddress) -> UpstreamConnection:
+        host, port = address[:2]
         loop = asyncio.get_running_loop()
         connection = UpstreamConnection(self, address)
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
-                transport, _ = await connect(lambda: connection, host, port, self._tls)
+                transport, _ = await connect(lambda: connection, host, port, self._tls_for(address))
         except TimeoutError as exc:
             message = f"replica {host}:{port} accepted no connection in {self._settings.connect_timeout_s} s"
             raise UpstreamError(DispatchFailure.UNREACHABLE, message) from exc
@@ -147,6 +150,21 @@ class UpstreamPool:
             self._sweep_timer = loop.call_later(self._sweep_s, self._sweep)
         return connection
 
+    def _idle_expiry_s(self, address: ServerAddress) -> float:
+        longest_s = self._settings.idle_expiry_s
+        return min(longest_s, _ENDPOINT_IDLE_EXPIRY_S) if address.scheme else longest_s
+
+    def _tls_for(self, address: ServerAddress) -> ClientTls | None:
+        match address.scheme:
+            case "":
+                return self._tls
+            case "http":
+                return None
+        if self._https is None:
+            # Reads the system's certificates, which takes some milliseconds.
+            self._https = public_tls()
+        return self._https._replace(name=address.name or None)
+
     def _sweep(self) -> None:
         """Close what has been idle or silent for too long."""
         settings, loop = self._settings, asyncio.get_running_loop()
@@ -154,7 +172,7 @@ class UpstreamPool:
             connection.silent_ticks += 1
             silent_s = connection.silent_ticks * self._sweep_s
             if connection.is_idle:
-                if silent_s > settings.idle_expiry_s:
+                if silent_s > self._idle_expiry_s(connection.address):
                     connection.abort()
             elif silent_s > settings.silence_timeout_s and not connection.is_paused:
                 # A paused one waits for its client, whose time is limited in `answer.stalls`.

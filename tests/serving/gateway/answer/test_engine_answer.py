@@ -4,11 +4,9 @@ import json
 
 import pytest
 
-from serve_app.engines.remote import proxy as remote_proxy
 from serve_app.errors import Outcome
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.gateway.answer.engine_answer import (
-    ENGINE_ERROR_HEADER,
     TooLongError,
     failure_of,
     outcome_of,
@@ -95,24 +93,3 @@ def test_any_bytes_may_be_an_error_body() -> None:
 )
 def test_an_answer_passed_on_concludes_its_request(status: int, outcome: Outcome) -> None:
     assert outcome_of(status) is outcome
-
-
-@pytest.mark.parametrize(
-    ("said", "failure"),
-    [
-        (b"unreachable", DispatchFailure.UNREACHABLE),
-        (b"lost", DispatchFailure.LOST),
-        (None, DispatchFailure.ENGINE_ERROR),
-    ],
-)
-def test_an_adapter_that_could_not_reach_its_server_costs_no_attempt(
-    said: bytes | None, failure: DispatchFailure
-) -> None:
-    headers = [] if said is None else [(ENGINE_ERROR_HEADER, said)]
-    found = failure_of(502, headers, b"{}")
-    assert found is not None
-    assert found.failure is failure
-
-
-def test_the_header_is_the_one_that_the_adapter_sets() -> None:
-    assert ENGINE_ERROR_HEADER == remote_proxy.ERROR_HEADER

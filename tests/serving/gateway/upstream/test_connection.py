@@ -7,7 +7,8 @@ import pytest
 
 from serve_app.errors import SettingsError
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.gateway.upstream.pool import Address, UpstreamPool, UpstreamSettings
+from serve_app.serving.channel.scheduler_client import ServerAddress
+from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
 from serve_app.serving.gateway.upstream.response import UpstreamError
 from tests.serving.gateway.builders import RawReplica, eventually
 
@@ -18,8 +19,8 @@ def head(body: bytes = b"") -> bytes:
     return b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % len(body)
 
 
-def address(port: int) -> Address:
-    return ("127.0.0.1", port)
+def address(port: int) -> ServerAddress:
+    return ServerAddress("127.0.0.1", port)
 
 
 def writes(*pieces: bytes, pause_s: float = 0.0, close: bool = False) -> RawReplica:

@@ -1,0 +1,143 @@
+"""One streamed request as its client sees it, and the account of many."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+
+ENDS = (
+    "answered",
+    "refused with a reason",
+    "ended with an error event",
+    "connection broken before an answer",
+    "connection broken in mid-answer",
+    "cut without a sign",
+    "swapped or of a wrong length",
+    "lost",
+)
+"""How a request may end; the last three must never happen. Connections break with their gateway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One request.
+
+    Attributes:
+        end: one of `ENDS`.
+        detail: status or error, for whoever looks for the reason.
+    """
+
+    name: str
+    end: str
+    started_s: float
+    ended_s: float
+    detail: str = ""
+
+
+def body_of(name: str, tokens: int, model: str = "demo") -> dict[str, Any]:
+    """Asks for so many tokens, by which the answer is known."""
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": f"{name}: tell me something."}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+@dataclass(slots=True)
+class Heard:
+    """What has come of an answer so far."""
+
+    text: str = ""
+    tokens: int = 0
+    ends: int = 0
+    errors: int = 0
+
+    def take(self, line: str) -> None:
+        """Take a line of the stream."""
+        if line == "data: [DONE]":
+            self.ends += 1
+        elif line.startswith("data: "):
+            event = json.loads(line.removeprefix("data: "))
+            self.errors += "error" in event
+            self.tokens += (event.get("usage") or {}).get("completion_tokens", 0)
+            self.text += "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
+
+    def end(self, tokens: int, text: str | None) -> tuple[str, str]:
+        """How a stream that came to its end has ended; see `asked`."""
+        if self.errors:
+            return ENDS[2], ""
+        if self.ends != 1:
+            return ENDS[5], f"{self.ends} ends"
+        if self.tokens != tokens or text not in {None, self.text}:
+            return ENDS[6], f"{self.tokens} tokens of {tokens}: {self.text[:100]}"
+        return ENDS[0], ""
+
+
+async def asked(
+    http: httpx.AsyncClient,
+    name: str,
+    tokens: int,
+    *,
+    model: str = "demo",
+    text: str | None = None,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[str, str]:
+    """Send one request; its end and the detail.
+
+    Args:
+        text: what the whole answer must say, where the engine says what its caller can know.
+        headers: besides the request's id.
+    """
+    heard, begun = Heard(), False
+    try:
+        async with http.stream(
+            "POST",
+            "/v1/chat/completions",
+            json=body_of(name, tokens, model),
+            headers={"x-request-id": name, **headers},
+        ) as response:
+            if response.status_code != 200:
+                return _refusal(response.status_code, await response.aread())
+            begun = True
+            swapped = response.headers.get("x-request-id") != name
+            async for line in response.aiter_lines():
+                heard.take(line)
+    except httpx.TimeoutException as exc:
+        return "lost", repr(exc)
+    except (httpx.TransportError, json.JSONDecodeError) as exc:
+        return (ENDS[4] if begun else ENDS[3]), repr(exc)
+    if swapped:
+        return ENDS[6], "another request's id"
+    return heard.end(tokens, text)
+
+
+def answered_twice(lines: Iterable[str], prefix: str) -> int:
+    """Requests that gateways say to have completed more than once, by the beginning of their names."""
+    completed = (
+        re.search(r"event=concluded outcome=completed .* client_request_id=(\S+)", line) for line in lines
+    )
+    counts = Counter(found[1] for found in completed if found and found[1].startswith(prefix))
+    return sum(count > 1 for count in counts.values())
+
+
+def account(ended: Iterable[Ended]) -> dict[str, int]:
+    """How many ended in each way."""
+    found = Counter(one.end for one in ended)
+    return {end: found[end] for end in ENDS}
+
+
+def _refusal(status: int, content: bytes) -> tuple[str, str]:
+    """A refusal has a reason that a client can read; what HAProxy says by itself has none."""
+    try:
+        message = json.loads(content)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return ENDS[3], f"{status} without a reason"
+    return ENDS[1], f"{status}: {message}"

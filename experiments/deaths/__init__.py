@@ -1,0 +1,1 @@
+"""What clients hear when parts of a served application are killed, again and again."""

@@ -1,0 +1,54 @@
+"""Finds out which server answers at an address.
+
+Most servers name themselves as the owner in their list of models. Those that do not are told apart by the
+names of their metrics, and where these are switched off by a page that no other server has.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from serve_app.engines.adapters import llama_cpp, ollama, openai_compatible, sglang, tensorrt_llm, tgi, vllm
+from serve_app.engines.adapters.control_pages import ControlPages
+from serve_app.engines.adapters.server import EngineServer, Get
+
+_Describe = Callable[[ControlPages], Awaitable[EngineServer]]
+
+_BY_METRICS: tuple[tuple[bytes, _Describe], ...] = (
+    (vllm.RUNNING, vllm.describe),
+    *((name, sglang.describe) for name in sglang.RUNNING),
+    (llama_cpp.RUNNING, llama_cpp.describe),
+    (b"\n" + tgi.PREFIX, tgi.describe),
+    (tensorrt_llm.TRITON_REQUESTS, tensorrt_llm.describe_triton),
+    (tensorrt_llm.TRITON, tensorrt_llm.describe_triton),
+)
+_BY_OWNER: dict[str, _Describe] = {
+    "vllm": vllm.describe,
+    "sglang": sglang.describe,
+    "tensorrt_llm": tensorrt_llm.describe,
+    llama_cpp.OWNER: llama_cpp.describe,
+}
+
+
+async def identify(get: Get) -> EngineServer:
+    """What answers, what it serves, its limits, and how to read its load.
+
+    Args:
+        get: gets a control page, with the server's key where it needs one.
+
+    Raises:
+        EngineError: nothing answers, the key is refused, or it has no list of models.
+    """
+    pages = ControlPages(get)
+    entries = await pages.raw_models()
+    owners = {str(entry.get("owned_by")) for entry in entries}
+    for owner in sorted(owners & _BY_OWNER.keys()):
+        return await _BY_OWNER[owner](pages)
+    metrics = await pages.text("/metrics")
+    for name, describe in _BY_METRICS:
+        if name in metrics:
+            return await describe(pages)
+    if ollama.OWNER in owners and await ollama.is_ollama(pages):
+        return await ollama.describe(pages)
+    # TGI names the model as its owner.
+    if owners == {str(entry["id"]) for entry in entries} and await tgi.is_tgi(pages):
+        return await tgi.describe(pages)
+    return await openai_compatible.describe(pages)

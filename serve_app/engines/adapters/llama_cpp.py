@@ -1,0 +1,95 @@
+"""The server of llama.cpp, by its metrics where `--metrics` is given, otherwise by its slots.
+
+A slot holds one request, so the slots are its batch. Whether their contexts share one cache it does not tell,
+so the size of its KV cache stays unknown, and the number of slots is the limit.
+"""
+
+from collections.abc import Callable
+
+from serve_app.engines.adapters.control_pages import ControlPages
+from serve_app.engines.adapters.samples import count, mean, total
+from serve_app.engines.adapters.server import (
+    EngineReading,
+    EngineServer,
+    StatedLimits,
+    missing,
+    reads_nothing,
+    whole,
+)
+from serve_app.errors import EngineError
+
+RUNNING = b"llamacpp:requests_processing"
+OWNER = "llamacpp"
+_SLOTS = "/slots"
+_BUSY, _FREE = b'"is_processing":true', b'"is_processing":false'
+
+
+def read_metrics(page: bytes) -> EngineReading:
+    """Read the page of `/metrics`.
+
+    Raises:
+        EngineError: it has no gauges of llama.cpp.
+    """
+    running, waiting = count(page, RUNNING), count(page, b"llamacpp:requests_deferred")
+    if running is None or waiting is None:
+        raise EngineError(f"the metrics lack {RUNNING.decode()}: is it a llama.cpp server with --metrics?")
+    return EngineReading(
+        waiting=waiting,
+        running=running,
+        # Until 2025 only.
+        kv_usage_ratio=mean(page, b"llamacpp:kv_cache_usage_ratio"),
+        token_gaps=count(page, b"llamacpp:tokens_predicted_total") or 0,
+        token_gaps_s=total(page, b"llamacpp:tokens_predicted_seconds_total") or 0.0,
+    )
+
+
+def read_slots(page: bytes) -> EngineReading:
+    """Read the page of `/slots`, which tells what runs and not what waits.
+
+    Raises:
+        EngineError: it is no list of slots.
+    """
+    running = page.count(_BUSY)
+    slots = running + page.count(_FREE)
+    if not slots:
+        raise EngineError(f"the page of slots is not understood: {page[:200]!r}")
+    return EngineReading(running=running, max_num_seqs=slots)
+
+
+async def describe(pages: ControlPages) -> EngineServer:
+    """What the server tells of itself."""
+    props = await pages.json("/props")
+    path, reader = await _load_page(pages)
+    reading = reader(await pages.text(path)) if path else EngineReading()
+    limits = StatedLimits(
+        max_model_len=await _context(pages),
+        max_num_seqs=whole(props.get("total_slots")) or reading.max_num_seqs,
+    )
+    return EngineServer(
+        kind="llama.cpp",
+        version=await pages.stated("/props", "build_info"),
+        models=await pages.models(),
+        limits=limits,
+        lacks=missing(limits, reading),
+        metrics_path=path,
+        reader=reader,
+    )
+
+
+async def _load_page(pages: ControlPages) -> tuple[str | None, Callable[[bytes], EngineReading]]:
+    if RUNNING in await pages.text("/metrics"):
+        return "/metrics", read_metrics
+    if _BUSY in (slots := await pages.text(_SLOTS)) or _FREE in slots:
+        return _SLOTS, read_slots
+    return None, reads_nothing
+
+
+async def _context(pages: ControlPages) -> int | None:
+    """The context of one slot."""
+    settings = (await pages.json("/props")).get("default_generation_settings")
+    stated = whole(settings.get("n_ctx")) if isinstance(settings, dict) else None
+    if stated is not None:
+        return stated
+    metas = [entry.get("meta") for entry in await pages.raw_models()]
+    listed = [whole(meta.get("n_ctx")) for meta in metas if isinstance(meta, dict)]
+    return min((each for each in listed if each is not None), default=None)

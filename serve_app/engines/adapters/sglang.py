@@ -1,0 +1,144 @@
+"""SGLang, by its metrics where `--enable-metrics` is given, otherwise by its page of loads.
+
+It states its limits on `/server_info`, in older releases on `/get_server_info`. The ranks of one engine may
+each report the same figures, so one sample of each data parallel rank counts.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from serve_app.engines.adapters.control_pages import ControlPages
+from serve_app.engines.adapters.samples import count, first_of_each, samples, total
+from serve_app.engines.adapters.server import (
+    EngineReading,
+    EngineServer,
+    StatedLimits,
+    listed_context,
+    missing,
+    reads_nothing,
+    whole,
+)
+from serve_app.errors import EngineError
+
+# Newer releases write an underscore where older ones write a colon.
+RUNNING = (b"sglang:num_running_reqs", b"sglang_num_running_reqs")
+_DATA_PARALLEL = b"dp_rank"
+# Newest first.
+_INFO_PAGES = ("/server_info", "/get_server_info")
+_LOAD_PAGES = ("/v1/loads?include=core", "/get_load")
+
+
+def read_metrics(page: bytes, prefix: bytes) -> EngineReading:
+    """Read the page of `/metrics`, summed over data parallel ranks.
+
+    Args:
+        prefix: of the names, `sglang:` or `sglang_`.
+
+    Raises:
+        EngineError: it has no gauges of SGLang.
+    """
+    running, waiting, usage, capacity = (
+        first_of_each(samples(page, prefix + name), _DATA_PARALLEL)
+        for name in (b"num_running_reqs", b"num_queue_reqs", b"token_usage", b"max_total_num_tokens")
+    )
+    if not running or not waiting:
+        raise EngineError(
+            f"the metrics lack {prefix.decode()}num_running_reqs or num_queue_reqs: is it an SGLang server "
+            "with --enable-metrics?"
+        )
+    return EngineReading(
+        waiting=round(sum(waiting)),
+        running=round(sum(running)),
+        kv_usage_ratio=sum(usage) / len(usage) if usage else None,
+        kv_tokens=round(sum(capacity)) or None,
+        token_gaps=count(page, prefix + b"inter_token_latency_seconds_count") or 0,
+        token_gaps_s=total(page, prefix + b"inter_token_latency_seconds_sum") or 0.0,
+    )
+
+
+def read_loads(page: bytes) -> EngineReading:
+    """Read the page of loads, `/v1/loads` or `/get_load`, summed over data parallel ranks.
+
+    Raises:
+        EngineError: it is no page of loads.
+    """
+    try:
+        parsed = json.loads(page)
+        loads = parsed["loads"] if isinstance(parsed, dict) else parsed
+        waiting = sum(load["num_waiting_reqs"] for load in loads)
+        running = sum(_running(load) for load in loads)
+        usage = [float(load["token_usage"]) for load in loads if "token_usage" in load]
+        capacity = sum(whole(load.get("max_total_num_tokens")) or 0 for load in loads)
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise EngineError(f"SGLang's page of loads is not understood: {page[:200]!r}") from exc
+    if not loads:
+        raise EngineError("SGLang's page of loads names no engine")
+    return EngineReading(
+        waiting=waiting,
+        running=running,
+        kv_usage_ratio=sum(usage) / len(usage) if usage else None,
+        kv_tokens=capacity or None,
+    )
+
+
+async def describe(pages: ControlPages) -> EngineServer:
+    """What the server tells of itself."""
+    listings = await pages.models()
+    info = await _info(pages)
+    path, reader = await _load_page(pages)
+    reading = reader(await pages.text(path)) if path else EngineReading()
+    limits = _limits(info, listed_context(listings), reading)
+    version = info.get("version")
+    return EngineServer(
+        kind="SGLang",
+        version=version if isinstance(version, str) else None,
+        models=listings,
+        limits=limits,
+        lacks=missing(limits, reading),
+        metrics_path=path,
+        reader=reader,
+    )
+
+
+async def _load_page(pages: ControlPages) -> tuple[str | None, Callable[[bytes], EngineReading]]:
+    metrics = await pages.text("/metrics")
+    for name in RUNNING:
+        if name in metrics:
+            return "/metrics", functools.partial(read_metrics, prefix=name[: len(b"sglang:")])
+    for path in _LOAD_PAGES:
+        if await pages.text(path):
+            return path, read_loads
+    return None, reads_nothing
+
+
+async def _info(pages: ControlPages) -> Mapping[str, Any]:
+    for path in _INFO_PAGES:
+        if info := await pages.json(path):
+            return info
+    return {}
+
+
+def _limits(info: Mapping[str, Any], context: int | None, reading: EngineReading) -> StatedLimits:
+    ranks = whole(info.get("dp_size")) or 1
+    states = info.get("internal_states")
+    batch = sum(
+        whole(state.get("effective_max_running_requests_per_dp")) or 0
+        for state in (states if isinstance(states, list) else ())
+        if isinstance(state, dict)
+    )
+    given = whole(info.get("max_running_requests"))
+    capacity = whole(info.get("max_total_num_tokens"))
+    return StatedLimits(
+        max_model_len=context or whole(info.get("context_length")),
+        kv_tokens=reading.kv_tokens or (capacity * ranks if capacity else None),
+        max_num_seqs=batch or given,
+    )
+
+
+def _running(load: Mapping[str, Any]) -> int:
+    """Requests in one rank's batch; the older page counts those that wait among all."""
+    if "num_running_reqs" in load:
+        return int(load["num_running_reqs"])
+    return int(load["num_reqs"]) - int(load["num_waiting_reqs"])

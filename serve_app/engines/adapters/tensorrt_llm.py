@@ -1,0 +1,119 @@
+"""TensorRT-LLM, served by `trtllm-serve` or by Triton.
+
+`trtllm-serve` has two pages, of which `/prometheus/metrics` is read: `/metrics` hands each statistic out
+once, so a reader would take it from the next. Triton's page is `/metrics`, on the port of its OpenAI
+frontend.
+"""
+
+import re
+
+from serve_app.engines.adapters.control_pages import ControlPages
+from serve_app.engines.adapters.samples import count, mean, samples, total
+from serve_app.engines.adapters.server import (
+    EngineReading,
+    EngineServer,
+    StatedLimits,
+    listed_context,
+    missing,
+    reads_nothing,
+)
+from serve_app.errors import EngineError
+
+TRITON_REQUESTS = b"nv_trt_llm_request_metrics"
+TRITON = b"nv_inference_request_success"
+_TRITON_BLOCKS = b"nv_trt_llm_kv_cache_block_metrics"
+_PROMETHEUS = "/prometheus/metrics"
+_KIND = re.compile(rb'(?:request_type|kv_cache_block_type)="([^"]*)"')
+
+
+def read(page: bytes) -> EngineReading:
+    """Read the page of `/prometheus/metrics`.
+
+    Raises:
+        EngineError: it is not the page of `trtllm-serve`. Before its first request the page is empty.
+    """
+    if page.strip() and b"trtllm_" not in page:
+        raise EngineError("the metrics hold no name that begins with trtllm_: is it trtllm-serve?")
+    blocks = total(page, b"trtllm_kv_cache_max_blocks") or 0.0
+    block_tokens = mean(page, b"trtllm_kv_cache_tokens_per_block") or 0.0
+    return EngineReading(
+        waiting=count(page, b"trtllm_num_requests_waiting"),
+        running=count(page, b"trtllm_num_requests_running"),
+        kv_usage_ratio=mean(page, b"trtllm_kv_cache_utilization"),
+        kv_tokens=round(blocks * block_tokens) or None,
+        max_num_seqs=count(page, b"trtllm_max_num_active_requests") or None,
+        # Counted once a request.
+        token_gaps=count(page, b"trtllm_time_per_output_token_seconds_count"),
+        token_gaps_s=total(page, b"trtllm_time_per_output_token_seconds_sum"),
+    )
+
+
+def read_triton(page: bytes) -> EngineReading:
+    """Read the page of Triton's `/metrics`, summed over its models.
+
+    Raises:
+        EngineError: it has no statistics of TensorRT-LLM.
+    """
+    requests, blocks = _by_kind(page, TRITON_REQUESTS), _by_kind(page, _TRITON_BLOCKS)
+    if b"active" not in requests:
+        raise EngineError(f"the metrics lack {TRITON_REQUESTS.decode()}: is it Triton with TensorRT-LLM?")
+    # Releases before 24.08 do not state what waits: it is active and not in the batch.
+    running = requests.get(b"scheduled", 0.0)
+    waiting = requests.get(b"waiting", max(requests[b"active"] - running, 0.0))
+    capacity = blocks.get(b"max", 0.0) * blocks.get(b"tokens_per", 0.0)
+    return EngineReading(
+        waiting=round(waiting),
+        running=round(running),
+        kv_usage_ratio=blocks[b"used"] / blocks[b"max"] if blocks.get(b"max") and b"used" in blocks else None,
+        kv_tokens=round(capacity) or None,
+        max_num_seqs=round(requests.get(b"max", 0.0)) or None,
+    )
+
+
+async def describe(pages: ControlPages) -> EngineServer:
+    """What `trtllm-serve` tells of itself."""
+    has_page = (await pages.answer(_PROMETHEUS)).status == 200
+    reading = read(await pages.text(_PROMETHEUS))
+    listings = await pages.models()
+    limits = _limits(reading, listed_context(listings))
+    return EngineServer(
+        kind="TensorRT-LLM",
+        version=await pages.stated("/version", "version"),
+        models=listings,
+        limits=limits,
+        lacks=missing(limits, reading),
+        metrics_path=_PROMETHEUS if has_page else None,
+        reader=read if has_page else reads_nothing,
+    )
+
+
+async def describe_triton(pages: ControlPages) -> EngineServer:
+    """What Triton's OpenAI frontend tells of itself; its load only with the backend of TensorRT-LLM."""
+    page = await pages.text("/metrics")
+    has_load = TRITON_REQUESTS in page
+    reading = read_triton(page) if has_load else EngineReading()
+    listings = await pages.models()
+    limits = _limits(reading, listed_context(listings))
+    return EngineServer(
+        kind="Triton",
+        models=listings,
+        limits=limits,
+        lacks=missing(limits, reading),
+        metrics_path="/metrics" if has_load else None,
+        health_path="/health/ready",
+        reader=read_triton if has_load else reads_nothing,
+    )
+
+
+def _limits(reading: EngineReading, context: int | None) -> StatedLimits:
+    return StatedLimits(max_model_len=context, kv_tokens=reading.kv_tokens, max_num_seqs=reading.max_num_seqs)
+
+
+def _by_kind(page: bytes, name: bytes) -> dict[bytes, float]:
+    """The values of a metric by what its label says of them, `active` or `max`, summed over models."""
+    sums: dict[bytes, float] = {}
+    for written, value in samples(page, name):
+        if match := _KIND.search(written):
+            kind = match.group(1)
+            sums[kind] = sums.get(kind, 0.0) + value
+    return sums

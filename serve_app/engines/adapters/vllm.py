@@ -1,0 +1,99 @@
+"""vLLM, by its metrics (0.6 and later) and its list of models.
+
+It states its context limit in the list of models and its KV cache as labels of a metric, and does not tell
+`--max-num-seqs`.
+"""
+
+import functools
+
+from serve_app.engines.adapters.control_pages import ControlPages
+from serve_app.engines.adapters.samples import count, labels, mean, samples, total
+from serve_app.engines.adapters.server import (
+    EngineReading,
+    EngineServer,
+    StatedLimits,
+    listed_context,
+    missing,
+)
+from serve_app.errors import EngineError
+
+RUNNING = b"vllm:num_requests_running"
+_WAITING = b"vllm:num_requests_waiting"
+_CACHE_CONFIG = b"vllm:cache_config_info"
+# Newest name first: a server may publish an old name beside the new one.
+_KV_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
+_TOKEN_GAPS = (b"vllm:inter_token_latency_seconds", b"vllm:time_per_output_token_seconds")
+_STEPS = b"vllm:iteration_tokens_total_count"
+_GAPS_SUM = tuple(name + b"_sum" for name in _TOKEN_GAPS)
+_GAPS_COUNT = tuple(name + b"_count" for name in _TOKEN_GAPS)
+
+
+def read(page: bytes) -> EngineReading:
+    """Read the page of `/metrics`, summed over engine cores.
+
+    Raises:
+        EngineError: it has no gauges of vLLM.
+    """
+    waiting, running, usage = count(page, _WAITING), count(page, RUNNING), mean(page, *_KV_USAGE)
+    if waiting is None or running is None or usage is None:
+        raise EngineError(
+            f"the metrics lack {RUNNING.decode()}, {_WAITING.decode()} or {_KV_USAGE[0].decode()}: is it a "
+            "vLLM server (0.6 or later) that logs statistics?"
+        )
+    cores = samples(page, _CACHE_CONFIG)
+    return EngineReading(
+        waiting=waiting,
+        running=running,
+        kv_usage_ratio=usage,
+        token_gaps=count(page, *_GAPS_COUNT) or 0,
+        token_gaps_s=total(page, *_GAPS_SUM) or 0.0,
+        steps=count(page, _STEPS),
+        # Each core has a sample of the same labels.
+        kv_tokens=_kv_tokens(cores[0][0], len(cores)) if cores else None,
+    )
+
+
+def kv_capacity_tokens(size_tokens: int | None, num_blocks: int, block_size: int, cores: int = 1) -> int:
+    """Tokens in the KV caches of all engine cores together; 0 for a model without one.
+
+    Args:
+        size_tokens: one core's cache as vLLM states it; None from releases that do not.
+        num_blocks: blocks of all cores together. Where layers differ in kind, blocks differ in size, so
+            `size_tokens` takes precedence.
+        block_size: tokens in a block.
+        cores: engine cores (data parallel ranks). Each reserves one block as padding.
+    """
+    total_tokens = num_blocks * block_size if size_tokens is None else size_tokens * cores
+    return max(total_tokens - cores * block_size, 0)
+
+
+async def describe(pages: ControlPages) -> EngineServer:
+    """What the server tells of itself."""
+    page = await pages.text("/metrics")
+    # A server without statistics serves all the same.
+    has_load = RUNNING in page
+    reading = read(page) if has_load else EngineReading()
+    listings = await pages.models()
+    limits = StatedLimits(max_model_len=listed_context(listings), kv_tokens=reading.kv_tokens)
+    return EngineServer(
+        kind="vLLM",
+        version=await pages.stated("/version", "version"),
+        models=listings,
+        limits=limits,
+        lacks=missing(limits, reading),
+        metrics_path="/metrics" if has_load else None,
+        reader=read,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _kv_tokens(written: bytes, cores: int) -> int | None:
+    """Capacity over all cores; None when it is not stated. It is the same at every reading."""
+    stated = labels(written)
+    blocks, block_size, size = (
+        int(value) if (value := stated.get(name, "")).isdigit() else None
+        for name in ("num_gpu_blocks", "block_size", "kv_cache_size_tokens")
+    )
+    if blocks is None or block_size is None:
+        return None
+    return kv_capacity_tokens(size, blocks, block_size, cores) or None

@@ -1,1 +1,0 @@
-"""OpenAI-compatible servers that run elsewhere: `engine` reads their load, `proxy` forwards requests."""

@@ -1,0 +1,46 @@
+"""Damping of endpoints that come and go: one that fails again and again has to prove itself for longer.
+
+Each failure that follows soon after a recovery doubles the time that the endpoint must answer without a
+failure before it gets requests again. Source: the exponential penalty of route flap damping (RFC 2439), with
+the doubling of a backoff in place of a decaying figure of merit.
+"""
+
+_FIRST_HOLD_S = 1.0
+_LONGEST_HOLD_S = 60.0
+# An endpoint that has served for so long since its recovery has settled.
+_SETTLED_S = 60.0
+
+
+class FlapDamping:
+    """The penalty of one endpoint; all times in seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._hold_s = 0.0
+        self._up_since: float | None = None
+        self._answers_since: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<FlapDamping hold {self._hold_s:g} s>"
+
+    @property
+    def hold_s(self) -> float:
+        """How long it must answer before it gets requests."""
+        return self._hold_s
+
+    def on_failure(self, now: float) -> None:
+        """It does not answer."""
+        self._answers_since = None
+        if self._up_since is None:
+            return
+        settled = now - self._up_since >= _SETTLED_S
+        self._hold_s = 0.0 if settled else min(max(_FIRST_HOLD_S, 2 * self._hold_s), _LONGEST_HOLD_S)
+        self._up_since = None
+
+    def on_answer(self, now: float) -> float:
+        """It answers; return for how long it is still held back, 0 for not at all."""
+        if self._answers_since is None:
+            self._answers_since = now
+        left_s = max(0.0, self._answers_since + self._hold_s - now)
+        if not left_s and self._up_since is None:
+            self._up_since = now
+        return left_s

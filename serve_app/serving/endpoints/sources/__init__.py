@@ -1,0 +1,1 @@
+"""Where endpoints are found: lists of URLs, DNS, files, Kubernetes."""

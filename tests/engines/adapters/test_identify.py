@@ -1,0 +1,45 @@
+import asyncio
+
+import pytest
+
+from serve_app.engines.adapters import PageAnswer, identify
+from serve_app.errors import EngineError
+from tests.engines.adapters.pages import models, recorded, server
+
+
+def test_an_unknown_server_is_served_by_its_list_of_models() -> None:
+    found = asyncio.run(identify(server({"/v1/models": models("m", owner="me", max_model_len=2048)})))
+    assert (found.kind, found.limits.max_model_len) == ("OpenAI-compatible", 2048)
+    assert (found.metrics_path, found.health_path) == (None, "/v1/models")
+    assert found.read(b"anything").waiting is None
+
+
+def test_no_page_is_asked_for_twice() -> None:
+    log: list[str] = []
+    pages = {"/v1/models": models("m", owner="vllm"), "/metrics": recorded("vllm-0.32.0-idle.txt")}
+    asyncio.run(identify(server(pages, log=log)))
+    assert sorted(log) == sorted(set(log))
+
+
+def test_a_refused_key_is_named() -> None:
+    with pytest.raises(EngineError, match=r"/v1/models answered 401: give the server's key as api_key"):
+        asyncio.run(identify(server({"/v1/models": 401})))
+
+
+@pytest.mark.parametrize("page", [b"<html>", {"data": [{"name": "m"}]}, {"data": None}, []])
+def test_what_is_no_list_of_models_is_shown(page: object) -> None:
+    with pytest.raises(EngineError, match="/v1/models is no list of models: "):
+        asyncio.run(identify(server({"/v1/models": page})))
+
+
+def test_a_server_without_a_list_of_models_is_no_server() -> None:
+    with pytest.raises(EngineError, match="/v1/models answered 404"):
+        asyncio.run(identify(server({})))
+
+
+def test_silence_is_passed_on() -> None:
+    async def silent(path: str) -> PageAnswer:
+        raise EngineError(f"{path}: nothing answers")
+
+    with pytest.raises(EngineError, match="nothing answers"):
+        asyncio.run(identify(silent))

@@ -1,0 +1,127 @@
+"""A gateway, a scheduler and a replica in front of an engine that runs already, all in this process."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from serve_app.engines.engine import ASGIApp, Engine, EngineLimits, EngineLoad
+from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, UpstreamSettings
+from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
+from serve_app.serving.pool.server import ReplicaServerSettings
+from tests.engines.servers import serving
+from tests.serving.channel.harness import FAST, Simulation, scheduler_settings
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a client has got.
+
+    Attributes:
+        end: `answered`, `error event`, `cut`, or the code of a refusal.
+        tokens: ids of tokens that came.
+    """
+
+    end: str
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Front:
+    """What stands in front of the engine, and a client of it."""
+
+    replica: PoolReplica
+    world: Simulation
+    http: httpx.AsyncClient
+
+    def start(self, *, stream: bool, tokens: int) -> "asyncio.Task[Heard]":
+        """Send a request; each test gives every request a length of its own, by which answers are known."""
+        return asyncio.create_task(self.ask(stream=stream, tokens=tokens))
+
+    async def ask(self, *, stream: bool, tokens: int) -> Heard:
+        """The answer to a request."""
+        body = {"model": "m", "prompt": "Hi", "max_tokens": tokens, "stream": stream, "ignore_eos": True}
+        url, document = "/v1/completions", {**body, "return_token_ids": True}
+        if not stream:
+            answer = await self.http.post(url, json=document)
+            content = answer.json()
+            if answer.status_code != 200:
+                return Heard(str(content["error"]["code"]))
+            return Heard("answered", len(content["choices"][0]["token_ids"]))
+        async with self.http.stream("POST", url, json=document) as answer:
+            lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+        if answer.status_code != 200:
+            return Heard(str(json.loads(lines[0])["error"]["code"]))
+        return _streamed(lines)
+
+    async def waits(self) -> bool:
+        """Whether a request waits in the scheduler."""
+        return bool(sum(self.world.live.status()["waiting"].values()) > 0)
+
+
+@contextlib.asynccontextmanager
+async def in_front_of(engine: Engine, limits: EngineLimits) -> AsyncIterator[Front]:
+    """Everything in front of an engine that runs already, and goes on running."""
+    world = Simulation(scheduler_settings(model="m", no_replica_grace_s=1.0), FAST)
+    async with contextlib.AsyncExitStack() as stack:
+        await world.begin()
+        stack.push_async_callback(world.close)
+        settings = PoolReplicaSettings(
+            pool="short",
+            drain_timeout_s=1.0,
+            health_timeout_s=10.0,
+            server=ReplicaServerSettings(),
+            channel=FAST,
+        )
+        replica = PoolReplica("r", "127.0.0.1", settings, _Running(engine, limits), world.locate_for_replica)
+        await replica.start()
+        stack.push_async_callback(replica.stop)
+        served = GatewaySettings(
+            models=(ServedModel(name="m", max_model_len=limits.max_model_len),),
+            upstream=UpstreamSettings(silence_timeout_s=120.0),
+        )
+        gateway = Gateway(served, {"m": await world.gateway()}, "g1")
+        stack.callback(gateway.close)
+        url = await stack.enter_async_context(serving(gateway))
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None))
+        )
+        yield Front(replica, world, http)
+
+
+@dataclass(frozen=True)
+class _Running:
+    """An engine that others have started and will stop."""
+
+    engine: Engine
+    limits: EngineLimits
+
+    async def start(self) -> EngineLimits:
+        return self.limits
+
+    @property
+    def app(self) -> ASGIApp:
+        return self.engine.app
+
+    async def load(self) -> EngineLoad:
+        return await self.engine.load()
+
+    async def check_health(self) -> None:
+        await self.engine.check_health()
+
+    async def stop(self) -> None:
+        pass
+
+
+def _streamed(lines: list[str]) -> Heard:
+    events: list[dict[str, Any]] = [json.loads(line) for line in lines if line != "[DONE]"]
+    tokens = sum(
+        len(choice.get("token_ids") or ()) for event in events for choice in event.get("choices", ())
+    )
+    if any("error" in event for event in events):
+        return Heard("error event", tokens)
+    return Heard("answered" if lines[-1] == "[DONE]" else "cut", tokens)

@@ -1,0 +1,126 @@
+"""A real vLLM engine in this process, and what tests want to know of it."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from experiments.common.vllm_server import read_counters
+from serve_app.engines.engine import Engine, EngineLimits
+from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings
+from serve_app.errors import EngineError
+from tests.engines.servers import serving
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = ROOT / "models/tiny-random-llama"
+SMOLLM2 = ROOT / "models/SmolLM2-135M-Instruct"
+MAX_MODEL_LEN = 512
+MAX_NUM_SEQS = 4
+ARGS = {
+    "max_model_len": MAX_MODEL_LEN,
+    "max_num_seqs": MAX_NUM_SEQS,
+    "dtype": "float32",
+    "enforce_eager": True,
+}
+ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass
+class Running:
+    """An engine that serves, and a client of it."""
+
+    engine: VllmEngine
+    limits: EngineLimits
+    client: httpx.AsyncClient
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.client.post(path, json={"model": "m", **body})
+
+    async def is_idle(self) -> bool:
+        load = await self.engine.load()
+        return load.waiting + load.running == 0
+
+
+def _is_made(model: Path) -> bool:
+    return model.is_dir()
+
+
+@contextlib.asynccontextmanager
+async def running(model: Path, **settings: Any) -> AsyncIterator[Running]:
+    assert _is_made(model), f"{model} is missing: run scripts/fetch_demo_model"
+    given = {"served_model_names": ("m",), "args": ARGS, "env": ENV, **settings}
+    engine = VllmEngine(VllmEngineSettings(model=str(model), **given))
+    limits = await engine.start()
+    try:
+        async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
+            yield Running(engine, limits, client)
+    finally:
+        await engine.stop()
+
+
+@contextlib.asynccontextmanager
+async def open_streams(client: httpx.AsyncClient, count: int) -> AsyncIterator[None]:
+    """Keep so many streams open, some of which wait for their first token; all are cut at the end."""
+
+    async def read() -> None:
+        body = {"model": "m", "prompt": "Hi", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        while True:  # a quick machine ends a stream before its load was looked at
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                async for _ in answer.aiter_raw():
+                    pass
+
+    reading = [asyncio.create_task(read()) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+
+
+async def knows_its_tpot(engine: Engine) -> bool:
+    """It has seen gaps between tokens, which takes two readings of a server's metrics."""
+    return (await engine.load()).tpot_s is not None
+
+
+async def runs(started: Running, sequences: int) -> bool:
+    return (await started.engine.load()).running == sequences
+
+
+async def hangs(engine: Engine) -> bool:
+    try:
+        await engine.load()
+    except EngineError as error:
+        return "hangs" in str(error)
+    return False
+
+
+async def preemptions(started: Running) -> float:
+    """How many there were so far, by the engine's own metrics."""
+    return read_counters((await started.client.get("/metrics")).text).preemptions
+
+
+def engine_core() -> psutil.Process:
+    """The process of vLLM's scheduler."""
+    (core,) = [one for one in engine_processes() if "EngineCore" in " ".join(one.cmdline())]
+    return core
+
+
+def engine_processes() -> list[psutil.Process]:
+    """The children that vLLM has started; multiprocessing's own helper may stay."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """The data of a stream; its end mark is checked and left out."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
