@@ -57,6 +57,11 @@ COMMANDS: tuple[CommandEntry, ...] = (
         "status", "show queues, replicas, tenants and the tuner of a running application", "serve_app.status"
     ),
     CommandEntry(
+        "mode",
+        "show or change how much of the traffic of a running application is scheduled",
+        "serve_app.mode.command",
+    ),
+    CommandEntry(
         "keys",
         "make, list and revoke API keys in a file, and show what was used with each",
         "serve_app.key_commands.command",

@@ -104,14 +104,22 @@ def positive_int(text: str) -> int:
     return int(value)
 
 
-def fetched(url: str, api_key: str | None = None, *, method: str = "GET") -> bytes:
+def fetched(
+    url: str, api_key: str | None = None, *, method: str = "GET", content: Mapping[str, Any] | None = None
+) -> bytes:
     """The body that an endpoint answers with; the caller has checked that the URL is HTTP.
+
+    Args:
+        content: sent as JSON.
 
     Raises:
         OSError: it cannot be reached, or answers with an error (`urllib.error.HTTPError`).
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(url, headers=headers, method=method)  # noqa: S310 - see above
+    data = None if content is None else json.dumps(content).encode()
+    if data is not None:
+        headers["content-type"] = "application/json"
+    request = urllib.request.Request(url, data, headers, method=method)  # noqa: S310 - see above
     with urllib.request.urlopen(request, timeout=_FETCH_TIMEOUT_S) as response:  # noqa: S310 - see above
         body: bytes = response.read()
     return body

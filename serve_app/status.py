@@ -110,8 +110,13 @@ def _answered(url: str, args: argparse.Namespace) -> int:
     return 0
 
 
-def ask(url: str, path: str, api_key: str | None, method: str = "GET") -> Document:
+def ask(
+    url: str, path: str, api_key: str | None, method: str = "GET", content: Document | None = None
+) -> Document:
     """A document of the application.
+
+    Args:
+        content: sent as JSON.
 
     Raises:
         UnreachableError: nothing answers.
@@ -121,7 +126,7 @@ def ask(url: str, path: str, api_key: str | None, method: str = "GET") -> Docume
     if not address.startswith(("http://", "https://")):
         raise StatusError(f"{url!r} is not an address: begin it with http:// or https://")
     try:
-        document: Any = json.loads(fetched(address, api_key, method=method))
+        document: Any = json.loads(fetched(address, api_key, method=method, content=content))
     except urllib.error.HTTPError as error:
         hint = (
             f"; --api-key or {_KEY_VARIABLE} must name a key with `admin`" if error.code in {401, 403} else ""

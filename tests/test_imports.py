@@ -57,11 +57,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tables": set(),
     # Another client from outside.
     "status": {"access", "errors", "command", "launch"},
+    "mode": {"errors", "command", "status", "tables"},
     "key_commands": WORDS | {"api_keys", "command", "launch", "settings", "status", "tables"},
     "diagnosis": {"errors", "command", "settings", "launch", "checking", "status"},
     "completion": {"command"},
     "cli": WORDS
-    | {"command", "checking", "first_config", "launch", "status", "key_commands", "diagnosis", "completion"}
+    | {
+        "command",
+        "checking",
+        "first_config",
+        "launch",
+        "status",
+        "mode",
+        "key_commands",
+        "diagnosis",
+        "completion",
+    }
     | {"bench", "calibration", "simulation", "planning", "tuning"},
     "__main__": {"cli"},
 }

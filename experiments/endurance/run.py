@@ -69,6 +69,7 @@ class EndurancePlay:
 
     Attributes:
         left: clients that have gone before their answer's end.
+        late_s: how late the latest request was sent: more than little says that this side was too slow.
         footprints: at the begin, after each minute, and at the end.
     """
 
@@ -77,6 +78,7 @@ class EndurancePlay:
     rate_per_s: float
     ended: list[Ended] = field(default_factory=list)
     left: int = 0
+    late_s: float = 0.0
     footprints: list[Footprint] = field(default_factory=list)
     lasted_s: float = 0.0
     began: float = field(default_factory=time.monotonic)
@@ -102,6 +104,7 @@ class EndurancePlay:
 
     async def _one(self, http: httpx.AsyncClient, number: int) -> None:
         name, started_s = f"{self.phase.name}-{number}", time.monotonic()
+        self.late_s = max(self.late_s, started_s - self.began - number / self.rate_per_s)
         waits = {"x-queue-timeout-s": f"{_QUEUE_TIMEOUT_S:g}"}
         # Neighbours differ in length, so that a swapped answer shows.
         end, detail = await asked(http, name, _tokens(number), headers=waits)
@@ -111,11 +114,11 @@ class EndurancePlay:
         chance = random.Random(self.phase.name)  # noqa: S311 - when to leave
         leaving: set[asyncio.Task[None]] = set()
         number = 0
-        while self.left + len(leaving) < self.phase.disconnects:
-            _begin(leaving, self._leave(http, number, chance.uniform(0.0, _LEAVES_WITHIN_S)))
-            number += 1
+        while self.left < self.phase.disconnects:
+            if self.left + len(leaving) < self.phase.disconnects:
+                _begin(leaving, self._leave(http, number, chance.uniform(0.0, _LEAVES_WITHIN_S)))
+                number += 1
             await asyncio.sleep(1 / self.phase.disconnects_per_s)
-        await asyncio.gather(*leaving)
 
     async def _leave(self, http: httpx.AsyncClient, number: int, after_s: float) -> None:
         """Ask, and be gone after so long: before the answer, in the middle of it, or not if it was quick."""
@@ -189,7 +192,12 @@ def figures_of(played: EndurancePlay) -> dict[str, Any]:
             "in_flight": sum(each["in_flight"] for each in status["replicas"].values()),
             "in_engines": sum(each["report"]["running"] for each in status["replicas"].values()),
         },
-        "slowest_s": max(one.ended_s - one.started_s for one in played.ended),
+        "sent_per_s": len(played.ended) / played.lasted_s,
+        "late_s": played.late_s,
+        "slowest_s": {
+            end: max(one.ended_s - one.started_s for one in played.ended if one.end == end)
+            for end in {one.end for one in played.ended}
+        },
         "details": dict(details.most_common(10)),
         "processes": growth(played.footprints),
     }

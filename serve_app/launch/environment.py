@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import shlex
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -14,10 +15,6 @@ _SETTINGS = Path(__file__).with_name("serve.env")
 _DESCRIPTORS_PER_CONNECTION = 3
 _MAX_CONNECTIONS = 20_000
 _UNLIMITED_DESCRIPTORS = 200_000
-# How long a client may take for a request's head, at HAProxy. Serve has no setting for that, and without one
-# `timeout client` holds, which must be long for answers that take long. But it writes the value of another
-# setting on a line of its own into the section where this belongs.
-_HEAD_TIMEOUT_S = 30
 # Ports of gateways, each with its own range, so that several instances of one machine do not meet.
 _GATEWAY_PORTS = range(20_000, 30_000, 200)
 
@@ -28,9 +25,9 @@ def instance_folder(port: int) -> Path:
 
 
 def default_settings() -> dict[str, str]:
-    """The settings of Ray Serve that this application is meant to run with."""
-    lines = _SETTINGS.read_text(encoding="utf-8").splitlines()
-    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    """The settings of Ray Serve that this application is meant to run with, read as a shell reads them."""
+    words = shlex.split(_SETTINGS.read_text(encoding="utf-8"), comments=True)
+    return dict(word.split("=", 1) for word in words)
 
 
 def environment(given: Mapping[str, str], folder: Path, port: int) -> dict[str, str]:
@@ -58,8 +55,6 @@ def environment(given: Mapping[str, str], folder: Path, port: int) -> dict[str, 
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{haproxy}/server-state",
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{haproxy}/metrics.sock",
         "RAY_SERVE_HAPROXY_MAXCONN": str(_connections()),
-        "RAY_SERVE_HAPROXY_RETRY_ON": f"conn-failure\n    timeout http-request {_HEAD_TIMEOUT_S}s",
-        "RAY_SERVE_HAPROXY_INGRESS_RETRY_ON": "conn-failure",
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(gateways.start),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(gateways.stop - 1),
         **chosen,

@@ -27,14 +27,14 @@ def sections(state: Snapshot, name: str) -> list[Snapshot]:
     raise _malformed(name, "a list of dictionaries", value)
 
 
-def number(state: Snapshot, name: str, *, at_least: float = -math.inf) -> float:
+def number(state: Snapshot, name: str, *, at_least: float = -math.inf, at_most: float = math.inf) -> float:
     """The finite number under `name`."""
     value = state.get(name)
     if (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
-        and at_least <= value < math.inf
-        and value > -math.inf
+        and at_least <= value <= at_most
+        and -math.inf < value < math.inf
     ):
         return float(value)
     raise _malformed(

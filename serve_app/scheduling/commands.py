@@ -21,6 +21,7 @@ class Dispatch:
         engine_priority: its place in the engine's own queue, lower is served first; None where engines are
             not told one.
         rate_limits: how the limits of its key stand; None when it has none.
+        passed: it was not scheduled (`dispatch.pass_through`).
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class Dispatch:
     queue_wait_s: float
     engine_priority: int | None = None
     rate_limits: RateLimitStatus | None = None
+    passed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,7 @@ def dispatch_of(
         queue_wait_s=now - scheduled.request.arrived_at,
         engine_priority=scheduled.engine_priority,
         rate_limits=rate_limits,
+        passed=scheduled.passed,
     )
 
 

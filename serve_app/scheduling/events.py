@@ -130,6 +130,17 @@ class Retuned:
 
 
 @dataclass(frozen=True, slots=True)
+class ActiveShareChanged:
+    """Another share of the requests is scheduled from now on; those that wait are not concerned.
+
+    Attributes:
+        active_share: 0 for none, 1 for all.
+    """
+
+    active_share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Woke:
     """The time asked for by `next_wakeup` has come."""
 
@@ -147,5 +158,6 @@ Event = (
     | ReplicaLost
     | PartitionChanged
     | Retuned
+    | ActiveShareChanged
     | Woke
 )

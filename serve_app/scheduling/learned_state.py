@@ -1,8 +1,8 @@
 """The learned state of a scheduler, which is kept for the next one.
 
-It has bytes per token, template overhead, output lengths, the cost of a prefill in each pool, and an adaptive
-`B_short`. The tuner keeps the learned length queues. Requests, replicas and their caches are not part of it:
-gateways and replicas report them to every new scheduler.
+It has bytes per token, template overhead, output lengths, the cost of a prefill in each pool, an adaptive
+`B_short`, and the share of requests that is scheduled. The tuner keeps the learned length queues. Requests,
+replicas and their caches are not part of it: gateways and replicas report them to every new scheduler.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,8 @@ def learned_state(core: Scheduler) -> dict[str, Any]:
         "estimator": core.estimator.state(),
         "prefill_costs": core.prefill_costs.state(),
         "b_short_tokens": core.router.b_short_tokens,
+        "active_share": core.passing.active_share,
+        "configured_active_share": core.settings.active_share,
     }
 
 
@@ -36,6 +38,9 @@ def take_over(core: Scheduler, document: Mapping[str, Any], now: float) -> None:
     core.estimator.restore(section(document, "estimator"))
     core.prefill_costs.restore(section(document, "prefill_costs"))
     core.router.restore(b_short_tokens, now)
+    # What a person has chosen while it ran holds, until the configuration says something else than it did.
+    if document.get("configured_active_share") == core.settings.active_share:
+        core.passing.change(number(document, "active_share", at_least=0, at_most=1))
 
 
 def denial(settings: SchedulerSettings, document: Mapping[str, Any]) -> str:

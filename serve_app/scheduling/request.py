@@ -98,6 +98,7 @@ class ScheduledRequest:
     usage: Usage | None = None
     prediction: PredictedWait | None = None
     turn: int | None = None
+    passed: bool = False
 
     @property
     def prefill_tokens(self) -> int:

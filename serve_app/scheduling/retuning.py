@@ -27,6 +27,8 @@ def checked_retuning(current: SchedulerSettings, wanted: SchedulerSettings) -> S
     Raises:
         ValueError: something else differs; the message names it.
     """
+    # Changed by an event of its own; a tuner may not know of it yet.
+    wanted = replace(wanted, active_share=current.active_share)
     was, will = current.isolation.max_long_prefills, wanted.isolation.max_long_prefills
     # Isolation cannot be switched on or off: the waiting requests have no prefill class, or one that is not
     # used.

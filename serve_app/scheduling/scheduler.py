@@ -36,6 +36,7 @@ from serve_app.scheduling.commands import Command, Conclude, ReportFresh, Report
 from serve_app.scheduling.dispatch.backpressure import EngineBackpressure
 from serve_app.scheduling.dispatch.dispatcher import Choice, Dispatcher
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities
+from serve_app.scheduling.dispatch.pass_through import PassThrough
 from serve_app.scheduling.dispatch.placement import Placement
 from serve_app.scheduling.dispatch.suspensions import Suspensions
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
@@ -69,6 +70,7 @@ class Scheduler:
         isolation: what counts as a long prefill.
         dispatcher: the order of service.
         prefill_costs: how long prefills take in each pool.
+        passing: who is not scheduled.
         admission: who may wait, and how long that is predicted to take.
         router: which pools a request may go to.
     """
@@ -101,6 +103,7 @@ class Scheduler:
         self.affinity = PrefixAffinity(settings.affinity, self.prefill_costs, self.estimator.bytes_per_token)
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
+        self.passing = PassThrough(settings.active_share, self.ledger)
         self.router = PoolRouter(settings.routing, self.ledger.context_limit)
         slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)
         self.admission = Admission(settings, self.queue, slots, now)
@@ -122,6 +125,7 @@ class Scheduler:
             ev.ReplicaLost: self._on_replica_loss,
             ev.PartitionChanged: self._on_partition_change,
             ev.Retuned: self._on_retune,
+            ev.ActiveShareChanged: lambda event, _now: self.passing.change(event.active_share),
             ev.Woke: lambda _event, _now: None,
         }
 
@@ -181,13 +185,16 @@ class Scheduler:
         scheduled = self._admit(request, now)
         if scheduled is None:
             return
-        denial = self.admission.denial(scheduled, now)
+        choice = self.passing.choice(scheduled)
+        denial = self.admission.denial(scheduled, now) if choice is None else None
         if denial is not None and not self.dispatcher.fits(scheduled, now):
             self._conclude(request, self.admission.deny(scheduled, denial, now))
             return
         self._remember(scheduled)
         self._enqueue(scheduled)
-        if denial is not None:
+        if choice is not None:
+            self._send(choice, now)
+        elif denial is not None:
             # It may go at once: those that wait may be waiting for another pool.
             self._dispatch(now)
             if scheduled.queued:
@@ -291,12 +298,14 @@ class Scheduler:
     def _on_replica_join(self, event: ev.ReplicaJoined, now: float) -> None:
         self.ledger.join(event.spec, now)
         self.affinity.join(event.spec)
-        self._on_replicas_changed(now)
+        self.admission.outages.observe(self.ledger.has_alive, now)
+        self._route_anew(now)
 
     def _on_replica_loss(self, event: ev.ReplicaLost, now: float) -> None:
         self.ledger.lose(event.replica_id, now)
         self.affinity.lose(event.replica_id)
-        self._on_replicas_changed(now)
+        self.admission.outages.observe(self.ledger.has_alive, now)
+        self._route_anew(now)
 
     def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
         if self.ledger.report(event.replica_id, event.report, now):
@@ -305,10 +314,6 @@ class Scheduler:
         if (moved := self.router.adapt(self.ledger, now)) is not None:
             self._commands.append(moved)
             self._route_anew(now)
-
-    def _on_replicas_changed(self, now: float) -> None:
-        self.admission.outages.observe(self.ledger.has_alive, now)
-        self._route_anew(now)
 
     def _route(
         self, request: Request, estimate: TokenEstimate, now: float, above_tokens: int = 0

@@ -17,7 +17,7 @@ from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
 from serve_app.scheduling.policies.settings import EwsjfSettings
 from serve_app.scheduling.queueing.delay_bound import DelayBoundSettings
 from serve_app.scheduling.queueing.fairness import FairnessSettings
-from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
+from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, SHARE, at_least, settings
 
 
 @settings(block="queue_timeout_s")
@@ -48,6 +48,9 @@ class WrittenScheduler:
     """
 
     policy: str = "ewsjf"
+    # Share of the requests that are scheduled. The others go straight to the replica with the fewest: 0 only
+    # observes what scheduling would do, and `python -m serve_app mode` changes it while it runs.
+    active_share: Annotated[float, SHARE] = 1.0
     # A bound on memory and on the wait of the last request. At 20 requests/s it is nearly two minutes of
     # work; beyond that a refusal with Retry-After serves the client better than a longer queue.
     max_waiting: Annotated[int, at_least(1)] = 2_000

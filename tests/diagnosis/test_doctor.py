@@ -24,7 +24,7 @@ from serve_app.launch.instance import Instance
 from serve_app.scheduling import SchedulerSettings
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.app import SchedulerViews
+from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.state.keeper import StateKeeper

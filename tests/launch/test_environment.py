@@ -10,6 +10,7 @@ from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from serve_app.launch.environment import default_settings, environment, instance_folder, is_free
 
+ROOT = Path(__file__).parents[2]
 PORTS = (
     "RAY_SERVE_HAPROXY_METRICS_PORT",
     "RAY_SERVE_HAPROXY_STATS_PORT",
@@ -55,6 +56,14 @@ def test_modules_are_compiled_once_for_all_processes(tmp_path: Path) -> None:
 def test_sockets_of_ray_fit_into_the_folder_of_an_instance() -> None:
     # Ray adds its session and the name of a socket to it; the kernel takes 107 bytes.
     assert len(str(instance_folder(65_535))) < 35
+
+
+def test_a_shell_reads_the_settings_of_serve_as_we_do() -> None:
+    # Clusters source the file before `ray start`.
+    command = "set -a; . serve_app/launch/serve.env; exec env -0"
+    found = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, check=True, text=True)
+    variables = dict(entry.split("=", 1) for entry in found.stdout.split("\0") if entry)
+    assert default_settings().items() <= variables.items()
 
 
 def test_haproxy_gives_up_a_head_that_does_not_end(tmp_path: Path) -> None:

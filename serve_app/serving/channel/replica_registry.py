@@ -6,13 +6,15 @@ ended: a glitch of this channel fails no request. When the replica is back it jo
 limits it states then, and finds its running requests still counted. A replica whose engine has failed says
 so, and is treated in the same way: its connection stays, and it registers again if the engine answers again.
 
-The table states which replicas are *open*, that is, take new requests. Whenever that changes for one of them,
-all gateways are told.
+The table states which replicas are *open*, that is, take new requests. When that has changed for some of
+them, all gateways are told once: at the end of the present turn of the event loop, or before a grant, which
+refers to the table. A thousand replicas that change together would else be a thousand tables.
 
 Each report is answered with the replica's share of its pool's queue, if that has changed: autoscaling asks
 replicas for their load, and what waits here is load that no engine shows.
 """
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -66,9 +68,11 @@ class ReplicaRegistry:
         self._feed = feed
         self._tell_gateways = tell_gateways
         self._waiting_at = waiting_at
+        self._loop = asyncio.get_running_loop()
         self._joined: Counter[str] = Counter()
         self._replicas: dict[str, _Replica] = {}
-        self.table = ReplicaTable([])
+        self._table = ReplicaTable([])
+        self._telling: asyncio.Handle | None = None
 
     def __repr__(self) -> str:
         still_open = sum(replica.open for replica in self._replicas.values())
@@ -76,6 +80,23 @@ class ReplicaRegistry:
 
     def __contains__(self, replica_id: str) -> bool:
         return replica_id in self._replicas
+
+    @property
+    def table(self) -> ReplicaTable:
+        """The replicas as they are now; all gateways have been told."""
+        self.tell_changes()
+        return self._table
+
+    def tell_changes(self) -> None:
+        """Tell the gateways at once what has changed in this turn of the event loop."""
+        if self._telling is None:
+            return
+        self._telling.cancel()
+        self._telling = None
+        self._table = ReplicaTable(
+            [ReplicaEntry(replica.address, replica.open) for replica in self._replicas.values()]
+        )
+        self._tell_gateways(self._table)
 
     def pool_of(self, replica_id: str) -> str:
         """Return the pool of a replica; empty when it is not connected."""
@@ -104,8 +125,8 @@ class ReplicaRegistry:
         """A replica's connection is over, or its engine has failed."""
         replica = self._replicas.get(replica_id)
         if replica is not None and replica.link is link:
-            del self._replicas[replica_id]
-            self._publish()
+            self._remove(replica)
+            self._on_change()
             self._feed(ReplicaLost(replica_id))
 
     def on_stale(self, replica_id: str) -> None:
@@ -113,7 +134,7 @@ class ReplicaRegistry:
         replica = self._replicas.get(replica_id)
         if replica is not None:
             replica.stale = True
-            self._publish()
+            self._on_change()
 
     def _register(self, replica_id: str, link: Link, message: Register) -> None:
         spec, address = message.spec, message.address
@@ -121,9 +142,11 @@ class ReplicaRegistry:
             raise ChannelError(
                 f"replica {replica_id} registers as another: {spec}, at {address.host}:{address.port}"
             )
+        if replica_id in self._replicas:
+            self._remove(self._replicas[replica_id])
         self._replicas[replica_id] = _Replica(link, spec, address)
-        # Before the core hears of it: a grant refers to the table, and follows it on the same connection.
-        self._publish()
+        self._joined[spec.pool] += 1
+        self._on_change()
         self._feed(ReplicaJoined(spec))
 
     def _report(self, replica_id: str, message: Report) -> None:
@@ -133,7 +156,7 @@ class ReplicaRegistry:
         was_open = replica.open
         replica.report, replica.stale = message.report, False
         if replica.open != was_open:
-            self._publish()
+            self._on_change()
         self._feed(ReplicaReported(replica_id, message.report))
         self._tell_queue(replica)
 
@@ -144,9 +167,10 @@ class ReplicaRegistry:
             replica.told_queued = share
             replica.link.send(Queued(share))
 
-    def _publish(self) -> None:
-        self.table = ReplicaTable(
-            [ReplicaEntry(replica.address, replica.open) for replica in self._replicas.values()]
-        )
-        self._joined = Counter(replica.spec.pool for replica in self._replicas.values())
-        self._tell_gateways(self.table)
+    def _remove(self, replica: _Replica) -> None:
+        del self._replicas[replica.spec.replica_id]
+        self._joined[replica.spec.pool] -= 1
+
+    def _on_change(self) -> None:
+        if self._telling is None:
+            self._telling = self._loop.call_soon(self.tell_changes)

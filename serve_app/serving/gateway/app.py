@@ -6,7 +6,6 @@ Read next: `request/reader.py`, how a request becomes a job, and `forward.py`, w
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,11 +32,13 @@ from serve_app.serving.gateway.endpoint_admin import (
 )
 from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
 from serve_app.serving.gateway.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
+from serve_app.serving.gateway.mode_admin import MODE_METHODS, MODE_PATH, ModeAdmin
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.parse import PARSERS, parse_model
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.request.structure import check_structure
+from serve_app.serving.gateway.scheduler_views import SchedulerViews, View
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.unscheduled import AnyReplica
@@ -53,28 +54,6 @@ _FROZEN = (
 _THAWED = "the tuner is thawed: other values may be tried again"
 
 Handler = Callable[[IncomingRequest], Awaitable[None]]
-View = Callable[[], Awaitable[Mapping[str, Any]]]
-
-
-async def _nothing() -> Mapping[str, Any]:
-    return {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerViews:
-    """How to look into one model's scheduler.
-
-    Attributes:
-        queue: who waits where, and why.
-        status: replicas, learned queues, what the tuner does.
-        freeze: stops its tuner, for the reason given; lets it go on where there is none.
-        usage: what was used with each API key.
-    """
-
-    queue: View
-    status: View
-    freeze: Callable[[str], Awaitable[None]]
-    usage: View = _nothing
 
 
 # A person is waiting, and a scheduler that takes longer has other troubles.
@@ -133,6 +112,7 @@ class Gateway:
         self._services = Services(self._upstream, self.telemetry, settings.queued_comment_s)
         self._any_replica = AnyReplica(self._upstream)
         endpoint_admin = EndpointAdmin(watchers or {}, self._reader)
+        mode_admin = ModeAdmin(self._views, self._reader)
         self._calls: set[ScheduledCall] = set()
         self._call_ended = asyncio.Event()
         # What clients are told once the application stops.
@@ -145,6 +125,7 @@ class Gateway:
             "/ready": ("GET", self._ready),
             "/metrics": ("GET", self._metrics),
             ENDPOINTS_PATH: (", ".join(ENDPOINTS_METHODS), endpoint_admin.serve),
+            MODE_PATH: (", ".join(MODE_METHODS), mode_admin.serve),
             "/openapi.json": ("GET", self._describe_itself),
             "/debug/queue": ("GET", partial(self._show, lambda views: views.queue)),
             "/debug/status": ("GET", partial(self._show, lambda views: views.status)),

@@ -16,9 +16,10 @@ from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import locator
-from serve_app.serving.gateway.app import Gateway, SchedulerViews
+from serve_app.serving.gateway.app import Gateway
 from serve_app.serving.gateway.endpoint_admin import PoolWatcher
 from serve_app.serving.gateway.http10 import answer_http10_without_chunks
+from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.http_heads import limit_heads
 
@@ -138,4 +139,13 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
     async def freeze(reason: str) -> None:
         await (scheduler.freeze_tuning.remote(reason) if reason else scheduler.thaw_tuning.remote())
 
-    return SchedulerViews(queue=queue, status=status, freeze=freeze, usage=usage)
+    async def mode() -> Mapping[str, Any]:
+        found: Mapping[str, Any] = await scheduler.mode.remote()
+        return found
+
+    async def change_mode(active_share: float) -> None:
+        await scheduler.change_mode.remote(active_share)
+
+    return SchedulerViews(
+        queue=queue, status=status, freeze=freeze, usage=usage, mode=mode, change_mode=change_mode
+    )

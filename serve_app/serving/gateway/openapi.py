@@ -11,6 +11,7 @@ import msgspec.inspect as inspected
 
 from serve_app import __version__
 from serve_app.serving.gateway.endpoint_admin import ENDPOINTS_PATH, EndpointChange
+from serve_app.serving.gateway.mode_admin import MODE_PATH, ModeChange
 from serve_app.serving.gateway.request.bodies import (
     BodyFields,
     ChatFields,
@@ -78,7 +79,7 @@ _PLAIN = {inspected.StrType: "string", inspected.BoolType: "boolean", inspected.
 
 def openapi_document() -> Schema:
     """The whole description."""
-    types = [*(body for _, body in _BODIES.values()), EndpointChange]
+    types = [*(body for _, body in _BODIES.values()), EndpointChange, ModeChange]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -119,6 +120,14 @@ def _paths() -> Iterator[tuple[str, Schema]]:
             "get": _operation("every endpoint of pools whose engines run elsewhere, for admins"),
             "post": _operation("add an endpoint, or give one back", requestBody=change),
             "delete": _operation("send nothing more to an endpoint", requestBody=change),
+        },
+    )
+    share = {"required": True, "content": {_JSON: {"schema": _reference(ModeChange)}}}
+    yield (
+        MODE_PATH,
+        {
+            "get": _operation("how much of the traffic is scheduled, for admins"),
+            "post": _operation("schedule another share of the traffic", requestBody=share),
         },
     )
 
@@ -169,9 +178,10 @@ def _schema(found: inspected.Type) -> Schema:
             return {"anyOf": [_schema(each) for each in types]}
         case inspected.ListType(item_type=item):
             return {"type": "array", "items": _schema(item)}
-        case inspected.IntType(ge=least, le=most):
+        case inspected.IntType(ge=least, le=most) | inspected.FloatType(ge=least, le=most):
             limits = {"minimum": least, "maximum": most}
-            return {"type": "integer"} | {name: limit for name, limit in limits.items() if limit is not None}
+            kind = "integer" if isinstance(found, inspected.IntType) else "number"
+            return {"type": kind} | {name: limit for name, limit in limits.items() if limit is not None}
     name = _PLAIN.get(type(found))
     # What has no type here is kept as it is, for an engine to read.
     return {} if name is None else {"type": name}

@@ -144,6 +144,24 @@ class SchedulerActor:
         await self._current()
         return self._usage.shown()
 
+    async def mode(self) -> dict[str, Any]:
+        """How much of the traffic is scheduled, what both parts have waited, and what is forecast."""
+        live = await self._current()
+        forecast = live.tuner.status().get("forecast")
+        return {"model": self._settings.scheduler.model, **live.mode.described(), "forecast": forecast}
+
+    async def change_mode(self, active_share: float) -> None:
+        """Schedule another share of the requests from now on; kept with what is learned.
+
+        Raises:
+            SettingsError: it is no share.
+            ChannelError: this one does not schedule any more.
+        """
+        live = await self._current()
+        contextvars.Context().run(live.mode.change, active_share)
+        if self._keeper is not None:
+            await self._keeper.save()
+
     async def observed(self, *, outcomes: bool = False) -> Observed:
         """What happened since the last call, for the tuner."""
         return (await self._current()).tuner.observed(outcomes=outcomes)

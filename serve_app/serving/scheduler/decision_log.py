@@ -2,8 +2,9 @@
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 from serve_app.scheduling.decision_log import (
     Decision,
@@ -33,44 +34,61 @@ class DecisionLogSettings:
 class DecisionLogFile:
     """Writes decisions to a file, buffered; `close` ends it.
 
+    It ends after `max_events` with a line that says so; a replay needs its beginning, so that stays. It also
+    ends when the file cannot be opened or written, as on a full disk: that must not stop the scheduler.
+
     Attributes:
         ended: why nothing is recorded any more; empty while something is.
-
-    It ends after `max_events` with a line that says so; a replay needs its beginning, so that stays.
     """
 
     def __init__(self, path: Path, max_events: int, header: RunHeader) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        self._path = path
         self._left = max_events
+        self._file: TextIO | None = None
         self.ended = ""
+        with self._ending_on_error():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8")
         self._write(encode_header(header))
 
     def add(self, decision: Decision) -> None:
         """Record one decision."""
-        if self._left > 0:
-            self._left -= 1
-            self._write(encode_decision(decision))
-            if self._left == 0:
-                self.ended = "max_events reached"
-                self._write(encode_end(self.ended))
-                self._file.flush()
+        if self._file is None:
+            return
+        self._write(encode_decision(decision))
+        self._left -= 1
+        if self._left == 0 and not self.ended:
+            self.ended = "max_events reached"
+            self._write(encode_end(self.ended))
+            self.close()
 
     def flush(self) -> None:
         """Write what is buffered."""
-        with contextlib.suppress(OSError, ValueError):
-            self._file.flush()
+        with self._ending_on_error():
+            if self._file is not None:
+                self._file.flush()
 
     def close(self) -> None:
         """Write what is buffered, and end the file."""
-        self._left = 0
-        self._file.close()
+        file, self._file = self._file, None
+        with self._ending_on_error():
+            if file is not None:
+                file.close()
 
     def _write(self, line: str) -> None:
+        with self._ending_on_error():
+            if self._file is not None:
+                self._file.write(line + "\n")
+
+    @contextlib.contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
         try:
-            self._file.write(line + "\n")
+            yield
         except OSError as error:
-            # A full disk must not stop the scheduler.
-            self._left = 0
+            file, self._file = self._file, None
             self.ended = str(error)
-            logger.warning("event=decision_log_ended path=%s reason=%r", self._file.name, error)
+            logger.warning("event=decision_log_ended path=%s reason=%r", self._path, error)
+            with contextlib.suppress(OSError):
+                # It tries once more to write what is buffered, and closes the file in any case.
+                if file is not None:
+                    file.close()

@@ -33,6 +33,7 @@ from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
+from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
 from serve_app.serving.scheduler.usage_ledger import UsageLedger
 
@@ -70,6 +71,7 @@ class LiveScheduler:
         core: the scheduler itself, to be looked at and not to be fed but by this live scheduler.
         ended: why this live scheduler schedules no more; empty while it does.
         tuner: what it has to do with its tuner.
+        mode: how much of the traffic is scheduled.
     """
 
     def __init__(self, settings: SchedulerSettings, options: LiveSchedulerOptions) -> None:
@@ -109,6 +111,7 @@ class LiveScheduler:
             metrics=self._metrics,
             replicas=lambda: [spec for spec, _ in self._replicas.reports().values()],
         )
+        self.mode = SchedulingMode(self)
         self._log = self._open_log()
 
     def __repr__(self) -> str:
@@ -177,6 +180,7 @@ class LiveScheduler:
             "queues": {"learned": len(self.tuner.queues), "age_s": self.tuner.queues.age_s(self.now())},
             "waiting": {priority.value: n for priority, n in self._gateways.book.waiting().items()},
             "tuner": self.tuner.status(),
+            "mode": self.mode.described(),
             "pools": list(self._settings.routing.pools),
             "decision_log_ended": self._log.ended if self._log is not None else "",
             "replicas": {
@@ -243,7 +247,8 @@ class LiveScheduler:
         return self.core.queue.waiting_at[pool]
 
     def knows_replica(self, replica_id: str) -> bool:
-        """Whether the replica is connected."""
+        """Whether the replica is connected; then gateways know it, too."""
+        self._replicas.tell_changes()
         return replica_id in self._replicas
 
     async def exposition(self) -> str:
@@ -275,6 +280,7 @@ class LiveScheduler:
         if self._log is not None:
             self._log.add(Decision(now, event, tuple(commands)))
         self.tuner.note(event, commands, now)
+        self.mode.note(event, commands, now)
         if isinstance(event, DispatchFailed):
             self._metrics.put_back(event)
         elif isinstance(event, ReplicaLost):
@@ -283,6 +289,8 @@ class LiveScheduler:
     def _carry_out(self, command: Command) -> None:
         match command:
             case Dispatch():
+                # A grant refers to the table of replicas, and follows it on the same connection.
+                self._replicas.tell_changes()
                 priority = self._gateways.grant(command)
                 scheduled = self.core.find(command.request_id)
                 spilled = scheduled is not None and scheduled.pools[0] != command.pool

@@ -8,7 +8,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from serve_app.errors import ChannelError, SettingsError
@@ -19,6 +19,7 @@ from serve_app.scheduling.events import Arrived, Event, PartitionChanged, Retune
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.serving.scheduler.learned_queues import LearnedQueues, Observed, PartitionUpdate
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
+from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.tuning.online.outcome_window import OutcomeWindow
 from serve_app.tuning.online.rollout_settings import Retune
 from serve_app.tuning.search.settings_path import value_at, with_values
@@ -32,6 +33,7 @@ class Host(Protocol):
 
     core: Scheduler
     ended: str
+    mode: SchedulingMode
 
     def feed(self, event: Event) -> None:
         """Let the core handle the event."""
@@ -99,8 +101,9 @@ class TuningEndpoint:
             settled_until=now if window is None else window.settled_until(now),
             outcomes=window.take() if outcomes and window is not None else [],
             replicas=self.replicas() if outcomes else [],
-            settings=self._for_good if outcomes else None,
-            frozen=self.frozen,
+            settings=replace(self._for_good, active_share=self.host.mode.active_share) if outcomes else None,
+            # What is tried shows nothing while others pass by.
+            frozen=self.frozen or self.host.mode.obstacle,
         )
 
     def put_in_force(self, update: PartitionUpdate) -> None:

@@ -1,9 +1,9 @@
 """The ledger of usage: requests and tokens of every API key, for each model name and day in UTC.
 
 It counts requests that ended in an engine, with the tokens that the engine counted. A day's lines do not
-change once it is over, so a copy for the store copies today's lines alone. The ledger outlives the scheduler
-that counts into it, by the saved state. A scheduler that is killed loses what was counted since the last
-save.
+change once it is over, though the clock is set back a little. A day that was further ahead is left when the
+clock is right again: a wrong clock must not spoil the days for good. The ledger outlives the scheduler that
+counts into it, by the saved state. A scheduler that is killed loses what was counted since the last save.
 """
 
 import time
@@ -27,6 +27,7 @@ _OTHERS = "other"
 # Requests, prompt tokens, cached tokens, generated tokens.
 _Figures = list[int]
 _NOTHING = (0, 0, 0, 0)
+_DAY_S = 86_400.0
 _Day = dict[str, dict[str, _Figures]]
 
 
@@ -41,6 +42,8 @@ class UsageLedger:
     def __init__(self, model: str, clock: Callable[[], float] = time.time) -> None:
         self._model, self._clock = model, clock
         self._days: dict[str, _Day] = {}
+        # Days that were handed out as state: one is copied before it is counted into again.
+        self._handed_out: set[str] = set()
         self._labelled: set[str] = set()
         self._registry = CollectorRegistry()
         labels, registry = ("model", "key"), self._registry
@@ -74,14 +77,8 @@ class UsageLedger:
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain values that later requests do not change."""
-        days: dict[str, Any] = dict(self._days)
-        if days:
-            last = max(days)
-            days[last] = {
-                key_id: {model: list(figures) for model, figures in models.items()}
-                for key_id, models in days[last].items()
-            }
-        return {"days": days}
+        self._handed_out.update(self._days)
+        return {"days": dict(self._days)}
 
     def add_stored(self, document: Mapping[str, Any]) -> None:
         """Add what `state` returned, in another process.
@@ -115,14 +112,22 @@ class UsageLedger:
                     yield day, key_id, model, figures
 
     def _today(self) -> _Day:
-        # A clock that was set back goes on with the last day: those before it do not change any more.
-        day = max(time.strftime("%Y-%m-%d", time.gmtime(self._clock())), max(self._days, default=""))
-        found = self._days.get(day)
-        if found is None:
-            found = self._days[day] = {}
+        now = self._clock()
+        # A clock that was set back by less than a day goes on with the last day.
+        tomorrow = _day_of(now + _DAY_S)
+        day = max(_day_of(now), max((each for each in self._days if each <= tomorrow), default=""))
+        if day not in self._days:
+            self._days[day] = {}
             for old in sorted(self._days)[:-_KEPT_DAYS]:
-                del self._days[old]
-        return found
+                if old != day:
+                    del self._days[old]
+        elif day in self._handed_out:
+            self._handed_out.discard(day)
+            self._days[day] = {
+                key_id: {model: list(figures) for model, figures in models.items()}
+                for key_id, models in self._days[day].items()
+            }
+        return self._days[day]
 
     def _label(self, key_id: str) -> str:
         if key_id in self._labelled:
@@ -131,3 +136,7 @@ class UsageLedger:
             return _OTHERS
         self._labelled.add(key_id)
         return key_id
+
+
+def _day_of(moment: float) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(moment))

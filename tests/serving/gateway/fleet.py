@@ -1,9 +1,10 @@
 """A gateway over HTTP, a live scheduler, and engines that may misbehave behind it: all on one event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -56,16 +57,18 @@ async def fleet_of(
     wrap: Callable[[GatewayClient], Any] = lambda client: client,
     channel: ChannelSettings = CHANNEL,
     relayed: bool = False,
+    parts: Mapping[str, Any] = MappingProxyType({}),
     **gateway_settings: Any,
 ) -> AsyncIterator[Fleet]:
     """A fleet of one pool, one replica for each engine.
 
     Args:
         relayed: the gateway reaches scheduler and replicas by relays.
+        parts: options of the live scheduler.
     """
     world = Simulation(settings or scheduler_settings(model=MODEL), channel)
     async with AsyncExitStack() as stack:
-        await world.begin()
+        await world.begin(**parts)
         stack.push_async_callback(world.close)
         ports = [await stack.enter_async_context(serving(engine)) for engine in engines]
         relays = [await _relay(port, stack) for port in ports] if relayed else []

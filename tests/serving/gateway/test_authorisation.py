@@ -12,8 +12,8 @@ from serve_app.access import ADMIN_KEY_VARIABLE
 from serve_app.api_keys.file import changed_keys
 from serve_app.request import PriorityClass
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.app import SchedulerViews
 from serve_app.serving.gateway.request.parse import PARSERS
+from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from tests.api_keys.test_file import record
 
 from .builders import MODEL, Engine, FakeDispatcher, serving
@@ -51,6 +51,7 @@ DEBUG = {
     "/debug/tuner/thaw": "POST",
     "/metrics": "GET",
     "/admin/endpoints": "GET",
+    "/admin/mode": "GET",
 }
 
 
@@ -95,7 +96,7 @@ async def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     async def freeze(_: str) -> None:
         return None
 
-    views = SchedulerViews(queue=view, status=view, freeze=freeze, usage=view)
+    views = SchedulerViews(queue=view, status=view, freeze=freeze, usage=view, mode=view)
     async with serving(Engine()) as port:
         dispatcher = FakeDispatcher([port])
         names = (MODEL, "other")

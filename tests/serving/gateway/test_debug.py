@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.app import SchedulerViews
+from serve_app.serving.gateway.scheduler_views import SchedulerViews
 
 from .builders import FakeDispatcher
 

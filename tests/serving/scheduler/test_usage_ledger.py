@@ -98,6 +98,35 @@ def test_a_clock_that_is_set_back_changes_no_day_that_is_over() -> None:
     assert [(row["day"], row["requests"]) for row in ledger.rows()] == [("1970-01-02", 2)]
 
 
+def test_a_clock_that_was_a_year_ahead_and_is_right_again_counts_on_the_right_day() -> None:
+    clock = Clock()
+    ledger = UsageLedger("m", clock)
+    ledger.add(ended())
+    clock.now = 365 * DAY_S
+    ledger.add(ended())
+    handed_out = ledger.state()
+    clock.now = DAY_S / 2
+    ledger.add(ended())
+    clock.now = 5 * DAY_S
+    ledger.add(ended())
+    days = [("1970-01-01", 2), ("1970-01-06", 1), ("1971-01-01", 1)]
+    assert [(row["day"], row["requests"]) for row in ledger.rows()] == days
+    assert handed_out["days"]["1970-01-01"]["k1"]["m"] == [1, 10, 2, 5], "what was handed out stays"
+
+
+def test_a_clock_that_begins_in_the_past_loses_nothing_of_a_full_ledger() -> None:
+    clock = Clock()
+    ledger = UsageLedger("m", clock)
+    for day in range(1_000, 1_092):
+        clock.now = day * DAY_S
+        ledger.add(ended())
+    clock.now = 0.0
+    ledger.add(ended())
+    ledger.add(ended())
+    assert ledger.rows()[0]["day"] == "1970-01-01"
+    assert ledger.rows()[0]["requests"] == 2
+
+
 async def test_it_survives_a_restart(tmp_path: Path) -> None:
     first = KeptUsage("m", str(tmp_path), "app/m", 60.0)
     await first.load()

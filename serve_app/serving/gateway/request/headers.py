@@ -43,6 +43,9 @@ _NOT_RETURNED = _HOP_BY_HOP | {
     *(b"access-control-allow-origin", b"access-control-allow-credentials", b"access-control-expose-headers"),
 }
 
+# Of a request that was not scheduled, while only a part of them is.
+_PASSED = ((b"x-scheduled", b"no"),)
+
 _ORDINARY_CONNECTION = frozenset({b"", b"keep-alive", b"close"})
 
 # OpenAI's tiers, as far as they say how urgent a request is.
@@ -195,6 +198,7 @@ def describing(dispatch: Dispatch) -> HeaderList:
         (b"x-length-queue", dispatch.length_queue.encode("latin-1", "replace")),
         (b"x-estimated-tokens", b"%d" % dispatch.estimated_tokens),
         *rate_limit_headers(dispatch.rate_limits),
+        *(_PASSED if dispatch.passed else ()),
     ]
 
 

@@ -1,0 +1,1 @@
+"""How much of a running application's traffic is scheduled, for people."""

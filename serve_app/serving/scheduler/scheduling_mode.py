@@ -1,0 +1,120 @@
+"""How much of the traffic is scheduled, and what both parts of it have waited.
+
+Time to first token is from the arrival at the gateway. Only streamed answers have one.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from serve_app.errors import ChannelError, SettingsError
+from serve_app.metrics.summary import SHORT_AT_TOKENS
+from serve_app.scheduling import Scheduler
+from serve_app.scheduling.commands import Command, Conclude, Dispatch
+from serve_app.scheduling.events import ActiveShareChanged, Event, FirstToken
+
+# Of each part; at 20 requests/s the last three minutes and more. About 300 kB.
+_KEPT = 4_000
+
+
+class ModeHost(Protocol):
+    """The live scheduler, as this sees it."""
+
+    core: Scheduler
+    ended: str
+
+    def feed(self, event: Event) -> None:
+        """Let the core handle an event."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _SentRequest:
+    arrived_at: float
+    prompt_tokens: int
+    passed: bool
+
+
+class SchedulingMode:
+    """The share that is scheduled, and the last times to first token of both parts.
+
+    It costs nothing while everything is scheduled.
+    """
+
+    def __init__(self, host: ModeHost) -> None:
+        self._host = host
+        self._sent: dict[str, _SentRequest] = {}
+        self._firsts: dict[bool, deque[tuple[int, float]]] = {
+            passed: deque(maxlen=_KEPT) for passed in (False, True)
+        }
+
+    def __repr__(self) -> str:
+        return f"<SchedulingMode active_share={self.active_share:g}>"
+
+    @property
+    def active_share(self) -> float:
+        """Of the requests, which are scheduled."""
+        return self._host.core.passing.active_share
+
+    @property
+    def obstacle(self) -> str:
+        """Why nothing can be learned of scheduling now; empty while all requests are scheduled."""
+        share = self.active_share
+        return "" if share == 1 else f"{1 - share:.0%} of the requests are not scheduled (mode)"
+
+    def change(self, active_share: float) -> None:
+        """Schedule another share from now on.
+
+        Raises:
+            SettingsError: it is no share.
+            ChannelError: this scheduler schedules no more.
+        """
+        if not 0 <= active_share <= 1:
+            raise SettingsError(f"active_share must be from 0 to 1, got {active_share!r}")
+        self._host.feed(ActiveShareChanged(active_share))
+        if self._host.ended:
+            raise ChannelError(f"this scheduler does not schedule: {self._host.ended}")
+
+    def note(self, event: Event, commands: list[Command], now: float) -> None:
+        """The core has handled an event."""
+        if isinstance(event, FirstToken) and (sent := self._sent.pop(event.request_id, None)) is not None:
+            self._firsts[sent.passed].append((sent.prompt_tokens, now - sent.arrived_at))
+        if self.active_share == 1:
+            return
+        for command in commands:
+            if isinstance(command, Dispatch):
+                scheduled = self._host.core.find(command.request_id)
+                if scheduled is not None:
+                    self._sent[command.request_id] = _SentRequest(
+                        scheduled.request.arrived_at,
+                        scheduled.estimate.expected_prompt_tokens,
+                        command.passed,
+                    )
+            elif isinstance(command, Conclude):
+                self._sent.pop(command.request_id, None)
+
+    def described(self) -> dict[str, Any]:
+        """The share, and what both parts have waited."""
+        share = self.active_share
+        return {
+            "mode": "active" if share == 1 else "observe" if share == 0 else "partly active",
+            "active_share": share,
+            "measured": {
+                "scheduled": _distribution(self._firsts[False]),
+                "passed": _distribution(self._firsts[True]),
+            },
+        }
+
+
+def _distribution(firsts: Sequence[tuple[int, float]]) -> dict[str, Any]:
+    short = [ttft_s for tokens, ttft_s in firsts if tokens <= SHORT_AT_TOKENS]
+    return {"all": _quantiles([ttft_s for _, ttft_s in firsts]), "short": _quantiles(short)}
+
+
+def _quantiles(values: list[float]) -> dict[str, Any]:
+    ordered = sorted(values)
+    found: dict[str, Any] = {"requests": len(ordered)}
+    for name, share in (("ttft_p50_s", 0.5), ("ttft_p99_s", 0.99)):
+        found[name] = round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4) if ordered else None
+    return found

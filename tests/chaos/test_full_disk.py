@@ -1,0 +1,100 @@
+"""A full disk costs what would have been written to it, and no request."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.local import LocalFileOpener
+
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from serve_app.serving.scheduler.decision_log import DecisionLogSettings
+from serve_app.serving.scheduler.kept_usage import KeptUsage
+from tests.builders import key
+from tests.serving.channel.harness import FAST, Simulation, granted, scheduler_settings, until
+from tests.serving.gateway.fleet import fleet_of
+
+from .audited import MarkedEngine, answers, ends_of
+
+
+class Disk:
+    """The disk that fsspec writes to: once it is full, half of a write succeeds, as a kernel does it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = False
+        written = LocalFileOpener.write
+
+        def write(file: Any, data: bytes) -> Any:
+            if not self.is_full:
+                return written(file, data)
+            written(file, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(LocalFileOpener, "write", write)
+
+
+def full_log() -> DecisionLogSettings:
+    """A log on a disk that is full: what is buffered fails when it is written."""
+    return DecisionLogSettings(path="/dev/full")
+
+
+async def test_requests_go_on_when_the_decision_log_finds_its_disk_full() -> None:
+    engines = [MarkedEngine()]
+    async with fleet_of(engines, parts={"decision_log": full_log()}) as fleet:
+        assert ends_of(await answers(fleet, 30, 0.5)) == {"answered": 30}
+        fleet.world.live.flush()
+        assert "No space left" in fleet.world.live.status()["decision_log_ended"]
+        assert ends_of(await answers(fleet, 5, 0.1, label="later")) == {"answered": 5}
+
+
+async def test_a_scheduler_stops_in_order_when_its_decision_log_cannot_be_written() -> None:
+    """Its successor begins where `stop` returns, as after a change of its settings."""
+    world = Simulation(scheduler_settings(), FAST)
+    live = await world.begin(decision_log=full_log())
+    live.stop("its settings have changed")
+    assert live.ended
+    await world.close()
+
+
+async def test_a_scheduler_starts_without_a_log_that_cannot_be_opened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    world = Simulation(scheduler_settings(), FAST)
+    path = str(tmp_path / "file" / "log.jsonl")
+    await world.begin(decision_log=DecisionLogSettings(path=path))
+    await world.replica("s1")
+    assert await granted(await world.gateway(), "r1")
+    assert world.live.status()["decision_log_ended"]
+    assert f"event=decision_log_ended path={path}" in caplog.text
+    await world.close()
+
+
+async def test_usage_is_kept_once_there_is_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Disk(monkeypatch)
+    usage = KeptUsage("m", str(tmp_path), "app/m", 0.05)
+    await usage.load()
+    usage.start()
+    world = Simulation(scheduler_settings(), FAST)
+    await world.begin(ledger=usage.ledger)
+    gateway = await world.gateway()
+    await world.replica()
+    disk.is_full = True
+    for number in range(10):
+        await granted(gateway, f"r{number}", key=key("k1"))
+        gateway.finish(f"r{number}", Outcome.COMPLETED, Usage(prompt_tokens=30, output_tokens=7))
+    await until(lambda: "event=state_unreachable operation=save" in caplog.text, "a save fails")
+    disk.is_full = False
+    await world.close()
+    await usage.close()
+    restarted = KeptUsage("m", str(tmp_path), "app/m", 60.0)
+    await restarted.load()
+    (row,) = restarted.ledger.rows()
+    assert (row["requests"], row["prompt_tokens"]) == (10, 300)
+    await restarted.close()
+    # Nothing of the failed writes is left.
+    assert [Path(name).suffix for name in os.listdir(tmp_path)] == [".json"]  # noqa: PTH208

@@ -1,0 +1,97 @@
+"""The table of replicas: told once for what changes together, and always before a grant that refers to it."""
+
+import asyncio
+from typing import Any
+
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.serving.channel.messages import Register, ReplicaTable, Report
+from serve_app.serving.channel.replica_registry import ReplicaRegistry
+from serve_app.serving.channel.scheduler_client import ReplicaAddress
+from tests.serving.channel.harness import Simulation, granted, until
+
+MANY = 1_000
+
+
+class SilentLink:
+    """A replica's end of a connection, from which nothing comes."""
+
+    def send(self, _message: Any) -> None:
+        """Take it."""
+
+
+def join(registry: ReplicaRegistry, number: int) -> SilentLink:
+    """A replica registers and reports for the first time."""
+    replica_id, link = f"s{number}", SilentLink()
+    spec = ReplicaSpec(
+        replica_id=replica_id, pool="short", max_model_len=1_000, kv_tokens=10_000, max_num_seqs=8
+    )
+    address = ReplicaAddress(replica_id=replica_id, pool="short", host="10.0.0.1", port=8_000, token="t")
+    report = ReplicaReport(received=0, waiting=0, running=0, kv_usage_ratio=0.0)
+    registry.on_message(replica_id, link, Register(spec, address))  # type: ignore[arg-type]
+    registry.on_message(replica_id, link, Report(report))  # type: ignore[arg-type]
+    return link
+
+
+def count_tables(registry: ReplicaRegistry) -> list[ReplicaTable]:
+    """All tables that are told from here on."""
+    tables: list[ReplicaTable] = []
+    tell = registry._tell_gateways
+
+    def counted(table: ReplicaTable) -> None:
+        tables.append(table)
+        tell(table)
+
+    registry._tell_gateways = counted
+    return tables
+
+
+async def test_replicas_that_change_together_are_told_in_one_table(world: Simulation) -> None:
+    gateway = await world.gateway()
+    registry = world.live._replicas
+    tables = count_tables(registry)
+    for number in range(MANY):
+        join(registry, number)
+    await asyncio.sleep(0)
+    for number in range(MANY):
+        registry.on_stale(f"s{number}")
+    await asyncio.sleep(0)
+    open_ones = [sum(entry.open for entry in table.entries) for table in tables]
+    assert open_ones == [MANY, 0]
+    await until(lambda: gateway.replicas() == ())
+
+
+async def test_a_table_never_follows_a_grant_that_refers_to_it(world: Simulation) -> None:
+    gateway = await world.gateway()
+    waiting = asyncio.create_task(granted(gateway, "r1"))
+    await until(lambda: len(world.live.core.queue) == 1)
+    told: list[str] = []
+    session = next(iter(world.live._gateways._gateways.values()))
+    assert session.link is not None
+    send = session.link.send
+
+    def noted(message: Any) -> None:
+        told.append(type(message).__name__)
+        send(message)
+
+    session.link.send = noted  # type: ignore[method-assign, assignment]
+    # In one turn of the loop: it joins, reports, and the request is granted.
+    join(world.live._replicas, 0)
+    assert told[:2] == ["ReplicaTable", "Granted"]
+    assert (await waiting).address.replica_id == "s0"
+
+
+async def test_a_gateway_that_joins_in_the_same_turn_gets_the_present_table(world: Simulation) -> None:
+    registry = world.live._replicas
+    join(registry, 0)
+    assert [entry.open for entry in registry.table.entries] == [True]
+    registry.on_stale("s0")
+    assert [entry.open for entry in registry.table.entries] == [False]
+
+
+async def test_the_share_of_a_queue_counts_a_replica_that_registers_again_once(world: Simulation) -> None:
+    registry = world.live._replicas
+    join(registry, 0)
+    link = join(registry, 0)
+    assert registry._joined["short"] == 1
+    registry.on_loss("s0", link)  # type: ignore[arg-type]
+    assert registry._joined["short"] == 0

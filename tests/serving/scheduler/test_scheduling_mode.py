@@ -1,0 +1,158 @@
+"""The mode of a live scheduler over HTTP: observe, partly active, active, and back."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.cli import main
+from serve_app.scheduling.learned_state import learned_state, take_over
+from serve_app.scheduling.scheduler import Scheduler
+from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway.scheduler_views import SchedulerViews
+from serve_app.serving.scheduler.live_scheduler import LiveScheduler
+from tests.builders import settings
+from tests.serving.channel.harness import scheduler_settings
+from tests.serving.gateway.builders import MODEL, Engine, serving
+from tests.serving.gateway.fleet import Fleet, fleet_of
+
+ADMIN = {"authorization": "Bearer sk-admin"}
+
+
+def views_of(live: LiveScheduler) -> SchedulerViews:
+    async def nothing() -> dict[str, Any]:
+        return {}
+
+    async def freeze(_: str) -> None:
+        return None
+
+    async def mode() -> dict[str, Any]:
+        return {"model": MODEL, **live.mode.described(), "forecast": None}
+
+    async def change_mode(active_share: float) -> None:
+        live.mode.change(active_share)
+
+    return SchedulerViews(queue=nothing, status=nothing, freeze=freeze, mode=mode, change_mode=change_mode)
+
+
+@asynccontextmanager
+async def fleet_with_admin(engine: Engine) -> AsyncIterator[tuple[Fleet, httpx.AsyncClient]]:
+    async with fleet_of([engine], settings=scheduler_settings(model=MODEL)) as fleet:
+        served = GatewaySettings(
+            models=(ServedModel(name=MODEL),), keys=(ApiKey(tenant="ops", key="sk-admin", admin=True),)
+        )
+        app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: views_of(fleet.world.live)})
+        async with serving(app) as port:
+            url = f"http://127.0.0.1:{port}"
+            async with httpx.AsyncClient(base_url=url, headers=ADMIN, timeout=30) as http:
+                yield fleet, http
+        app.close()
+
+
+async def test_observe_then_a_part_then_all_and_back_by_one_command_each() -> None:
+    async with fleet_with_admin(Engine(token_delay_s=0.01)) as (_fleet, http):
+
+        async def ask(count: int) -> list[httpx.Response]:
+            body = {"model": MODEL, "prompt": "hello", "max_tokens": 2, "stream": True}
+            return list(
+                await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(count)))
+            )
+
+        shown = (await http.get("/admin/mode")).json()["models"][0]
+        assert (shown["mode"], shown["active_share"]) == ("active", 1.0)
+        changed = await http.post("/admin/mode", json={"active_share": 0.0})
+        assert changed.json()["models"][0]["mode"] == "observe"
+        answers = await ask(20)
+        assert all(answer.status_code == 200 for answer in answers)
+        assert {answer.headers.get("x-scheduled") for answer in answers} == {"no"}
+        await http.post("/admin/mode", json={"active_share": 0.5, "model": MODEL})
+        parts = {answer.headers.get("x-scheduled") for answer in await ask(40)}
+        assert parts == {"no", None}
+        measured = (await http.get("/admin/mode")).json()["models"][0]["measured"]
+        scheduled, passed = measured["scheduled"]["all"], measured["passed"]["all"]
+        assert scheduled["requests"] + passed["requests"] == 60
+        assert min(scheduled["requests"], passed["requests"]) >= 5
+        assert 0 < passed["ttft_p50_s"] <= passed["ttft_p99_s"]
+        assert measured["passed"]["short"]["requests"] == passed["requests"]
+        await http.post("/admin/mode", json={"active_share": 1})
+        assert {answer.headers.get("x-scheduled") for answer in await ask(5)} == {None}
+
+
+async def test_the_command_line_shows_and_changes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fleet_with_admin(Engine()) as (fleet, http):
+        where = ["--url", str(http.base_url), "--api-key", "sk-admin"]
+
+        async def mode(*words: str) -> tuple[int, str]:
+            status = await asyncio.to_thread(main, ["mode", *words, *where])
+            return status, capsys.readouterr().out
+
+        assert await mode() == (0, "tiny: active, 100% of the requests are scheduled\n")
+        assert await mode("observe") == (0, "tiny: observe, 0% of the requests are scheduled\n")
+        body = {"model": MODEL, "prompt": "hello", "max_tokens": 2, "stream": True}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        _, shown = await mode("active", "--share", "10%")
+        assert shown.startswith("tiny: partly active, 10% of the requests are scheduled\n")
+        assert "passed, measured" in shown
+        assert fleet.world.live.mode.active_share == 0.1
+        assert (await mode("active"))[1].startswith("tiny: active, 100%")
+
+
+@pytest.mark.parametrize("words", [["active", "--share", "150%"], ["off"]])
+def test_words_that_make_no_sense_are_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["mode", *words])
+    assert ended.value.code == 2
+
+
+def test_a_share_belongs_to_active(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mode", "observe", "--share", "0.5"]) == 2
+    assert "--share belongs to `mode active`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"active_share": 1.5}, "a share from 0 to 1"),
+        ({"share": 0.5}, "the body must be like"),
+        ({"active_share": 0.5, "model": "other"}, "there are: tiny"),
+    ],
+)
+async def test_mistakes_are_told_and_change_nothing(body: dict[str, Any], says: str) -> None:
+    async with fleet_with_admin(Engine()) as (fleet, http):
+        answer = await http.post("/admin/mode", json=body)
+        assert (answer.status_code, says in answer.text) == (400, True), answer.text
+        assert fleet.world.live.mode.active_share == 1
+
+
+async def test_the_tuner_tries_nothing_while_others_pass_by() -> None:
+    async with fleet_of([Engine()], settings=scheduler_settings(model=MODEL)) as fleet:
+        live = fleet.world.live
+        live.mode.change(0.25)
+        observed = live.tuner.observed(outcomes=True)
+        assert observed.frozen == "75% of the requests are not scheduled (mode)"
+        assert observed.settings is not None
+        assert observed.settings.active_share == 0.25
+        live.mode.change(1.0)
+        assert live.tuner.observed(outcomes=True).frozen == ""
+
+
+def test_a_choice_holds_after_a_restart_until_the_configuration_changes() -> None:
+    before = Scheduler(settings())
+    before.passing.change(0.2)
+    kept = learned_state(before)
+    same, other = Scheduler(settings()), Scheduler(settings(active_share=0.5))
+    take_over(same, kept, 0.0)
+    take_over(other, kept, 0.0)
+    assert (same.passing.active_share, other.passing.active_share) == (0.2, 0.5)
+
+
+def test_a_state_of_a_version_before_the_mode_is_taken_over() -> None:
+    kept = learned_state(Scheduler(settings()))
+    for name in ("active_share", "configured_active_share"):
+        kept.pop(name)
+    later = Scheduler(settings(active_share=0.5))
+    take_over(later, kept, 0.0)
+    assert later.passing.active_share == 0.5
