@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.routing.pools import PoolRouter, RoutingSettings
+from serve_app.routing.pools import PoolRouter, RoutingSettings, least_budget_tokens
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling import Scheduler
@@ -34,6 +34,7 @@ SPECS = {
     "s2": spec("s2", "short", max_model_len=1_200, kv_tokens=1_200, max_num_seqs=2),
     "l1": spec("l1", "long", max_model_len=4_000, kv_tokens=6_000, max_num_seqs=3),
 }
+THREE_POOLS = {**SPECS, "s2": spec("s2", "mid", max_model_len=2_000, kv_tokens=2_400, max_num_seqs=2)}
 ROUTING = RoutingSettings(b_short_tokens=1_000)
 PROMOTION = PromotionSettings(interactive_s=0.5, default_s=1.0, batch_s=2.0, promoted_share=0.5)
 ISOLATION = IsolationSettings(
@@ -60,6 +61,8 @@ class KnownReplica:
 
 class SchedulerMachine(RuleBasedStateMachine):
     policy = "fcfs"
+    specs = SPECS
+    routing = ROUTING
     requests = Bundle("requests")
 
     def __init__(self) -> None:
@@ -74,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_put_backs=5,
                 promotion=PROMOTION,
                 no_replica_grace_s=1.0,
-                routing=ROUTING,
+                routing=self.routing,
                 # Without growth by pace, capacity follows from the machine's own record alone.
                 backpressure=BackpressureSettings(
                     target_waiting=TARGET, lag_factor=0.0, report_limit_s=REPORT_LIMIT_S
@@ -144,6 +147,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_dispatch(self, command: Dispatch) -> None:
         known = self.replicas[command.replica_id]
         assert command.pool == known.spec.pool
+        sent = self.find(command.request_id)
+        assert least_budget_tokens(sent.request, sent.estimate) <= known.spec.max_model_len
         assert command.queue_wait_s >= 0
         assert self.accepts(command.replica_id)
         assert self.expires_at[command.request_id] > self.now
@@ -280,9 +285,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(replica_id=replica_ids)
     def join(self, replica_id: str) -> None:
-        self.replicas[replica_id] = KnownReplica(SPECS[replica_id])
+        self.replicas[replica_id] = KnownReplica(self.specs[replica_id])
         self.known_stale.discard(replica_id)
-        self.feed(ev.ReplicaJoined(SPECS[replica_id]))
+        self.feed(ev.ReplicaJoined(self.specs[replica_id]))
 
     @rule(
         replica_id=replica_ids,
@@ -446,7 +451,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def waits_where_it_can_go(self) -> None:
         """Waiting requests are routed by the current context limits."""
-        router = PoolRouter(ROUTING, self.context_limit)
+        router = PoolRouter(self.routing, self.context_limit)
         for scheduled in self.scheduler.queue:
             assert scheduled.pools == router.route(
                 scheduled.request, scheduled.estimate, above_tokens=scheduled.above_tokens
@@ -473,9 +478,20 @@ class IsolatingMachine(SchedulerMachine):
     policy = "fcfs-isolated"
 
 
+class ThreePoolsMachine(SchedulerMachine):
+    policy = "fcfs-isolated"
+    specs = THREE_POOLS
+    routing = RoutingSettings(pools=("short", "mid", "long"), b_short_tokens=600, costs=(1.0, 3.0, 2.0))
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
+TestThreePoolsMachine = ThreePoolsMachine.TestCase
 TestIsolatingMachine = IsolatingMachine.TestCase
-for case in (TestSchedulerMachine, TestIsolatingMachine):
+for case, examples in (
+    (TestSchedulerMachine, 400),
+    (TestIsolatingMachine, 400),
+    (TestThreePoolsMachine, 100),
+):
     case.settings = settings(
-        max_examples=400, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=examples, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
     )
