@@ -245,7 +245,7 @@ class PoolRouter:
         paces = [state.report.tpot_s for state in members if state.report and state.report.tpot_s]
         return PoolCapacity(
             kv_tokens=sum(state.kv_budget for state in members),
-            sequences=sum(state.spec.max_num_seqs for state in members),
+            sequences=sum(state.likely_num_seqs for state in members),
             context_tokens=limit,
             tpot_s=sum(paces) / len(paces) if paces else None,
         )

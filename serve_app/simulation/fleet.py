@@ -65,6 +65,7 @@ class FleetSettings:
             one, and the context of its engines unless they have another.
         engine: changes to every engine.
         by_pool: differences of single pools.
+        tells_load: whether its engines have metrics and state their limits, see `ReplicaPlan`.
     """
 
     profile: str
@@ -72,6 +73,7 @@ class FleetSettings:
     b_short_tokens: int = 8_192
     engine: EngineChanges = field(default_factory=EngineChanges)
     by_pool: Mapping[str, PoolChanges] = field(default_factory=dict)
+    tells_load: bool = True
 
     def __post_init__(self) -> None:
         names = tuple(self.replicas)
@@ -141,7 +143,13 @@ class FleetSettings:
 
     def _plans(self, *, isolated: bool) -> list[ReplicaPlan]:
         return [
-            ReplicaPlan(replica_id=f"{pool}-{number}", pool=pool, engine=engine, step_time=step_time)
+            ReplicaPlan(
+                replica_id=f"{pool}-{number}",
+                pool=pool,
+                engine=engine,
+                step_time=step_time,
+                tells_load=self.tells_load,
+            )
             for pool, count in self.replicas.items()
             for engine, step_time in [self._engine_of(pool, isolated=isolated)]
             for number in range(1, count + 1)

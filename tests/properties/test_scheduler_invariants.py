@@ -15,7 +15,7 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.routing.pools import PoolRouter, RoutingSettings, least_budget_tokens
 from serve_app.routing.replica import ReplicaSpec
-from serve_app.routing.replica_state import PrefillClass
+from serve_app.routing.replica_state import PrefillClass, ReplicaState
 from serve_app.scheduling import Scheduler
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.commands import Conclude, Dispatch, ReportFresh, ReportStale
@@ -33,6 +33,8 @@ SPECS = {
     "s1": spec("s1", "short", max_model_len=1_000, kv_tokens=2_500, max_num_seqs=3),
     "s2": spec("s2", "short", max_model_len=1_200, kv_tokens=1_200, max_num_seqs=2),
     "l1": spec("l1", "long", max_model_len=4_000, kv_tokens=6_000, max_num_seqs=3),
+    # A server without metrics that states no limit.
+    "l2": spec("l2", "long", max_model_len=4_000, kv_tokens=None, max_num_seqs=None),
 }
 THREE_POOLS = {**SPECS, "s2": spec("s2", "mid", max_model_len=2_000, kv_tokens=2_400, max_num_seqs=2)}
 ROUTING = RoutingSettings(b_short_tokens=1_000)
@@ -303,9 +305,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         known = self.replicas.get(replica_id)
         if known is not None:
             known.reported_at, known.draining = self.now, draining
-        self.feed(
-            ev.ReplicaReported(replica_id, report(received=received, waiting=waiting, draining=draining))
-        )
+        load = report(received=received, waiting=waiting, draining=draining)
+        if SPECS[replica_id].max_num_seqs is None:
+            load = report(received=None, waiting=None, running=None, kv_usage_ratio=None, draining=draining)
+        self.feed(ev.ReplicaReported(replica_id, load))
 
     @rule(
         in_engine=st.integers(1, 4),
@@ -414,13 +417,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.accepts(replica_id) or self.is_shut_to(replica_id, head):
             return False
         running = [request_id for request_id, at in self.running.items() if at == replica_id]
-        if len(running) >= known.spec.max_num_seqs + self.target:
-            return False
-        unstarted = [request_id for request_id in running if request_id not in self.started]
-        queues = len(unstarted) - state.long_prefills[0], state.reported_queue
-        if min(queues) >= self.target:
-            return False
-        if head.request.priority is BATCH and min(len(unstarted), state.reported_queue) > 0:
+        if known.spec.max_num_seqs is None:
+            # As far as the limit goes that its latency moves, which has tests of its own.
+            limit = state.in_flight_limit
+            if limit is None or len(running) + 1 > limit or head.request.priority is BATCH:
+                return False
+        elif not self.has_short_queue(known.spec.max_num_seqs, running, head, state):
             return False
         context = self.context_limit(known.spec.pool)
         assert context is not None
@@ -433,7 +435,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         reservation = self.scheduler.dispatcher.reservations.of(known.spec.pool)
         if reservation is None or reservation.scheduled is not head:
             held += state.reserved_tokens
-        return min(head.estimate.expected_tokens, context) <= known.spec.kv_tokens - held
+        kv_tokens = math.inf if known.spec.kv_tokens is None else known.spec.kv_tokens
+        return min(head.estimate.expected_tokens, context) <= kv_tokens - held
+
+    def has_short_queue(
+        self, max_num_seqs: int, running: list[str], head: ScheduledRequest, state: ReplicaState
+    ) -> bool:
+        """Whether the engine's own queue is short enough for one more."""
+        if len(running) >= max_num_seqs + self.target:
+            return False
+        unstarted = [request_id for request_id in running if request_id not in self.started]
+        queues = len(unstarted) - state.long_prefills[0], state.reported_queue
+        if min(queues) >= self.target:
+            return False
+        return head.request.priority is not BATCH or min(len(unstarted), state.reported_queue) == 0
 
     def is_shut_to(self, replica_id: str, head: ScheduledRequest) -> bool:
         """Whether a request goes elsewhere because of how it failed before."""
