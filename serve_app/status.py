@@ -187,13 +187,18 @@ def _replicas(replicas: Mapping[str, Document]) -> Table:
             replica["pool"],
             name,
             str(replica["in_flight"]),
-            str(report.get("running", "-")),
-            str(report.get("waiting", "-")),
-            f"{report['kv_usage_ratio']:.0%}" if report else "-",
+            _told(report.get("running")),
+            _told(report.get("waiting")),
+            _told(report.get("kv_usage_ratio"), ".0%"),
             "-" if tpot_s is None else f"{1e3 * tpot_s:.1f}",
             "stale" if replica["stale"] else state,
         )
     return table
+
+
+def _told(figure: float | None, form: str = "") -> str:
+    """A figure, or a dash where the engine does not tell it."""
+    return "-" if figure is None else f"{figure:{form}}"
 
 
 def _sub_queues(queue: Document, most: int) -> Table:

@@ -1,7 +1,7 @@
 """Builders of the core's values, and a scheduler on a driver clock."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serve_app.errors import Conclusion
@@ -72,8 +72,8 @@ def spec(
     pool: str = "short",
     *,
     max_model_len: int = 1_000,
-    kv_tokens: int = 10_000,
-    max_num_seqs: int = 8,
+    kv_tokens: int | None = 10_000,
+    max_num_seqs: int | None = 8,
 ) -> ReplicaSpec:
     return ReplicaSpec(
         replica_id=replica_id,
@@ -86,10 +86,10 @@ def spec(
 
 def report(
     *,
-    received: int = 0,
-    waiting: int = 0,
-    running: int = 0,
-    kv_usage_ratio: float = 0.0,
+    received: int | None = 0,
+    waiting: int | None = 0,
+    running: int | None = 0,
+    kv_usage_ratio: float | None = 0.0,
     tpot_s: float | None = None,
     draining: bool = False,
 ) -> ReplicaReport:
@@ -132,7 +132,7 @@ class ManualDriver:
         self.now += after_s
         return self.scheduler.handle(event, self.now)
 
-    def join(self, replica_id: str = "s1", pool: str = "short", **limits: int) -> list[Command]:
+    def join(self, replica_id: str = "s1", pool: str = "short", **limits: Any) -> list[Command]:
         return self.feed(ReplicaJoined(spec(replica_id, pool, **limits))) + self.report(replica_id)
 
     def report(self, replica_id: str = "s1", *, after_s: float = 0.0, **load: Any) -> list[Command]:
@@ -153,7 +153,7 @@ class ManualDriver:
 
 
 def one_replica(
-    replica_id: str = "r1", *, limits: dict[str, int] | None = None, **changes: Any
+    replica_id: str = "r1", *, limits: Mapping[str, int | None] | None = None, **changes: Any
 ) -> ManualDriver:
     """A scheduler with a single pool of one replica."""
     driver = ManualDriver(routing=ONE_POOL, **changes)

@@ -70,13 +70,16 @@ def check_capacity(settings: AppSettings, card: str | None = None) -> Iterator[s
 
 
 def _pools(number: int, model: ModelSettings) -> Iterator[_Pool]:
-    border = model.scheduler.routing.b_short_tokens
+    longer_than = 0
     for place, settings in enumerate(model.pools):
+        context = settings.engine.max_model_len
         yield _Pool(
             where=f"models[{number}].pools[{place}]",
             settings=settings,
-            tokens=usual_tokens(longer_than=border if place else 0, at_most=settings.engine.max_model_len),
+            tokens=usual_tokens(longer_than=longer_than, at_most=context),
         )
+        boundary = settings.boundary_tokens if place else model.scheduler.routing.b_short_tokens
+        longer_than = max(longer_than, boundary or context or 0)
 
 
 def _check_emulated(pool: _Pool) -> Iterator[str]:
@@ -142,7 +145,7 @@ def _check_context(here: _VllmPool) -> Iterator[str]:
 
 
 def _check_sequences(here: _VllmPool) -> Iterator[str]:
-    """Sequences of usual length, also in the second pool, which gets such ones by spill."""
+    """Sequences of usual length, also in a pool of longer ones, which gets them by spill."""
     wanted = stated(here.engine, "max_num_seqs", None)
     usual = usual_tokens(at_most=stated(here.engine, "max_model_len", None))
     most = max(1, here.held.sequences(usual))

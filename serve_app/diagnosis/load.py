@@ -59,5 +59,7 @@ def saturation(model: Document) -> Iterator[Trouble]:
 
 def _is_full(replica: Document) -> bool:
     report = replica["report"]
-    batch_is_full = report["running"] >= replica.get("max_num_seqs", float("inf"))
-    return bool(report["waiting"] > 0 or batch_is_full or report["kv_usage_ratio"] >= _KV_FULL)
+    # A server may not tell some of these.
+    waiting, running, kv_usage = (report[name] or 0 for name in ("waiting", "running", "kv_usage_ratio"))
+    batch_is_full = running >= (replica.get("max_num_seqs") or float("inf"))
+    return bool(waiting > 0 or batch_is_full or kv_usage >= _KV_FULL)

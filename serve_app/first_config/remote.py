@@ -2,19 +2,12 @@
 
 from collections.abc import Iterator
 
-from serve_app.errors import SettingsError
 from serve_app.first_config.fleet import SHORT_CONTEXT, Server, Servers
 from serve_app.first_config.yaml_text import flow, scalar
 
-_MOST_POOLS = 2
-
 
 def remote_models(servers: Servers) -> str:
-    """The list `models`: servers of a model with the same context are a pool, the shorter context first.
-
-    Raises:
-        SettingsError: the servers of a model have more contexts than it can have pools.
-    """
+    """The list `models`: servers of a model with the same context are a pool, the shorter context first."""
     of_model: dict[str, list[Server]] = {}
     for server in servers.found:
         of_model.setdefault(server.models[0], []).append(server)
@@ -23,12 +16,6 @@ def remote_models(servers: Servers) -> str:
 
 def _model(name: str, found: list[Server], servers: Servers) -> str:
     contexts = sorted({server.max_model_len for server in found})
-    if len(contexts) > _MOST_POOLS:
-        raise SettingsError(
-            f"the servers of the model {name} have {len(contexts)} contexts ({', '.join(map(str, contexts))} "
-            f"tokens): a pool has one, and a model has at most {_MOST_POOLS} pools, so name servers of "
-            f"{_MOST_POOLS} contexts"
-        )
     pools = {each: [server for server in found if server.max_model_len == each] for each in contexts}
     common = set.intersection(*(set(server.models) for server in found))
     aliases = tuple(alias for alias in found[0].models if alias in common - {name})
@@ -43,17 +30,19 @@ def _lines(
     if aliases:
         yield f"  aliases: {flow(aliases)}\n"
     yield "  pools:\n"
-    names = ("short", "long") if len(pools) == _MOST_POOLS else ("all",)
-    if len(pools) == _MOST_POOLS:
+    names = _NAMES.get(len(pools)) or tuple(f"up-to-{context}" for context in pools)
+    if len(pools) > 1:
         yield _SHORTER_FIRST
     for pool, (context, found) in zip(names, pools.items(), strict=True):
         yield _pool(pool, context, found, servers)
-    if len(pools) == _MOST_POOLS:
+    if len(pools) > 1:
+        # More pools than two have their contexts as boundaries; the first one's is not in the settings.
+        boundary = min(SHORT_CONTEXT, *pools) if len(pools) == len(_NAMES) else min(pools)
         yield (
             "  scheduler:\n"
             "    routing:\n"
-            "      # Prompt and answer together. Above it a request is at home in the long pool.\n"
-            f"      b_short_tokens: {min(SHORT_CONTEXT, *pools)}\n"
+            f"      # Prompt and answer together. Above it no request is at home in the pool {names[0]}.\n"
+            f"      b_short_tokens: {boundary}\n"
         )
 
 
@@ -64,6 +53,8 @@ def _pool(name: str, context: int, found: list[Server], servers: Servers) -> str
     urls = "".join(f"            - {scalar(server.url)}\n" for server in found)
     return _POOL.format(name=name, urls=urls, key=key, context=context)
 
+
+_NAMES = {1: ("all",), 2: ("short", "long")}
 
 _SHORTER_FIRST = """\
     # The pool with the shorter context comes first: its requests never wait behind a long prefill.

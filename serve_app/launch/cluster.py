@@ -13,13 +13,14 @@ import ray
 from ray import serve
 from ray.serve import Application, RunTarget
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
-from ray.serve.schema import ApplicationStatus, ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview, ServeDeploySchema
 
 from serve_app.errors import ServeAppError
 from serve_app.launch.background import InBackground
 from serve_app.launch.draining import CALL_TIMEOUT_S, connected, drained
+from serve_app.launch.failures.deaths import DeathsInStart, is_death
 from serve_app.launch.failures.engine_logs import Stages
-from serve_app.launch.failures.reason import reason_of
+from serve_app.launch.failures.reason import engine_cause, reason_of
 from serve_app.launch.messages import HostJob, HostMessage, Progress, Stop
 
 # Only these keys of an application are ours to carry out; with others Serve deploys the file itself, in a
@@ -41,6 +42,7 @@ class Cluster:
         self._began_at = time.monotonic()
         self._ready_at = time.monotonic()
         self._stages = Stages(Path(job.folder))
+        self._deaths = DeathsInStart()
         self.dashboard: str | None = None
 
     def start(self) -> None:
@@ -105,18 +107,16 @@ class Cluster:
         found = serve.status().applications.get(self._application.name)
         if found is None:
             return Progress([], ["waiting for Serve"])
-        if found.status in {ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY}:
+        if found.status == ApplicationStatus.DEPLOY_FAILED:
             raise ServeAppError(self._reason(found))
         ready, lines = [], []
         for name, deployment in found.deployments.items():
             states = {str(state): count for state, count in deployment.replica_states.items()}
             running, there = states.get("RUNNING", 0), sum(states.values())
+            self._check_deployment(name, deployment)
             if deployment.status == "HEALTHY":
                 ready.append(name)
                 continue
-            # An engine that fails to start once fails again; a server that runs elsewhere may come yet.
-            if "failed to start" in deployment.message and self._job.engines.get(name) != "remote":
-                raise ServeAppError(reason_of(name, deployment.message, Path(self._job.folder)))
             state = next((each.lower() for each in states if each != "RUNNING"), "waiting for resources")
             if self._job.engines.get(name) == "vllm":
                 state = self._stages.of(name) or state
@@ -125,6 +125,18 @@ class Cluster:
             lines.append("building the application")
         self._check_front_end(ready=not lines)
         return Progress(ready, lines)
+
+    def _check_deployment(self, name: str, deployment: DeploymentStatusOverview) -> None:
+        """Raise the reason of a deployment that cannot start."""
+        self._deaths.note(name, unhealthy=deployment.status == "UNHEALTHY")
+        message, folder = deployment.message, Path(self._job.folder)
+        if why := self._deaths.are_too_many(name):
+            raise ServeAppError(f"{why}: {engine_cause(name, folder) or message.strip()}")
+        if deployment.status == "HEALTHY" or "failed to start" not in message or is_death(message):
+            return
+        # An engine that fails to start once fails again; a server that runs elsewhere may come yet.
+        if self._job.engines.get(name) != "remote":
+            raise ServeAppError(reason_of(name, message, folder))
 
     def _check_front_end(self, *, ready: bool) -> None:
         """Serve replaces an HTTP front end that fails to start, as on a busy machine, but not for ever."""

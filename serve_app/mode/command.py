@@ -71,7 +71,7 @@ def _lines(model: Mapping[str, Any]) -> Iterator[str]:
         (f"{name}, measured", *_figures(part)) for name, part in measured.items() if part["all"]["requests"]
     ]
     forecast = model.get("forecast")
-    if forecast:
+    if forecast and "scheduled" in forecast:
         rows += [(f"{name}, by the twin", *_figures(forecast[name])) for name in ("scheduled", "passed")]
     if rows:
         head = ("time to first token", "requests", "p50 s", "p99 s", "short p50 s", "short p99 s")

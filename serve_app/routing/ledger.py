@@ -12,9 +12,11 @@ Rules:
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from serve_app.routing.concurrency import ConcurrencyLimit, InFlightLimit
+from serve_app.routing.learned_batch import LearnedBatch
 from serve_app.routing.open_replicas import Backpressure, OpenReplicas
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
@@ -22,6 +24,8 @@ from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
 
 _STARTS_TIME_CONSTANT_S = 2.0
 _REPORT_GAP_WEIGHT = 0.2
+# Tokens of a KV cache whose size is unknown. Replicas are still ordered by what is reserved of them.
+_NO_LIMIT = 1 << 40
 
 
 class ReplicaLedger:
@@ -34,12 +38,14 @@ class ReplicaLedger:
 
     Attributes:
         open: the replicas that may take one more request.
+        make_in_flight_limit: for an engine that does not tell its load; experiments compare others.
     """
 
     def __init__(self, *, backpressure: Backpressure, report_limit_s: float, kv_fill_ratio: float) -> None:
         self._backpressure = backpressure
         self._report_limit_s = report_limit_s
         self._kv_fill_ratio = kv_fill_ratio
+        self.make_in_flight_limit: Callable[[], InFlightLimit] = ConcurrencyLimit
         self._replicas: dict[str, ReplicaState] = {}
         self.open = OpenReplicas(backpressure, self._replicas)
         self._context_limits: dict[str, int] = {}
@@ -56,6 +62,9 @@ class ReplicaLedger:
             state = self._add(spec, now)
         state.spec, state.joined, state.report, state.stale = spec, True, None, False
         state.suspended_until, state.suspensions, state.faults = 0.0, 0, 0
+        unknown = spec.max_num_seqs is None
+        state.batch = LearnedBatch() if unknown else None
+        state.concurrency = self.make_in_flight_limit() if unknown else None
         state.kv_budget = self._kv_budget(spec)
         self._fresh.pop(spec.replica_id, None)
         self.open.update(state, now)
@@ -73,6 +82,8 @@ class ReplicaLedger:
         was_stale = state.stale
         state.report, state.reported_at, state.stale = report, now, False
         state.suspended = state.suspended and now < state.suspended_until
+        if state.batch is not None:
+            state.batch.observe(report)
         state.gated = self._backpressure.gates(state)
         state.tpot_s = state.tpot_s if report.tpot_s is None else report.tpot_s
         self._fresh[replica_id] = now
@@ -115,6 +126,15 @@ class ReplicaLedger:
         for reported_at in self._fresh.values():
             return reported_at + self._report_limit_s
         return None
+
+    def observe_latency(
+        self, replica_id: str, tokens: int, seconds: float, now: float, *, streamed: bool
+    ) -> None:
+        """An answer has begun so many seconds after it was sent; see `concurrency`."""
+        state = self._replicas[replica_id]
+        if state.in_flight_limit is not None and state.concurrency is not None:
+            state.concurrency.observe(tokens, seconds, now, in_flight=state.in_flight, streamed=streamed)
+            self.open.update(state, now)
 
     # Requests
 
@@ -238,6 +258,8 @@ class ReplicaLedger:
 
     def _kv_budget(self, spec: ReplicaSpec) -> int:
         # vLLM itself refuses to start unless one request of full length fits, so one always may be sent.
+        if spec.kv_tokens is None:
+            return _NO_LIMIT
         return max(int(spec.kv_tokens * self._kv_fill_ratio), spec.max_model_len)
 
     def _count_received(self, state: ReplicaState, report: ReplicaReport) -> None:

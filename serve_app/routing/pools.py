@@ -1,15 +1,22 @@
 """Pool routing: the pools that may serve a request, by its token budget.
 
-Routing is O(1), and its only state is `B_short` where that adapts.
+Pools stand in the order of their context, those with the same context in the order of their cost. Each has a
+*boundary*, the largest budget that is at home in it: `B_short` for the first pool, its own context for a pool
+in the middle unless another value is given, and none for the last. A request is at home in the first pool
+whose boundary its budget does not exceed. When that one has no capacity, the request spills into the pools
+above it, the next one first, and then into those below it. Pools that cannot hold its budget are left out.
+
+Routing is O(pools), and its only state is `B_short` where that adapts.
 
 Source: token-budget pool routing (arXiv 2604.09613), section "dispatch": hard limits first, then `B_short`,
-and spill when the home pool has no capacity. Ours: a request is bound to a pool only when it is dispatched
-(late binding). And a request is refused as too long by the lower bound of its length, so that an upper
-estimate never refuses what an engine would accept.
+and spill when the home pool has no capacity; it has two pools. Ours: any number of them, and a request is
+bound to a pool only when it is dispatched (late binding). And a request is refused as too long by the lower
+bound of its length, so that an upper estimate never refuses what an engine would accept.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import field
+from itertools import groupby
 from typing import Annotated
 
 from serve_app.request import Request
@@ -23,6 +30,8 @@ from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.replica_state import ReplicaState
 from serve_app.settings_base import ADVANCED, at_least, settings, share_below
 
+_ADAPTIVE_POOLS = 2
+
 
 # As a file has it: `RoutingSettings` adds the names of the pools, which stand elsewhere in the file.
 @settings(block="routing")
@@ -31,7 +40,8 @@ class WrittenRouting:
 
     Attributes:
         b_short_tokens: token budget (prompt and output) up to which a request is at home in the first pool.
-            None is 8,192, or what the first of two pools can hold, if that is less.
+            None is 8,192 with two pools of different contexts, or what the first can hold, if that is less.
+            With more pools, or where both have the same context, it is what the first can hold.
     """
 
     # 8,192 is the papers' value; by their analysis 4K to 16K keeps at least four fifths of the saving.
@@ -40,10 +50,10 @@ class WrittenRouting:
     # request whose prompt and max_tokens together exceed its context: it silently shortens the answer. So an
     # estimate must be wrong by more than this before an answer is cut. Exact lengths need no margin.
     cut_margin_ratio: Annotated[float, share_below(1), ADVANCED] = 0.1
-    # Whether a request may go to the other pool when its own has no capacity. Off isolates the pools
-    # strictly.
+    # Whether a request may go to another pool that can hold it when its own has no capacity. Off isolates the
+    # pools strictly.
     spill: bool = True
-    # Whether `b_short_tokens` follows the traffic; it is the initial value then.
+    # Whether `b_short_tokens` follows the traffic; it is the initial value then. Of two pools only.
     adaptive_b_short: AdaptiveBShortSettings = field(default_factory=AdaptiveBShortSettings)
 
 
@@ -52,21 +62,47 @@ class RoutingSettings(WrittenRouting):
     """How requests are spread over the pools of a model.
 
     Attributes:
-        pools: names of the pools, the one with the shortest context first.
+        pools: their names, the one with the shortest context first.
         b_short_tokens: as in `WrittenRouting`.
+        boundaries_tokens: for each pool between the first and the last, the token budget up to which a
+            request is at home in it; None is what its context holds. Empty is None for all.
+        costs: relative price of a replica of each pool; of pools with the same context, the cheapest is the
+            first in order, wherever it is listed. Empty is the same for all.
     """
 
     pools: tuple[str, ...] = ("short", "long")
     b_short_tokens: int = 8_192
+    boundaries_tokens: tuple[int | None, ...] = ()
+    costs: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.pools) <= 2:
-            raise ValueError(f"a model has one or two pools, got {len(self.pools)}: {', '.join(self.pools)}")
+        if not self.pools:
+            raise ValueError("a model has at least one pool, got none")
         if len(set(self.pools)) != len(self.pools):
             raise ValueError(f"pool names must differ, got {', '.join(self.pools)}")
+        if self.boundaries_tokens and len(self.boundaries_tokens) != len(self.pools) - 2:
+            raise ValueError(
+                f"boundaries_tokens has one value for each pool between the first and the last, got "
+                f"{len(self.boundaries_tokens)} for {len(self.pools)} pools"
+            )
+        if self.costs and (len(self.costs) != len(self.pools) or min(self.costs) <= 0):
+            raise ValueError(f"costs has one positive value for each pool, got {self.costs}")
+        given = [self.b_short_tokens, *(each for each in self.boundaries_tokens if each is not None)]
+        if given != sorted(given):
+            raise ValueError(f"the boundaries between pools must rise, b_short_tokens first, got {given}")
+        self._check_adaptive()
+
+    def _check_adaptive(self) -> None:
         adaptive = self.adaptive_b_short
+        if not adaptive.enabled:
+            return
+        if len(self.pools) > _ADAPTIVE_POOLS:
+            raise ValueError(
+                f"adaptive_b_short balances two pools, got {', '.join(self.pools)}: switch it off, and set "
+                "b_short_tokens"
+            )
         lowest, highest = adaptive.lowest(self.b_short_tokens), adaptive.b_short_max or self.b_short_tokens
-        if adaptive.enabled and not lowest <= self.b_short_tokens <= highest:
+        if not lowest <= self.b_short_tokens <= highest:
             raise ValueError(
                 f"b_short_tokens of {self.b_short_tokens} is the initial value, so it must lie between "
                 f"adaptive_b_short.b_short_min and b_short_max, got {lowest} and {adaptive.b_short_max}"
@@ -83,7 +119,16 @@ class PoolRouter:
     def __init__(self, settings: RoutingSettings, context_limit: Callable[[str], int | None]) -> None:
         self._settings = settings
         self._context_limit = context_limit
-        adapts = settings.adaptive_b_short.enabled and len(settings.pools) == 2
+        self._last = last = len(settings.pools) - 1
+        self._uncut_ratio = 1 - settings.cut_margin_ratio
+        # By the place of the home: from there upwards, then downwards.
+        self._preferences = [
+            (*range(home, last + 1), *range(home - 1, -1, -1)) for home in range(len(settings.pools))
+        ]
+        self._costs = dict(zip(settings.pools, settings.costs, strict=False))
+        self._costs_differ = len(set(settings.costs)) > 1
+        self._boundaries = dict(zip(settings.pools[1:-1], settings.boundaries_tokens, strict=False))
+        adapts = settings.adaptive_b_short.enabled and len(settings.pools) == _ADAPTIVE_POOLS
         self._adaptive = (
             AdaptiveBShort(settings.adaptive_b_short, settings.b_short_tokens) if adapts else None
         )
@@ -125,8 +170,20 @@ class PoolRouter:
         adaptive = self._adaptive
         if adaptive is None or not adaptive.is_due(now):
             return None
-        short, long = (self._capacity(pool, replicas) for pool in self._settings.pools)
+        short, long = (self._capacity(pool, replicas) for pool in self.order())
         return adaptive.adapt(short, long, now)
+
+    def order(self) -> tuple[str, ...]:
+        """All pools, by context as they are listed, and by cost where neighbours have the same context."""
+        pools = self._settings.pools
+        if not self._costs_differ:
+            return pools
+        ordered: list[str] = []
+        for limit, neighbours in groupby(pools, key=self._context_limit):
+            # Contexts that are not known are not the same.
+            group = list(neighbours)
+            ordered += group if limit is None else sorted(group, key=self._costs.__getitem__)
+        return tuple(ordered)
 
     def route(self, request: Request, estimate: TokenEstimate, *, above_tokens: int = 0) -> tuple[str, ...]:
         """Pools for a request in order of preference; empty when no pool can hold it.
@@ -137,20 +194,48 @@ class PoolRouter:
         Args:
             above_tokens: only pools with a longer context than this, after an engine refused it as too long.
         """
-        settings = self._settings
-        budget = estimate.budget_tokens
-        order = settings.pools if budget <= self.b_short_tokens else settings.pools[::-1]
+        order = self.order() if self._costs_differ else self._settings.pools
+        budget, is_exact = estimate.budget_tokens, request.shape.prompt_tokens is not None
+        home = 0 if budget <= self.b_short_tokens else self._home_above(budget, order, is_exact=is_exact)
         holds: list[str] = []
-        for pool in order:
+        unknown: str | None = None
+        for place in self._preferences[home]:
+            pool = order[place]
             limit = self._context_limit(pool)
-            if limit is None:
-                if not holds and not (above_tokens and pool == settings.pools[0]):
+            if limit is not None:
+                if limit > above_tokens and budget <= self._usable(limit, place, is_exact=is_exact):
                     holds.append(pool)
-            elif budget <= self._usable(pool, limit, request) and limit > above_tokens:
-                holds.append(pool)
+            elif unknown is None and not (above_tokens and self._is_shorter(place, order, above_tokens)):
+                unknown = pool
+                if place == home:
+                    holds.append(pool)
+        if not holds and unknown is not None:
+            return (unknown,)
         if holds:
-            return tuple(holds) if settings.spill else (holds[0],)
-        return self._last_resort(request, estimate, above_tokens)
+            return tuple(holds) if self._settings.spill else (holds[0],)
+        return self._last_resort(request, estimate, above_tokens, order)
+
+    def _home_above(self, budget: int, order: tuple[str, ...], *, is_exact: bool) -> int:
+        """Place of the first pool after the first one whose boundary a budget does not exceed.
+
+        A pool whose boundary is its context, which is not known, is passed over.
+        """
+        for place in range(1, self._last):
+            boundary = self._boundaries.get(order[place])
+            if boundary is None and (limit := self._context_limit(order[place])) is not None:
+                boundary = self._usable(limit, place, is_exact=is_exact)
+            if boundary is not None and budget <= boundary:
+                return place
+        return self._last
+
+    def _usable(self, limit: int, place: int, *, is_exact: bool) -> int:
+        """The largest budget that goes into a pool with this context limit."""
+        return limit if is_exact or place == self._last else int(limit * self._uncut_ratio)
+
+    def _is_shorter(self, place: int, order: tuple[str, ...], above_tokens: int) -> bool:
+        """Whether a pool of unknown context cannot hold what an engine with `above_tokens` refused."""
+        longer = (self._context_limit(pool) for pool in order[place + 1 :])
+        return place == 0 or any(limit is not None and limit <= above_tokens for limit in longer)
 
     def _capacity(self, pool: str, replicas: Iterable[ReplicaState]) -> PoolCapacity | None:
         limit = self._context_limit(pool)
@@ -160,19 +245,16 @@ class PoolRouter:
         paces = [state.report.tpot_s for state in members if state.report and state.report.tpot_s]
         return PoolCapacity(
             kv_tokens=sum(state.kv_budget for state in members),
-            sequences=sum(state.spec.max_num_seqs for state in members),
+            sequences=sum(state.likely_num_seqs for state in members),
             context_tokens=limit,
             tpot_s=sum(paces) / len(paces) if paces else None,
         )
 
-    def _usable(self, pool: str, limit: int, request: Request) -> int:
-        if pool == self._settings.pools[-1] or request.shape.prompt_tokens is not None:
-            return limit
-        return int(limit * (1 - self._settings.cut_margin_ratio))
-
-    def _last_resort(self, request: Request, estimate: TokenEstimate, above_tokens: int) -> tuple[str, ...]:
+    def _last_resort(
+        self, request: Request, estimate: TokenEstimate, above_tokens: int, order: tuple[str, ...]
+    ) -> tuple[str, ...]:
         """The pool with the longest context, for a request that is too long by the upper estimate only."""
-        longest = self._settings.pools[-1]
+        longest = order[-1]
         limit = self._context_limit(longest)
         if limit is None or limit <= above_tokens or least_budget_tokens(request, estimate) > limit:
             return ()

@@ -10,8 +10,8 @@ class ReplicaSpec:
     Attributes:
         pool: name of its pool.
         max_model_len: the engine's context limit, prompt and output together, in tokens.
-        kv_tokens: capacity of the KV cache in tokens.
-        max_num_seqs: sequences the engine runs at once.
+        kv_tokens: capacity of the KV cache in tokens; None where it does not say: then the cache is no limit.
+        max_num_seqs: sequences the engine runs at once; None where it does not say: then it is learned.
         tpot_s: time per output token with a full batch, where that is known before anything is served.
         prefill_token_s: seconds to compute one prompt token, likewise.
         max_num_batched_tokens: most tokens that it computes in one iteration; None where it does not say.
@@ -21,8 +21,8 @@ class ReplicaSpec:
     replica_id: str
     pool: str
     max_model_len: int
-    kv_tokens: int
-    max_num_seqs: int
+    kv_tokens: int | None
+    max_num_seqs: int | None
     tpot_s: float | None = None
     prefill_token_s: float | None = None
     max_num_batched_tokens: int | None = None
@@ -30,15 +30,14 @@ class ReplicaSpec:
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} of replica {self.replica_id} must be at least 1, got {getattr(self, name)}"
-                )
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} of replica {self.replica_id} must be at least 1, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """The load of a replica, reported about five times a second.
+    """The load of a replica, reported about five times a second; None for what its engine does not tell.
 
     Attributes:
         received: requests it has accepted since it joined; tells which dispatches the report has seen. None
@@ -51,8 +50,8 @@ class ReplicaReport:
     """
 
     received: int | None
-    waiting: int
-    running: int
-    kv_usage_ratio: float
+    waiting: int | None
+    running: int | None
+    kv_usage_ratio: float | None
     tpot_s: float | None = None
     draining: bool = False

@@ -3,8 +3,13 @@
 import enum
 from dataclasses import dataclass
 
+from serve_app.routing.concurrency import InFlightLimit
+from serve_app.routing.learned_batch import LearnedBatch
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+
+# vLLM's default; used only to predict waits, until the real size shows.
+_LIKELY_NUM_SEQS = 256
 
 
 class PrefillClass(enum.IntEnum):
@@ -53,6 +58,8 @@ class ReplicaState:
         tpot_s: the last time per output token that it reported; None before it generated anything.
         gated: by its last reports it is too busy for more, whatever its queue.
         version: changes with its capacity; see `open_replicas`.
+        batch: its largest batch, learned where it does not state one; None while nothing is known.
+        concurrency: the limit of requests in flight; counts while it tells neither its queue nor its batch.
     """
 
     spec: ReplicaSpec
@@ -82,6 +89,8 @@ class ReplicaState:
     report_gap_s: float = 0.0
     version: int = 0
     received: int | None = None
+    batch: LearnedBatch | None = None
+    concurrency: InFlightLimit | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -100,9 +109,42 @@ class ReplicaState:
         return self.kv_budget - self.held_tokens - self.reserved_tokens
 
     @property
+    def max_num_seqs(self) -> int | None:
+        """The size of its batch, as stated or learned; None while it is unknown."""
+        stated = self.spec.max_num_seqs
+        return self.batch.size if stated is None and self.batch is not None else stated
+
+    @property
+    def likely_num_seqs(self) -> int:
+        """The size of its batch, for predictions: without anything known, that of most engines."""
+        if (known := self.max_num_seqs) is not None:
+            return known
+        if self.tells_queue or self.concurrency is None:
+            return _LIKELY_NUM_SEQS
+        return max(1, int(self.concurrency.limit))
+
+    @property
+    def tells_queue(self) -> bool:
+        """Whether its reports say how many requests wait in the engine."""
+        return self.report is None or self.report.waiting is not None
+
+    @property
+    def in_flight_limit(self) -> float | None:
+        """Requests that it may have in flight, where it tells neither its queue nor its batch; else None."""
+        if self.tells_queue or self.concurrency is None or self.max_num_seqs is not None:
+            return None
+        return self.concurrency.limit
+
+    @property
     def reported_queue(self) -> int:
-        """Upper bound on the engine's queue from its report: what waited then, and what was sent since."""
-        return self.unseen + (self.report.waiting if self.report else 0)
+        """Upper bound on the engine's queue: what waited at its report, and what was sent since.
+
+        Where the report does not say what waits, it is what its batch cannot hold.
+        """
+        waiting = self.report.waiting if self.report else 0
+        if waiting is None:
+            return max(0, self.in_flight - self.likely_num_seqs)
+        return self.unseen + waiting
 
     def __repr__(self) -> str:
         marks = "" if self.joined else " lost"

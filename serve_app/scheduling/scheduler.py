@@ -52,6 +52,9 @@ from serve_app.scheduling.request import NOTHING, RequestTable, ScheduledRequest
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.scheduling.settings import SchedulerSettings
 
+# Prompt tokens that take about as long as one output token; only to compare answers that are not streamed.
+_PROMPT_PER_OUTPUT = 100
+
 
 class Scheduler:
     """The scheduler of one model.
@@ -244,6 +247,9 @@ class Scheduler:
         if event.outcome is Outcome.COMPLETED and event.usage is not None:
             self.estimator.observe(scheduled.request, event.usage)
             self.queue.settle(scheduled, event.usage)
+            if not scheduled.request.spec.streamed and scheduled.replica_id is not None:
+                work = event.usage.output_tokens + scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
+                self._observe_latency(scheduled, work, now)
         dispatched = scheduled.replica_id is not None
         if dispatched and event.outcome is Outcome.COMPLETED:
             self.suspensions.on_success(scheduled, now)
@@ -411,9 +417,17 @@ class Scheduler:
         if scheduled.started or scheduled.replica_id is None:
             return
         scheduled.started = True
+        if scheduled.request.spec.streamed:
+            self._observe_latency(scheduled, scheduled.prefill_tokens, now)
         self._prefills.on_first_token(scheduled, now)
         scheduled.hold = self.ledger.start(scheduled.replica_id, scheduled.hold, now)
         self.suspensions.on_success(scheduled, now)
+
+    def _observe_latency(self, scheduled: ScheduledRequest, tokens: int, now: float) -> None:
+        """An answer has begun, with its first token or as a whole."""
+        assert scheduled.replica_id is not None
+        streamed, seconds = scheduled.request.spec.streamed, now - scheduled.dispatched_at
+        self.ledger.observe_latency(scheduled.replica_id, tokens, seconds, now, streamed=streamed)
 
     def _release(self, scheduled: ScheduledRequest, now: float, *, ran: bool) -> None:
         assert scheduled.replica_id is not None

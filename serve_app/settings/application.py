@@ -27,7 +27,7 @@ class WrittenModel:
     Attributes:
         name: what clients ask for.
         aliases: other names for the same model (LoRA adapters, old names).
-        pools: one or two, the one with the shorter context first.
+        pools: any number, those with shorter contexts first.
         scheduler: how its requests are queued and spread over the pools.
         tuner: what is learned for the scheduler while it runs.
         decision_log: record what the scheduler decides, for replays; costs a tenth of its speed.

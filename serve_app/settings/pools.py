@@ -11,7 +11,7 @@ from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.serving.endpoints.settings import RemoteSettings
 from serve_app.serving.pool.autoscaling import AutoscalingSettings
 from serve_app.serving.pool.server import ReplicaServerSettings
-from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
+from serve_app.settings_base import ADVANCED, FINITE_POSITIVE, NOT_NEGATIVE, POSITIVE, at_least, settings
 
 # A few engines cost their watcher next to nothing, and two hundred less than half a core.
 _WATCHER_CPUS = 0.1
@@ -111,6 +111,12 @@ class PoolSettings:
     engine: EngineSettings
     replicas: Annotated[int | None, at_least(1)] = None
     autoscaling: AutoscalingSettings | None = None
+    # Relative price of one replica, such as dollars per hour. Of pools with the same context, requests are at
+    # home in the cheapest, and spill into the others.
+    cost: Annotated[float, FINITE_POSITIVE, ADVANCED] = 1.0
+    # Of a pool between the first and the last: the token budget up to which a request is at home in it. Null
+    # is what its context holds. The first pool has `routing.b_short_tokens` in its place.
+    boundary_tokens: Annotated[int | None, at_least(1), ADVANCED] = None
     resources: ResourceSettings = field(default_factory=ResourceSettings)
     server: Annotated[ReplicaServerSettings, ADVANCED] = field(default_factory=ReplicaServerSettings)
     # Longer than nearly every answer: cutting one costs its client all of it, waiting costs only a late

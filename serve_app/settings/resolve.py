@@ -9,6 +9,7 @@ they are told one.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from serve_app.errors import SettingsError
@@ -19,6 +20,8 @@ from serve_app.settings.application import AppSettings, ModelSettings, WrittenAp
 from serve_app.settings.pools import PoolSettings
 
 Complete = TypeVar("Complete")
+
+_TWO = 2
 
 
 def resolve(written: WrittenApplication) -> AppSettings:
@@ -56,8 +59,7 @@ def _model(where: str, model: WrittenModel) -> ModelSettings:
     # Bodies reach engines as clients wrote them, so engines answer under the names of their model.
     pools = tuple(replace(pool, engine=pool.engine.serving(model.names)) for pool in model.pools)
     complete = _completed(ModelSettings, model, pools=pools, scheduler=scheduler)
-    if len(pools) == 2:
-        _check_pools(where, complete)
+    _check_pools(where, complete)
     if scheduler.engine_priority.enabled:
         _check_engine_priority(where, pools)
     return complete
@@ -72,14 +74,22 @@ def _located(where: str) -> Iterator[None]:
 
 
 def _routing(model: WrittenModel) -> RoutingSettings:
-    """A token budget that nobody chose is at most what the first of two pools can hold."""
-    chosen = model.scheduler.routing
+    """A token budget that nobody chose is at most what the first pool holds; see `WrittenRouting`."""
+    chosen, pools = model.scheduler.routing, model.pools
     budget = chosen.b_short_tokens or RoutingSettings().b_short_tokens
-    limit = model.pools[0].engine.max_model_len if len(model.pools) == 2 else None
+    limit = pools[0].engine.max_model_len if len(pools) > 1 else None
     if chosen.b_short_tokens is None and limit is not None:
-        budget = min(budget, limit)
-    names = tuple(pool.name for pool in model.pools)
-    return _completed(RoutingSettings, chosen, pools=names, b_short_tokens=budget)
+        is_boundary_of_contexts = len(pools) > _TWO or pools[1].engine.max_model_len == limit
+        budget = limit if is_boundary_of_contexts else min(budget, limit)
+    boundaries = tuple(pool.boundary_tokens for pool in pools[1:-1])
+    return _completed(
+        RoutingSettings,
+        chosen,
+        pools=tuple(pool.name for pool in pools),
+        b_short_tokens=budget,
+        boundaries_tokens=boundaries if any(boundaries) else (),
+        costs=tuple(pool.cost for pool in pools) if len({pool.cost for pool in pools}) > 1 else (),
+    )
 
 
 def _served(model: WrittenModel) -> Iterator[ServedModel]:
@@ -91,20 +101,42 @@ def _served(model: WrittenModel) -> Iterator[ServedModel]:
 
 
 def _check_pools(where: str, model: ModelSettings) -> None:
-    first, second = model.pools
-    limit, longer = first.engine.max_model_len, second.engine.max_model_len
-    if limit is None:
+    first = model.pools[0]
+    for pool, longer in pairwise(model.pools):
+        limit, next_limit = pool.engine.max_model_len, longer.engine.max_model_len
+        if limit is not None and next_limit is not None and limit > next_limit:
+            raise SettingsError(
+                f"{where}.pools: the pool with the shorter context comes first, got max_model_len {limit:,} "
+                f"in {pool.name} before {next_limit:,} in {longer.name}"
+            )
+    for number, pool in enumerate(model.pools):
+        _check_boundary(f"{where}.pools[{number}].boundary_tokens", pool, model.pools)
+    if len(model.pools) == 1 or first.engine.max_model_len is None:
         return
-    if longer is not None and limit >= longer:
-        raise SettingsError(
-            f"{where}.pools: the pool with the shorter context comes first, got max_model_len {limit:,} in "
-            f"{first.name} before {longer:,} in {second.name}"
-        )
     budget = model.scheduler.routing.b_short_tokens
-    if budget > limit:
+    if budget > first.engine.max_model_len:
         raise SettingsError(
             f"{where}.scheduler.routing.b_short_tokens of {budget:,} exceeds what pool {first.name} holds "
-            f"(max_model_len {limit:,}): lower the first or raise the second"
+            f"(max_model_len {first.engine.max_model_len:,}): lower the first or raise the second"
+        )
+
+
+def _check_boundary(where: str, pool: PoolSettings, pools: tuple[PoolSettings, ...]) -> None:
+    boundary, limit = pool.boundary_tokens, pool.engine.max_model_len
+    if boundary is None:
+        return
+    if pool is pools[0]:
+        raise SettingsError(
+            f"{where}: the boundary of the first pool is scheduler.routing.b_short_tokens: set that"
+        )
+    if pool is pools[-1]:
+        raise SettingsError(
+            f"{where}: everything above the other boundaries is at home in the last pool: leave it out"
+        )
+    if limit is not None and boundary > limit:
+        raise SettingsError(
+            f"{where} of {boundary:,} exceeds what pool {pool.name} holds (max_model_len {limit:,}): lower "
+            "the first or raise the second"
         )
 
 

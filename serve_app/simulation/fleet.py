@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import Annotated
 
 from serve_app.engine_model.profiles import load_profile
 from serve_app.engine_model.settings import EngineModelSettings
@@ -9,7 +11,7 @@ from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.engine_model.waiting import SchedulingPolicy
 from serve_app.errors import SettingsError
 from serve_app.routing.pools import RoutingSettings
-from serve_app.settings_base import settings
+from serve_app.settings_base import FINITE_POSITIVE, settings
 from serve_app.simulation.replica import ReplicaPlan
 
 ONE_POOL = "all"
@@ -40,10 +42,13 @@ class PoolChanges:
         profile: name or path of their own engine profile, such as one of another tensor-parallel degree;
             None is the fleet's.
         engine: changes to them, on top of the changes to every engine.
+        cost, boundary_tokens: as in a model's pool (`settings.pools`).
     """
 
     profile: str | None = None
     engine: EngineChanges = field(default_factory=EngineChanges)
+    cost: Annotated[float, FINITE_POSITIVE] = 1.0
+    boundary_tokens: int | None = None
 
 
 _UNCHANGED = PoolChanges()
@@ -55,11 +60,12 @@ class FleetSettings:
 
     Attributes:
         profile: name or path of an engine profile.
-        replicas: number of replicas by pool; a single pool has any name, two are `short` and `long`.
-        b_short_tokens: with two pools, the largest token budget of a request that belongs to the short one,
-            and the context of its engines unless they have another.
+        replicas: number of replicas by pool, those with shorter contexts first.
+        b_short_tokens: with several pools, the largest token budget of a request that belongs to the first
+            one, and the context of its engines unless they have another.
         engine: changes to every engine.
         by_pool: differences of single pools.
+        tells_load: whether its engines have metrics and state their limits, see `ReplicaPlan`.
     """
 
     profile: str
@@ -67,13 +73,12 @@ class FleetSettings:
     b_short_tokens: int = 8_192
     engine: EngineChanges = field(default_factory=EngineChanges)
     by_pool: Mapping[str, PoolChanges] = field(default_factory=dict)
+    tells_load: bool = True
 
     def __post_init__(self) -> None:
         names = tuple(self.replicas)
-        if len(names) != 1 and names != ("short", "long"):
-            raise SettingsError(
-                f"a fleet has one pool, or the pools short and long in this order, got {', '.join(names)}"
-            )
+        if not names:
+            raise SettingsError("a fleet has at least one pool, got none")
         for pool, count in self.replicas.items():
             if count < 1:
                 raise SettingsError(f"pool {pool} needs at least one replica, got {count}")
@@ -84,7 +89,15 @@ class FleetSettings:
     @property
     def routing(self) -> RoutingSettings:
         """The routing settings that follow from the pools."""
-        return RoutingSettings(pools=tuple(self.replicas), b_short_tokens=self.b_short_tokens)
+        pools = [self.by_pool.get(pool, _UNCHANGED) for pool in self.replicas]
+        boundaries = tuple(pool.boundary_tokens for pool in pools[1:-1])
+        costs = tuple(pool.cost for pool in pools)
+        return RoutingSettings(
+            pools=tuple(self.replicas),
+            b_short_tokens=self.b_short_tokens,
+            boundaries_tokens=boundaries if any(boundaries) else (),
+            costs=costs if len(set(costs)) > 1 else (),
+        )
 
     @property
     def gpus(self) -> int:
@@ -115,11 +128,28 @@ class FleetSettings:
             isolated: whether long prefills are isolated, so that the chunk limit is set unless it is given.
 
         Raises:
-            SettingsError: there is no such profile.
+            SettingsError: there is no such profile, or pools are not in the order of their contexts.
             ValueError: the changed engine contradicts itself.
         """
+        plans = self._plans(isolated=isolated)
+        for plan, longer in pairwise(plans):
+            if plan.engine.max_model_len > longer.engine.max_model_len:
+                raise SettingsError(
+                    "the pool with the shorter context comes first, got max_model_len "
+                    f"{plan.engine.max_model_len:,} in {plan.pool} before {longer.engine.max_model_len:,} in "
+                    f"{longer.pool}"
+                )
+        return plans
+
+    def _plans(self, *, isolated: bool) -> list[ReplicaPlan]:
         return [
-            ReplicaPlan(replica_id=f"{pool}-{number}", pool=pool, engine=engine, step_time=step_time)
+            ReplicaPlan(
+                replica_id=f"{pool}-{number}",
+                pool=pool,
+                engine=engine,
+                step_time=step_time,
+                tells_load=self.tells_load,
+            )
             for pool, count in self.replicas.items()
             for engine, step_time in [self._engine_of(pool, isolated=isolated)]
             for number in range(1, count + 1)
@@ -131,7 +161,8 @@ class FleetSettings:
         changes = asdict(self.engine) | {name: value for name, value in own.items() if value is not None}
         if isolated and changes["long_prefill_token_threshold"] is None:
             changes["long_prefill_token_threshold"] = profile.step_time.chunk_tokens()
-        if len(self.replicas) > 1 and pool == "short" and own["max_model_len"] is None:
+        is_first = pool == next(iter(self.replicas))
+        if len(self.replicas) > 1 and is_first and own["max_model_len"] is None:
             longest = changes["max_model_len"] or profile.max_model_len
             changes["max_model_len"] = min(longest, self.b_short_tokens)
         return profile.model_settings(**changes), profile.step_time

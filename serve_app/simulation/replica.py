@@ -17,16 +17,30 @@ _MAX_STEPS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlan:
-    """One replica to simulate."""
+    """One replica to simulate.
+
+    Attributes:
+        tells_load: its reports say what waits and runs, and it states its batch and its KV cache; otherwise
+            it is like a server without metrics.
+    """
 
     replica_id: str
     pool: str
     engine: EngineModelSettings
     step_time: StepTimeModel
+    tells_load: bool = True
 
     @property
     def spec(self) -> ReplicaSpec:
         """What the replica registers with."""
+        if not self.tells_load:
+            return ReplicaSpec(
+                replica_id=self.replica_id,
+                pool=self.pool,
+                max_model_len=self.engine.max_model_len,
+                kv_tokens=None,
+                max_num_seqs=None,
+            )
         return ReplicaSpec(
             replica_id=self.replica_id,
             pool=self.pool,
@@ -51,6 +65,7 @@ class SimulatedReplica:
     ) -> None:
         self.spec = plan.spec
         self.model = EngineModel(plan.engine, plan.step_time)
+        self._tells_load = plan.tells_load
         self._timeline = timeline
         self._on_outcome = on_outcome
         self._received = 0
@@ -74,6 +89,8 @@ class SimulatedReplica:
 
     def report(self) -> ReplicaReport:
         """The state of the replica now."""
+        if not self._tells_load:
+            return ReplicaReport(received=None, waiting=None, running=None, kv_usage_ratio=None)
         snapshot = self.model.snapshot(self._timeline.now)
         return ReplicaReport(
             received=self._received,

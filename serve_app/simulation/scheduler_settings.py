@@ -23,6 +23,9 @@ from serve_app.simulation.workload import MODEL
 # More than any trace holds.
 _UNLIMITED = 1_000_000_000
 
+# Of the routing settings, those that follow from the fleet.
+_OF_THE_FLEET = ("pools", "b_short_tokens", "boundaries_tokens", "costs")
+
 _ADAPTER = TypeAdapter(SchedulerSettings)
 
 
@@ -47,15 +50,15 @@ def scheduler_settings(
     for path, value in changes.items():
         _plant(tree, _known(path), value)
     # These follow from the arguments: the fleet decides which pools there are.
-    for owned in ("policy", "model", "routing.pools", "routing.b_short_tokens"):
+    for owned in ("policy", "model", *(f"routing.{name}" for name in _OF_THE_FLEET)):
         if owned in changes:
             raise SettingsError(f"{owned} is not to be set: it follows from the policy and the fleet")
     try:
         settings = _ADAPTER.validate_python(tree)
     except ValidationError as error:
         raise SettingsError("; ".join(map(_explained, error.errors()))) from error
-    chosen = settings.routing
-    routing = replace(routing, spill=chosen.spill, adaptive_b_short=chosen.adaptive_b_short)
+    of_the_fleet = {name: getattr(routing, name) for name in _OF_THE_FLEET}
+    routing = replace(settings.routing, **of_the_fleet)
     return replace(settings, policy=policy, routing=routing)
 
 

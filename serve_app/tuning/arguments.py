@@ -12,9 +12,9 @@ from serve_app.simulation.command.workload_arguments import (
     configure_replicas,
     configure_slo,
     configure_workload,
+    fleet_of,
     trace_choice,
 )
-from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.load import saturated_rate_per_s
 from serve_app.simulation.run import RunSettings, fitted_trace
 from serve_app.simulation.scheduler_settings import scheduler_settings
@@ -60,7 +60,7 @@ def _configure_system(group: "argparse._ArgumentGroup") -> None:
         help="a tuned parameter in force, by its short name or path, such as b_u=5; may be repeated",
     )
     group.add_argument("--only", default="", metavar="NAME[,NAME...]", help="tune only these parameters")
-    configure_replicas(group, b_short_help="with two pools: the context of the short one")
+    configure_replicas(group, b_short_help="with several pools: the context of the first (8192)")
     group.add_argument(
         "--speed-factor",
         type=positive_float,
@@ -103,9 +103,10 @@ def plan_of(args: argparse.Namespace) -> TwinPlan:
     """
     if args.seed < 0:
         raise SettingsError(f"--seed must not be negative, got {args.seed}")
-    fleet = _fleet(args)
+    fleet = fleet_of(args)
+    max_b_short = max(fleet.b_short_tokens, fleet.plans()[0].engine.max_model_len)
     tunable = Tunable(scheduler=scheduler_settings(args.policy, fleet.routing, _settings(args.set, "--set")))
-    parameters = parameters_of(tunable.scheduler, args.b_short)
+    parameters = parameters_of(tunable.scheduler, max_b_short)
     tunable = started_from(tunable, parameters, _settings(args.start, "--start"))
     run = RunSettings(
         policy=args.policy, fleet=fleet, trace=trace_choice(args), seed=args.seed, rate_per_s=args.rate
@@ -114,7 +115,7 @@ def plan_of(args: argparse.Namespace) -> TwinPlan:
         run = replace(run, rate_per_s=args.load * saturated_rate_per_s(fleet, run.trace, args.seed))
     return TwinPlan(
         tunable=tunable,
-        space=space_of(tunable, max_b_short_tokens=args.b_short, only=_names(args.only)),
+        space=space_of(tunable, max_b_short_tokens=max_b_short, only=_names(args.only)),
         engines=with_speed(fleet.plans(isolated=run.isolates), args.speed_factor),
         traffic=fitted_trace(run).trace,
         objective=_objective(args),
@@ -126,19 +127,13 @@ def anchors_of(args: argparse.Namespace, space: SearchSpace) -> list[Values]:
     """Candidates to try first, after the values in force: the product's defaults of the tuned parameters."""
     if args.no_defaults:
         return []
-    defaults = Tunable(scheduler=scheduler_settings(args.policy, _fleet(args).routing, {}))
+    defaults = Tunable(scheduler=scheduler_settings(args.policy, fleet_of(args).routing, {}))
     return [{each.name: defaults.value(each) for each in space}]
 
 
 def study_of(args: argparse.Namespace) -> StudySettings:
     """The settings of the study."""
     return StudySettings(trials=args.trials)
-
-
-def _fleet(args: argparse.Namespace) -> FleetSettings:
-    return FleetSettings(
-        profile=args.profile, replicas=args.pools or {ONE_POOL: args.replicas}, b_short_tokens=args.b_short
-    )
 
 
 def _settings(texts: list[str], option: str) -> dict[str, object]:

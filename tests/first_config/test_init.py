@@ -249,17 +249,21 @@ def test_servers_are_asked_and_become_pools(tmp_path: Path) -> None:
     assert "context now: 8,192 tokens" in path.read_text()
 
 
-def test_servers_alike_are_one_pool_and_three_contexts_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_servers_alike_are_one_pool_and_each_context_is_a_pool(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
     with servers(engine(4096, "a"), engine(4096, "a"), engine(2048, "a"), engine(1024, "a")) as urls:
-        assert main(["init", str(tmp_path / "x.yaml"), "--servers", *urls[:3]]) == 0
-        short, long = written(tmp_path / "x.yaml").pools
+        assert main(["init", str(path), "--servers", *urls[:3]]) == 0
+        short, long = written(path).pools
         assert short.engine.remote is not None
         assert long.engine.remote is not None
         assert (short.engine.remote.endpoints, long.engine.remote.endpoints) == ((urls[2],), tuple(urls[:2]))
-        assert main(["init", str(tmp_path / "y.yaml"), "--servers", *urls]) == 2
-    assert "have 3 contexts (1024, 2048, 4096 tokens)" in capsys.readouterr().err
+        assert main(["init", str(path), "--force", "--servers", *urls]) == 0
+    assert check_file(path, on_this_machine=False).mistakes == []
+    (model,) = load_settings(path).models
+    assert [pool.name for pool in model.pools] == ["up-to-1024", "up-to-2048", "up-to-4096"]
+    found = [pool.engine.remote.endpoints for pool in model.pools if pool.engine.remote]
+    assert found == [(urls[3],), (urls[2],), tuple(urls[:2])]
+    assert model.scheduler.routing.b_short_tokens == 1024
 
 
 class Conversation:

@@ -13,9 +13,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.routing.pools import PoolRouter, RoutingSettings
+from serve_app.routing.pools import PoolRouter, RoutingSettings, least_budget_tokens
 from serve_app.routing.replica import ReplicaSpec
-from serve_app.routing.replica_state import PrefillClass
+from serve_app.routing.replica_state import PrefillClass, ReplicaState
 from serve_app.scheduling import Scheduler
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.commands import Conclude, Dispatch, ReportFresh, ReportStale
@@ -33,7 +33,10 @@ SPECS = {
     "s1": spec("s1", "short", max_model_len=1_000, kv_tokens=2_500, max_num_seqs=3),
     "s2": spec("s2", "short", max_model_len=1_200, kv_tokens=1_200, max_num_seqs=2),
     "l1": spec("l1", "long", max_model_len=4_000, kv_tokens=6_000, max_num_seqs=3),
+    # A server without metrics that states no limit.
+    "l2": spec("l2", "long", max_model_len=4_000, kv_tokens=None, max_num_seqs=None),
 }
+THREE_POOLS = {**SPECS, "s2": spec("s2", "mid", max_model_len=2_000, kv_tokens=2_400, max_num_seqs=2)}
 ROUTING = RoutingSettings(b_short_tokens=1_000)
 PROMOTION = PromotionSettings(interactive_s=0.5, default_s=1.0, batch_s=2.0, promoted_share=0.5)
 ISOLATION = IsolationSettings(
@@ -60,6 +63,8 @@ class KnownReplica:
 
 class SchedulerMachine(RuleBasedStateMachine):
     policy = "fcfs"
+    specs = SPECS
+    routing = ROUTING
     requests = Bundle("requests")
 
     def __init__(self) -> None:
@@ -74,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_put_backs=5,
                 promotion=PROMOTION,
                 no_replica_grace_s=1.0,
-                routing=ROUTING,
+                routing=self.routing,
                 # Without growth by pace, capacity follows from the machine's own record alone.
                 backpressure=BackpressureSettings(
                     target_waiting=TARGET, lag_factor=0.0, report_limit_s=REPORT_LIMIT_S
@@ -144,6 +149,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_dispatch(self, command: Dispatch) -> None:
         known = self.replicas[command.replica_id]
         assert command.pool == known.spec.pool
+        sent = self.find(command.request_id)
+        assert least_budget_tokens(sent.request, sent.estimate) <= known.spec.max_model_len
         assert command.queue_wait_s >= 0
         assert self.accepts(command.replica_id)
         assert self.expires_at[command.request_id] > self.now
@@ -280,9 +287,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(replica_id=replica_ids)
     def join(self, replica_id: str) -> None:
-        self.replicas[replica_id] = KnownReplica(SPECS[replica_id])
+        self.replicas[replica_id] = KnownReplica(self.specs[replica_id])
         self.known_stale.discard(replica_id)
-        self.feed(ev.ReplicaJoined(SPECS[replica_id]))
+        self.feed(ev.ReplicaJoined(self.specs[replica_id]))
 
     @rule(
         replica_id=replica_ids,
@@ -298,9 +305,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         known = self.replicas.get(replica_id)
         if known is not None:
             known.reported_at, known.draining = self.now, draining
-        self.feed(
-            ev.ReplicaReported(replica_id, report(received=received, waiting=waiting, draining=draining))
-        )
+        load = report(received=received, waiting=waiting, draining=draining)
+        if SPECS[replica_id].max_num_seqs is None:
+            load = report(received=None, waiting=None, running=None, kv_usage_ratio=None, draining=draining)
+        self.feed(ev.ReplicaReported(replica_id, load))
 
     @rule(
         in_engine=st.integers(1, 4),
@@ -409,13 +417,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.accepts(replica_id) or self.is_shut_to(replica_id, head):
             return False
         running = [request_id for request_id, at in self.running.items() if at == replica_id]
-        if len(running) >= known.spec.max_num_seqs + self.target:
-            return False
-        unstarted = [request_id for request_id in running if request_id not in self.started]
-        queues = len(unstarted) - state.long_prefills[0], state.reported_queue
-        if min(queues) >= self.target:
-            return False
-        if head.request.priority is BATCH and min(len(unstarted), state.reported_queue) > 0:
+        if known.spec.max_num_seqs is None:
+            # As far as the limit goes that its latency moves, which has tests of its own.
+            limit = state.in_flight_limit
+            if limit is None or len(running) + 1 > limit or head.request.priority is BATCH:
+                return False
+        elif not self.has_short_queue(known.spec.max_num_seqs, running, head, state):
             return False
         context = self.context_limit(known.spec.pool)
         assert context is not None
@@ -428,7 +435,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         reservation = self.scheduler.dispatcher.reservations.of(known.spec.pool)
         if reservation is None or reservation.scheduled is not head:
             held += state.reserved_tokens
-        return min(head.estimate.expected_tokens, context) <= known.spec.kv_tokens - held
+        kv_tokens = math.inf if known.spec.kv_tokens is None else known.spec.kv_tokens
+        return min(head.estimate.expected_tokens, context) <= kv_tokens - held
+
+    def has_short_queue(
+        self, max_num_seqs: int, running: list[str], head: ScheduledRequest, state: ReplicaState
+    ) -> bool:
+        """Whether the engine's own queue is short enough for one more."""
+        if len(running) >= max_num_seqs + self.target:
+            return False
+        unstarted = [request_id for request_id in running if request_id not in self.started]
+        queues = len(unstarted) - state.long_prefills[0], state.reported_queue
+        if min(queues) >= self.target:
+            return False
+        return head.request.priority is not BATCH or min(len(unstarted), state.reported_queue) == 0
 
     def is_shut_to(self, replica_id: str, head: ScheduledRequest) -> bool:
         """Whether a request goes elsewhere because of how it failed before."""
@@ -446,7 +466,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def waits_where_it_can_go(self) -> None:
         """Waiting requests are routed by the current context limits."""
-        router = PoolRouter(ROUTING, self.context_limit)
+        router = PoolRouter(self.routing, self.context_limit)
         for scheduled in self.scheduler.queue:
             assert scheduled.pools == router.route(
                 scheduled.request, scheduled.estimate, above_tokens=scheduled.above_tokens
@@ -473,9 +493,20 @@ class IsolatingMachine(SchedulerMachine):
     policy = "fcfs-isolated"
 
 
+class ThreePoolsMachine(SchedulerMachine):
+    policy = "fcfs-isolated"
+    specs = THREE_POOLS
+    routing = RoutingSettings(pools=("short", "mid", "long"), b_short_tokens=600, costs=(1.0, 3.0, 2.0))
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
+TestThreePoolsMachine = ThreePoolsMachine.TestCase
 TestIsolatingMachine = IsolatingMachine.TestCase
-for case in (TestSchedulerMachine, TestIsolatingMachine):
+for case, examples in (
+    (TestSchedulerMachine, 400),
+    (TestIsolatingMachine, 400),
+    (TestThreePoolsMachine, 100),
+):
     case.settings = settings(
-        max_examples=400, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=examples, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
     )

@@ -55,7 +55,7 @@ WITHOUT_CJK = dict.fromkeys(set(TextCategory) - {TextCategory.CJK}, 4.0)
             BELOW_LOWEST,
             "b_short_tokens of 50 is the initial value, so it must lie between .* got 64 and None",
         ),
-        (RoutingSettings, {"pools": ()}, "one or two pools"),
+        (RoutingSettings, {"pools": ()}, "at least one pool"),
         (RoutingSettings, {"pools": ("a", "a")}, "must differ"),
         (RoutingSettings, {"b_short_tokens": 0}, "b_short_tokens must be at least 1, got 0"),
         (RoutingSettings, {"cut_margin_ratio": 1.0}, "cut_margin_ratio must be at least 0 and below 1"),

@@ -75,6 +75,40 @@ def test_requests_at_home_are_dispatched_before_those_that_spill() -> None:
     assert dispatched(driver.feed(FirstToken("long1"))) == [("short", "l1")]
 
 
+def three_pools() -> ManualDriver:
+    """One replica in each pool, `s1`, `m1` and `l1`."""
+    routing = RoutingSettings(pools=("short", "mid", "long"), b_short_tokens=500)
+    driver = ManualDriver(routing=routing)
+    driver.join("s1", "short", max_model_len=1_000)
+    driver.join("m1", "mid", max_model_len=2_000)
+    driver.join("l1", "long", max_model_len=4_000, kv_tokens=16_000)
+    return driver
+
+
+def test_a_request_spills_into_the_next_pool_before_any_further_one() -> None:
+    driver = three_pools()
+    # At home in the middle pool, and small enough for the short one.
+    middling = {"prompt_tokens": 600, "max_output_tokens": 10}
+    sent = [name for n in range(9) for name in dispatched(driver.arrive(f"r{n}", **middling))]
+    assert [replica for _, replica in sent] == ["m1"] * 3 + ["l1"] * 3 + ["s1"] * 3
+
+
+def test_a_pool_serves_those_at_home_then_its_neighbours_then_others() -> None:
+    driver = three_pools()
+    for number in range(9):
+        driver.arrive(f"f{number}", prompt_tokens=10, max_output_tokens=10)
+    assert driver.arrive("small", prompt_tokens=10, max_output_tokens=10) == []
+    assert driver.arrive("middling", prompt_tokens=1_500, max_output_tokens=10) == []
+    assert driver.arrive("large", prompt_tokens=3_000, max_output_tokens=10) == []
+    on_long = [each for each, scheduled in _running(driver) if scheduled == "l1"]
+    order = [name for request_id in on_long for name, _ in dispatched(driver.feed(FirstToken(request_id)))]
+    assert order == ["large", "middling", "small"]
+
+
+def _running(driver: ManualDriver) -> list[tuple[str, str | None]]:
+    return [(f"f{number}", driver.find(f"f{number}").replica_id) for number in range(9)]
+
+
 def test_a_dispatch_holds_expected_tokens_and_its_end_returns_them() -> None:
     driver = two_pools()
     driver.arrive("r1", prompt_tokens=40, max_output_tokens=10)

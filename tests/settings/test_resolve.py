@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from tests.settings.builders import emulated, model, parse, pool, refusal
 
 
@@ -93,9 +95,65 @@ def test_engines_may_schedule_by_priority_without_being_told_one() -> None:
     assert not settings.models[0].scheduler.engine_priority.enabled
 
 
-def test_three_pools_are_refused() -> None:
-    pools = [pool("short"), pool("long"), {**pool("long"), "name": "longer"}]
-    assert "one or two pools, got 3" in refusal(model(pools=pools))
+def tiers(*changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Pools of 2,048, 8,192 and 16,384 tokens."""
+    pools = [
+        {"name": name, "engine": emulated(profile="llama31-8b-rtx4090-tp1", max_model_len=limit)}
+        for name, limit in (("small", 2_048), ("middle", 8_192), ("large", 16_384))
+    ]
+    return [each | change for each, change in zip(pools, changes or ({},) * 3, strict=True)]
+
+
+def test_a_model_may_have_any_number_of_pools() -> None:
+    routing = parse(model(pools=tiers())).models[0].scheduler.routing
+    assert (routing.pools, routing.b_short_tokens) == (("small", "middle", "large"), 2_048)
+    assert (routing.boundaries_tokens, routing.costs) == ((), ())
+    changed = tiers({}, {"advanced": {"boundary_tokens": 4_096, "cost": 2.0}}, {"advanced": {"cost": 3.5}})
+    routing = parse(model(pools=changed)).models[0].scheduler.routing
+    assert (routing.boundaries_tokens, routing.costs) == ((4_096,), (1.0, 2.0, 3.5))
+
+
+def test_pools_may_have_the_same_context_and_then_the_first_is_home_of_all_that_it_holds() -> None:
+    pools = [{**pool("long"), "name": "cheap"}, pool("long")]
+    routing = parse(model(pools=pools)).models[0].scheduler.routing
+    assert routing.b_short_tokens == 8_192
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            ({"advanced": {"boundary_tokens": 1_024}}, {}, {}),
+            "pools[0].boundary_tokens: the boundary of the first pool is scheduler.routing.b_short_tokens",
+        ),
+        (
+            ({}, {}, {"advanced": {"boundary_tokens": 1_024}}),
+            "pools[2].boundary_tokens: everything above the other boundaries is at home in the last pool",
+        ),
+        (
+            ({}, {"advanced": {"boundary_tokens": 9_000}}, {}),
+            "pools[1].boundary_tokens of 9,000 exceeds what pool middle holds (max_model_len 8,192)",
+        ),
+        (({}, {"advanced": {"boundary_tokens": 1_000}}, {}), "the boundaries between pools must rise"),
+        (({}, {"advanced": {"cost": 0}}, {}), "cost must be a positive number, got 0"),
+    ],
+)
+def test_boundaries_and_costs_that_do_not_go_together_are_refused(
+    changes: tuple[dict[str, Any], ...], told: str
+) -> None:
+    assert told in refusal(model(pools=tiers(*changes)))
+
+
+def test_every_pool_stands_after_those_of_shorter_contexts() -> None:
+    small, middle, large = tiers()
+    told = refusal(model(pools=[small, large, middle]))
+    assert "max_model_len 16,384 in large before 8,192 in middle" in told
+
+
+def test_a_border_that_adapts_is_for_two_pools() -> None:
+    scheduler = {"routing": {"adaptive_b_short": {"enabled": True}}}
+    told = refusal(model(pools=tiers(), scheduler=scheduler))
+    assert "adaptive_b_short balances two pools, got small, middle, large" in told
 
 
 def test_two_models_with_one_name_are_refused() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from serve_app.engine_model.profiles import load_profile
@@ -50,6 +52,39 @@ def test_each_pool_gets_the_chunk_limit_of_its_own_profile() -> None:
     assert limits == [small, small, large]
     given = FleetSettings(profile=LARGE, engine=EngineChanges(long_prefill_token_threshold=0))
     assert given.plans(isolated=True)[0].engine.long_prefill_token_threshold == 0
+
+
+def test_a_fleet_may_have_any_number_of_pools() -> None:
+    contexts = {"small": 2_048, "middle": 4_096}
+    by_pool = {
+        name: PoolChanges(engine=EngineChanges(max_model_len=context)) for name, context in contexts.items()
+    }
+    by_pool["middle"] = replace(by_pool["middle"], cost=2.0, boundary_tokens=3_000)
+    fleet = FleetSettings(
+        profile=LARGE,
+        replicas={"small": 2, "middle": 1, "large": 1},
+        b_short_tokens=2_048,
+        by_pool=by_pool,
+    )
+    assert [(plan.pool, plan.engine.max_model_len) for plan in fleet.plans()] == [
+        ("small", 2_048),
+        ("small", 2_048),
+        ("middle", 4_096),
+        ("large", load_profile(LARGE).max_model_len),
+    ]
+    routing = fleet.routing
+    assert (routing.pools, routing.b_short_tokens) == (("small", "middle", "large"), 2_048)
+    assert (routing.boundaries_tokens, routing.costs) == ((3_000,), (1.0, 2.0, 1.0))
+
+
+def test_pools_that_are_not_in_the_order_of_their_contexts_are_refused() -> None:
+    own = {"a": PoolChanges(engine=EngineChanges(max_model_len=4_096))}
+    own["b"] = PoolChanges(engine=EngineChanges(max_model_len=2_048))
+    fleet = FleetSettings(profile=LARGE, replicas={"a": 1, "b": 1}, by_pool=own)
+    with pytest.raises(SettingsError, match="4,096 in a before 2,048 in b"):
+        fleet.plans()
+    with pytest.raises(SettingsError, match="at least one pool"):
+        FleetSettings(profile=LARGE, replicas={})
 
 
 def test_changes_of_a_pool_that_there_is_not_are_refused() -> None:

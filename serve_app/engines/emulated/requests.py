@@ -120,11 +120,11 @@ def read_tokenize(raw: bytes) -> tuple[str | None, bytes]:
     raise invalid("either prompt or messages is needed", param="prompt")
 
 
-_CHAT = msgspec.json.Decoder(ChatBody)
-_COMPLETION = msgspec.json.Decoder(CompletionBody)
-_RESPONSES = msgspec.json.Decoder(ResponsesBody)
-_EMBEDDINGS = msgspec.json.Decoder(EmbeddingsBody)
-_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_CHAT = msgspec.json.Decoder(ChatBody, strict=False)
+_COMPLETION = msgspec.json.Decoder(CompletionBody, strict=False)
+_RESPONSES = msgspec.json.Decoder(ResponsesBody, strict=False)
+_EMBEDDINGS = msgspec.json.Decoder(EmbeddingsBody, strict=False)
+_TOKENIZE = msgspec.json.Decoder(TokenizeBody, strict=False)
 
 
 _B = TypeVar("_B", bound=Body)

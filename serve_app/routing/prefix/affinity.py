@@ -75,6 +75,10 @@ ReplicaFilter = Callable[[str, int], ReplicaState | None]
 """The named replica if it may be sent a request now with so many tokens to compute, else None."""
 
 
+# Of a replica that does not state its cache: what a small GPU holds of a model of 8B.
+_LIKELY_KV_TOKENS = 100_000
+
+
 class PrefixAffinity:
     """Weighs prefix caches against load, for the replicas of one model.
 
@@ -102,7 +106,8 @@ class PrefixAffinity:
     def join(self, spec: ReplicaSpec) -> None:
         """A replica has joined; its cache is taken to be empty."""
         if self._settings.enabled:
-            self.index.join(spec.replica_id, int(spec.kv_tokens * self._settings.capacity_ratio))
+            kv_tokens = _LIKELY_KV_TOKENS if spec.kv_tokens is None else spec.kv_tokens
+            self.index.join(spec.replica_id, int(kv_tokens * self._settings.capacity_ratio))
 
     def lose(self, replica_id: str) -> None:
         """A replica is gone, and its cache with it."""

@@ -69,7 +69,7 @@ class SlotRate:
             return None
         requests_per_s = free_requests = 0.0
         for state in replicas:
-            slots = min(state.spec.max_num_seqs, max(1.0, state.kv_budget * work.requests / work.tokens))
+            slots = min(state.likely_num_seqs, max(1.0, state.kv_budget * work.requests / work.tokens))
             engine_s = self._engine_s(state, work, slots)
             if engine_s is None:
                 return None

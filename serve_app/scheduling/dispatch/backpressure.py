@@ -17,6 +17,9 @@ output token is above a limit, and has not clearly fallen since. Its KV cache is
 tokens under way are more seconds of prefill than a limit. KV use alone is not enough: it is low while prefill
 is saturated.
 
+An engine whose reports do not say what waits has a limit of requests in flight instead, which its latency
+moves (`routing.concurrency`). Where the size of its batch is known, that is the limit.
+
 Source: TNG, "Efficient Request Queueing" (target 3; target - waiting may be sent at once). The growth with
 rate and report delay is ours.
 """
@@ -78,11 +81,13 @@ class EngineBackpressure:
 
     def admits(self, replica: ReplicaState, now: float) -> bool:
         """Whether one more request may be sent to a replica, as far as its engine's queue and batch go."""
-        settings = self._settings
-        if replica.in_flight >= replica.spec.max_num_seqs + settings.target_waiting:
+        settings, batch = self._settings, replica.max_num_seqs
+        if batch is not None and replica.in_flight >= batch + settings.target_waiting:
             return False
         if self._prefill_backlog_s(replica) > settings.max_prefill_backlog_s:
             return False
+        if (limit := replica.in_flight_limit) is not None:
+            return replica.in_flight + 1 <= limit
         # A long prefill has its own limit, and is in the engine's batch, not in its queue.
         if replica.unstarted - replica.long_prefills[0] < settings.target_waiting:
             return True
@@ -94,7 +99,7 @@ class EngineBackpressure:
         settings = self._settings
         prefill_s = self._prefill_backlog_s(replica)
         # Where the batch is full, any request waits in the engine, however short its prefill.
-        if prefill_s <= settings.batch_prefill_s and replica.in_flight < replica.spec.max_num_seqs:
+        if prefill_s <= settings.batch_prefill_s and not self._batch_is_full(replica):
             return True
         # As in `admits`: long prefills are in the batch.
         queued = min(max(0, replica.unstarted - replica.long_prefills[0]), replica.reported_queue)
@@ -103,14 +108,18 @@ class EngineBackpressure:
     def gates(self, replica: ReplicaState) -> bool:
         """Whether a replica that has just reported is too busy for more."""
         report, settings = replica.report, self._settings
-        if report is None or not report.running:
+        if report is None or not (replica.in_flight if report.running is None else report.running):
             return False
-        if report.kv_usage_ratio > settings.kv_gate_ratio:
+        if report.kv_usage_ratio is not None and report.kv_usage_ratio > settings.kv_gate_ratio:
             return True
         if settings.tpot_gate_s is None or report.tpot_s is None:
             return False
         share = settings.tpot_reopen_ratio if replica.gated else 1.0
         return report.tpot_s > share * settings.tpot_gate_s
+
+    def _batch_is_full(self, replica: ReplicaState) -> bool:
+        batch = replica.max_num_seqs
+        return replica.reported_queue > 0 if batch is None else replica.in_flight >= batch
 
     def _prefill_backlog_s(self, replica: ReplicaState) -> float:
         """Seconds of prefill under way, as learned."""

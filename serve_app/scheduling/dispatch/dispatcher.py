@@ -12,7 +12,7 @@ The first in this order that fits a replica of the pool is dispatched. Batch wor
 own queue is empty, unless it is owed its floor share.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from serve_app.request import PriorityClass
@@ -81,20 +81,25 @@ class Dispatcher:
         """What goes now, one choice after another, until nothing fits any more.
 
         The caller takes each out of the queue and holds its place in the ledger before it asks for the next,
-        which is chosen in sight of that. Pools first take those at home in them, then those that spill.
+        which is chosen in sight of that. Pools first take those at home in them, then those that spill: into
+        the pool next in their preference before any further one.
         """
         self.reservations.prune(now)
         if not self._queue:
             return
         self._policy.on_round_start()
+        spills = self._queue.spills(self._pools)
         spilled = True
         while spilled:
             spilled = False
-            yield from self._fill(now, at_home=True)
-            # Each spill brings a new head to the top of its sub-queue, and that one may fit at home.
-            for choice in self._fill(now, at_home=False):
-                spilled = True
-                yield choice
+            yield from self._fill(self._pools, now, rank=0)
+            for rank, pools in enumerate(spills, start=1):
+                for choice in self._fill(pools, now, rank=rank):
+                    spilled = True
+                    yield choice
+                if spilled:
+                    # Each spill brings a new head to the top of its sub-queue, and that one may fit at home.
+                    break
         self._policy.on_round_end(self._queue.queue_names())
         self._overdue.prune(len(self._queue))
 
@@ -117,9 +122,9 @@ class Dispatcher:
         reasons = {pool: self._obstacle(head, pool, now) for pool in head.pools}
         return "; ".join(f"{pool}: {reason}" for pool, reason in reasons.items())
 
-    def _fill(self, now: float, *, at_home: bool) -> Iterator[Choice]:
-        for pool in self._pools:
-            while self._queue and (choice := self._choose(pool, now, at_home=at_home)) is not None:
+    def _fill(self, pools: Iterable[str], now: float, *, rank: int) -> Iterator[Choice]:
+        for pool in pools:
+            while self._queue and (choice := self._choose(pool, now, rank=rank)) is not None:
                 yield choice
                 self._on_dispatch(choice.scheduled, now)
 
@@ -130,7 +135,7 @@ class Dispatcher:
             self._promotion.on_dispatch(scheduled, now, capacity_was_reserved=capacity_was_reserved)
         self._floors.on_dispatch(scheduled.request.priority, self._queue.waiting_classes())
 
-    def _choose(self, pool: str, now: float, *, at_home: bool) -> Choice | None:
+    def _choose(self, pool: str, now: float, *, rank: int) -> Choice | None:
         """The first head in the order of service that fits a replica of `pool`, with what to hold of it."""
         limit = self._ledger.context_limit(pool)
         if limit is None or not self._ledger.open.has_any(pool, now):
@@ -138,9 +143,9 @@ class Dispatcher:
         # Most heads that do not fit are like one that did not fit before: at least as many tokens, as
         # limited.
         misfits: dict[tuple[tuple[int, ...], bool], int] = {}
-        first = self.reservations.lift(pool, now) if at_home else None
-        first = first or self._promoted(pool, now, at_home=at_home)
-        for head, needs_empty_engine_queue in self._order(pool, now, first, at_home=at_home):
+        first = None if rank else self.reservations.lift(pool, now)
+        first = first or self._promoted(pool, now, rank=rank)
+        for head, needs_empty_engine_queue in self._order(pool, now, first, rank=rank):
             tokens = min(head.estimate.expected_tokens, limit)
             limits = self._limits(head, now)
             query = self._query(head, CapacityQuery(pool, tokens, limits, needs_empty_engine_queue))
@@ -154,7 +159,7 @@ class Dispatcher:
             placed = self._placement.choose(head, replica, query, now)
             if placed is not None:
                 return Choice(head, *placed)
-            if at_home and (head is first or self._is_owed(head, pool)):
+            if not rank and (head is first or self._is_owed(head, pool)):
                 self._reserve_capacity(head, pool, tokens, now)
         return None
 
@@ -190,7 +195,7 @@ class Dispatcher:
         return self._isolation.limits(scheduled.prefill_class, now, behind)
 
     def _order(
-        self, pool: str, now: float, first: ScheduledRequest | None, *, at_home: bool
+        self, pool: str, now: float, first: ScheduledRequest | None, *, rank: int
     ) -> Iterator[tuple[ScheduledRequest, bool]]:
         """Heads in the order of service, each with whether it must find a needs_empty_engine_queue engine.
 
@@ -198,23 +203,23 @@ class Dispatcher:
             first: who has waited too long.
         """
         queue = self._queue
-        for head in queue.returned_heads(pool, at_home=at_home):
+        for head in queue.returned_heads(pool, rank=rank):
             yield head, False
         if first is not None:
             yield first, False
         for priority in self._floors.owed():
-            for head in queue.heads(priority, pool, now, at_home=at_home):
+            for head in queue.heads(priority, pool, now, rank=rank):
                 yield head, False
         for priority in queue.waiting_classes():
             needs_empty_engine_queue = priority is PriorityClass.BATCH
-            for head in queue.heads(priority, pool, now, at_home=at_home):
+            for head in queue.heads(priority, pool, now, rank=rank):
                 yield head, needs_empty_engine_queue
 
-    def _promoted(self, pool: str, now: float, *, at_home: bool) -> ScheduledRequest | None:
+    def _promoted(self, pool: str, now: float, *, rank: int) -> ScheduledRequest | None:
         promotion, first_at = self._promotion, self._overdue.next_at()
         if promotion is None or not promotion.is_due or first_at is None or now <= first_at:
             return None
-        return promotion.first(self._queue.all_heads(pool, at_home=at_home), now)
+        return promotion.first(self._queue.all_heads(pool, rank=rank), now)
 
     def _overdue_at(self, scheduled: ScheduledRequest) -> float:
         assert self._promotion is not None

@@ -64,7 +64,7 @@ class PrefillWatch:
     def _learn_delay(self, scheduled: ScheduledRequest, replica: ReplicaState, seconds: float) -> None:
         if scheduled.hold.prefill_class is not PrefillClass.SHORT:
             self._delay.on_long_first_token(seconds)
-        elif replica.in_flight < replica.spec.max_num_seqs:
+        elif replica.in_flight < replica.likely_num_seqs:
             iteration_s = (replica.report.tpot_s if replica.report else None) or 0.0
             token_s = self._costs.of(replica.spec.pool).per_token_s
             self._delay.on_short_first_token(seconds - token_s * scheduled.prefill_tokens - iteration_s)

@@ -2,12 +2,12 @@
 
 There is a sub-queue for each length queue, set of pools and prefill class, because requests of one length
 queue may differ in where they can go. So the head of a sub-queue stands for all behind it, and the candidates
-for a pool are found without scanning the queue. There are at most four sets of pools (short, long, either
-with spill).
+for a pool are found without scanning the queue. Few sets of pools occur: a home, and which others can hold
+the request.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from serve_app.request import PriorityClass, Request, Usage
 from serve_app.scheduling.policies.protocol import OrderingPolicy
@@ -106,31 +106,31 @@ class RequestQueue:
         return self._policy.promotes
 
     def heads(
-        self, priority: PriorityClass, pool: str, now: float, *, at_home: bool
+        self, priority: PriorityClass, pool: str, now: float, *, rank: int
     ) -> Iterator[ScheduledRequest]:
         """Heads of the sub-queues of one class that may go to `pool`, in the order of shares and scores.
 
         Args:
-            at_home: those whose home is `pool`; otherwise those that would spill into it.
+            rank: the place of `pool` among the pools of a request: 0 is its home, 1 where it spills first.
         """
         tenants = self._tenants[priority]
         if not self._is_fair or len(tenants) == 1:
-            yield from self._ranked(tenants.values(), pool, now, at_home=at_home)
+            yield from self._ranked(tenants.values(), pool, now, rank=rank)
             return
         for equals in list(self.shares[priority].order()):
-            yield from self._ranked([tenants[name] for name in equals], pool, now, at_home=at_home)
+            yield from self._ranked([tenants[name] for name in equals], pool, now, rank=rank)
 
-    def returned_heads(self, pool: str, *, at_home: bool) -> list[ScheduledRequest]:
+    def returned_heads(self, pool: str, *, rank: int) -> list[ScheduledRequest]:
         """Heads that a replica returned, the highest class first, then the earliest."""
         if not self._returned:
             return []
-        heads = [head for head in self.all_heads(pool, at_home=at_home) if head.returned]
+        heads = [head for head in self.all_heads(pool, rank=rank) if head.returned]
         heads.sort(key=lambda head: (head.request.priority.rank, head.request.arrived_at, head.sequence))
         return heads
 
-    def all_heads(self, pool: str, *, at_home: bool) -> list[ScheduledRequest]:
+    def all_heads(self, pool: str, *, rank: int) -> list[ScheduledRequest]:
         """Heads of every sub-queue that may go to `pool`, in no order."""
-        return _heads(self._sub_queues(), pool, at_home=at_home)
+        return _heads(self._sub_queues(), pool, rank=rank)
 
     def behind_requests(self, request: Request) -> float:
         """How far the request's tenant is behind its share, in average requests; 0 without fairness."""
@@ -161,6 +161,15 @@ class RequestQueue:
             if name != request.tenant
         )
         return above + own + round(others)
+
+    def spills(self, pools: Sequence[str]) -> list[list[str]]:
+        """Which of the pools are the second in a waiting request's preference, which the third, and so on."""
+        preferences = [each for each, waiting in self.work.items() if waiting.requests]
+        most = max(map(len, preferences), default=1)
+        return [
+            [pool for pool in pools if any(len(each) > rank and each[rank] == pool for each in preferences)]
+            for rank in range(1, most)
+        ]
 
     def waiting_classes(self) -> list[PriorityClass]:
         """The classes with waiting requests, the highest first."""
@@ -253,16 +262,27 @@ class RequestQueue:
             del tenant.sub_queues[sub_queue.key]
 
     def _ranked(
-        self, tenants: Iterable[TenantQueues], pool: str, now: float, *, at_home: bool
+        self, tenants: Iterable[TenantQueues], pool: str, now: float, *, rank: int
     ) -> list[ScheduledRequest]:
         sub_queues = (sub_queue for tenant in tenants for sub_queue in tenant.sub_queues.values())
-        heads = _heads(sub_queues, pool, at_home=at_home)
+        heads = _heads(sub_queues, pool, rank=rank)
         if len(heads) > 1:
             self._policy.rank(heads, now)
-        # All of them have one home: there are two pools at most.
-        return (
-            self._delay_bound(heads[0]).arrange(heads, now) if heads and self._policy.bounds_delay else heads
-        )
+        return self._within_bounds(heads, now) if heads and self._policy.bounds_delay else heads
+
+    def _within_bounds(self, heads: list[ScheduledRequest], now: float) -> list[ScheduledRequest]:
+        """Heads as the bounds on delay arrange them; homes take turns as the score had them."""
+        home = heads[0].pools[0]
+        if all(head.pools[0] == home for head in heads):
+            return self._delay_bound(heads[0]).arrange(heads, now)
+        of_home: defaultdict[str, list[ScheduledRequest]] = defaultdict(list)
+        for head in heads:
+            of_home[head.pools[0]].append(head)
+        arranged = {
+            name: iter(self._delay_bound(members[0]).arrange(members, now))
+            for name, members in of_home.items()
+        }
+        return [next(arranged[head.pools[0]]) for head in heads]
 
     def _sub_queues(self) -> Iterator[SubQueue]:
         for tenants in self._tenants.values():
@@ -303,11 +323,11 @@ class RequestQueue:
         return f"<RequestQueue {len(self)} of {tenants} tenants, {self.waiting_tokens} tokens>"
 
 
-def _heads(sub_queues: Iterable[SubQueue], pool: str, *, at_home: bool) -> list[ScheduledRequest]:
+def _heads(sub_queues: Iterable[SubQueue], pool: str, *, rank: int) -> list[ScheduledRequest]:
     return [
         head
         for sub_queue in sub_queues
-        if pool in sub_queue.pools
-        and (sub_queue.pools[0] == pool) is at_home
+        if len(sub_queue.pools) > rank
+        and sub_queue.pools[rank] == pool
         and (head := sub_queue.head()) is not None
     ]

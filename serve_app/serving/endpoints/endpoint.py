@@ -214,9 +214,9 @@ class Endpoint:
             self._tpot.note(reading.token_gaps_s, reading.token_gaps, now)
         return ReplicaReport(
             received=None,
-            waiting=reading.waiting or 0,
-            running=reading.running or 0,
-            kv_usage_ratio=reading.kv_usage_ratio or 0.0,
+            waiting=reading.waiting,
+            running=reading.running,
+            kv_usage_ratio=reading.kv_usage_ratio,
             tpot_s=self._tpot.mean(now),
         )
 

@@ -8,8 +8,6 @@ from serve_app.serving.endpoints.control import ControlClient
 from serve_app.serving.endpoints.settings import RemoteSettings
 from serve_app.serving.endpoints.url import EndpointUrl
 
-# vLLM's own default, for a server that does not tell; what it has waiting limits what it is sent as well.
-_MAX_NUM_SEQS = 256
 # Of a server that does not tell its context: it refuses by itself what is too long for it.
 _ANY_CONTEXT = 1 << 20
 
@@ -25,8 +23,8 @@ class EndpointIdentity:
 
     server: EngineServer
     max_model_len: int
-    kv_tokens: int
-    max_num_seqs: int
+    kv_tokens: int | None
+    max_num_seqs: int | None
     tpot_s: float | None = None
 
 
@@ -55,13 +53,11 @@ async def identified(control: ControlClient, url: EndpointUrl, settings: RemoteS
             f"--served-model-name {' '.join(wanted)}, or name another model here"
         )
     stated = server.limits
-    max_model_len = settings.max_model_len or stated.max_model_len or _ANY_CONTEXT
-    max_num_seqs = settings.max_num_seqs or stated.max_num_seqs or _MAX_NUM_SEQS
     return EndpointIdentity(
         server=server,
-        max_model_len=max_model_len,
-        kv_tokens=settings.kv_tokens or stated.kv_tokens or max_model_len * max_num_seqs,
-        max_num_seqs=max_num_seqs,
+        max_model_len=settings.max_model_len or stated.max_model_len or _ANY_CONTEXT,
+        kv_tokens=settings.kv_tokens or stated.kv_tokens,
+        max_num_seqs=settings.max_num_seqs or stated.max_num_seqs,
         tpot_s=await _mean_tpot_s(control, server),
     )
 

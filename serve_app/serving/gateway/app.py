@@ -31,7 +31,6 @@ from serve_app.serving.gateway.endpoint_admin import (
     PoolWatcher,
 )
 from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
-from serve_app.serving.gateway.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
 from serve_app.serving.gateway.mode_admin import MODE_METHODS, MODE_PATH, ModeAdmin
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.incoming import IncomingRequest
@@ -39,6 +38,8 @@ from serve_app.serving.gateway.request.parse import PARSERS, parse_model
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.request.structure import check_structure
 from serve_app.serving.gateway.scheduler_views import SchedulerViews, View
+from serve_app.serving.gateway.scraping.engine_pages import ENGINES_PATH, EnginePages
+from serve_app.serving.gateway.scraping.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.unscheduled import AnyReplica
@@ -109,6 +110,7 @@ class Gateway:
             asks_for_keys=settings.asks_for_keys,
             authenticate=self._reader.caller,
         )
+        engine_pages = EnginePages(self._upstream, schedulers, self._metrics_endpoint.check)
         self._services = Services(self._upstream, self.telemetry, settings.queued_comment_s)
         self._any_replica = AnyReplica(self._upstream)
         endpoint_admin = EndpointAdmin(watchers or {}, self._reader)
@@ -124,6 +126,7 @@ class Gateway:
             "/health": ("GET", self._health),
             "/ready": ("GET", self._ready),
             "/metrics": ("GET", self._metrics),
+            ENGINES_PATH: ("GET", engine_pages.serve),
             ENDPOINTS_PATH: (", ".join(ENDPOINTS_METHODS), endpoint_admin.serve),
             MODE_PATH: (", ".join(MODE_METHODS), mode_admin.serve),
             "/openapi.json": ("GET", self._describe_itself),

@@ -35,6 +35,7 @@ _VIEWS: Mapping[str, str] = {
     "/health": "whether the gateway lives",
     "/ready": "whether every model has a replica",
     "/metrics": "metrics for Prometheus",
+    "/metrics/engines": "the engines as targets for Prometheus; with `?replica=` the metrics of one",
     "/openapi.json": "this description",
     "/debug/queue": "who waits where, and why; for admins",
     "/debug/status": "replicas, learned queues and the tuner; for admins",

@@ -8,8 +8,8 @@ from serve_app.access import is_loopback
 from serve_app.errors import SettingsError
 from serve_app.serving.gateway.cors import CorsSettings
 from serve_app.serving.gateway.keys.settings import ApiKey
-from serve_app.serving.gateway.metrics_endpoint import MetricsKey
 from serve_app.serving.gateway.request.prefix import PrefixSettings
+from serve_app.serving.gateway.scraping.metrics_endpoint import MetricsKey
 from serve_app.serving.gateway.upstream.pool import UpstreamSettings
 from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
 
@@ -59,8 +59,10 @@ class WrittenGateway:
     # many bytes of them refuses more with 503. While they are parsed, bodies take about twice their length.
     max_held_body_bytes: Annotated[int, at_least(1_024), ADVANCED] = 1_024 * MEBIBYTE
     # Asks engines for a stream of chat and text completions that clients want in one piece, and assembles it.
-    # Then `silence_timeout_s` bounds silence instead of the length of answers. It costs the gateway some
-    # microseconds per token. Requests with tools, and other kinds of answers, are left as they are.
+    # Then `silence_timeout_s` bounds silence instead of the length of answers. Off, since such answers lack
+    # what vLLM's streams lack: `system_fingerprint`, and fields that are null. An event of the stream, mostly
+    # a token, costs the gateway a tenth of a millisecond. Requests with tools or `echo`, and other kinds of
+    # answers, are left as they are.
     assemble_answers: Annotated[bool, ADVANCED] = False
     # A body may take so long, and beyond that as long as it comes at `least_body_bytes_per_s`. Whoever is
     # slower gets 408, since each body under way holds memory.

@@ -62,8 +62,9 @@ class _ReplicaGauges(Collector):
         for replica_id, (spec, report) in self.status.replicas.items():
             values = (self._model, spec.pool, replica_id)
             in_flight.add_metric(values, self.status.in_flight.get(replica_id, 0))
-            if report is not None:
+            if report is not None and report.kv_usage_ratio is not None:
                 kv_usage.add_metric(values, report.kv_usage_ratio)
+            if report is not None and report.waiting is not None:
                 waiting.add_metric(values, report.waiting)
         yield from (in_flight, kv_usage, waiting)
 

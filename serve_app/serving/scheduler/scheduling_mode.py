@@ -4,12 +4,11 @@ Time to first token is from the arrival at the gateway. Only streamed answers ha
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from serve_app.errors import ChannelError, SettingsError
-from serve_app.metrics.summary import SHORT_AT_TOKENS
+from serve_app.metrics.first_tokens import first_token_figures
 from serve_app.scheduling import Scheduler
 from serve_app.scheduling.commands import Command, Conclude, Dispatch
 from serve_app.scheduling.events import ActiveShareChanged, Event, FirstToken
@@ -101,20 +100,7 @@ class SchedulingMode:
             "mode": "active" if share == 1 else "observe" if share == 0 else "partly active",
             "active_share": share,
             "measured": {
-                "scheduled": _distribution(self._firsts[False]),
-                "passed": _distribution(self._firsts[True]),
+                "scheduled": first_token_figures(self._firsts[False]),
+                "passed": first_token_figures(self._firsts[True]),
             },
         }
-
-
-def _distribution(firsts: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    short = [ttft_s for tokens, ttft_s in firsts if tokens <= SHORT_AT_TOKENS]
-    return {"all": _quantiles([ttft_s for _, ttft_s in firsts]), "short": _quantiles(short)}
-
-
-def _quantiles(values: list[float]) -> dict[str, Any]:
-    ordered = sorted(values)
-    found: dict[str, Any] = {"requests": len(ordered)}
-    for name, share in (("ttft_p50_s", 0.5), ("ttft_p99_s", 0.99)):
-        found[name] = round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4) if ordered else None
-    return found

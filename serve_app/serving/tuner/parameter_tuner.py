@@ -25,6 +25,7 @@ from serve_app.tuning.online.parameter_search import (
     SearchResult,
     SearchTask,
     throttled_fit,
+    throttled_forecast,
     throttled_replay,
     throttled_search,
 )
@@ -32,6 +33,7 @@ from serve_app.tuning.online.replay import ReplayResult, ReplayTask
 from serve_app.tuning.online.rollout_settings import Retune
 from serve_app.tuning.partition.settings import RefineAndPruneSettings
 from serve_app.tuning.twin.engine_fit import EngineFitResult, EngineFitTask
+from serve_app.tuning.twin.forecast import ForecastResult
 
 logger = logging.getLogger("ray.serve")
 
@@ -77,6 +79,7 @@ class ParameterTuner:
         self._replay: asyncio.Task[ReplayResult] | None = None
         self._fitter = fitter or self._throttled_fit
         self._fit: asyncio.Task[EngineFitResult] | None = None
+        self._forecast: asyncio.Task[ForecastResult] | None = None
         self._stop = threading.Event()
         # One thread, so that all work together takes no more than its share.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tuner", initializer=_give_way)
@@ -144,9 +147,11 @@ class ParameterTuner:
             records=[record_of(row) for row in observed.outcomes],
             replicas=observed.replicas,
             frozen=observed.frozen or self.freeze_due,
+            active_share=observed.settings.active_share,
         )
         orders += self._loop.observe(observation)
         self._end_fit(self._loop, observed.at)
+        self._end_forecast(self._loop, observed.at)
         orders += self._end_search(self._loop, observed.at)
         orders += self._end_replay(self._loop, observed.at)
         if not self._stop.is_set():
@@ -178,6 +183,10 @@ class ParameterTuner:
         fit_task = loop.fit_due(observation)
         if fit_task is not None:
             self._fit = asyncio.get_running_loop().create_task(self._fitter(fit_task))
+        forecast_task = loop.forecast_due(observation)
+        if forecast_task is not None:
+            work = self._in_thread(throttled_forecast, forecast_task)
+            self._forecast = asyncio.get_running_loop().create_task(work)
         search_task = loop.search_due(observation)
         if search_task is not None:
             self._search = asyncio.get_running_loop().create_task(self._searcher(search_task))
@@ -219,6 +228,12 @@ class ParameterTuner:
             "-" if error is None else f"{error.ttft_ratio:+.3f}",
             "-" if error is None else f"{error.tpot_ratio:+.3f}",
         )
+
+    def _end_forecast(self, loop: ParameterLoop, now: float) -> None:
+        """Pass the result of a finished forecast to the loop."""
+        if self._forecast is not None and self._forecast.done():
+            ended, self._forecast = self._forecast, None
+            loop.forecasts.on_result(self._result(ended, "forecast"), now)
 
     def _end_search(self, loop: ParameterLoop, now: float) -> list[Retune]:
         """Pass the result of a finished search to the loop."""

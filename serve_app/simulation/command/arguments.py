@@ -14,11 +14,12 @@ from serve_app.simulation.command.workload_arguments import (
     configure_replicas,
     configure_slo,
     configure_workload,
+    fleet_of,
     trace_choice,
 )
 from serve_app.simulation.direct import Balance
 from serve_app.simulation.estimate_noise import LengthNoise
-from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
+from serve_app.simulation.fleet import EngineChanges, FleetSettings
 from serve_app.simulation.partitions import LEARNED, PRIOR, PartitionSource, partition_source
 from serve_app.simulation.run import RunSettings, SloByLength, policy_names
 from serve_app.simulation.simulation import SimulationSettings
@@ -81,7 +82,8 @@ def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
 def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
     configure_replicas(
         group,
-        b_short_help="with two pools: the context of the short one, and the budget that is at home there",
+        b_short_help="with several pools: the budget that is at home in the first, and its context unless "
+        "--pools has one (8192, or that context)",
     )
     group.add_argument("--balance", type=Balance, choices=list(Balance), default=Balance.LEAST_OUTSTANDING)
     for name in (
@@ -156,19 +158,15 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
 
 def fleet(args: argparse.Namespace) -> FleetSettings:
     """The replicas."""
-    return FleetSettings(
-        profile=args.profile,
-        replicas=args.pools or {ONE_POOL: args.replicas},
-        b_short_tokens=args.b_short,
-        engine=EngineChanges(
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            long_prefill_token_threshold=args.long_prefill_token_threshold,
-            kv_tokens=args.kv_tokens,
-            max_model_len=args.max_model_len,
-            scheduling_policy=args.scheduling_policy,
-        ),
+    engine = EngineChanges(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        kv_tokens=args.kv_tokens,
+        max_model_len=args.max_model_len,
+        scheduling_policy=args.scheduling_policy,
     )
+    return fleet_of(args, engine)
 
 
 def _slo(args: argparse.Namespace) -> SloByLength:

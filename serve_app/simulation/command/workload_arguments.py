@@ -1,12 +1,17 @@
 """The arguments for the workload and the number of replicas, which several commands share."""
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from serve_app.command import positive_float, positive_int
 from serve_app.metrics.summary import SHORT_AT_TOKENS
+from serve_app.routing.pools import RoutingSettings
+from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings, PoolChanges
 from serve_app.simulation.workload import TraceChoice
 
+_UNCHANGED = EngineChanges()
 _ARRIVALS = "poisson, gamma:CV or on-off:ON,OFF in requests (the trace's own)"
 
 
@@ -67,12 +72,18 @@ def configure_max_output(group: "argparse._ArgumentGroup") -> None:
 
 
 def configure_replicas(group: "argparse._ArgumentGroup", *, b_short_help: str) -> None:
-    """Add the engines' profile, their number in one pool or two, and `b_short` between two."""
+    """Add the engines' profile, their number in one pool or several, and the first boundary between them."""
     group.add_argument("--profile", default="llama2-70b-h100-tp4", help="name or YAML file (%(default)s)")
     size = group.add_mutually_exclusive_group()
     size.add_argument("--replicas", type=positive_int, default=4, help="in one pool (%(default)s)")
-    size.add_argument("--pools", type=pools, metavar="short:N,long:M", help="replicas of two pools")
-    group.add_argument("--b-short", type=positive_int, default=8_192, help=b_short_help)
+    size.add_argument(
+        "--pools",
+        type=pools,
+        metavar="NAME:N[:CONTEXT[:PROFILE]],...",
+        help="replicas of several pools, the shortest context first, such as short:3,long:1 or "
+        "short:4:8192,mid:2:32768,long:1",
+    )
+    group.add_argument("--b-short", type=positive_int, help=b_short_help)
 
 
 def trace_choice(args: argparse.Namespace, *, flip_mix_at: int | None = None) -> TraceChoice:
@@ -92,12 +103,58 @@ def trace_choice(args: argparse.Namespace, *, flip_mix_at: int | None = None) ->
     )
 
 
-def pools(text: str) -> dict[str, int]:
-    """An argument type: `short:3,long:1`."""
-    try:
-        counts = {name.strip(): int(count) for name, count in (part.split(":") for part in text.split(","))}
-    except ValueError:
-        counts = {}
-    if sorted(counts) != ["long", "short"] or min(counts.values()) < 1:
-        raise argparse.ArgumentTypeError(f"write short:N,long:M with at least one of each, got {text!r}")
-    return {"short": counts["short"], "long": counts["long"]}
+@dataclass(frozen=True, slots=True)
+class PoolArgument:
+    """One pool of `--pools`; what is not given is None."""
+
+    replicas: int
+    context_tokens: int | None = None
+    profile: str | None = None
+
+
+def pools(text: str) -> dict[str, PoolArgument]:
+    """An argument type: `short:3,long:1`, or `short:4:8192,mid:2:32768,long:1:llama2-70b-h100-tp4`."""
+    given: dict[str, PoolArgument] = {}
+    for part in text.split(","):
+        name, *rest = (field.strip() for field in part.split(":", 3))
+        try:
+            replicas, context = int(rest[0]), int(rest[1]) if rest[1:] and rest[1] else None
+        except (ValueError, IndexError):
+            raise argparse.ArgumentTypeError(f"write NAME:N or NAME:N:CONTEXT, got {part!r}") from None
+        if replicas < 1 or (context is not None and context < 1):
+            raise argparse.ArgumentTypeError(f"a pool has at least one replica and token, got {part!r}")
+        if not name or name in given:
+            raise argparse.ArgumentTypeError(f"each pool needs a name of its own, got {text!r}")
+        given[name] = PoolArgument(replicas, context, rest[2] if rest[2:] else None)
+    if given.keys() == {"short", "long"}:
+        return {name: given[name] for name in ("short", "long")}
+    return given
+
+
+def fleet_of(args: argparse.Namespace, engine: EngineChanges = _UNCHANGED) -> FleetSettings:
+    """The replicas that `configure_replicas` asks for.
+
+    Args:
+        engine: changes to every engine.
+    """
+    given: dict[str, PoolArgument] = args.pools or {ONE_POOL: PoolArgument(args.replicas)}
+    by_pool = {
+        name: PoolChanges(profile=pool.profile, engine=EngineChanges(max_model_len=pool.context_tokens))
+        for name, pool in given.items()
+        if pool.profile is not None or pool.context_tokens is not None
+    }
+    return FleetSettings(
+        profile=args.profile,
+        replicas={name: pool.replicas for name, pool in given.items()},
+        b_short_tokens=args.b_short or _b_short(list(given.values())),
+        engine=engine,
+        by_pool=by_pool,
+    )
+
+
+def _b_short(given: Sequence[PoolArgument]) -> int:
+    """As for a served model (`WrittenRouting.b_short_tokens`)."""
+    usual, context = RoutingSettings().b_short_tokens, given[0].context_tokens
+    if context is None:
+        return usual
+    return context if len(given) > len(RoutingSettings().pools) else min(usual, context)

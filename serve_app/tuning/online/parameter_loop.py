@@ -40,6 +40,7 @@ from serve_app.tuning.search.search_space import SearchSpace, SettingPart
 from serve_app.tuning.search.tunable import Tunable, parameters_of, space_of
 from serve_app.tuning.twin.digital_twin import TwinPlan
 from serve_app.tuning.twin.engine_fit import EngineFitTask
+from serve_app.tuning.twin.forecast import Forecasts, ForecastTask
 from serve_app.tuning.twin.traffic import TrafficLog
 from serve_app.workloads.trace import Trace
 
@@ -60,6 +61,7 @@ class Observation:
         records: of the requests that were concluded.
         replicas: those that are connected.
         frozen: why nothing may be tried; empty when something may.
+        active_share: of the requests, which are scheduled.
     """
 
     at: float
@@ -67,6 +69,7 @@ class Observation:
     records: Sequence[RequestRecord]
     replicas: Sequence[ReplicaSpec]
     frozen: str = ""
+    active_share: float = 1.0
 
 
 class ParameterLoop:
@@ -79,6 +82,7 @@ class ParameterLoop:
     Attributes:
         rollout: the values in force and on trial, and the decisions so far.
         calibration: the engines of the twin.
+        forecasts: of what it would be like if all requests were scheduled.
     """
 
     def __init__(
@@ -92,10 +96,13 @@ class ParameterLoop:
         self._studies: deque[dict[str, Any]] = deque(maxlen=_STUDIES_KEPT)
         self._searching = self._replaying = False
         self.calibration = TwinCalibration(settings.calibration, settings.profile)
+        self.forecasts = Forecasts()
         self._start(configured, now)
 
     def _start(self, configured: SchedulerSettings, now: float) -> None:
-        self._configured, self._now = configured, now
+        # Nothing is tried while a part of the requests passes by, so a twin schedules all of them.
+        self._configured, self._now = replace(configured, active_share=1.0), now
+        configured = self._configured
         self._space = _space(configured)
         self.rollout = Rollout(self._space, self._space.current, self._settings.rollout)
         # Times of an earlier scheduler are on another clock.
@@ -184,6 +191,16 @@ class ParameterLoop:
             self._traffic, observation.replicas, observation.settled_until, observation.at
         )
 
+    def forecast_due(self, observation: Observation) -> ForecastTask | None:
+        """A forecast to make now; its result or failure has to follow."""
+
+        def plan() -> TwinPlan | None:
+            traffic = self._traffic.trace(observation.settled_until)
+            return None if traffic is None else self._twin(traffic, observation.replicas)
+
+        obstacle = self.calibration.obstacle or ("" if observation.replicas else "no replica is connected")
+        return self.forecasts.due(observation.active_share, obstacle, plan, observation.at)
+
     def search_due(self, observation: Observation) -> SearchTask | None:
         """A search to carry out now; its result or failure has to follow before there is another."""
         if self._searching or observation.at < self._next_search_at or not observation.replicas:
@@ -235,6 +252,7 @@ class ParameterLoop:
             "mode": self._settings.rollout.mode,
             "state": self._doing(),
             "twin": self.calibration.document(),
+            "forecast": self.forecasts.document(self._now),
             "audit": [
                 {
                     "age_s": max(0.0, self._now - each.at),

@@ -17,6 +17,7 @@ from serve_app.tuning.search.study import Finding, Study, StudySettings
 from serve_app.tuning.search.study_run import Budget, WindowPlayer, run_study
 from serve_app.tuning.twin.digital_twin import TwinPlan, TwinSettings
 from serve_app.tuning.twin.engine_fit import EngineFitResult, EngineFitTask, fit_engines
+from serve_app.tuning.twin.forecast import ForecastResult, ForecastTask, forecast
 from serve_app.tuning.twin.processes import TwinProcesses
 
 
@@ -132,6 +133,17 @@ def throttled_fit(
         StoppedError: `stop` was set meanwhile.
     """
     return fit_engines(task, _throttle(settings.core_share, stop))
+
+
+def throttled_forecast(
+    task: ForecastTask, settings: ParameterTuningSettings, stop: threading.Event
+) -> ForecastResult:
+    """Make a forecast in this thread, at its share of a core.
+
+    Raises:
+        StoppedError: `stop` was set meanwhile.
+    """
+    return forecast(task, _throttle(settings.core_share, stop))
 
 
 def _throttle(core_share: float, stop: threading.Event) -> Callable[[], None]:

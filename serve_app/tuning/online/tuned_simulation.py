@@ -37,6 +37,7 @@ from serve_app.tuning.search.study import Job
 from serve_app.tuning.search.study_run import Budget, WindowPlayer, WindowResult
 from serve_app.tuning.search.tunable import with_weights
 from serve_app.tuning.twin.engine_fit import EngineFitResult, EngineFitTask, fit_engines
+from serve_app.tuning.twin.forecast import forecast
 
 Searcher = Callable[[SearchTask], SearchResult]
 
@@ -183,6 +184,8 @@ class TunedSimulation:
             settled_until=self._outcomes.settled_until(now),
             records=[record_of(row) for row in self._outcomes.take()],
             replicas=[plan.spec for plan in self.plans],
+            frozen="" if self.scheduler_settings.active_share == 1 else "not all requests are scheduled",
+            active_share=self.scheduler_settings.active_share,
         )
         self._carry_out(self.loop.observe(observation))
         if self._fit_result is not None and now >= self._fit_result[0]:
@@ -203,6 +206,10 @@ class TunedSimulation:
         if fit_task is not None:
             fitted = self.fitter(fit_task)
             self._fit_result = (observation.at + fitted.seconds / self.tuning.core_share, fitted)
+        forecast_task = self.loop.forecast_due(observation)
+        if forecast_task is not None:
+            # Nothing in the simulation waits for it.
+            self.loop.forecasts.on_result(forecast(forecast_task), observation.at)
         search_task = self.loop.search_due(observation)
         if search_task is not None:
             found = self.searcher(search_task)

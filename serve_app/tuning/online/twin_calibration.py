@@ -39,6 +39,8 @@ _UNKNOWN = FittedEngine(
 _BLOCK = 16
 """Tokens in a block of the KV cache, as in vLLM on GPUs."""
 _USUAL_BUDGET = 2_048
+# Of a server that states neither.
+_USUAL_KV_TOKENS, _USUAL_NUM_SEQS = 100_000, 256
 """`max_num_batched_tokens` of an engine that does not say: the smaller of vLLM's usual defaults."""
 
 
@@ -226,13 +228,15 @@ class TwinCalibration:
         budget = spec.max_num_batched_tokens or (known.max_num_batched_tokens if known else _USUAL_BUDGET)
         if chunk is None:
             chunk = known.step_time.chunk_tokens() if known else 0
+        kv_tokens = _USUAL_KV_TOKENS if spec.kv_tokens is None else spec.kv_tokens
+        max_num_seqs = _USUAL_NUM_SEQS if spec.max_num_seqs is None else spec.max_num_seqs
         engine = EngineModelSettings(
-            kv_tokens=spec.kv_tokens,
+            kv_tokens=kv_tokens,
             # A server may state a context that its cache cannot hold.
-            max_model_len=min(spec.max_model_len, spec.kv_tokens // _BLOCK * _BLOCK),
+            max_model_len=min(spec.max_model_len, kv_tokens // _BLOCK * _BLOCK),
             block_size=_BLOCK,
-            max_num_seqs=spec.max_num_seqs,
-            max_num_batched_tokens=max(budget, spec.max_num_seqs),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(budget, max_num_seqs),
             long_prefill_token_threshold=chunk,
         )
         return ReplicaPlan(replica_id=spec.replica_id, pool=spec.pool, engine=engine, step_time=step_time)

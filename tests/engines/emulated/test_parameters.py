@@ -17,6 +17,24 @@ def events(text: str) -> list[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+# -- values of another type, which vLLM coerces --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [3.0, "3", "3.0"])
+async def test_a_number_may_be_written_as_another_type(engine: Served, tokens: Any) -> None:
+    numbers = {"max_tokens": tokens, "temperature": "0.5", "ignore_eos": 1, "stop_token_ids": ["5"], "n": 2.0}
+    answer = await engine.http.post("/v1/completions", json={"prompt": [7.0, 8.0], **numbers})
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 2
+    assert answer.json()["usage"]["completion_tokens"] == 6
+
+
+@pytest.mark.parametrize("tokens", [3.5, "three", [3], {}])
+async def test_what_is_no_number_is_refused(engine: Served, tokens: Any) -> None:
+    answer = await engine.http.post("/v1/completions", json={"prompt": "x", "max_tokens": tokens})
+    assert answer.status_code == 400
+
+
 # -- stop strings -----------------------------------------------------------------------------------------
 
 

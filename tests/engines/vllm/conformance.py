@@ -47,12 +47,40 @@ ANSWERED: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"logprobs": 2, "max_tokens": 2}),
     (TEXT, {"logprobs": 0, "max_tokens": 2}),
     (TEXT, {"echo": True, "max_tokens": 2}),
+    (TEXT, {"max_tokens": 2.0, "temperature": "0.5", "ignore_eos": 1, "stop_token_ids": ["5"]}),
+    (CHAT, {"max_tokens": "2", "seed": 3.0, "logprobs": "true"}),
     (TEXT, {"structured_outputs": {"choice": ["yes"]}, "max_tokens": 20}),
     (TEXT, {"structured_outputs": {"regex": "[ab]{3}"}, "max_tokens": 20}),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {
         "name": "x", "schema": {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"],
         "additionalProperties": False}}}, "max_tokens": 60}),
 ]  # fmt: skip
+
+
+# Whose answers are the same whether they come in one piece or are assembled from a stream.
+ASSEMBLED: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"max_tokens": 20}),
+    (CHAT, {"max_tokens": 9, "n": 2, "temperature": 0.7, "seed": 3}),
+    (CHAT, {"max_tokens": 9, "logprobs": True, "top_logprobs": 2}),
+    (CHAT, {"max_tokens": 60, "stop": ["a"]}),
+    (CHAT, {"max_tokens": 60, "stop": ["a"], "include_stop_str_in_output": True}),
+    (CHAT, {"max_tokens": 20, "structured_outputs": {"choice": ["yes"]}}),
+    (CHAT, {"max_tokens": 5, "messages": [{"role": "user", "content": "many words " * 100}]}),
+    (TEXT, {"max_tokens": 20}),
+    (TEXT, {"max_tokens": 7, "prompt": ["one", "two"], "n": 2, "temperature": 1.0, "seed": 1}),
+    (TEXT, {"max_tokens": 7, "logprobs": 2}),
+    (TEXT, {"max_tokens": 40, "stop": ["e"], "logprobs": 1}),
+    (TEXT, {"max_tokens": 3, "prompt": "many words " * 100}),
+]
+
+
+def without_ids(value: Any) -> Any:
+    """An answer without ids, times, and what streams of vLLM do not have: nulls and `system_fingerprint`."""
+    left_out = {"id", "created", "system_fingerprint"}
+    if isinstance(value, dict):
+        kept = {key: without_ids(item) for key, item in value.items() if key not in left_out}
+        return {key: item for key, item in kept.items() if item is not None}
+    return [without_ids(item) for item in value] if isinstance(value, list) else value
 
 
 async def answer(client: httpx.AsyncClient, path: str, parameters: dict[str, Any]) -> httpx.Response:

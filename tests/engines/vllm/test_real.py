@@ -24,10 +24,18 @@ from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings, check_
 from serve_app.errors import EngineError, SettingsError
 from serve_app.request import PriorityClass, Request
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities, EnginePrioritySettings
+from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.request.splice import with_priority
 from tests.builders import request
 from tests.engines.servers import free_port, served, until
-from tests.engines.vllm.conformance import ANSWERED, REFUSED, answer, choice_form
+from tests.engines.vllm.conformance import (
+    ANSWERED,
+    ASSEMBLED,
+    REFUSED,
+    answer,
+    choice_form,
+    without_ids,
+)
 from tests.engines.vllm.in_front import Heard, in_front_of
 from tests.engines.vllm.real import (
     ARGS,
@@ -207,6 +215,20 @@ class TestTinyEngine:
                 ours = await answer(emulated.http, path, parameters)
                 assert real.status_code == 200, (parameters, real.text)
                 assert choice_form(ours) == choice_form(real), parameters
+
+    async def test_an_answer_assembled_from_a_stream_says_what_the_whole_one_says(
+        self, tiny: Running
+    ) -> None:
+        for path, parameters in ASSEMBLED:
+            wanted = {"temperature": 0.0, **parameters}
+            # The first fills the prefix cache, of which usage tells.
+            await answer(tiny.client, path, wanted)
+            whole = await answer(tiny.client, path, wanted)
+            usage = {"stream": True, "stream_options": {"include_usage": True}}
+            streamed = await answer(tiny.client, path, {**wanted, **usage})
+            assembly = AnswerAssembly()
+            assembly.feed(streamed.content)
+            assert without_ids(json.loads(assembly.whole())) == without_ids(whole.json()), parameters
 
     async def test_an_urgent_request_overtakes_a_backlog_inside_the_engine(self, tiny: Running) -> None:
         """Bodies and priorities are the gateway's, which replaces the `priority` of each client."""

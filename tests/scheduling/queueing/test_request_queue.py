@@ -44,14 +44,14 @@ def of_tenant(tenant: str, count: int, prompt_tokens: int = 50) -> list[Schedule
 
 def dispatch_first(queue: RequestQueue) -> str:
     """Take the first request of the default class out and charge its tenant."""
-    first = next(queue.heads(PriorityClass.DEFAULT, "short", 0.0, at_home=True))
+    first = next(queue.heads(PriorityClass.DEFAULT, "short", 0.0, rank=0))
     queue.remove(first)
     queue.charge(first)
     return first.request.request_id
 
 
-def heads(queue: RequestQueue, pool: str = "short", *, at_home: bool = True) -> list[str]:
-    found = queue.heads(PriorityClass.DEFAULT, pool, 0.0, at_home=at_home)
+def heads(queue: RequestQueue, pool: str = "short", *, rank: int = 0) -> list[str]:
+    found = queue.heads(PriorityClass.DEFAULT, pool, 0.0, rank=rank)
     return [head.request.request_id for head in found]
 
 
@@ -67,7 +67,7 @@ def test_a_returned_request_is_first_in_its_sub_queue_and_listed_separately() ->
         returned.returned = True
         queue.add(returned)
     assert heads(queue) == ["back", "back-large"]
-    listed = [head.request.request_id for head in queue.returned_heads("short", at_home=True)]
+    listed = [head.request.request_id for head in queue.returned_heads("short", rank=0)]
     assert listed == ["back", "back-large"]
 
 
@@ -75,7 +75,7 @@ def test_equal_keys_keep_the_order_of_arrival() -> None:
     queue = queue_of(*(scheduled(f"r{number}", 50, number) for number in range(3)))
     taken = []
     for _ in range(3):
-        (head,) = queue.all_heads("short", at_home=True)
+        (head,) = queue.all_heads("short", rank=0)
         taken.append(head.request.request_id)
         queue.remove(head)
     assert taken == ["r0", "r1", "r2"]
@@ -88,7 +88,7 @@ def test_heads_at_home_and_heads_that_spill_are_separate() -> None:
         scheduled("bound", 50, 3, "long"),
     )
     assert heads(queue, "short") == ["at-home"]
-    assert heads(queue, "short", at_home=False) == ["spilling"]
+    assert heads(queue, "short", rank=1) == ["spilling"]
     assert heads(queue, "long") == ["spilling", "bound"]
 
 

@@ -50,6 +50,7 @@ DEBUG = {
     "/debug/tuner/freeze": "POST",
     "/debug/tuner/thaw": "POST",
     "/metrics": "GET",
+    "/metrics/engines": "GET",
     "/admin/endpoints": "GET",
     "/admin/mode": "GET",
 }

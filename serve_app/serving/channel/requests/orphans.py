@@ -65,7 +65,8 @@ class Orphans:
         before, self._ended = self._ended, {}
         for replica_id, request_ids in orphans.items():
             report = reports.get(replica_id)
-            if report is None:
+            if report is None or report.waiting is None or report.running is None:
+                # Without counts of its own nothing can be told from ours.
                 continue
             ended = settled[replica_id] - report.waiting - report.running
             agreed = max(0, min(ended, before.get(replica_id, 0), len(request_ids)))

@@ -3,8 +3,9 @@
 A long answer that is not streamed is silent until its end, so a dead engine looks like one at work. Asked for
 a stream, the engine is heard with each token, and the gateway puts the pieces together.
 
-What comes out is what the engine would have answered itself, but for fields that are null there and absent
-in streams. Texts and logprobs of a choice are joined, and of everything else the last value counts.
+What comes out is what the engine would have answered itself, but for what streams do not have: fields that
+are null there, and vLLM's `system_fingerprint`. Texts and logprobs of a choice are joined, and of everything
+else the last value counts.
 """
 
 from typing import Any

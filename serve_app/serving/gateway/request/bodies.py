@@ -89,12 +89,14 @@ class GenerationFields(BodyFields):
     best_of: msgspec.Raw = ABSENT
     kv_transfer_params: msgspec.Raw = ABSENT
     return_token_ids: msgspec.Raw = ABSENT
+    # With it, prompts' ids and logprobs come in one of the two alone.
+    echo: msgspec.Raw = ABSENT
 
     @property
     def may_be_assembled(self) -> bool:
         """Whether a stream of its answer says as much as the answer in one piece."""
-        others = (self.use_beam_search, self.best_of, self.kv_transfer_params, self.return_token_ids)
-        return self.prompt_logprobs is ABSENT and all(field is ABSENT for field in others)
+        others = (self.prompt_logprobs, self.use_beam_search, self.best_of, self.kv_transfer_params)
+        return all(field is ABSENT for field in (*others, self.return_token_ids, self.echo))
 
 
 class ChatFields(GenerationFields, kw_only=True):

@@ -172,16 +172,26 @@ def upstream_head(
     Args:
         forwarded: lines of the client's headers that go on, from `forwarded()`.
     """
+    lines = (
+        f"POST {address.path}{incoming.path} HTTP/1.1\r\n{_host_and_credentials(address)}"
+        f"x-request-id: {incoming.request_id}\r\ncontent-length: {body_bytes}\r\n"
+    )
+    return lines.encode("latin-1") + forwarded + b"\r\n"
+
+
+def engine_head(address: ReplicaAddress, path: str) -> bytes:
+    """Request line and headers of a GET of the gateway's own."""
+    lines = f"GET {address.path}{path} HTTP/1.1\r\n{_host_and_credentials(address)}\r\n"
+    return lines.encode("latin-1")
+
+
+def _host_and_credentials(address: ReplicaAddress) -> str:
     host = address.server_name or address.host
     host = f"[{host}]" if ":" in host else host
     credentials = f"x-replica-token: {address.token}\r\n" if address.token else ""
     if address.api_key:
         credentials = f"authorization: Bearer {address.api_key}\r\n"
-    lines = (
-        f"POST {address.path}{incoming.path} HTTP/1.1\r\nhost: {host}:{address.port}\r\n"
-        f"{credentials}x-request-id: {incoming.request_id}\r\ncontent-length: {body_bytes}\r\n"
-    )
-    return lines.encode("latin-1") + forwarded + b"\r\n"
+    return f"host: {host}:{address.port}\r\n{credentials}"
 
 
 def returned(raw: HeaderList) -> HeaderList:

@@ -17,8 +17,8 @@ from serve_app.errors import SettingsError
 from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.scheduler_client import SchedulerClient
 from serve_app.serving.gateway.answer.responses import ForbiddenError
-from serve_app.serving.gateway.exposition import merge
 from serve_app.serving.gateway.keys.caller import Caller
+from serve_app.serving.gateway.scraping.exposition import merge
 from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.settings_base import settings
 

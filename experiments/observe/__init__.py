@@ -1,0 +1,1 @@
+"""What a scheduler that only observes forecasts, beside what scheduling then does."""
