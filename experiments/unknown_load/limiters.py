@@ -1,7 +1,7 @@
 """Other limits of requests in flight, to compare with the one that is used.
 
-The rules and constants are those of Netflix's concurrency-limits (`Gradient2Limit`, `VegasLimit`). A latency is
-kept for each power of two of tokens, since answers of unlike sizes are not to be compared.
+The rules and constants are those of Netflix's concurrency-limits (`Gradient2Limit`, `VegasLimit`). A latency
+is kept for each power of two of tokens, since answers of unlike sizes are not to be compared.
 """
 
 import math

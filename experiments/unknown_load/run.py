@@ -5,7 +5,7 @@ sent. Ours moves with the latency of answers. Beside it: two others that do, and
 and too high. In some cases the engine becomes slower or faster in the middle.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -70,46 +70,52 @@ class UnknownLoad:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One case under one limit with one seed."""
+    """One case with one seed."""
 
     experiment: UnknownLoad
     case: EngineCase
-    limit: str
     seed: int
 
 
 def play(experiment: UnknownLoad, context: Context) -> Iterator[Measurement]:
     """Every case and limit that there is no row of yet; all limits meet the same requests."""
-    cells = [
-        (case, limit)
-        for case in experiment.cases
-        for limit in (METRICS, *LIMITS)
-        if not context.has({"case": case.name, "limit": limit})
-    ]
-    with progress_bar("unknown_load", len(cells)) as advance:
-        for case, limit in cells:
-            runs = [Run(experiment, case, limit, seed) for seed in range(experiment.seeds)]
-            columns = list(parallel(_figures, runs, context.jobs))
-            yield Measurement(
-                key={"case": case.name, "limit": limit},
-                seeds=range(experiment.seeds),
-                traces=generated(experiment.trace),
-                figures={name: [one[name] for one in columns] for name in columns[0]},
-            )
+    with progress_bar("unknown_load", len(experiment.cases)) as advance:
+        for case in experiment.cases:
+            runs = [Run(experiment, case, seed) for seed in range(experiment.seeds)]
+            if any(not context.has({"case": case.name, "limit": limit}) for limit in (METRICS, *LIMITS)):
+                columns = list(parallel(_all_limits, runs, context.jobs))
+                yield from (_measurement(experiment, case, limit, columns) for limit in (METRICS, *LIMITS))
             advance()
 
 
-def _figures(run: Run) -> dict[str, Any]:
+def _measurement(
+    experiment: UnknownLoad, case: EngineCase, limit: str, columns: Sequence[Mapping[str, dict[str, Any]]]
+) -> Measurement:
+    of_limit = [one[limit] for one in columns]
+    return Measurement(
+        key={"case": case.name, "limit": limit},
+        seeds=range(experiment.seeds),
+        traces=generated(experiment.trace),
+        figures={name: [one[name] for one in of_limit] for name in of_limit[0]},
+    )
+
+
+def _all_limits(run: Run) -> dict[str, dict[str, Any]]:
+    # In one process, which measures the rate of saturation once.
+    return {limit: _figures(run, limit) for limit in (METRICS, *LIMITS)}
+
+
+def _figures(run: Run, limit: str) -> dict[str, Any]:
     case = run.case
     fleet = FleetSettings(
         profile=run.experiment.profile,
         replicas={ONE_POOL: 1},
         engine=EngineChanges(max_num_seqs=case.max_num_seqs),
-        tells_load=run.limit == METRICS,
+        tells_load=limit == METRICS,
     )
     simulation = Simulation(scheduler_settings("ewsjf", fleet.routing, {}), fleet.plans(isolated=True))
-    if run.limit != METRICS:
-        simulation.scheduler.ledger.make_in_flight_limit = LIMITS[run.limit]
+    if limit != METRICS:
+        simulation.scheduler.ledger.make_in_flight_limit = LIMITS[limit]
         for replica in simulation.replicas.values():
             simulation.feed(ReplicaJoined(replica.spec))
     requests = _requests(run, fleet)
