@@ -23,6 +23,13 @@ ENDS = (
 """How a request may end; the last three must never happen. Connections break with their gateway."""
 
 
+SUMMARY = (
+    *("requests", "answered once", "refused with a reason", "ended with an error event", "connection broken"),
+    "lost, doubled, cut without a sign, or swapped",
+)
+"""Headings of a short account; see `summary`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """One request.
@@ -132,6 +139,21 @@ def account(ended: Iterable[Ended]) -> dict[str, int]:
     """How many ended in each way."""
     found = Counter(one.end for one in ended)
     return {end: found[end] for end in ENDS}
+
+
+def summary(figures: Mapping[str, Any]) -> list[str]:
+    """The figures of a row, with `sent`, `ends` and `answered_twice`, under the headings of `SUMMARY`."""
+    ends = figures["ends"]
+    answered, refused, told, before, midway, *never = (ends[end] for end in ENDS)
+    counts = (
+        figures["sent"],
+        answered,
+        refused,
+        told,
+        before + midway,
+        sum(never) + figures["answered_twice"],
+    )
+    return [f"{count:,}" for count in counts]
 
 
 def _refusal(status: int, content: bytes) -> tuple[str, str]:

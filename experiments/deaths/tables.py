@@ -1,21 +1,21 @@
-"""The table of this experiment."""
+"""The tables of this experiment."""
 
 from collections.abc import Sequence
 
-from experiments.common.audit import ENDS
+from experiments.common.audit import ENDS, SUMMARY, summary
 from experiments.common.rows import Row
 from experiments.common.tables import Table, load_note, markdown
 
+_WHOLE = ("whole after, s: p50", "worst")
+
 
 def _table(rows: Sequence[Row]) -> str:
-    head = ["process", "signal", "times", "requests", *ENDS, "answered twice", "whole after, s: p50", "worst"]
+    head = ["process", "signal", "times", "requests", *ENDS, "answered twice", *_WHOLE]
     return f"{markdown(head, map(_line, rows), text_columns=2)}\n\n{load_note(rows)}".rstrip()
 
 
 def _line(row: Row) -> list[str]:
     figures = row.figures
-    back = sorted(seconds for seconds in figures["back_s"] if seconds is not None)
-    whole = len(back) == len(figures["back_s"])
     return [
         str(row.key["kind"]),
         f"SIG{row.key['signal']}",
@@ -23,9 +23,29 @@ def _line(row: Row) -> list[str]:
         f"{figures['sent']:,}",
         *(f"{figures['ends'][end]:,}" for end in ENDS),
         str(figures["answered_twice"]),
-        f"{back[len(back) // 2]:.1f}" if back else "-",
-        f"{back[-1]:.1f}" if whole and back else "never",
+        *_whole_after(row),
     ]
 
 
-TABLES = {"headline": Table(text=_table, note="Live, emulated engines, one run of each kind")}
+def _summary(rows: Sequence[Row]) -> str:
+    lines = ([_words(row), *summary(row.figures), *_whole_after(row)] for row in rows)
+    return f"{markdown(['what', *SUMMARY, *_WHOLE], lines)}\n\n{load_note(rows)}".rstrip()
+
+
+def _words(row: Row) -> str:
+    done = {"KILL": "killed", "STOP": "halted"}[str(row.key["signal"])]
+    return f"{row.key['kind']} {done}, {row.figures['deaths']} times"
+
+
+def _whole_after(row: Row) -> list[str]:
+    back = sorted(seconds for seconds in row.figures["back_s"] if seconds is not None)
+    never = len(row.figures["back_s"]) - len(back)
+    return [
+        f"{back[len(back) // 2]:.1f}" if back else "-",
+        f"{back[-1]:.1f}" if not never else f"{never} not within 120",
+    ]
+
+
+_NOTE = "Live, emulated engines, one run of each kind"
+
+TABLES = {"headline": Table(text=_table, note=_NOTE), "summary": Table(text=_summary, note=_NOTE)}

@@ -21,7 +21,7 @@ from experiments.common.audit import Ended, account, answered_twice, asked, body
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.endurance.footprint import Footprint, growth, read_footprint
-from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, settings
+from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
 
 _TIMEOUT_S = 90.0
 _NO_LIMIT = httpx.Limits(max_connections=None)
@@ -40,12 +40,14 @@ class EndurancePhase:
 
     Attributes:
         load: rate of ordinary requests, as a share of what is answered at full load.
+        longer: how many times as long answers are; fewer requests make the load then, and a client keeps up.
         seconds: how long; 0 until all disconnects are done.
         disconnects: clients that leave at a random moment, beside the ordinary requests.
     """
 
     name: str
     load: Annotated[float, POSITIVE]
+    longer: Annotated[int, at_least(1)] = 1
     seconds: Annotated[float, NOT_NEGATIVE] = 0.0
     disconnects: Annotated[int, NOT_NEGATIVE] = 0
     disconnects_per_s: Annotated[float, POSITIVE] = 1.0
@@ -107,7 +109,7 @@ class EndurancePlay:
         self.late_s = max(self.late_s, started_s - self.began - number / self.rate_per_s)
         waits = {"x-queue-timeout-s": f"{_QUEUE_TIMEOUT_S:g}"}
         # Neighbours differ in length, so that a swapped answer shows.
-        end, detail = await asked(http, name, _tokens(number), headers=waits)
+        end, detail = await asked(http, name, _tokens(number) * self.phase.longer, headers=waits)
         self.ended.append(Ended(name, end, started_s, time.monotonic(), detail))
 
     async def _leave_again_and_again(self, http: httpx.AsyncClient) -> None:
@@ -146,8 +148,8 @@ def play(settings: EnduranceSettings, context: Context) -> Iterator[Measurement]
     if not phases:
         return
     with served_application(_config()) as served:
-        capacity_per_s = uvloop.run(full_load(served, settings.warm_up_s))
         for phase in phases:
+            capacity_per_s = uvloop.run(full_load(served, settings.warm_up_s, phase.longer))
             played = EndurancePlay(phase, served, phase.load * capacity_per_s)
             uvloop.run(played.run())
             yield Measurement(
@@ -158,7 +160,7 @@ def play(settings: EnduranceSettings, context: Context) -> Iterator[Measurement]
             )
 
 
-async def full_load(served: Application, seconds: float) -> float:
+async def full_load(served: Application, seconds: float, longer: int) -> float:
     """Answers per second with more clients than places."""
     ends = time.monotonic() + seconds
     answered = 0
@@ -166,7 +168,7 @@ async def full_load(served: Application, seconds: float) -> float:
     async def client(number: int) -> None:
         nonlocal answered
         while time.monotonic() < ends:
-            end, _ = await asked(http, f"full-{number}", _tokens(number))
+            end, _ = await asked(http, f"full-{number}", _tokens(number) * longer)
             answered += end == "answered" and time.monotonic() < ends
             number += _WARM_UP_CLIENTS
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 
-from experiments.common.audit import ENDS
+from experiments.common.audit import ENDS, SUMMARY, summary
 from experiments.common.rows import Row
 from experiments.common.tables import Table, load_note, markdown
 
 
 def _account(rows: Sequence[Row]) -> str:
-    head = ["traffic", "requests/s", "s", "disconnects", "requests", *ENDS, "answered twice", "still held"]
+    head = [
+        *("traffic", "requests/s", "of full load", "s", "disconnects"),
+        *("requests", *ENDS, "answered twice", "still held"),
+    ]
     return f"{markdown(head, map(_line, rows))}\n\n{load_note(rows)}".rstrip()
 
 
@@ -16,7 +19,8 @@ def _line(row: Row) -> list[str]:
     figures = row.figures
     return [
         str(row.key["phase"]),
-        f"{figures['rate_per_s']:.1f}",
+        f"{_sent_per_s(row):.1f}",
+        f"{_of_full_load(row):.1f}",
         f"{figures['seconds']:,.0f}",
         f"{figures['disconnects']:,}",
         f"{figures['sent']:,}",
@@ -24,6 +28,27 @@ def _line(row: Row) -> list[str]:
         str(figures["answered_twice"]),
         str(sum(figures["still_held"].values())),
     ]
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    lines = ([_words(row), *summary(row.figures)] for row in rows)
+    return f"{markdown(['traffic', *SUMMARY], lines)}\n\n{load_note(rows)}".rstrip()
+
+
+def _words(row: Row) -> str:
+    figures = row.figures
+    left = f", {figures['disconnects']:,} clients left" if figures["disconnects"] else ""
+    return (
+        f"{row.key['phase']}: {figures['seconds'] / 60:.0f} min, {_of_full_load(row):.1f} of full load{left}"
+    )
+
+
+def _sent_per_s(row: Row) -> float:
+    return float(row.figures["sent"] / row.figures["seconds"])
+
+
+def _of_full_load(row: Row) -> float:
+    return float(_sent_per_s(row) / row.figures["capacity_per_s"])
 
 
 def _growth(rows: Sequence[Row]) -> str:
@@ -47,9 +72,10 @@ def _sizes(row: Row) -> Iterator[list[str]]:
         ]
 
 
+_NOTE = "Live, emulated engines, one application"
+
 TABLES = {
-    "headline": Table(text=_account, note="Live, emulated engines, one application"),
-    "growth": Table(
-        text=_growth, note="Resident memory and open descriptors, by the part that a process plays"
-    ),
+    "headline": Table(text=_account, note=_NOTE),
+    "summary": Table(text=_summary, note=_NOTE),
+    "growth": Table(text=_growth, note="Resident memory and open descriptors, by the part of a process"),
 }

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
-from experiments.common.audit import ENDS, Ended, account, answered_twice, asked
+from experiments.common.audit import ENDS, SUMMARY, Ended, account, answered_twice, asked, summary
 from serve_app.engines.engine import Receive, Scope, Send
 from tests.serving.gateway.builders import serving
 
@@ -81,3 +81,16 @@ def test_the_account_has_every_end_and_the_log_tells_who_was_answered_twice() ->
     line = "event=concluded outcome=completed model=demo attempts=1 client_request_id={}"
     lines = [line.format(name) for name in ("short-1", "short-2", "short-1", "other-1", "other-1")]
     assert answered_twice(lines, "short-") == 1
+
+
+def test_the_summary_adds_up_what_never_may_happen() -> None:
+    ends = dict(zip(ENDS, (10, 2, 3, 4, 5, 6, 7, 8), strict=True))
+    found = summary({"sent": 1_045, "ends": ends, "answered_twice": 1})
+    assert dict(zip(SUMMARY, found, strict=True)) == {
+        "requests": "1,045",
+        "answered once": "10",
+        "refused with a reason": "2",
+        "ended with an error event": "3",
+        "connection broken": "9",
+        "lost, doubled, cut without a sign, or swapped": "22",
+    }

@@ -22,6 +22,10 @@ from serve_app.serving.tls import connect, made_tls
 
 logger = logging.getLogger("ray.serve")
 
+# Searches in a row get more and more time: on a starved machine each takes longer than the first limit, which
+# is for calls that went to a dead scheduler and never return.
+_MOST_DOUBLINGS = 3
+
 Locate = Callable[[], Awaitable[SchedulerEndpoint]]
 
 
@@ -141,7 +145,7 @@ class Connector:
         while True:
             began = loop.time()
             try:
-                await self._connect()
+                await self._connect(self._settings.locate_s * 2 ** min(tries, _MOST_DOUBLINGS))
                 tries = 0
                 await self._lost.wait()
             except Exception as error:  # noqa: BLE001 - whatever Ray or the network says, we try again
@@ -156,11 +160,11 @@ class Connector:
             await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, self._settings.backoff_max_s)
 
-    async def _connect(self) -> None:
-        """Find the scheduler and be let in."""
+    async def _connect(self, locate_s: float) -> None:
+        """Find the scheduler within so many seconds, and be let in."""
         # Not `wait_for`, which drops a cancellation that comes with the answer (Python 3.11): `close` would
         # wait for ever.
-        async with asyncio.timeout(self._settings.locate_s):
+        async with asyncio.timeout(locate_s):
             endpoint = await self._locate()
         self._refuse_older(endpoint.incarnation)
         version = common_version(endpoint.version_of())

@@ -20,7 +20,8 @@ class ChannelSettings:
             sent, since its event loop is only busy.
         gateway_grace_s: a gateway that vanished may come back for so long before its requests are released.
         handshake_s: a connection that has not introduced itself by then is closed.
-        locate_s: how long the search for the scheduler may take before it starts again.
+        locate_s: how long the search for the scheduler may take before it starts again; doubles, up to eight
+            times this, while searches fail.
         backoff_min_s: first pause before a lost scheduler is looked for again.
         backoff_max_s: longest such pause; it doubles from the first one.
         report_s: a replica looks at its engine's load this often, and reports it when it has changed.

@@ -1,9 +1,11 @@
 import asyncio
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from serve_app.serving.channel.connector import Connector
-from serve_app.serving.channel.messages import Role
-from tests.serving.channel.harness import FAST, Simulation
+from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.messages import Role, SchedulerEndpoint
+from tests.serving.channel.harness import FAST, Simulation, until
 
 
 class Silent:
@@ -44,3 +46,16 @@ async def test_a_replica_that_is_closed_as_it_has_news_ends(world: Simulation) -
     async with asyncio.timeout(5):
         await client.close()
     assert not client.is_connected
+
+
+async def test_a_search_that_always_takes_longer_than_its_limit_succeeds(world: Simulation) -> None:
+    """On a starved machine each one did, and gateways were alone until it had time again."""
+
+    async def locate() -> SchedulerEndpoint:
+        await asyncio.sleep(0.3)
+        return world.endpoint()
+
+    client = GatewayClient("g1", locate, replace(FAST, locate_s=0.1, handshake_s=10.0))
+    client.start()
+    await until(lambda: client.is_connected, "the search is given more time")
+    await client.close()
