@@ -2,11 +2,12 @@
 
 import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from serve_app.bench.bodies import BenchEndpoint, BodyKind, BodySettings
 from serve_app.bench.connection import BenchError
-from serve_app.bench.load import LoadSettings
+from serve_app.bench.load import LATE_AFTER_S, ClientFigures, LoadSettings
 from serve_app.command import positive_float, positive_int
 from serve_app.metrics.slo import Slo
 from serve_app.metrics.summary import SHORT_AT_TOKENS, SummaryRules
@@ -16,9 +17,27 @@ from serve_app.workloads.catalog import WorkloadSettings
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add every argument."""
     parser.add_argument("--url", required=True, help="the endpoint, such as http://127.0.0.1:8000")
+    _configure_comparison(parser.add_argument_group("comparison"))
     _configure_workload(parser.add_argument_group("workload"))
     _configure_requests(parser.add_argument_group("requests"))
     _configure_results(parser.add_argument_group("results"))
+
+
+def _configure_comparison(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--compare",
+        metavar="URL",
+        help="a second endpoint, which gets the same requests in turns with the first: prints the "
+        "differences with their 95 %% intervals",
+    )
+    group.add_argument(
+        "--slice-s",
+        type=positive_float,
+        default=10.0,
+        help="seconds of the trace that one endpoint gets before it is the other's turn (%(default)s)",
+    )
+    group.add_argument("--compare-model", help="the model to ask the second endpoint for (as for the first)")
+    group.add_argument("--compare-api-key", help="of the second endpoint (that of the first)")
 
 
 def _configure_workload(group: "argparse._ArgumentGroup") -> None:
@@ -118,3 +137,21 @@ def rules(args: argparse.Namespace) -> SummaryRules:
     return SummaryRules(
         slo=Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s), short_at_tokens=args.short_at
     )
+
+
+def client_warnings(client: ClientFigures, total: int) -> Iterator[str]:
+    """What the client itself did to the figures of so many requests."""
+    if client.interrupted:
+        yield "interrupted: the figures are of the requests that had been sent"
+    if client.late > total / 100:
+        yield (
+            f"the client was late: {client.late:,} of {total:,} requests were sent more than "
+            f"{LATE_AFTER_S * 1000:.0f} ms after their time, which counts as latency: lower the rate, or "
+            "give the client a core of its own"
+        )
+    if client.held_back:
+        yield f"{client.held_back:,} requests were held back at the limit: raise --max-in-flight"
+    if client.wrong_length:
+        yield f"{client.wrong_length:,} answers do not have the length in the trace"
+    if client.without_usage:
+        yield f"{client.without_usage:,} answers have no usage: token counts are those of the trace"

@@ -4,16 +4,17 @@ import argparse
 import asyncio
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import uvloop
 
 from serve_app.bench import arguments
 from serve_app.bench.bodies import BodyFactory, BodySettings
+from serve_app.bench.compare_command import compare_endpoints
 from serve_app.bench.connection import BenchError, ConnectionPool, Target
 from serve_app.bench.endpoint import preemptions_so_far, served_models
-from serve_app.bench.load import LATE_AFTER_S, LoadResult, LoadSettings, OpenLoop
+from serve_app.bench.load import LoadResult, LoadSettings, OpenLoop
 from serve_app.bench.report import from_zero, run_as_json, table, write_records
 from serve_app.command import Command, given_arguments, progress_bar, say, warn, write_json
 from serve_app.metrics.record import RequestRecord
@@ -25,6 +26,8 @@ from serve_app.workloads.trace import Trace
 
 _EXAMPLE = """example:
   python -m serve_app bench --url http://127.0.0.1:8000 --trace azure-conv --rate 20 --duration 60
+  python -m serve_app bench --url http://before:8000 --compare http://after:8000 --trace azure-conv \\
+      --rate 20 --duration 300
 """
 # Secrets, and arguments of the command line itself.
 _NOT_SETTINGS = frozenset({"api_key", "command"})
@@ -35,6 +38,10 @@ def _run(args: argparse.Namespace) -> int:
     trace = resolve(arguments.workload(args))
     for note in notes_on(trace):
         warn(note)
+    if args.compare is not None:
+        settings = arguments.load_settings(args)
+        _allow_connections(settings.max_in_flight)
+        return compare_endpoints(args, trace, settings)
     bodies = arguments.body_settings(args, served_models(target, args.api_key))
     settings = arguments.load_settings(args)
     _allow_connections(settings.max_in_flight)
@@ -48,7 +55,7 @@ def _run(args: argparse.Namespace) -> int:
     summary = summarise(load.records, arguments.rules(args))
     summary = replace(summary, preemptions=(preempted or 0) - (preempted_before or 0) if known else None)
     say(f"{paragraph(f'{trace.title}: {trace.source}')}\n\n{table(summary)}")
-    for warning in _warnings(load):
+    for warning in arguments.client_warnings(load.client, len(load.records)):
         warn(warning)
     _write(args, trace, load, summary, cpu_s)
     return 0 if summary.completed else 1
@@ -98,27 +105,9 @@ def _write(args: argparse.Namespace, trace: Trace, load: LoadResult, summary: Su
         write_plots(args.plot, load.records, f"{args.label}: {trace.name}", args.short_at)
 
 
-def _warnings(load: LoadResult) -> Iterator[str]:
-    client, total = load.client, len(load.records)
-    if client.interrupted:
-        yield "interrupted: the figures are of the requests that had been sent"
-    if client.late > total / 100:
-        yield (
-            f"the client was late: {client.late:,} of {total:,} requests were sent more than "
-            f"{LATE_AFTER_S * 1000:.0f} ms after their time, which counts as latency: lower the rate, or "
-            "give the client a core of its own"
-        )
-    if client.held_back:
-        yield f"{client.held_back:,} requests were held back at the limit: raise --max-in-flight"
-    if client.wrong_length:
-        yield f"{client.wrong_length:,} answers do not have the length in the trace"
-    if client.without_usage:
-        yield f"{client.without_usage:,} answers have no usage: token counts are those of the trace"
-
-
 COMMAND = Command(
     name="bench",
-    summary="open-loop load against a live endpoint, from a trace",
+    summary="open-loop load against a live endpoint, or against two in turns, from a trace",
     example=_EXAMPLE,
     configure=arguments.configure,
     run=_run,

@@ -78,13 +78,18 @@ async def silence(writer: asyncio.StreamWriter) -> None:
 
 @dataclass
 class ScriptedServer:
-    """Gives the n-th request the n-th script; the last one answers all that follow."""
+    """Gives the n-th request the n-th script; the last one answers all that follow.
+
+    Attributes:
+        get: answers every GET.
+    """
 
     scripts: list[Script]
     heads: list[bytes] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     connections: int = 0
     port: int = 0
+    get: Script = silence
 
     @property
     def target(self) -> Target:
@@ -95,6 +100,9 @@ class ScriptedServer:
         try:
             while not writer.is_closing():
                 head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"GET "):
+                    await self.get(writer)
+                    continue
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
                 self.bodies.append(await reader.readexactly(length))
                 self.heads.append(head)
