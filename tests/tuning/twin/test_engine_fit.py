@@ -39,7 +39,8 @@ def fitted(factor: float = 1.0) -> EngineFitResult:
     return fit_engines(task)
 
 
-@pytest.mark.parametrize("factor", [1.0, 6.0])
+# A fit takes some ten seconds of CPU time. Other tests share the one of engines at their own speed.
+@pytest.mark.parametrize("factor", [1.0, pytest.param(6.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rate_per_s", [3.0, 9.0])
 def test_what_was_fitted_without_a_profile_predicts_other_requests(factor: float, rate_per_s: float) -> None:
     result = fitted(factor)

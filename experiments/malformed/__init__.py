@@ -1,0 +1,1 @@
+"""Malformed bodies beside other clients' requests."""
