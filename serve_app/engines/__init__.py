@@ -6,6 +6,6 @@ Read `engine` first: an engine is an ASGI app with a life cycle, limits and a lo
 - `vllm`: vLLM's own server in this process;
 - `remote`: an OpenAI-compatible server that runs elsewhere.
 
-They share `asgi` (reading and answering HTTP), `vllm_metrics` (the load of a vLLM engine) and `orphan_guard`
-(no engine process outlives its parent).
+They share `asgi` (reading and answering HTTP), `adapters` (what servers tell of themselves) and
+`orphan_guard` (no engine process outlives its parent).
 """
