@@ -67,11 +67,15 @@ class ModelSnapshot:
 
 
 class EngineModel:
-    """One engine: continuous batching over a paged KV cache, timed by a step-time model."""
+    """One engine: continuous batching over a paged KV cache, timed by a step-time model.
+
+    Attributes:
+        step_time: of the steps that begin from now on.
+    """
 
     def __init__(self, settings: EngineModelSettings, step_time: StepTimeModel) -> None:
         self.settings = settings
-        self._step_time = step_time
+        self.step_time = step_time
         self._batcher = Batcher(settings)
         self._numbers = itertools.count()
         self._batch: Batch | None = None
@@ -218,13 +222,13 @@ class EngineModel:
         batch = self._batch
         assert batch is not None
         if steps == 1:
-            return self._step_time.step_s(
+            return self.step_time.step_s(
                 prefill_tokens=batch.prefill_tokens,
                 attended_pairs=batch.attended_pairs,
                 sequences=batch.sequences,
                 context_tokens=batch.context_tokens,
             )
-        return self._step_time.decode_run_s(
+        return self.step_time.decode_run_s(
             steps, sequences=batch.sequences, context_tokens=batch.context_tokens
         )
 

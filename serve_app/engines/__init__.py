@@ -3,9 +3,10 @@
 Read `engine` first: an engine is an ASGI app with a life cycle, limits and a load. Then the engine you need:
 
 - `emulated`: continuous batching without a GPU, over the pure `serve_app.engine_model`;
-- `vllm`: vLLM's own server in this process;
-- `remote`: an OpenAI-compatible server that runs elsewhere.
+- `vllm`: vLLM's own server in this process.
 
-They share `asgi` (reading and answering HTTP), `vllm_metrics` (the load of a vLLM engine) and `orphan_guard`
-(no engine process outlives its parent).
+Servers that run elsewhere are no engines of ours: `serving.endpoints` watches them.
+
+They share `asgi` (reading and answering HTTP), `adapters` (what servers tell of themselves) and
+`orphan_guard` (no engine process outlives its parent).
 """

@@ -1,12 +1,12 @@
 """Asks servers that run already what they serve."""
 
-import json
+import asyncio
 import os
 import urllib.error
 from collections.abc import Iterable
 
 from serve_app.command import fetched
-from serve_app.engines.vllm_metrics import read_metrics
+from serve_app.engines.adapters import PageAnswer, identify
 from serve_app.errors import EngineError, ServeAppError, SettingsError
 from serve_app.first_config.fleet import Server
 
@@ -35,44 +35,34 @@ def _ask(given: str, api_key: str | None) -> Server:
             "--servers)"
         )
     url = given.rstrip("/").removesuffix("/v1")
-    models, context = _models(url, _fetched(f"{url}/v1/models", api_key))
+
+    async def get(path: str) -> PageAnswer:
+        return _page(f"{url}{path}", api_key)
+
     try:
-        metrics = read_metrics(_fetched(f"{url}/metrics", api_key))
+        # Nothing waits in it: pages are got one by one.
+        found = asyncio.run(identify(get))
     except EngineError as exc:
-        raise ServeAppError(f"{url}/metrics has no metrics of vLLM, which backpressure needs: {exc}") from exc
-    if metrics.kv_tokens is None:
-        raise ServeAppError(
-            f"{url} does not state its KV cache: write its pool by hand, with engine.remote.kv_tokens"
-        )
-    return Server(url=url, models=models, max_model_len=context)
-
-
-def _fetched(url: str, api_key: str | None) -> str:
-    try:
-        return fetched(url, api_key).decode("utf-8", "replace")
-    except urllib.error.HTTPError as exc:
-        hint = ": name the variable with its key by --api-key-env" if exc.code in {401, 403} else ""
-        raise ServeAppError(f"{url} answered {exc.code} {exc.reason}{hint}") from exc
-    except OSError as exc:
-        reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
-        raise ServeAppError(f"{url} does not answer: {reason}") from exc
-
-
-def _models(url: str, text: str) -> tuple[tuple[str, ...], int]:
-    """The names, and the shortest context that is stated."""
-    try:
-        models = json.loads(text)["data"]
-        # Adapters name the model that they belong to.
-        ordered = sorted(models, key=lambda model: model.get("parent") is not None)
-        names = tuple(str(model["id"]) for model in ordered)
-        stated = [model["max_model_len"] for model in models if isinstance(model.get("max_model_len"), int)]
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise ServeAppError(f"{url}/v1/models is no list of models: {text[:100]!r}") from exc
+        raise ServeAppError(f"{url}{exc}") from exc
+    names = tuple(listing.model for listing in found.models)
     if not names:
         raise ServeAppError(f"{url} serves no model")
-    if not stated:
+    if found.limits.max_model_len is None:
         raise ServeAppError(
             f"{url} does not state its max_model_len: write its pool by hand, with "
             "engine.remote.max_model_len"
         )
-    return names, min(stated)
+    return Server(url=url, models=names, max_model_len=found.limits.max_model_len)
+
+
+def _page(url: str, api_key: str | None) -> PageAnswer:
+    try:
+        return PageAnswer(200, fetched(url, api_key), {})
+    except urllib.error.HTTPError as exc:
+        if exc.code in {401, 403}:
+            hint = ": name the variable with its key by --api-key-env"
+            raise ServeAppError(f"{url} answered {exc.code} {exc.reason}{hint}") from exc
+        return PageAnswer(exc.code, exc.read(), {})
+    except OSError as exc:
+        reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
+        raise ServeAppError(f"{url} does not answer: {reason}") from exc

@@ -96,6 +96,13 @@ def _configure_simulation(group: "argparse._ArgumentGroup") -> None:
     )
     group.add_argument("--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (all cores)")
     group.add_argument("--json", type=Path, metavar="OUT", help="write fleets and provenance")
+    group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="write a configuration of the cheapest fleet found",
+    )
+    group.add_argument("--model", help="with --config: engines of vLLM with this model (emulated engines)")
     group.add_argument("--plot", type=Path, metavar="DIR", help="write pictures")
 
 

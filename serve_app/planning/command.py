@@ -4,6 +4,7 @@ import argparse
 
 from serve_app.command import Command, given_arguments, progress_bar, say, warn, write_json
 from serve_app.planning import arguments
+from serve_app.planning.configuration import best_fleet, configuration
 from serve_app.planning.plan import Effort, Plan, make_plan, steps
 from serve_app.planning.results import plan_as_json, table, verdict
 from serve_app.planning.sizing.costs import CostTable
@@ -20,11 +21,14 @@ _EXAMPLE = """example:
 def _run(args: argparse.Namespace) -> int:
     options, demand = arguments.fleet_options(args), arguments.demand(args)
     effort = Effort(seeds=range(args.seeds), stand_in_replicas=args.stand_in, jobs=args.jobs)
+    costs = CostTable.load(args.costs)
     with progress_bar("fleets", steps(options)) as advance:
-        plan = make_plan(options, demand, CostTable.load(args.costs), effort, lambda _: advance())
+        plan = make_plan(options, demand, costs, effort, lambda _: advance())
     say(f"{paragraph(_heading(plan))}\n\n{table(plan.result)}\n\n{paragraph(verdict(plan.result))}")
     for line in _warnings(plan, args.seeds):
         warn(line)
+    if args.config is not None:
+        _write_config(args, plan, costs)
     if args.json is not None:
         found = provenance(plan.workload.trace, given_arguments(args), effort.seeds)
         twice = {name: one.as_json() for name, one in plan.twice.items()}
@@ -36,6 +40,17 @@ def _run(args: argparse.Namespace) -> int:
 
         write_plots(args.plot, plan.result, plan.verifier)
     return 0
+
+
+def _write_config(args: argparse.Namespace, plan: Plan, costs: CostTable) -> None:
+    best = best_fleet(plan.result)
+    if best is None:
+        warn(f"no fleet meets the limits, so --config writes no {args.config}")
+        return
+    args.config.parent.mkdir(parents=True, exist_ok=True)
+    args.config.write_text(configuration(best, plan.demand, costs, args.model), encoding="utf-8")
+    pools = ", ".join(f"{count:,} in pool {pool}" for pool, count in best.counts.items())
+    say(f"\n{args.config}: {best.plan.name}, {pools}")
 
 
 def _heading(plan: Plan) -> str:

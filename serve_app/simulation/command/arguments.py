@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -20,6 +21,7 @@ from serve_app.simulation.command.workload_arguments import (
 from serve_app.simulation.direct import Balance
 from serve_app.simulation.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import EngineChanges, FleetSettings
+from serve_app.simulation.fleet_file import fleet_of_file
 from serve_app.simulation.partitions import LEARNED, PRIOR, PartitionSource, partition_source
 from serve_app.simulation.run import RunSettings, SloByLength, policy_names
 from serve_app.simulation.simulation import SimulationSettings
@@ -84,6 +86,13 @@ def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
         group,
         b_short_help="with several pools: the budget that is at home in the first, and its context unless "
         "--pools has one (8192, or that context)",
+    )
+    group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="the pools of a configuration, in place of --replicas, --pools and --b-short; --profile is "
+        "then that of engines of vLLM",
     )
     group.add_argument("--balance", type=Balance, choices=list(Balance), default=Balance.LEAST_OUTSTANDING)
     for name in (
@@ -166,6 +175,8 @@ def fleet(args: argparse.Namespace) -> FleetSettings:
         max_model_len=args.max_model_len,
         scheduling_policy=args.scheduling_policy,
     )
+    if args.config is not None:
+        return replace(fleet_of_file(args.config, args.profile), engine=engine)
     return fleet_of(args, engine)
 
 

@@ -76,8 +76,14 @@ def test_text_that_is_not_from_vllm_is_refused(text: bytes) -> None:
         read(text)
 
 
-def test_a_model_without_a_cache_has_none() -> None:
-    assert kv_capacity_tokens(None, 0, 16) == 0
+@pytest.mark.parametrize(
+    ("size_tokens", "num_blocks", "cores", "expected"),
+    [(None, 100, 1, 99 * 16), (1600, 100, 1, 99 * 16), (800, 100, 2, 98 * 16), (None, 0, 1, 0)],
+)
+def test_each_core_sets_one_block_aside(
+    size_tokens: int | None, num_blocks: int, cores: int, expected: int
+) -> None:
+    assert kv_capacity_tokens(size_tokens, num_blocks, 16, cores) == expected
 
 
 def test_vllm_is_known_by_its_metrics_and_says_all_but_the_size_of_its_batch() -> None:
@@ -96,3 +102,14 @@ def test_vllm_without_statistics_is_known_by_its_models_and_has_no_load() -> Non
     found = asyncio.run(identify(get))
     assert (found.kind, found.metrics_path) == ("vLLM", None)
     assert len(found.lacks) == 7
+
+
+def test_the_progress_of_a_server_shows_in_its_iterations_and_its_cache() -> None:
+    before = read(BUSY)
+    assert before.steps is not None
+    assert before.progress == read(BUSY).progress
+    for name in (b"vllm:iteration_tokens_total_count{", b"vllm:kv_cache_usage_perc{"):
+        line = next(line for line in BUSY.splitlines() if line.startswith(name))
+        changed = BUSY.replace(line, line.rpartition(b" ")[0] + b" 0.75")
+        assert read(changed).progress != before.progress
+    assert read(OLD_NAMES).progress is None

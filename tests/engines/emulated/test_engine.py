@@ -10,9 +10,9 @@ from openai.types.chat import ChatCompletion
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.engine_model import SchedulingPolicy
+from serve_app.engines.adapters.vllm import read
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import Engine
-from serve_app.engines.vllm_metrics import read_metrics
 from serve_app.errors import EngineError, SettingsError
 from tests.engines.servers import Served, served, until
 
@@ -323,10 +323,10 @@ async def test_a_reader_of_vllms_metrics_reads_ours(engine: Served) -> None:
     await engine.sdk.completions.create(
         model="tiny", prompt=[1] * 40, max_tokens=10, extra_body={"ignore_eos": True}
     )
-    read = read_metrics((await engine.http.get("/metrics")).text)
-    assert (read.waiting, read.running, read.kv_usage_ratio) == (0, 0, 0.0)
-    assert (read.kv_tokens, read.token_gaps) == (32_768, 9)
-    assert read.token_gaps_s > 0
+    reading = read((await engine.http.get("/metrics")).content)
+    assert (reading.waiting, reading.running, reading.kv_usage_ratio) == (0, 0, 0.0)
+    assert (reading.kv_tokens, reading.token_gaps) == (32_768, 9)
+    assert reading.token_gaps_s
 
 
 async def test_the_load_shows_waiting_running_and_time_per_token() -> None:
