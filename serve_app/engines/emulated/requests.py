@@ -213,6 +213,8 @@ _B = TypeVar("_B", bound=Body)
 
 def _decode(decoder: "msgspec.json.Decoder[_B]", raw: bytes) -> _B:
     try:
+        # The decoder skips names that it does not know, and parts that are read later, as they are.
+        raw.decode()
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise unreadable(str(error)) from error

@@ -35,6 +35,13 @@ async def test_what_is_no_number_is_refused(engine: Served, tokens: Any) -> None
     assert answer.status_code == 400
 
 
+async def test_bytes_that_are_no_text_are_refused_wherever_they_are(engine: Served) -> None:
+    body = b'{"messages":[{"role":"user","content":"x"}],"tools":[{"fun\xe6ction":1}]}'
+    headers = {"content-type": "application/json"}
+    answer = await engine.http.post("/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == 400
+
+
 # -- stop strings -----------------------------------------------------------------------------------------
 
 
