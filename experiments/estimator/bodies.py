@@ -15,7 +15,7 @@ from typing import Any
 from experiments.estimator.texts import tool_definitions
 from experiments.estimator.tokenizers import Tokenizer
 from serve_app.request import PromptShape
-from serve_app.serving.gateway.request.parse import PARSERS
+from serve_app.serving.gateway.routes.table import SCHEDULED
 
 Messages = list[dict[str, Any]]
 
@@ -63,7 +63,7 @@ class Bodies:
         kind = rng.choice(_KINDS)
         if kind == "completion":
             text = self._text(source, size, half)
-            shape = PARSERS["/v1/completions"].parse(_body(prompt=text)).spec.shape
+            shape = SCHEDULED["/v1/completions"].parse(_body(prompt=text)).spec.shape
             return [Sample(source, kind, shape, self._tokenizer.count(text) + 1)]
         if kind == "turns":
             return self._conversation(source, size, half)
@@ -78,7 +78,9 @@ class Bodies:
         url = f"data:image/png;base64,{encoded}" if image_bytes else "https://example.org/cat.png"
         text = self._text("mt_bench", 200, half)
         content = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": url}}]
-        parsed = PARSERS["/v1/chat/completions"].parse(_body(messages=[{"role": "user", "content": content}]))
+        parsed = SCHEDULED["/v1/chat/completions"].parse(
+            _body(messages=[{"role": "user", "content": content}])
+        )
         tokenizer = self._tokenizer
         tokens = tokenizer.count(text) + tokenizer.per_chat + tokenizer.per_message + _IMAGE_TOKENS
         return Sample("mt_bench", "data URI" if image_bytes else "image URL", parsed.spec.shape, tokens)
@@ -97,7 +99,7 @@ class Bodies:
 
     def _chat(self, source: str, kind: str, messages: Messages, tools: list[Mapping[str, Any]]) -> Sample:
         body = _body(messages=messages, **({"tools": tools} if tools else {}))
-        shape = PARSERS["/v1/chat/completions"].parse(body).spec.shape
+        shape = SCHEDULED["/v1/chat/completions"].parse(body).spec.shape
         tokenizer = self._tokenizer
         tokens = tokenizer.per_chat + sum(
             tokenizer.per_message + tokenizer.count(message["content"]) for message in messages

@@ -6,6 +6,7 @@ from http import HTTPStatus
 from docs_reference.markdown import code, document, sentence, table
 from docs_reference.source_text import field_comments
 from serve_app.errors import HTTP_STATUS, Outcome
+from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI
 from serve_app.serving.gateway.answer.responses import RequestRefused
 
 _INTRODUCTION = """
@@ -16,6 +17,9 @@ the HTTP status.
 
 Errors have OpenAI's shape: `error.message` says what happened, `error.type` and `error.code` are below. Once
 a streamed answer has begun, its status is 200, and an error comes as the last event of the stream.
+
+The endpoints of Anthropic's API answer in its shape: `error.type` is that of the last column, and there is no
+`error.code`. A queue that is full is 529 there, because 429 means the client's own limits.
 """
 
 # No standard status says that the client has gone; this one is nginx's, and only logs and metrics show it.
@@ -24,7 +28,7 @@ _UNOFFICIAL = {499: "Client Closed Request"}
 
 def outcomes_page() -> str:
     """The whole page."""
-    heads = ("Outcome", "HTTP status", "`error.type`", "`error.code`")
+    heads = ("Outcome", "HTTP status", "`error.type`", "`error.code`", "Anthropic's")
     return document(_INTRODUCTION, *_phases(heads))
 
 
@@ -46,7 +50,14 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
     status = HTTP_STATUS[outcome]
     phrase = _UNOFFICIAL.get(status) or HTTPStatus(status).phrase
     if outcome is Outcome.COMPLETED:
-        return code(outcome), f"{status} {phrase}", "", ""
-    error = json.loads(RequestRefused(outcome, "").body())["error"]
+        return code(outcome), f"{status} {phrase}", "", "", ""
+    refusal = RequestRefused(outcome, "")
+    error = json.loads(OPENAI.error(refusal))["error"]
     given = (error["type"], error["code"])
-    return code(outcome), f"{status} {phrase}", *(code(value) if value else "null" for value in given)
+    anthropic = json.loads(ANTHROPIC.error(refusal))["error"]["type"]
+    return (
+        code(outcome),
+        f"{status} {phrase}",
+        *(code(value) if value else "null" for value in given),
+        f"{ANTHROPIC.status(refusal)} {code(anthropic)}",
+    )

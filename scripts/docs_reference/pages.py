@@ -5,6 +5,7 @@ from pathlib import Path
 
 from docs_reference.command_line import command_line_page
 from docs_reference.configuration import configuration_page
+from docs_reference.endpoints import endpoints_page
 from docs_reference.metrics import metrics_page
 from docs_reference.outcomes import outcomes_page
 
@@ -13,6 +14,7 @@ REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
 PAGES: Mapping[str, Callable[[], str]] = {
     "configuration.md": configuration_page,
     "cli.md": command_line_page,
+    "endpoints.md": endpoints_page,
     "metrics.md": metrics_page,
     "outcomes.md": outcomes_page,
 }

@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from serve_app.serving.gateway.openapi import openapi_document
-from serve_app.serving.gateway.request.parse import PARSERS
+from serve_app.serving.gateway.routes.table import SCHEDULED
 from tests.fuzz.stage import gateway_in_a_thread
 from tests.serving.gateway.builders import MODEL
 
@@ -40,7 +40,7 @@ description = schemathesis.openapi.from_dict(openapi_document())
 
 @description.parametrize()
 @settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+    max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
 )
 def test_every_operation_keeps_to_its_description(case: schemathesis.Case[Any], url: str) -> None:
     case.call_and_validate(base_url=url, checks=_CHECKS)
@@ -53,4 +53,4 @@ def test_the_description_is_served_and_every_path_in_it_is_there(url: str) -> No
         for method in operations:
             answer = httpx.request(method, url + path.replace("{model}", MODEL))
             assert answer.status_code not in {404, 405}, (method, path)
-    assert set(PARSERS) <= set(served["paths"])
+    assert set(SCHEDULED) <= set(served["paths"])

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from serve_app import __version__
 from serve_app.engines.asgi import read_body, require_http, send_response, wait_for_disconnect
 from serve_app.engines.emulated import errors
 from serve_app.engines.emulated.admission import EmulatedAdmission
@@ -19,22 +20,40 @@ from serve_app.engines.emulated.answers.completions import (
     encode,
 )
 from serve_app.engines.emulated.answers.embeddings import embedding, embeddings_answer
+from serve_app.engines.emulated.answers.messages import MessageAnswer, scripted_message
+from serve_app.engines.emulated.answers.pooling import (
+    PooledHead,
+    classes_answer,
+    cohere_answer,
+    pooling_answer,
+    ranks_answer,
+    scores_answer,
+)
 from serve_app.engines.emulated.answers.responses import ResponsesAnswer
 from serve_app.engines.emulated.answers.scripted import ScriptedChat, ScriptedCompletion, ScriptedHead
 from serve_app.engines.emulated.answers.scripted_responses import scripted_response
 from serve_app.engines.emulated.content.spec import RawText
 from serve_app.engines.emulated.driver import EngineDriver, Ticket
 from serve_app.engines.emulated.http import Call
+from serve_app.engines.emulated.messages import failed_event, in_anthropic_shape
 from serve_app.engines.emulated.metrics import CONTENT_TYPE, EngineMetrics
 from serve_app.engines.emulated.requests import (
     Generation,
+    PooledInputs,
     read_chat,
+    read_cohere_embed,
     read_completion,
+    read_count,
+    read_detokenize,
     read_embeddings,
+    read_messages,
+    read_pooling,
+    read_rerank,
     read_responses,
+    read_score,
     read_tokenize,
 )
-from serve_app.engines.emulated.text import PseudoTokenizer
+from serve_app.engines.emulated.text import PseudoTokenizer, text_of
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import EngineError
 
@@ -59,17 +78,37 @@ class EmulatedRoute:
     Attributes:
         write: an answer of placeholder text.
         write_scripted: an answer whose content the request prescribes.
+        failed: the end of a stream whose engine has died.
     """
 
     read: Callable[[bytes, PseudoTokenizer], Generation]
     write: Callable[[AnswerHead], EmulatedAnswer]
     write_scripted: Callable[[ScriptedHead], EmulatedAnswer]
     id_prefix: str
+    failed: Callable[[], bytes] = lambda: b"data: " + errors.engine_failed().body + b"\n\n" + DONE
 
 
 _CHAT = EmulatedRoute(read_chat, ChatAnswer, ScriptedChat, "chatcmpl")
 _COMPLETIONS = EmulatedRoute(read_completion, CompletionAnswer, ScriptedCompletion, "cmpl")
+# As in vLLM, a message has the id of the chat that it is.
+_MESSAGES = EmulatedRoute(read_messages, MessageAnswer, scripted_message, "chatcmpl", failed_event)
 _RESPONSES = EmulatedRoute(read_responses, ResponsesAnswer, scripted_response, "resp")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRoute:
+    """How one endpoint that generates nothing reads requests and writes answers."""
+
+    read: Callable[[bytes, PseudoTokenizer], PooledInputs]
+    write: Callable[[PooledHead], bytes]
+    id_prefix: str
+
+
+_COHERE_EMBED = PoolingRoute(read_cohere_embed, cohere_answer, "embd")
+_POOLING = PoolingRoute(read_pooling, pooling_answer, "pool")
+_CLASSIFY = PoolingRoute(read_pooling, classes_answer, "classify")
+_SCORE = PoolingRoute(read_score, scores_answer, "embd")
+_RERANK = PoolingRoute(read_rerank, ranks_answer, "rerank")
 
 # Different texts of one constrained request; further choices repeat them.
 _MAX_TEXTS = 16
@@ -85,9 +124,20 @@ class EmulatedApp:
             "/v1/chat/completions": ("POST", lambda call: self._generate(_CHAT, call)),
             "/v1/completions": ("POST", lambda call: self._generate(_COMPLETIONS, call)),
             "/v1/responses": ("POST", lambda call: self._generate(_RESPONSES, call)),
+            "/v1/messages": ("POST", _anthropic(lambda call: self._generate(_MESSAGES, call))),
+            "/v1/messages/count_tokens": ("POST", _anthropic(self._count_tokens)),
             "/v1/embeddings": ("POST", self._embed),
             "/v1/models": ("GET", self._models),
+            "/v2/embed": ("POST", lambda call: self._pool(_COHERE_EMBED, call)),
+            "/pooling": ("POST", lambda call: self._pool(_POOLING, call)),
+            "/classify": ("POST", lambda call: self._pool(_CLASSIFY, call)),
+            **dict.fromkeys(("/v1/score", "/score"), ("POST", lambda call: self._pool(_SCORE, call))),
+            **dict.fromkeys(
+                ("/v1/rerank", "/v2/rerank", "/rerank"), ("POST", lambda call: self._pool(_RERANK, call))
+            ),
             "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/version": ("GET", self._version),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
         }
@@ -137,7 +187,7 @@ class EmulatedApp:
             answer = endpoint.write_scripted(ScriptedHead(head, generation.spec, tuple(ticket.scripts)))
         async with self._in_engine(call, ticket):
             if generation.stream:
-                await self._stream(call, ticket, answer)
+                await self._stream(call, ticket, answer, endpoint.failed)
             else:
                 await _answer_whole(call, ticket, answer.whole)
 
@@ -155,7 +205,9 @@ class EmulatedApp:
             watcher.cancel()
             self._parts.driver.close(ticket)
 
-    async def _stream(self, call: Call, ticket: Ticket, answer: EmulatedAnswer) -> None:
+    async def _stream(
+        self, call: Call, ticket: Ticket, answer: EmulatedAnswer, failed: Callable[[], bytes]
+    ) -> None:
         """Send tokens as they are generated."""
         await call.begin_events()
         sent = [0] * len(ticket.sequences)
@@ -168,7 +220,7 @@ class EmulatedApp:
                 await ticket.progress()
             except EngineError:
                 # The status line has been sent, so the error is an event.
-                await call.send_events(b"data: " + errors.engine_failed().body + b"\n\n" + DONE, more=False)
+                await call.send_events(failed(), more=False)
                 return
             if ticket.abandoned:
                 return
@@ -210,6 +262,24 @@ class EmulatedApp:
         async with self._in_engine(call, ticket):
             await _answer_whole(call, ticket, whole)
 
+    async def _pool(self, route: PoolingRoute, call: Call) -> None:
+        inputs = route.read(call.body, self._parts.tokenizer)
+        model = self._parts.admission.check_model(inputs.model)
+        request_id = call.request_id(route.id_prefix)
+        ticket = self._parts.admission.admit_embeddings(inputs.prompts, inputs.priority, request_id)
+        head = PooledHead(
+            request_id=request_id,
+            created=int(time.time()),
+            model=model,
+            seeds=[prompt.fingerprint for prompt in inputs.prompts],
+            texts=inputs.texts,
+            prompt_tokens=sum(prompt.tokens for prompt in inputs.prompts),
+            dimensions=inputs.dimensions or self._parts.embedding_dimensions,
+            most=inputs.most,
+        )
+        async with self._in_engine(call, ticket):
+            await _answer_whole(call, ticket, lambda: route.write(head))
+
     # -- other endpoints ------------------------------------------------------------------------------------
 
     async def _models(self, call: Call) -> None:
@@ -235,6 +305,20 @@ class EmulatedApp:
         counts = {"count": len(tokens), "max_model_len": self._parts.max_model_len}
         await send_response(call.send, 200, encode({**counts, "tokens": tokens, "token_strs": None}))
 
+    async def _detokenize(self, call: Call) -> None:
+        model, tokens = read_detokenize(call.body)
+        self._parts.admission.check_model(model)
+        await send_response(call.send, 200, encode({"prompt": text_of(tokens)}))
+
+    async def _version(self, call: Call) -> None:
+        await send_response(call.send, 200, encode({"version": f"emulated {__version__}"}))
+
+    async def _count_tokens(self, call: Call) -> None:
+        model, tokens = read_count(call.body, self._parts.tokenizer)
+        self._parts.admission.check_model(model)
+        counted = {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
+        await send_response(call.send, 200, encode(counted))
+
     async def _health(self, call: Call) -> None:
         try:
             self._parts.driver.check()
@@ -245,6 +329,18 @@ class EmulatedApp:
 
     async def _metrics(self, call: Call) -> None:
         await send_response(call.send, 200, self._parts.metrics.text(), CONTENT_TYPE)
+
+
+def _anthropic(handler: Callable[[Call], Awaitable[None]]) -> Callable[[Call], Awaitable[None]]:
+    """The handler, with its errors in the shape of Anthropic's API."""
+
+    async def answered(call: Call) -> None:
+        try:
+            await handler(call)
+        except errors.ApiError as error:
+            raise in_anthropic_shape(error) from error
+
+    return answered
 
 
 async def _constrained_texts(generation: Generation) -> Sequence[RawText]:

@@ -150,6 +150,45 @@ class EmbeddingsBody(Body, kw_only=True):
     dimensions: int | None = None
 
 
+class PoolingBody(EmbeddingsBody, kw_only=True):
+    """`/pooling` and `/classify`."""
+
+    task: str | None = None
+
+
+class RerankBody(Body, kw_only=True):
+    """`/rerank`."""
+
+    query: str
+    documents: list[str]
+    top_n: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class ScoreBody(Body, kw_only=True):
+    """`/score`: pairs, under one of the pairs of names that vLLM knows."""
+
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+
+
+class CohereEmbedBody(Body, kw_only=True):
+    """`/v2/embed`."""
+
+    texts: list[str]
+    output_dimension: int | None = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    """`/detokenize`."""
+
+    tokens: list[Annotated[int, msgspec.Meta(ge=0)]]
+
+
 class TokenizeBody(Body, kw_only=True):
     """`/tokenize`: text, or a conversation."""
 

@@ -1,7 +1,8 @@
-"""Reading OpenAI requests: each body becomes a `Generation` with its prompts as token counts and blocks."""
+"""Reading requests: each body becomes a `Generation` with its prompts as token counts and blocks."""
 
 import hashlib
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -11,15 +12,21 @@ from serve_app.engines.emulated.bodies import (
     Body,
     ChatBody,
     ChatMessage,
+    CohereEmbedBody,
     CompletionBody,
+    DetokenizeBody,
     EmbeddingsBody,
     GeneratingBody,
     Inputs,
+    PoolingBody,
+    RerankBody,
     ResponsesBody,
+    ScoreBody,
     TokenizeBody,
 )
 from serve_app.engines.emulated.content.spec import OutputSpec
 from serve_app.engines.emulated.errors import invalid, unreadable
+from serve_app.engines.emulated.messages import chat_of, counted_chat
 from serve_app.engines.emulated.sampling import check_sampling
 from serve_app.engines.emulated.specs import chat_spec, completion_spec, responses_spec
 from serve_app.engines.emulated.text import Prompt, PseudoTokenizer
@@ -61,14 +68,39 @@ class Generation:
     spec: OutputSpec | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledInputs:
+    """A request of which nothing is generated.
+
+    Attributes:
+        prompts: what is computed, one for each part of the answer.
+        texts: those that the answer repeats.
+        most: parts of the answer that are wanted; None for all.
+        dimensions: of its vectors; None for the engine's own.
+    """
+
+    model: str | None
+    prompts: list[Prompt]
+    priority: int
+    texts: tuple[str, ...]
+    most: int | None = None
+    dimensions: int | None = None
+
+
 def read_chat(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
     """A chat completion request."""
-    body = _decode(_CHAT, raw)
-    if not body.messages:
-        raise invalid("messages must not be empty", param="messages")
-    param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    prompts = [_conversation(body.messages, body.tools, tokenizer)]
-    return _generation(body, prompts, (getattr(body, param), param), chat_spec(body, raw))
+    return _chat(_decode(_CHAT, raw), raw, tokenizer)
+
+
+def read_messages(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
+    """A request for one of Anthropic's messages."""
+    return _chat(chat_of(raw), raw, tokenizer)
+
+
+def read_count(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[str | None, int]:
+    """A conversation of Anthropic's to be counted: its model and its tokens."""
+    body = counted_chat(raw)
+    return body.model, _conversation(body.messages, body.tools, tokenizer).tokens
 
 
 def read_completion(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
@@ -104,10 +136,54 @@ def read_embeddings(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[EmbeddingsB
         )
     inputs = body.input if _is_batch(body.input) else [body.input]
     prompts = [
-        replace(prompt, fingerprint=hashlib.md5(msgspec.json.encode(item), usedforsecurity=False).hexdigest())
+        replace(prompt, fingerprint=_fingerprint(item))
         for prompt, item in zip(_stated(body, _inputs(body.input, tokenizer, "input")), inputs, strict=True)
     ]
     return body, prompts
+
+
+def read_pooling(raw: bytes, tokenizer: PseudoTokenizer) -> PooledInputs:
+    """A request for what a model makes of texts, or for their classes."""
+    body = _decode(_POOLING, raw)
+    inputs = body.input if _is_batch(body.input) else [body.input]
+    return _pooled(body, inputs, _stated(body, _inputs(body.input, tokenizer, "input")))
+
+
+def read_cohere_embed(raw: bytes, tokenizer: PseudoTokenizer) -> PooledInputs:
+    """Cohere's request for embeddings."""
+    body = _decode(_COHERE, raw)
+    if body.output_dimension is not None and not 1 <= body.output_dimension <= _MAX_DIMENSIONS:
+        raise invalid(f"output_dimension must be between 1 and {_MAX_DIMENSIONS}", param="output_dimension")
+    prompts = _stated(body, _inputs(list(body.texts), tokenizer, "texts"))
+    return replace(_pooled(body, body.texts, prompts), dimensions=body.output_dimension)
+
+
+def read_rerank(raw: bytes, tokenizer: PseudoTokenizer) -> PooledInputs:
+    """A request to order documents."""
+    body = _decode(_RERANK, raw)
+    return replace(_pairs(body, [body.query], body.documents, tokenizer), most=body.top_n or None)
+
+
+def read_score(raw: bytes, tokenizer: PseudoTokenizer) -> PooledInputs:
+    """A request to score pairs."""
+    body = _decode(_SCORE, raw)
+    named = (
+        (body.queries, body.documents),
+        (body.queries, body.items),
+        (body.data_1, body.data_2),
+        (body.text_1, body.text_2),
+    )
+    for first, second in named:
+        if first is not None and second is not None:
+            one, other = ([side] if isinstance(side, str) else side for side in (first, second))
+            return _pairs(body, one, other, tokenizer)
+    raise invalid("queries and documents are needed", param="queries")
+
+
+def read_detokenize(raw: bytes) -> tuple[str | None, list[int]]:
+    """A detokenize request: its model, and the tokens."""
+    body = _decode(_DETOKENIZE, raw)
+    return body.model, body.tokens
 
 
 def read_tokenize(raw: bytes) -> tuple[str | None, bytes]:
@@ -124,6 +200,11 @@ _CHAT = msgspec.json.Decoder(ChatBody, strict=False)
 _COMPLETION = msgspec.json.Decoder(CompletionBody, strict=False)
 _RESPONSES = msgspec.json.Decoder(ResponsesBody, strict=False)
 _EMBEDDINGS = msgspec.json.Decoder(EmbeddingsBody, strict=False)
+_POOLING = msgspec.json.Decoder(PoolingBody, strict=False)
+_COHERE = msgspec.json.Decoder(CohereEmbedBody, strict=False)
+_RERANK = msgspec.json.Decoder(RerankBody, strict=False)
+_SCORE = msgspec.json.Decoder(ScoreBody, strict=False)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody, strict=False)
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody, strict=False)
 
 
@@ -135,6 +216,14 @@ def _decode(decoder: "msgspec.json.Decoder[_B]", raw: bytes) -> _B:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise unreadable(str(error)) from error
+
+
+def _chat(body: ChatBody, raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
+    if not body.messages:
+        raise invalid("messages must not be empty", param="messages")
+    param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    prompts = [_conversation(body.messages, body.tools, tokenizer)]
+    return _generation(body, prompts, (getattr(body, param), param), chat_spec(body, raw))
 
 
 def _generation(
@@ -189,6 +278,31 @@ def _stated(body: Body, prompts: list[Prompt]) -> list[Prompt]:
     if tokens < 1:
         raise invalid("ewsjf_prompt_tokens must be at least 1", param="ewsjf_prompt_tokens", value=tokens)
     return [Prompt(tokens)] * len(prompts)
+
+
+def _pairs(body: Body, first: list[str], second: list[str], tokenizer: PseudoTokenizer) -> PooledInputs:
+    """Each of one side with its counterpart, or the only one with each of the other."""
+    if not first or not second:
+        raise invalid("At least one text element must be given")
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise invalid("Input lengths must be either 1:1, 1:N or N:N")
+    pairs = [f"{one}\n{other}" for one, other in zip(first, second, strict=True)]
+    prompts = _stated(body, _inputs(list(pairs), tokenizer, "documents"))
+    return replace(_pooled(body, pairs, prompts), texts=tuple(second))
+
+
+def _pooled(body: Body, inputs: Sequence[object], prompts: list[Prompt]) -> PooledInputs:
+    marked = [
+        replace(prompt, fingerprint=_fingerprint(item)) for prompt, item in zip(prompts, inputs, strict=True)
+    ]
+    texts = tuple(item if isinstance(item, str) else "" for item in inputs)
+    return PooledInputs(model=body.model, prompts=marked, priority=body.priority, texts=texts)
+
+
+def _fingerprint(item: object) -> str:
+    return hashlib.md5(msgspec.json.encode(item), usedforsecurity=False).hexdigest()
 
 
 def _is_batch(value: Inputs) -> bool:

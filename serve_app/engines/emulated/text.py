@@ -77,6 +77,11 @@ class PseudoTokenizer:
         return [zlib.crc32(text[start:end]) % VOCABULARY for start, end in itertools.pairwise(ends)]
 
 
+def text_of(ids: Iterable[int]) -> str:
+    """A text in place of the one that these tokens were; ids do not tell it here."""
+    return "".join(PIECES[token % len(PIECES)].decode() for token in ids).lstrip()
+
+
 def _chained_hashes(parts: Iterable[Hashable]) -> list[int]:
     hashes: list[int] = []
     previous = 0

@@ -8,11 +8,13 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qs
 
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
 from serve_app.metrics.record import RequestRecord
 from serve_app.serving.channel.scheduler_client import SchedulerClient
+from serve_app.serving.gateway.answer.client_api import send_refusal
 from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
 from serve_app.serving.gateway.answer.responses import (
     MethodRefused,
@@ -20,7 +22,6 @@ from serve_app.serving.gateway.answer.responses import (
     encode,
     send_body,
     send_json,
-    send_refusal,
 )
 from serve_app.serving.gateway.answer.stalls import StallWatch
 from serve_app.serving.gateway.cors import with_cors
@@ -34,9 +35,10 @@ from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
 from serve_app.serving.gateway.mode_admin import MODE_METHODS, MODE_PATH, ModeAdmin
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.incoming import IncomingRequest
-from serve_app.serving.gateway.request.parse import PARSERS, parse_model
+from serve_app.serving.gateway.request.parse import parse_model
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.request.structure import check_structure
+from serve_app.serving.gateway.routes.table import QUESTIONS, SCHEDULED, UNSCHEDULED
 from serve_app.serving.gateway.scheduler_views import SchedulerViews, View
 from serve_app.serving.gateway.scraping.engine_pages import ENGINES_PATH, EnginePages
 from serve_app.serving.gateway.scraping.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
@@ -120,8 +122,11 @@ class Gateway:
         # What clients are told once the application stops.
         self._stops_for_s: float | None = None
         self._routes: dict[str, tuple[str, Handler]] = {
-            **dict.fromkeys(PARSERS, ("POST", self._scheduled)),
-            "/tokenize": ("POST", self._tokenize),
+            **dict.fromkeys(SCHEDULED, ("POST", self._scheduled)),
+            **dict.fromkeys(UNSCHEDULED, ("POST", self._ask_any)),
+            **dict.fromkeys(QUESTIONS, ("GET", self._ask_of_model)),
+            "/load": ("GET", self._load),
+            "/ping": ("GET", self._health),
             _MODELS: ("GET", self._list_models),
             "/health": ("GET", self._health),
             "/ready": ("GET", self._ready),
@@ -207,9 +212,8 @@ class Gateway:
             await handler(incoming)
         except RequestRefused as refusal:
             self._conclude_unscheduled(incoming, refusal.outcome, refusal.message)
-            request_id = (b"x-request-id", incoming.client_request_id.encode())
             with contextlib.suppress(ClientGone):
-                await send_refusal(timed, refusal, [request_id])
+                await send_refusal(incoming.api, timed, refusal, incoming.id_headers)
         except ClientGone as gone:
             self._conclude_unscheduled(incoming, Outcome.CANCELLED, str(gone))
         finally:
@@ -247,7 +251,17 @@ class Gateway:
             self._calls.discard(call)
             self._call_ended.set()
 
-    async def _tokenize(self, incoming: IncomingRequest) -> None:
+    async def _ask_of_model(self, incoming: IncomingRequest) -> None:
+        """A question without a body: of the model that the query names, or else the first that there is."""
+        caller = self._reader.authenticate(incoming)
+        named = parse_qs(incoming.scope.get("query_string", b"").decode("latin-1")).get("model")
+        usable = [model.name for model in self._models if caller.may_use(model.name)]
+        model = named[0] if named else (usable or [self._models[0].name])[0]
+        self._reader.check_model(model, caller)
+        forwarded = self._reader.forwarded(incoming)
+        await self._any_replica.pass_on(self._schedulers[model], incoming, forwarded, b"")
+
+    async def _ask_any(self, incoming: IncomingRequest) -> None:
         caller = self._reader.authenticate(incoming)
         held = await self._reader.body(incoming)
         try:
@@ -276,6 +290,11 @@ class Gateway:
     async def _health(self, incoming: IncomingRequest) -> None:
         await send_json(incoming.send, 200, b'{"status":"ok"}', [])
 
+    async def _load(self, incoming: IncomingRequest) -> None:
+        """Under vLLM's name; other gateways count theirs."""
+        self._reader.authenticate(incoming)
+        await send_json(incoming.send, 200, encode({"server_load": self.in_flight}), [])
+
     async def _ready(self, incoming: IncomingRequest) -> None:
         """Ready when every model has a replica; says which have none."""
         missing = [model.name for model in self._models if not self._schedulers[model.name].replicas()]
@@ -289,7 +308,7 @@ class Gateway:
 
     async def _metrics(self, incoming: IncomingRequest) -> None:
         """This gateway's metrics and those of the schedulers behind it."""
-        self._metrics_endpoint.check(incoming.headers.get(b"authorization"))
+        self._metrics_endpoint.check(incoming.headers)
         await send_body(incoming.send, 200, [METRICS_TYPE], await self._metrics_endpoint.page())
 
     async def _show(self, chosen: Callable[[SchedulerViews], View], incoming: IncomingRequest) -> None:

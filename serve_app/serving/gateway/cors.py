@@ -21,6 +21,7 @@ ANY_ORIGIN = "*"
 _METHODS = ("GET", "HEAD", "POST")
 # What a page's script may read beside the few headers that every script may.
 _EXPOSED = (
+    "request-id",
     "retry-after",
     "retry-after-ms",
     "x-estimated-tokens",

@@ -23,9 +23,9 @@ from serve_app.request import Submission, Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
 from serve_app.serving.gateway.answer.assembly import AnswerAssembly
+from serve_app.serving.gateway.answer.client_api import send_refusal
 from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
 from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, outcome_of
-from serve_app.serving.gateway.answer.engine_error import in_openai_shape
 from serve_app.serving.gateway.answer.queued_comments import QueuedComments
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
@@ -33,12 +33,9 @@ from serve_app.serving.gateway.answer.responses import (
     EngineTimedOut,
     HeaderList,
     RequestRefused,
-    data_event,
-    error_event,
     send_body,
-    send_refusal,
 )
-from serve_app.serving.gateway.answer.sse import StreamScanner
+from serve_app.serving.gateway.answer.sse import Announcements, StreamScanner
 from serve_app.serving.gateway.answer.stream_events import (
     engine_failure,
     first_events,
@@ -69,6 +66,7 @@ class ForwardJob:
             cannot be sent again.
         hide_usage: the client did not ask for the usage event that ends the stream.
         assembles: the engine streams, and the client wants the answer in one piece.
+        announced: the events with which a stream begins before its first token.
     """
 
     incoming: IncomingRequest
@@ -77,6 +75,7 @@ class ForwardJob:
     body: HeldBody
     hide_usage: bool
     assembles: bool = False
+    announced: Announcements | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +238,11 @@ class ScheduledCall:
         usage = usage_of(body) if outcome is Outcome.COMPLETED else None
         self._settle(outcome, usage, detail=str(failure or ""))
         self._begin_answer()
-        path = self._job.incoming.path
-        headers, body = in_openai_shape(response.status, path, self._headers(response), body)
+        path, api = self._job.incoming.path, self._job.incoming.api
+        headers, body = api.engine_answer(response.status, path, self._headers(response), body)
         if await self._has_commented():
-            event = {"type": "http.response.body", "body": data_event(body), "more_body": False}
-            await self._send(event)
+            event = api.whole_event(response.status, body)
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
         else:
             await send_body(self._send, response.status, headers, body)
 
@@ -271,7 +270,7 @@ class ScheduledCall:
 
     async def _pass_stream(self, response: UpstreamResponse) -> None:
         scanner = StreamScanner(hide_usage=self._job.hide_usage)
-        events = await first_events(response, scanner)
+        events = await first_events(response, scanner, self._job.announced)
         if scanner.error is not None and scanner.error_is_engines:
             failure = engine_failure(scanner)
             if self._may_retry(failure):
@@ -320,8 +319,7 @@ class ScheduledCall:
     def _start_comments(self) -> None:
         interval_s = self._services.queued_comment_s
         if interval_s and self._job.submission.spec.streamed and not self._job.assembles:
-            headers = [(b"x-request-id", self._job.incoming.client_request_id.encode())]
-            self._comments = QueuedComments(self._send, interval_s, headers)
+            self._comments = QueuedComments(self._send, interval_s, self._job.incoming.id_headers)
             self._comments.start()
 
     async def _has_commented(self) -> bool:
@@ -340,12 +338,12 @@ class ScheduledCall:
         """The stream broke after its first byte: the event that says so."""
         self._settle(Outcome.FAILED, scanner.usage, detail=str(error))
         message = f"the engine stopped in the middle of its answer, which is incomplete: {error}"
-        return error_event(RequestRefused(Outcome.FAILED, message))
+        return self._job.incoming.api.error_event(RequestRefused(Outcome.FAILED, message))
 
     def _headers(self, response: UpstreamResponse) -> HeaderList:
         assert self._grant is not None
-        request_id = (b"x-request-id", self._job.incoming.client_request_id.encode())
-        return [*returned(response.headers), request_id, *describing(self._grant.dispatch)]
+        own = self._job.incoming.id_headers
+        return [*returned(response.headers), *own, *describing(self._grant.dispatch)]
 
     async def _answer(self, refusal: RequestRefused) -> None:
         """Tell the client of an error: in its stream, or as long as nothing else has been told."""
@@ -358,20 +356,18 @@ class ScheduledCall:
             return
         self._started = True
         waited_s = asyncio.get_running_loop().time() - self._job.incoming.arrived_at
-        headers = [
-            (b"x-request-id", self._job.incoming.client_request_id.encode()),
-            (b"x-queue-wait-ms", b"%.1f" % (waited_s * 1000)),
-        ]
+        incoming = self._job.incoming
+        headers = [*incoming.id_headers, (b"x-queue-wait-ms", b"%.1f" % (waited_s * 1000))]
         try:
-            await send_refusal(self._send, refusal, headers)
+            await send_refusal(incoming.api, self._send, refusal, headers)
         except (OSError, ClientGone):
             # The client went while it was being refused; the refusal stays its outcome.
             self._detail = f"{self._detail} (client gone)"
 
     async def _end_stream(self, refusal: RequestRefused) -> None:
-        event = {"type": "http.response.body", "body": error_event(refusal), "more_body": False}
+        event = self._job.incoming.api.error_event(refusal)
         with contextlib.suppress(OSError, ClientGone):
-            await self._send(event)
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     def _settle(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:
         """Fix how the request ends, and give its place back; only the first call counts."""

@@ -10,27 +10,17 @@ from typing import Any
 import msgspec.inspect as inspected
 
 from serve_app import __version__
+from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
 from serve_app.serving.gateway.endpoint_admin import ENDPOINTS_PATH, EndpointChange
 from serve_app.serving.gateway.mode_admin import MODE_PATH, ModeChange
-from serve_app.serving.gateway.request.bodies import (
-    BodyFields,
-    ChatFields,
-    CompletionFields,
-    EmbeddingFields,
-    ModelOnly,
-    ResponsesFields,
-)
+from serve_app.serving.gateway.routes.table import QUESTIONS, SCHEDULED, UNSCHEDULED, ModelRoute
 
 Schema = dict[str, Any]
 
-_BODIES: Mapping[str, tuple[str, type[BodyFields | ModelOnly]]] = {
-    "/v1/chat/completions": ("a chat's next message", ChatFields),
-    "/v1/completions": ("the continuation of a text", CompletionFields),
-    "/v1/responses": ("a response to an input", ResponsesFields),
-    "/v1/embeddings": ("vectors of texts", EmbeddingFields),
-    "/tokenize": ("the tokens of a text or a chat", ModelOnly),
-}
+_BODIES: Mapping[str, ModelRoute] = {**SCHEDULED, **UNSCHEDULED}
 _VIEWS: Mapping[str, str] = {
+    "/load": "how many requests this gateway has",
+    "/ping": "whether the gateway lives",
     "/v1/models": "the models that may be asked for",
     "/health": "whether the gateway lives",
     "/ready": "whether every model has a replica",
@@ -57,6 +47,7 @@ _REFUSALS: Mapping[str, str] = {
     "502": "the engine failed",
     "503": "no replica, or the server stops: `Retry-After` says when to come back",
     "504": "the request waited too long",
+    "529": "the queue is full, in Anthropic's words",
 }
 _ERROR: Schema = {
     "type": "object",
@@ -74,41 +65,67 @@ _ERROR: Schema = {
         }
     },
 }
+_ANTHROPIC_ERROR: Schema = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+_ERROR_NAMES: Mapping[ClientApi, str] = {OPENAI: "Error", ANTHROPIC: "AnthropicError"}
 _JSON = "application/json"
 _PLAIN = {inspected.StrType: "string", inspected.BoolType: "boolean", inspected.NoneType: "null"}
 
 
+# What the gateway answers without an engine: the method and a summary of each path.
+OWN_PATHS: Mapping[str, tuple[str, str]] = {
+    **{path: ("GET", summary) for path, summary in _VIEWS.items()},
+    **{path: ("POST", summary) for path, summary in _ACTIONS.items()},
+}
+
+
 def openapi_document() -> Schema:
     """The whole description."""
-    types = [*(body for _, body in _BODIES.values()), EndpointChange, ModeChange]
+    types: list[type] = [*(endpoint.fields for endpoint in _BODIES.values()), EndpointChange, ModeChange]
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "ewsjf-serve",
             "version": __version__,
-            "description": "OpenAI's API in front of vLLM engines, scheduled.",
+            "description": "OpenAI's and Anthropic's APIs in front of vLLM engines, scheduled.",
         },
-        "security": [{"key": []}],
+        "security": [{"key": []}, {"apiKey": []}],
         "paths": dict(_paths()),
         "components": {
-            "schemas": {"Error": _ERROR, **dict(_structs(types))},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, **dict(_structs(types))},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
 
 def _paths() -> Iterator[tuple[str, Schema]]:
-    for path, (summary, body) in _BODIES.items():
-        content = {_JSON: {"schema": _reference(body)}}
-        yield path, {"post": _operation(summary, requestBody={"required": True, "content": content})}
+    for path, endpoint in _BODIES.items():
+        content = {_JSON: {"schema": _reference(endpoint.fields)}}
+        body = {"required": True, "content": content}
+        yield path, {"post": _operation(endpoint.summary, endpoint.api, requestBody=body)}
     for path, summary in _VIEWS.items():
         yield path, {"get": _operation(summary)}
+    for path, summary in QUESTIONS.items():
+        yield path, {"get": _operation(summary, parameters=[_model_in("query", required=False)])}
     yield (
         "/v1/models/{model}",
         {
             "get": _operation(
                 "one model",
-                parameters=[{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
+                parameters=[_model_in("path", required=True)],
             )
         },
     )
@@ -133,10 +150,14 @@ def _paths() -> Iterator[tuple[str, Schema]]:
     )
 
 
-def _operation(summary: str, **more: object) -> Schema:
+def _model_in(place: str, *, required: bool) -> Schema:
+    return {"name": "model", "in": place, "required": required, "schema": {"type": "string"}}
+
+
+def _operation(summary: str, api: ClientApi = OPENAI, **more: object) -> Schema:
     answers: Schema = {"200": {"description": "the answer"}}
     for status, reason in _REFUSALS.items():
-        schema = {"$ref": "#/components/schemas/Error"}
+        schema = {"$ref": f"#/components/schemas/{_ERROR_NAMES[api]}"}
         answers[status] = {"description": reason, "content": {_JSON: {"schema": schema}}}
     return {"summary": summary, **more, "responses": answers}
 

@@ -1,10 +1,9 @@
-"""Requests that go to any replica without being scheduled: `/tokenize` costs an engine next to nothing."""
+"""Requests that go to any replica without being scheduled: they cost an engine next to nothing."""
 
 from serve_app.errors import Outcome
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
 from serve_app.serving.gateway.answer.engine_answer import failure_of
-from serve_app.serving.gateway.answer.engine_error import in_openai_shape
 from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRefused, send_body
 from serve_app.serving.gateway.request.headers import returned, upstream_head
 from serve_app.serving.gateway.request.incoming import IncomingRequest
@@ -33,10 +32,8 @@ class AnyReplica:
             RequestRefused: no replica answers.
         """
         response, answer = await self._ask(scheduler, incoming, forwarded, body)
-        request_id = (b"x-request-id", incoming.client_request_id.encode())
-        headers, answer = in_openai_shape(
-            response.status, incoming.path, [*returned(response.headers), request_id], answer
-        )
+        headers = [*returned(response.headers), *incoming.id_headers]
+        headers, answer = incoming.api.engine_answer(response.status, incoming.path, headers, answer)
         await send_body(incoming.send, response.status, headers, answer)
 
     async def _ask(

@@ -28,6 +28,7 @@ from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.request.splice import with_priority
 from tests.builders import request
 from tests.engines.servers import free_port, served, until
+from tests.engines.vllm.clients import CHECKS, counter, small_questions
 from tests.engines.vllm.conformance import (
     ANSWERED,
     ASSEMBLED,
@@ -215,6 +216,17 @@ class TestTinyEngine:
                 ours = await answer(emulated.http, path, parameters)
                 assert real.status_code == 200, (parameters, real.text)
                 assert choice_form(ours) == choice_form(real), parameters
+
+    @pytest.mark.parametrize(("client", "feature"), CHECKS)
+    async def test_a_client_can_do_what_the_documentation_says(
+        self, tiny: Running, client: str, feature: str
+    ) -> None:
+        async with counter(str(tiny.client.base_url)) as at:
+            await CHECKS[client, feature](at)
+
+    async def test_small_questions_are_answered_through_the_gateway(self, tiny: Running) -> None:
+        async with counter(str(tiny.client.base_url)) as at:
+            await small_questions(at)
 
     async def test_an_answer_assembled_from_a_stream_says_what_the_whole_one_says(
         self, tiny: Running

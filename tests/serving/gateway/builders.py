@@ -63,9 +63,11 @@ class Engine:
         work.result()
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
-        parsed = json.loads(body)
+        parsed = json.loads(body or b"{}")
         if self.answers:
             await self.answers.popleft()(scope, parsed, send)
+        elif scope["method"] == "GET":
+            await reply_json(send, 200, {"version": "1"})
         elif scope["path"] == "/tokenize":
             await reply_json(send, 200, {"tokens": [1, 2, 3], "count": 3, "max_model_len": 128})
         elif scope["path"] == "/v1/embeddings":

@@ -27,18 +27,30 @@ def in_openai_shape(status: int, path: str, headers: HeaderList, body: bytes) ->
     if isinstance(found, dict) and isinstance(found.get("error"), dict):
         return headers, body
     kind = "invalid_request_error" if status < 500 else "server_error"
-    said = _said(found, body)
-    if status == 404 and said in ("", _NOT_FOUND):
-        said = f"the engine of this model does not serve {path}"
     param = found.get("param") if isinstance(found, dict) else None
     detail = ErrorDetail(
-        said or f"the engine answered {status} without a message",
+        _words(status, path, found, body),
         kind,
         param if isinstance(param, str) else None,
         _CODES.get(status),
     )
     others = [pair for pair in headers if pair[0] != b"content-type"]
     return [JSON_TYPE, *others], encode({"error": detail})
+
+
+def error_words(status: int, path: str, body: bytes) -> str:
+    """What an engine's error says, in whatever shape."""
+    found = _parsed(body)
+    if isinstance(found, dict) and isinstance(found.get("error"), dict):
+        found = found["error"]
+    return _words(status, path, found, body)
+
+
+def _words(status: int, path: str, found: Any, body: bytes) -> str:
+    said = _said(found, body)
+    if status == 404 and said in ("", _NOT_FOUND):
+        return f"the engine of this model does not serve {path}"
+    return said or f"the engine answered {status} without a message"
 
 
 def _parsed(body: bytes) -> Any:

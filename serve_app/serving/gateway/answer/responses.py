@@ -140,19 +140,9 @@ class ErrorDetail:
     code: str | None = None
 
 
-def error_event(refusal: RequestRefused) -> bytes:
-    """The error as a server-sent event, for a stream that has begun."""
-    return b"data: " + refusal.body() + b"\n\n"
-
-
 def data_event(body: bytes) -> bytes:
     """A whole document as a server-sent event."""
     return b"data: " + body.replace(b"\r", b"").replace(b"\n", b"\ndata: ") + b"\n\n"
-
-
-async def send_refusal(send: Send, refusal: RequestRefused, headers: HeaderList) -> None:
-    """Answer with an error."""
-    await send_json(send, refusal.status, refusal.body(), [*refusal.headers(), *headers])
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: HeaderList) -> None:

@@ -21,11 +21,6 @@ from serve_app.serving.gateway.answer.usage import RawUsage
 
 _EVENT_END = re.compile(rb"\n\r?\n")
 _LINE = re.compile(rb"[^\r\n]+")
-# Events begin with their type: as a line of its own, or as the first field of their data.
-_ANNOUNCEMENT = re.compile(
-    rb"\A(?:event: ?response\.(?:created|queued|in_progress)\r?\n"
-    rb'|data: ?\{\s*"type":\s*"response\.(?:created|queued|in_progress)")'
-)
 _LONGEST_KIND = 80
 # An event longer than this is not a usage event, and is passed on in parts rather than held.
 _MAX_HELD_BYTES = 1024 * 1024
@@ -38,6 +33,13 @@ class _Response(msgspec.Struct):
 class _EngineError(msgspec.Struct):
     message: str | None = None
     code: int | str | None = None
+    type: str | None = None
+
+    @property
+    def is_engines(self) -> bool:
+        """OpenAI's errors have a status as their code, Anthropic's only a type."""
+        refused = isinstance(self.code, int) and 400 <= self.code < 500
+        return not refused and self.type not in _REFUSALS
 
 
 class _StreamEvent(msgspec.Struct):
@@ -45,12 +47,23 @@ class _StreamEvent(msgspec.Struct):
     choices: list[msgspec.Raw] | None = None
     usage: RawUsage | None = None
     error: _EngineError | str | None = None
-    message: str | None = None
+    # A text in an error, and in Anthropic's first event the message that begins.
+    message: str | _Response | None = None
     response: _Response | None = None
+
+    @property
+    def counted(self) -> RawUsage | None:
+        """The counts, wherever this API puts them."""
+        if self.usage is not None:
+            return self.usage
+        whole = self.response or self.message
+        return whole.usage if isinstance(whole, _Response) else None
 
 
 _decoder = msgspec.json.Decoder(_StreamEvent)
 _FAILED_EVENTS = frozenset({"response.failed", "error"})
+# Anthropic's types of what is the client's own fault.
+_REFUSALS = frozenset({"invalid_request_error", "not_found_error", "request_too_large"})
 
 
 class StreamScanner:
@@ -122,12 +135,10 @@ class StreamScanner:
         except (ValueError, RecursionError):
             return False
         self._note_error(parsed)
-        usage = parsed.usage
-        if usage is None and parsed.response is not None:
-            usage = parsed.response.usage
+        usage = parsed.counted
         if usage is None:
             return False
-        self.usage = usage.counted() or self.usage
+        self.usage = usage.counted(self.usage) or self.usage
         return self._hide_usage and parsed.choices == []
 
     def _note_error(self, event: _StreamEvent) -> None:
@@ -136,17 +147,34 @@ class StreamScanner:
         error = event.error
         if isinstance(error, _EngineError):
             self.error = error.message or "the engine reported an error"
-            self.error_is_engines = not (isinstance(error.code, int) and 400 <= error.code < 500)
+            self.error_is_engines = error.is_engines
         else:
-            self.error = error or event.message or "the engine reported an error"
+            said = event.message if isinstance(event.message, str) else None
+            self.error = error or said or "the engine reported an error"
             self.error_is_engines = True
 
 
-def announces_only(events: bytes) -> bool:
-    """Whether these events only say that a response is being worked on, as the Responses API's first ones."""
-    if _ANNOUNCEMENT.search(events, 0, _LONGEST_KIND) is None:
-        return False
-    return all(_ANNOUNCEMENT.search(event, 0, _LONGEST_KIND) for event in _split(events) if event.strip())
+class Announcements:
+    """The events that only say that an answer is being worked on.
+
+    They begin with their type, as a line of its own or as the first field of their data.
+    """
+
+    __slots__ = ("_pattern", "types")
+
+    def __init__(self, *types: str) -> None:
+        self.types = types
+        names = b"|".join(re.escape(name.encode()) for name in types)
+        self._pattern = re.compile(
+            rb'\A(?:event: ?(?:%s)\r?\n|data: ?\{\s*"type":\s*"(?:%s)")' % (names, names)
+        )
+
+    def are_all(self, events: bytes) -> bool:
+        """Whether there are events, and no others than these."""
+        search = self._pattern.search
+        if search(events, 0, _LONGEST_KIND) is None:
+            return False
+        return all(search(event, 0, _LONGEST_KIND) for event in _split(events) if event.strip())
 
 
 def _last_end(data: bytes | bytearray, start: int) -> int:

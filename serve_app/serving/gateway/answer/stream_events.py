@@ -3,18 +3,23 @@
 from serve_app.errors import Outcome
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.gateway.answer.engine_answer import is_dead
-from serve_app.serving.gateway.answer.sse import StreamScanner, announces_only
+from serve_app.serving.gateway.answer.sse import Announcements, StreamScanner
 from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamResponse
 
 
-async def first_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:
+async def first_events(
+    response: UpstreamResponse, scanner: StreamScanner, announced: Announcements | None
+) -> bytes:
     """The events up to the first that tells of work done; others say that the request has been read.
 
-    The Responses API begins every stream with some of those. Passed on at once they would commit the client
-    to this engine before the prefill, and count as its first token.
+    Some APIs begin every stream with those. Passed on at once they would commit the client to this engine
+    before the prefill, and count as its first token.
+
+    Args:
+        announced: the events with which this API begins; None where the first one tells of work.
     """
     events = await next_events(response, scanner)
-    while announces_only(events) and not response.at_end:
+    while announced is not None and announced.are_all(events) and not response.at_end:
         events += await next_events(response, scanner)
     return events
 

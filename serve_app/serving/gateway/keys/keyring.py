@@ -62,26 +62,32 @@ class Keyring:
         if self._file_keys is not None:
             self._file_keys.close()
 
-    def caller(self, authorization: bytes | None) -> Caller:
-        """Who is calling, by the value of the `Authorization` header.
+    def caller(self, authorization: bytes | None, api_key: bytes | None = None) -> Caller:
+        """Who is calling.
+
+        Args:
+            authorization: value of the `Authorization` header.
+            api_key: value of `x-api-key`, where Anthropic's clients have it; counts without a bearer's key.
 
         Raises:
             RequestRefused: keys are configured and this is none of them, or one that is no longer valid.
         """
-        if not self._asks and (authorization is None or not self._admins):
+        if not self._asks and ((authorization is None and api_key is None) or not self._admins):
             return _ANYONE
-        scheme, _, secret = (authorization or b"").partition(b" ")
-        is_bearer = scheme.lower() == b"bearer"
-        if is_bearer:
+        scheme, _, given = (authorization or b"").partition(b" ")
+        secret = given if scheme.lower() == b"bearer" else api_key
+        if secret is not None:
             found = self._caller_with(secret.strip())
             if found is not None:
                 return found
         if not self._asks:
             return _ANYONE
-        if is_bearer:
-            message = "the API key is not known here: check the key sent as Authorization: Bearer"
+        if secret is not None:
+            message = (
+                "the API key is not known here: check the key sent as Authorization: Bearer or x-api-key"
+            )
         else:
-            message = "an API key is needed: send it as Authorization: Bearer KEY"
+            message = "an API key is needed: send it as Authorization: Bearer KEY, or as x-api-key"
         raise RequestRefused(Outcome.REJECTED_UNAUTHORISED, message)
 
     def _caller_with(self, secret: bytes) -> Caller | None:

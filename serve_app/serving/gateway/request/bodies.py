@@ -150,13 +150,13 @@ class ResponsesFields(GenerationFields, kw_only=True):
 
 
 class EmbeddingFields(BodyFields, kw_only=True):
-    """`/v1/embeddings`; vLLM also takes chat messages here."""
+    """`/v1/embeddings` and `/classify`; vLLM also takes chat messages here."""
 
     input: Prompt | None = None
     messages: list[MessageFields] | None = None
 
 
 class ModelOnly(msgspec.Struct):
-    """`/tokenize`: only the model is needed to find a replica."""
+    """`/tokenize` and `/detokenize`: only the model is needed to find a replica."""
 
     model: str

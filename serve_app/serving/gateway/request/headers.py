@@ -51,6 +51,8 @@ _ORDINARY_CONNECTION = frozenset({b"", b"keep-alive", b"close"})
 # OpenAI's tiers, as far as they say how urgent a request is.
 _TIER_CLASS: dict[str, PriorityClass | None] = {
     "auto": None,
+    # Anthropic's word for no use of capacity that was bought for priority.
+    "standard_only": PriorityClass.DEFAULT,
     "default": PriorityClass.DEFAULT,
     "scale": PriorityClass.DEFAULT,
     "priority": PriorityClass.INTERACTIVE,
@@ -173,7 +175,7 @@ def upstream_head(
         forwarded: lines of the client's headers that go on, from `forwarded()`.
     """
     lines = (
-        f"POST {address.path}{incoming.path} HTTP/1.1\r\n{_host_and_credentials(address)}"
+        f"{incoming.method} {address.path}{incoming.path} HTTP/1.1\r\n{_host_and_credentials(address)}"
         f"x-request-id: {incoming.request_id}\r\ncontent-length: {body_bytes}\r\n"
     )
     return lines.encode("latin-1") + forwarded + b"\r\n"

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.serving.gateway.answer.client_api import ClientApi
+from serve_app.serving.gateway.answer.responses import HeaderList
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +13,7 @@ class IncomingRequest:
     """A request of which only the head has been looked at.
 
     Attributes:
+        api: in which it is answered.
         request_id: the gateway's own, unique among all gateways.
         client_request_id: the client's, or the gateway's when it sent none.
         arrived_at: on the event loop's clock, in seconds.
@@ -20,7 +23,18 @@ class IncomingRequest:
     receive: Receive
     send: Send
     path: str
+    api: ClientApi
     headers: Mapping[bytes, bytes]
     request_id: str
     client_request_id: str
     arrived_at: float
+
+    @property
+    def method(self) -> str:
+        """With which an engine is asked: for what HEAD would say it has to be asked with GET."""
+        return "POST" if self.scope["method"] == "POST" else "GET"
+
+    @property
+    def id_headers(self) -> HeaderList:
+        """What tells the client the id of its request."""
+        return self.api.id_headers(self.client_request_id)

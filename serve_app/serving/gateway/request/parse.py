@@ -1,4 +1,7 @@
-"""The parsers of request bodies: the few facts that scheduling needs, in time linear in the body's size."""
+"""The parsing of a request's body: the few facts that scheduling needs, in time linear in the body's size.
+
+What is read of the bodies of each endpoint stands in `routes.table`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,27 +12,8 @@ import msgspec
 from serve_app.errors import Outcome
 from serve_app.request import RequestSpec
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.request.bodies import (
-    BodyFields,
-    ChatFields,
-    CompletionFields,
-    EmbeddingFields,
-    ModelOnly,
-    ResponsesFields,
-)
-from serve_app.serving.gateway.request.prefix import (
-    NO_OPENING,
-    Opening,
-    chat_opening,
-    completion_opening,
-    responses_opening,
-)
-from serve_app.serving.gateway.request.shape import (
-    chat_shape,
-    completion_shape,
-    embedding_shape,
-    responses_shape,
-)
+from serve_app.serving.gateway.request.bodies import BodyFields, ModelOnly
+from serve_app.serving.gateway.request.prefix import NO_OPENING, Opening
 from serve_app.serving.gateway.request.uncounted import uncounted_bytes
 
 
@@ -63,7 +47,12 @@ T = TypeVar("T")
 
 
 class BodyParser:
-    """Parses the bodies of one endpoint."""
+    """Parses the bodies of one endpoint.
+
+    Args:
+        body_type: the fields that are looked at.
+        read: makes the facts of them.
+    """
 
     def __init__(self, body_type: type[BodyFields], read: Callable[[Any], ParsedBody]) -> None:
         # Not strict, as vLLM is not: it takes 5.0 and "5" for 5, and "true" for true.
@@ -140,107 +129,3 @@ def _field_refused(found: str) -> RequestRefused:
     else:
         message = f"the body is invalid: {what[0].lower()}{what[1:]}; send one JSON object"
     return RequestRefused(Outcome.REJECTED_INVALID, message, param=param)
-
-
-def _chat(body: ChatFields) -> ParsedBody:
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    options = body.stream_options
-    return ParsedBody(
-        spec=RequestSpec(
-            model=body.model,
-            shape=chat_shape(body),
-            max_output_tokens=limit,
-            choices=body.n or 1,
-            streamed=bool(body.stream),
-        ),
-        asks_usage=True,
-        shows_usage=options is not None and bool(options.include_usage),
-        may_be_assembled=not body.stream and options is None and body.may_be_assembled,
-        has_stream_options=options is not None,
-        service_tier=body.service_tier,
-        priority=body.priority,
-        user=body.safety_identifier or body.user,
-        opening=chat_opening(body),
-    )
-
-
-def _completion(body: CompletionFields) -> ParsedBody:
-    if body.prompt is None and not memoryview(body.prompt_embeds):
-        raise RequestRefused(
-            Outcome.REJECTED_INVALID, "prompt is missing: add it to the request", param="prompt"
-        )
-    shape = completion_shape(body)
-    options = body.stream_options
-    return ParsedBody(
-        spec=RequestSpec(
-            model=body.model,
-            shape=shape,
-            max_output_tokens=body.max_tokens,
-            choices=(body.n or 1) * shape.prompts,
-            streamed=bool(body.stream),
-        ),
-        asks_usage=True,
-        shows_usage=options is not None and bool(options.include_usage),
-        may_be_assembled=not body.stream and options is None and body.may_be_assembled,
-        has_stream_options=options is not None,
-        service_tier=body.service_tier,
-        priority=body.priority,
-        user=body.safety_identifier or body.user,
-        opening=completion_opening(body),
-    )
-
-
-def _responses(body: ResponsesFields) -> ParsedBody:
-    if body.background:
-        raise RequestRefused(
-            Outcome.REJECTED_INVALID,
-            "background responses cannot be fetched again through this gateway: leave `background` out",
-            param="background",
-        )
-    if body.previous_response_id:
-        raise RequestRefused(
-            Outcome.REJECTED_INVALID,
-            "previous_response_id names an answer that one engine has kept, and requests go to any: send the "
-            "whole conversation as `input`",
-            param="previous_response_id",
-        )
-    return ParsedBody(
-        spec=RequestSpec(
-            model=body.model,
-            shape=responses_shape(body),
-            max_output_tokens=body.max_output_tokens,
-            streamed=bool(body.stream),
-        ),
-        service_tier=body.service_tier,
-        priority=body.priority,
-        user=body.safety_identifier or body.user,
-        opening=responses_opening(body),
-    )
-
-
-def _embedding(body: EmbeddingFields) -> ParsedBody:
-    if body.input is None and body.messages is None:
-        raise RequestRefused(
-            Outcome.REJECTED_INVALID, "input is missing: add it to the request", param="input"
-        )
-    shape = embedding_shape(body)
-    return ParsedBody(
-        spec=RequestSpec(
-            model=body.model,
-            shape=shape,
-            max_output_tokens=0,
-            choices=shape.prompts,
-            streamed=False,
-        ),
-        service_tier=body.service_tier,
-        priority=body.priority,
-        user=body.safety_identifier or body.user,
-    )
-
-
-PARSERS: dict[str, BodyParser] = {
-    "/v1/chat/completions": BodyParser(ChatFields, _chat),
-    "/v1/completions": BodyParser(CompletionFields, _completion),
-    "/v1/responses": BodyParser(ResponsesFields, _responses),
-    "/v1/embeddings": BodyParser(EmbeddingFields, _embedding),
-}

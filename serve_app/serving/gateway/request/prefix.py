@@ -93,7 +93,7 @@ def engine_salt(tenant: str, client_salt: str) -> str:
 
 def chat_opening(body: ChatFields) -> Opening:
     """How a chat begins."""
-    pieces = _Pieces()
+    pieces = OpeningPieces()
     pieces.add_raw(body.tools, body.functions, body.documents)
     pieces.add_messages(body.messages)
     return Opening(b"chat", tuple(pieces.found), salt=body.cache_salt or "")
@@ -114,7 +114,7 @@ def completion_opening(body: CompletionFields) -> Opening:
 
 def responses_opening(body: ResponsesFields) -> Opening:
     """How the input of a Responses request begins."""
-    pieces = _Pieces()
+    pieces = OpeningPieces()
     pieces.add_raw(body.tools)
     pieces.add("system", body.instructions)
     if isinstance(body.input, str):
@@ -127,7 +127,7 @@ def responses_opening(body: ResponsesFields) -> Opening:
     return Opening(b"responses", tuple(pieces.found), salt=body.cache_salt or "")
 
 
-class _Pieces:
+class OpeningPieces:
     """Collects the text of a prompt up to the first thing that is no text."""
 
     __slots__ = ("_ended", "found")
@@ -137,6 +137,7 @@ class _Pieces:
         self._ended = False
 
     def add_messages(self, messages: Iterable[MessageFields]) -> None:
+        """Messages of a chat."""
         for message in messages:
             if message.is_plain:
                 self.add(message.role or "", message.content)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from serve_app.serving.gateway.keys.keyring import Keyring
 from serve_app.serving.gateway.request import headers as heads
 from serve_app.serving.gateway.request.held_bodies import BodyBudget, HeldBody
 from serve_app.serving.gateway.request.incoming import IncomingRequest
-from serve_app.serving.gateway.request.parse import PARSERS, ParsedBody
+from serve_app.serving.gateway.request.parse import ParsedBody
 from serve_app.serving.gateway.request.prefix import NO_OPENING, PrefixSettings, engine_salt, prefix_hashes
 from serve_app.serving.gateway.request.splice import (
     AS_STREAM,
@@ -29,6 +30,7 @@ from serve_app.serving.gateway.request.splice import (
     usage_field,
 )
 from serve_app.serving.gateway.request.structure import check_structure
+from serve_app.serving.gateway.routes.table import SCHEDULED, api_of
 from serve_app.serving.gateway.settings import GatewaySettings
 
 # Longer bodies are checked and parsed on a thread. Below, the change of threads costs more than the 5 ms at
@@ -64,6 +66,7 @@ class RequestReader:
             receive=receive,
             send=send,
             path=path,
+            api=api_of(path),
             headers=headers,
             request_id=own,
             client_request_id=heads.request_id(headers.get(b"x-request-id"), own),
@@ -76,15 +79,15 @@ class RequestReader:
         Raises:
             RequestRefused: nobody who may.
         """
-        return self.caller(incoming.headers.get(b"authorization"))
+        return self.caller(incoming.headers)
 
-    def caller(self, authorization: bytes | None) -> Caller:
-        """Who is calling, by the value of the `Authorization` header.
+    def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
+        """Who is calling, by the headers of a request.
 
         Raises:
             RequestRefused: nobody who may.
         """
-        return self._keyring.caller(authorization)
+        return self._keyring.caller(headers.get(b"authorization"), headers.get(b"x-api-key"))
 
     async def body(self, incoming: IncomingRequest) -> HeldBody:
         """The whole body, to be released by the caller.
@@ -160,7 +163,8 @@ class RequestReader:
         """Check a body, and make the job of it; also called on a thread of its own."""
         body = held.data
         check_structure(body)
-        parsed = PARSERS[incoming.path].parse(body)
+        endpoint = SCHEDULED[incoming.path]
+        parsed = endpoint.parse(body)
         self.check_model(parsed.spec.model, caller)
         settings = self._settings.prefix
         submission = _submission(incoming, caller, parsed, settings)
@@ -180,6 +184,7 @@ class RequestReader:
             body=held,
             hide_usage=parsed.asks_usage and not parsed.shows_usage,
             assembles=assembles,
+            announced=endpoint.announced,
         )
 
     def forwarded(self, incoming: IncomingRequest) -> bytes:

@@ -35,8 +35,12 @@ _MEDIA_TYPES = frozenset(
 )
 
 
-class _Measure:
-    """Collects the pieces of one prompt."""
+class PromptMeasure:
+    """Collects the pieces of one prompt.
+
+    Attributes:
+        texts: what the model reads as text.
+    """
 
     __slots__ = ("media_items", "texts", "tool_bytes")
 
@@ -46,6 +50,7 @@ class _Measure:
         self.tool_bytes = 0
 
     def add_content(self, content: Content) -> None:
+        """A text, or parts."""
         if content is None:
             return
         if isinstance(content, str):
@@ -55,6 +60,7 @@ class _Measure:
                 self.add_part(part)
 
     def add_part(self, part: str | PartFields) -> None:
+        """A text, or something else."""
         if isinstance(part, str):
             self.texts.append(part)
             return
@@ -80,6 +86,7 @@ class _Measure:
                 self.add_raw(piece)
 
     def add_messages(self, messages: Iterable[MessageFields]) -> None:
+        """Messages of a chat."""
         for message in messages:
             if message.role is not None and len(message.role) > _ROLE_CHARACTERS:
                 self.texts.append(message.role)
@@ -89,6 +96,7 @@ class _Measure:
                 self.add_raw(message.tool_calls, message.function_call)
 
     def add_items(self, items: Iterable[InputItem]) -> None:
+        """Items of a Responses input."""
         for item in items:
             if item.role is not None and len(item.role) > _ROLE_CHARACTERS:
                 self.texts.append(item.role)
@@ -102,6 +110,7 @@ class _Measure:
             self.add_content(list(item.summary) if item.summary else None)
 
     def shape(self, *, messages: int = 0, prompts: int = 1, prompt_tokens: int | None = None) -> PromptShape:
+        """All that was collected."""
         text = "".join(self.texts).encode()
         return PromptShape(
             text_bytes=len(text),
@@ -116,7 +125,7 @@ class _Measure:
 
 def chat_shape(body: ChatFields) -> PromptShape:
     """The prompt of a chat completion."""
-    measure = _Measure()
+    measure = PromptMeasure()
     measure.add_messages(body.messages)
     measure.add_raw(body.tools, body.functions, body.documents, body.response_format)
     return measure.shape(messages=len(body.messages))
@@ -124,7 +133,7 @@ def chat_shape(body: ChatFields) -> PromptShape:
 
 def completion_shape(body: CompletionFields) -> PromptShape:
     """The prompt or prompts of a completion."""
-    measure = _Measure()
+    measure = PromptMeasure()
     if body.suffix:
         measure.texts.append(body.suffix)
     measure.add_raw(body.response_format)
@@ -135,7 +144,7 @@ def completion_shape(body: CompletionFields) -> PromptShape:
 
 def responses_shape(body: ResponsesFields) -> PromptShape:
     """The input of a Responses request; its items are its messages."""
-    measure = _Measure()
+    measure = PromptMeasure()
     messages = 1
     if isinstance(body.input, str):
         measure.texts.append(body.input)
@@ -151,14 +160,14 @@ def responses_shape(body: ResponsesFields) -> PromptShape:
 
 def embedding_shape(body: EmbeddingFields) -> PromptShape:
     """The text or texts of an embedding."""
-    measure = _Measure()
+    measure = PromptMeasure()
     if body.messages is not None:
         measure.add_messages(body.messages)
         return measure.shape(messages=len(body.messages))
     return _prompts_shape(measure, body.input if body.input is not None else "")
 
 
-def _prompts_shape(measure: _Measure, prompt: Prompt) -> PromptShape:
+def _prompts_shape(measure: PromptMeasure, prompt: Prompt) -> PromptShape:
     """One text, several texts, the ids of one prompt, or the ids of several."""
     if isinstance(prompt, str):
         measure.texts.append(prompt)

@@ -34,7 +34,10 @@ _INERT_NAMES = """
     kv_transfer_params ec_transfer_params vllm_xargs stream_interval watermarking
     return_tokens_as_token_ids return_token_ids return_token_offsets return_prompt_text reasoning_effort
     include_reasoning parallel_tool_calls modalities audio prediction web_search_options encoding_format
-    dimensions embed_dtype endianness normalize enable_response_messages chat_template_content_format
+    thinking stop_sequences context_management container mcp_servers
+    top_n max_tokens_per_query max_tokens_per_doc input_type embedding_types output_dimension truncate
+    padding task use_activation dimensions embed_dtype endianness normalize
+    enable_response_messages chat_template_content_format
 """
 _INERT = frozenset(_INERT_NAMES.split())
 # `encrypted_content` is for the server that wrote it. Some templates write the ids of tool calls.

@@ -39,14 +39,14 @@ class EnginePages:
 
     Args:
         schedulers: by model name.
-        check: refuses whoever may not read metrics, by the `Authorization` header.
+        check: refuses whoever may not read metrics, by the headers of a request.
     """
 
     def __init__(
         self,
         upstream: UpstreamPool,
         schedulers: Mapping[str, SchedulerClient],
-        check: Callable[[bytes | None], None],
+        check: Callable[[Mapping[bytes, bytes]], None],
     ) -> None:
         self._upstream = upstream
         # A scheduler stands once under each of its model's names, the model's own first.
@@ -61,7 +61,7 @@ class EnginePages:
         Raises:
             RequestRefused: the caller may not read metrics, there is no such replica, or it does not answer.
         """
-        self._check(incoming.headers.get(b"authorization"))
+        self._check(incoming.headers)
         asked = parse_qs(incoming.scope["query_string"].decode("latin-1")).get("replica")
         if asked is None:
             # Where the scraper has found us, it finds us again.

@@ -75,7 +75,7 @@ class MetricsEndpoint:
     Args:
         key: of the scraper.
         asks_for_keys: whether callers need keys at all.
-        authenticate: finds who calls by the `Authorization` header; raises `RequestRefused`.
+        authenticate: finds who calls by the headers of a request; raises `RequestRefused`.
 
     Raises:
         SettingsError: the scraper's key cannot be read.
@@ -88,7 +88,7 @@ class MetricsEndpoint:
         *,
         key: MetricsKey | None,
         asks_for_keys: bool,
-        authenticate: Callable[[bytes | None], Caller],
+        authenticate: Callable[[Mapping[bytes, bytes]], Caller],
     ) -> None:
         self._telemetry = telemetry
         # A scheduler stands once under each of its model's names.
@@ -98,7 +98,7 @@ class MetricsEndpoint:
         self._authenticate = authenticate
         self._page = CachedPage(self._gather, self._render)
 
-    def check(self, authorization: bytes | None) -> None:
+    def check(self, headers: Mapping[bytes, bytes]) -> None:
         """Refuse whoever may not read the page.
 
         Raises:
@@ -106,11 +106,11 @@ class MetricsEndpoint:
         """
         if self._digest is None and not self._asks_for_keys:
             return
-        scheme, _, secret = (authorization or b"").partition(b" ")
+        scheme, _, secret = headers.get(b"authorization", b"").partition(b" ")
         is_scraper = self._digest is not None and hmac.compare_digest(_digest(secret.strip()), self._digest)
         if is_scraper and scheme.lower() == b"bearer":
             return
-        if not self._authenticate(authorization).is_admin:
+        if not self._authenticate(headers).is_admin:
             raise ForbiddenError(
                 "metrics need a key: send that of gateway.advanced.metrics_key, or one with admin: true, as "
                 "Authorization: Bearer KEY",

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from serve_app.request import Usage
 from serve_app.serving.gateway.answer import sse
-from serve_app.serving.gateway.answer.sse import StreamScanner, announces_only
+from serve_app.serving.gateway.answer.sse import Announcements, StreamScanner
 
+BEGINNING = Announcements("response.created", "response.in_progress")
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
 
 
@@ -143,9 +144,9 @@ def test_events_that_announce_a_response_are_told_from_those_that_bring_it(named
         typed("response.created", named=named),
         typed("response.in_progress", named=named),
     )
-    assert announces_only(created)
-    assert announces_only(created + running)
-    assert not announces_only(created + typed("response.output_item.added", named=named))
-    assert not announces_only(typed("response.completed", named=named))
-    assert not announces_only(event({"choices": [{"delta": {"content": "response.created"}}]}))
-    assert not announces_only(b"")
+    assert BEGINNING.are_all(created)
+    assert BEGINNING.are_all(created + running)
+    assert not BEGINNING.are_all(created + typed("response.output_item.added", named=named))
+    assert not BEGINNING.are_all(typed("response.completed", named=named))
+    assert not BEGINNING.are_all(event({"choices": [{"delta": {"content": "response.created"}}]}))
+    assert not BEGINNING.are_all(b"")

@@ -6,6 +6,7 @@ import pytest
 
 from serve_app.request import PriorityClass
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
+from serve_app.serving.gateway.answer.client_api import OPENAI
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.keys.caller import Caller
 from serve_app.serving.gateway.keys.settings import ApiKey
@@ -128,7 +129,8 @@ def test_a_request_head_names_the_replica_and_carries_its_token() -> None:
     async def unused(*_: object) -> NoReturn:
         raise AssertionError("nothing is read or sent")
 
-    incoming = IncomingRequest({}, unused, unused, "/v1/x", {}, "g1-1", "id", 0.0)
+    scope = {"method": "POST"}
+    incoming = IncomingRequest(scope, unused, unused, "/v1/x", OPENAI, {}, "g1-1", "id", 0.0)
     assert headers.upstream_head(incoming, b"a: b\r\n", replica, 5) == (
         b"POST /v1/x HTTP/1.1\r\nhost: [fe80::1]:7\r\nx-replica-token: t\r\n"
         b"x-request-id: g1-1\r\ncontent-length: 5\r\na: b\r\n\r\n"

@@ -7,14 +7,15 @@ import pytest
 
 from serve_app.request import TextCategory
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.request.parse import PARSERS, ParsedBody, parse_model
+from serve_app.serving.gateway.request.parse import ParsedBody, parse_model
+from serve_app.serving.gateway.routes.table import SCHEDULED
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 
 
 def parse(path: str, **fields: Any) -> ParsedBody:
-    return PARSERS[path].parse(json.dumps({"model": "m", **fields}).encode())
+    return SCHEDULED[path].parse(json.dumps({"model": "m", **fields}).encode())
 
 
 def test_text_of_messages_is_counted_in_utf8_bytes_and_media_as_items() -> None:
@@ -159,7 +160,7 @@ def test_the_end_user_is_found_under_either_name() -> None:
 
 def test_of_a_key_given_twice_the_last_counts_as_in_the_engine() -> None:
     body = b'{"model":"a","max_tokens":1,"messages":[],"model":"b","max\\u005ftokens":9}'
-    parsed = PARSERS[CHAT].parse(body)
+    parsed = SCHEDULED[CHAT].parse(body)
     assert (parsed.spec.model, parsed.spec.max_output_tokens) == ("b", 9)
 
 
@@ -195,7 +196,7 @@ def test_a_bad_body_is_refused_by_field_and_remedy(
     path: str, body: bytes, param: str | None, words: str
 ) -> None:
     with pytest.raises(RequestRefused) as caught:
-        PARSERS[path].parse(body)
+        SCHEDULED[path].parse(body)
     assert caught.value.status == 400
     assert caught.value.param == param
     assert words in caught.value.message

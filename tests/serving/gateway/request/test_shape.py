@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.request import PromptShape, TextCategory
-from serve_app.serving.gateway.request.parse import PARSERS
+from serve_app.serving.gateway.routes.table import SCHEDULED
 
 CHAT, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
 URL = "https://example.org/cat.png"
@@ -20,7 +20,7 @@ def data_uri(size: int) -> str:
 
 
 def shape(path: str, **fields: Any) -> PromptShape:
-    return PARSERS[path].parse(json.dumps({"model": "m", **fields}).encode()).spec.shape
+    return SCHEDULED[path].parse(json.dumps({"model": "m", **fields}).encode()).spec.shape
 
 
 def chat(*parts: Any) -> PromptShape:
@@ -166,5 +166,5 @@ def test_a_text_beside_an_image_hides_neither() -> None:
 def test_escapes_are_not_taken_for_text() -> None:
     text = 'def f():\n\treturn "数"\n' * 200
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}, indent=8).encode()
-    found = PARSERS[CHAT].parse(body).spec.shape
+    found = SCHEDULED[CHAT].parse(body).spec.shape
     assert (found.text_bytes, found.tool_bytes) == (len(text.encode()), 0)

@@ -1,0 +1,155 @@
+"""The APIs that clients speak, as far as the gateway writes in them: errors, and the header with the id.
+
+OpenAI's errors are `{"error": {"message", "type", "param", "code"}}`. Anthropic's are `{"type": "error",
+"error": {"type", "message"}}`, with types of their own; in a stream they are an event named `error`. vLLM
+has types of its own there, and for some errors OpenAI's shape; Anthropic's SDKs know neither.
+"""
+
+from typing import Protocol
+
+from serve_app.engines.engine import Send
+from serve_app.errors import Outcome
+from serve_app.serving.gateway.answer.engine_error import error_words, in_openai_shape
+from serve_app.serving.gateway.answer.responses import (
+    JSON_TYPE,
+    HeaderList,
+    RequestRefused,
+    data_event,
+    encode,
+    send_json,
+)
+
+# The server is too busy, which is not the client's own limit: an HTTP status of Anthropic's.
+_OVERLOADED_STATUS = 529
+_OVERLOADED = frozenset(
+    {
+        *(Outcome.REJECTED_QUEUE_FULL, Outcome.REJECTED_DEADLINE_UNMEETABLE),
+        *(Outcome.REJECTED_NO_REPLICA, Outcome.REJECTED_STOPPING),
+    }
+)
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    _OVERLOADED_STATUS: "overloaded_error",
+}
+
+
+class ClientApi(Protocol):
+    """One API."""
+
+    def status(self, refusal: RequestRefused) -> int:
+        """The HTTP status of a refusal."""
+        ...
+
+    def error(self, refusal: RequestRefused) -> bytes:
+        """The body of a refusal."""
+        ...
+
+    def error_event(self, refusal: RequestRefused) -> bytes:
+        """The refusal as a server-sent event, for a stream that has begun."""
+        ...
+
+    def whole_event(self, status: int, body: bytes) -> bytes:
+        """An engine's whole answer as a server-sent event."""
+        ...
+
+    def engine_answer(
+        self, status: int, path: str, headers: HeaderList, body: bytes
+    ) -> tuple[HeaderList, bytes]:
+        """Headers and body of an engine's answer; those of an error in another shape are replaced.
+
+        Args:
+            path: which route of the engine answered.
+        """
+        ...
+
+    def id_headers(self, request_id: str) -> HeaderList:
+        """The headers that tell a client the id of its request."""
+        ...
+
+
+class OpenAIApi:
+    """OpenAI's."""
+
+    def status(self, refusal: RequestRefused) -> int:
+        """The refusal's own."""
+        return refusal.status
+
+    def error(self, refusal: RequestRefused) -> bytes:
+        """The refusal's own."""
+        return refusal.body()
+
+    def error_event(self, refusal: RequestRefused) -> bytes:
+        """An event that has no name."""
+        return data_event(refusal.body())
+
+    def whole_event(self, status: int, body: bytes) -> bytes:  # noqa: ARG002 - errors are told by content
+        """An event that has no name."""
+        return data_event(body)
+
+    def engine_answer(
+        self, status: int, path: str, headers: HeaderList, body: bytes
+    ) -> tuple[HeaderList, bytes]:
+        """Most engines write their errors so."""
+        return in_openai_shape(status, path, headers, body)
+
+    def id_headers(self, request_id: str) -> HeaderList:
+        """`x-request-id`."""
+        return [(b"x-request-id", request_id.encode())]
+
+
+class AnthropicApi:
+    """Anthropic's."""
+
+    def status(self, refusal: RequestRefused) -> int:
+        """529 where OpenAI's says 429 of a queue: here 429 is for limits of the client's own."""
+        busy = refusal.outcome in _OVERLOADED and refusal.status == 429
+        return _OVERLOADED_STATUS if busy else refusal.status
+
+    def error(self, refusal: RequestRefused) -> bytes:
+        """Without param and code, which it does not know."""
+        kind = "overloaded_error" if refusal.outcome in _OVERLOADED else _type_of(refusal.status)
+        return _error(kind, refusal.message)
+
+    def error_event(self, refusal: RequestRefused) -> bytes:
+        """An event named `error`."""
+        return self.whole_event(400, self.error(refusal))
+
+    def whole_event(self, status: int, body: bytes) -> bytes:
+        """Errors have a name."""
+        return b"event: error\n" + data_event(body) if status >= 400 else data_event(body)
+
+    def engine_answer(
+        self, status: int, path: str, headers: HeaderList, body: bytes
+    ) -> tuple[HeaderList, bytes]:
+        """Keeps the engine's message."""
+        if status < 400:
+            return headers, body
+        others = [pair for pair in headers if pair[0] != b"content-type"]
+        return [JSON_TYPE, *others], _error(_type_of(status), error_words(status, path, body))
+
+    def id_headers(self, request_id: str) -> HeaderList:
+        """Under Anthropic's name as well, which its SDKs read."""
+        return [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
+
+
+OPENAI = OpenAIApi()
+ANTHROPIC = AnthropicApi()
+
+
+async def send_refusal(api: ClientApi, send: Send, refusal: RequestRefused, headers: HeaderList) -> None:
+    """Answer with an error."""
+    await send_json(send, api.status(refusal), api.error(refusal), [*refusal.headers(), *headers])
+
+
+def _type_of(status: int) -> str:
+    return _ANTHROPIC_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+
+
+def _error(kind: str, message: str) -> bytes:
+    return encode({"type": "error", "error": {"type": kind, "message": message}})

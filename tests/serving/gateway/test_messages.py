@@ -1,0 +1,345 @@
+"""Anthropic's API through the gateway, with Anthropic's SDK: messages, events, tools, errors."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
+from serve_app.engines.engine import Scope, Send
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.gateway import ApiKey
+
+from .builders import (
+    MODEL,
+    Answer,
+    Engine,
+    FakeDispatcher,
+    error_json,
+    eventually,
+    gateway,
+    refusal,
+    replies,
+    send_event,
+    serving,
+    start_stream,
+)
+
+PATH = "/v1/messages"
+HELLO: Any = {"model": MODEL, "max_tokens": 6, "messages": [{"role": "user", "content": "hello"}]}
+SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+WEATHER: Any = {"name": "get_weather", "description": "of a city", "input_schema": SCHEMA}
+
+
+@dataclass
+class Desk:
+    """A gateway with an Anthropic client in front, and an engine behind."""
+
+    dispatcher: FakeDispatcher
+    http: httpx.AsyncClient
+    sdk: anthropic.AsyncAnthropic
+    engine: Engine
+
+
+async def _desk(engine: Any, **settings: Any) -> AsyncIterator[Desk]:
+    async with serving(engine) as port:
+        dispatcher = FakeDispatcher([port])
+        app = gateway(dispatcher, **settings)
+        async with serving(app) as front:
+            url = f"http://127.0.0.1:{front}"
+            async with (
+                httpx.AsyncClient(base_url=url, timeout=30) as http,
+                anthropic.AsyncAnthropic(base_url=url, api_key="k1", max_retries=0, timeout=30) as sdk,
+            ):
+                yield Desk(dispatcher, http, sdk, engine)
+        app.close()
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    """In front of the emulated engine, which answers as vLLM does."""
+    engine = EmulatedEngine(
+        EmulatedEngineSettings(served_model_names=(MODEL,), profile="laptop", speed_up=20.0)
+    )
+    await engine.start()
+    try:
+        async for made in _desk(engine.app):
+            yield made
+    finally:
+        await engine.stop()
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[Desk]:
+    """In front of an engine that does as a test says, and that asks for keys."""
+    async for made in _desk(Engine(), keys=(ApiKey(tenant="t", key="k1"),)):
+        yield made
+
+
+def used(message: anthropic.types.Message) -> tuple[int, int]:
+    """Tokens of the prompt, and those generated."""
+    usage = message.usage
+    return usage.input_tokens + (usage.cache_read_input_tokens or 0), usage.output_tokens
+
+
+async def test_a_message_is_answered_and_its_tokens_are_counted(desk: Desk) -> None:
+    message = await desk.sdk.messages.create(**HELLO, system="Be brief.")
+    assert message.type == "message"
+    assert message.content[0].type == "text"
+    assert message.content[0].text
+    assert message.stop_reason == "max_tokens"
+    prompt, output = used(message)
+    assert output == 6
+    assert desk.dispatcher.events[-1] == (
+        "finished",
+        Outcome.COMPLETED,
+        Usage(prompt_tokens=prompt, output_tokens=6, cached_tokens=0),
+    )
+    assert desk.dispatcher.submissions[0].spec.max_output_tokens == 6
+
+
+async def test_cached_tokens_are_counted_with_the_prompt(desk: Desk) -> None:
+    long: Any = {**HELLO, "system": "All words are equal. " * 60}
+    first, again = [await desk.sdk.messages.create(**long) for _ in range(2)]
+    assert again.usage.cache_read_input_tokens
+    assert used(again)[0] == used(first)[0]
+    usage = desk.dispatcher.events[-1][2]
+    assert usage == Usage(
+        prompt_tokens=used(first)[0],
+        output_tokens=6,
+        cached_tokens=again.usage.cache_read_input_tokens,
+    )
+
+
+async def test_a_streamed_message_adds_up_and_is_counted(desk: Desk) -> None:
+    async with desk.sdk.messages.stream(**HELLO) as stream:
+        kinds = [event.type async for event in stream]
+        whole = await stream.get_final_message()
+    assert kinds[0] == "message_start"
+    assert kinds[1] == "content_block_start"
+    assert kinds[-1] == "message_stop"
+    assert used(whole)[1] == 6
+    assert desk.dispatcher.names() == ["acquire", "first_token", "finished"]
+    assert desk.dispatcher.events[-1][2] == Usage(
+        prompt_tokens=used(whole)[0], output_tokens=6, cached_tokens=0
+    )
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_agent_calls_a_tool_and_goes_on_with_its_result(desk: Desk, streamed: bool) -> None:
+    question: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What weather is it?"}]}]
+    request: Any = {**HELLO, "max_tokens": 300, "messages": question, "tools": [WEATHER]}
+    if streamed:
+        async with desk.sdk.messages.stream(**request) as stream:
+            message = await stream.get_final_message()
+    else:
+        message = await desk.sdk.messages.create(**request)
+    (call,) = message.content
+    assert call.type == "tool_use"
+    assert (message.stop_reason, call.name) == ("tool_use", "get_weather")
+    assert call.input["city"] in {"Rome", "Oslo"}
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "rain"}]}
+    request["messages"] = [
+        *question,
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": [result]},
+    ]
+    last = await desk.sdk.messages.create(**request)
+    assert last.content[0].type == "text"
+    # What was said before is in the prompt, and in the size from which its tokens are estimated.
+    first, then = (submission.spec.shape for submission in desk.dispatcher.submissions[-2:])
+    assert then.messages > first.messages
+    assert then.tool_bytes > first.tool_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tool_choice": {"type": "tool", "name": "get_weather"}, "tools": [WEATHER]}, "tool_use"),
+        ({"tool_choice": {"type": "any"}, "tools": [WEATHER]}, "tool_use"),
+        ({"tool_choice": {"type": "none"}, "tools": [WEATHER]}, "max_tokens"),
+        ({"stop_sequences": ["e"]}, "stop_sequence"),
+        ({"thinking": {"type": "adaptive"}}, "max_tokens"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "end_turn"),
+    ],
+)
+async def test_what_a_request_asks_of_its_answer_reaches_the_engine(
+    desk: Desk, changes: dict[str, Any], reason: str
+) -> None:
+    message = await desk.sdk.messages.create(**{**HELLO, "max_tokens": 60, **changes})
+    assert message.stop_reason == reason
+
+
+async def test_tokens_are_counted_by_any_replica(desk: Desk) -> None:
+    counted = await desk.sdk.messages.count_tokens(model=MODEL, messages=HELLO["messages"])
+    assert counted.input_tokens == used(await desk.sdk.messages.create(**HELLO))[0]
+    assert len(desk.dispatcher.submissions) == 1
+
+
+def opening(*kinds: str, then: Any = None) -> Answer:
+    """A stream that begins with these events, and goes on once `then` is done."""
+
+    async def answer(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        await start_stream(send)
+        message = {"id": "m", "type": "message", "role": "assistant", "content": [], "model": MODEL}
+        begun = {**message, "usage": {"input_tokens": 9, "output_tokens": 1, "cache_read_input_tokens": 4}}
+        for kind in kinds:
+            content = {"message": begun} if kind == "message_start" else {}
+            await send_event(send, {"type": kind, **content}, name=kind)
+        if then is not None:
+            await then(send)
+
+    return answer
+
+
+async def finish(send: Send) -> None:
+    text = {"type": "text_delta", "text": "hi"}
+    begin = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+    await send_event(send, begin, name="content_block_start")
+    block = {"type": "content_block_delta", "index": 0, "delta": text}
+    await send_event(send, block, name="content_block_delta")
+    end = {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 7}}
+    await send_event(send, end, name="message_delta")
+    await send_event(send, {"type": "message_stop"}, name="message_stop")
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def test_the_beginning_of_a_message_is_not_its_first_token(scripted: Desk) -> None:
+    async def look(send: Send) -> None:
+        await eventually(lambda: "acquire" in scripted.dispatcher.names())
+        assert "first_token" not in scripted.dispatcher.names()
+        await finish(send)
+
+    scripted.engine.answers.append(opening("message_start", "ping", then=look))
+    async with scripted.sdk.messages.stream(**HELLO) as stream:
+        kinds = [event.type async for event in stream]
+    assert kinds[0] == "message_start"
+    assert "content_block_delta" in kinds
+    assert scripted.dispatcher.names() == ["acquire", "first_token", "finished"]
+    # The last event counts what was generated, the first one the prompt.
+    assert scripted.dispatcher.events[-1][2] == Usage(prompt_tokens=13, output_tokens=7, cached_tokens=4)
+
+
+async def test_an_engine_that_dies_after_the_beginning_is_replaced_unseen(scripted: Desk) -> None:
+    async def die(send: Send) -> None:
+        raise ConnectionResetError
+
+    scripted.engine.answers += [opening("message_start", "ping", then=die), opening(then=finish)]
+    answer = await scripted.http.post(
+        PATH, json={**HELLO, "stream": True}, headers={"x-api-key": "k1", "anthropic-version": "2023-06-01"}
+    )
+    assert "message_start" not in answer.text
+    assert '"hi"' in answer.text
+    assert [event[1] for event in scripted.dispatcher.events if event[0] == "put_back"] == [
+        DispatchFailure.LOST
+    ]
+
+
+async def test_a_break_in_a_message_is_an_error_that_the_sdk_raises(scripted: Desk) -> None:
+    async def break_off(send: Send) -> None:
+        block = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}}
+        await send_event(send, block, name="content_block_delta")
+        raise ConnectionResetError
+
+    scripted.engine.answers.append(opening("message_start", then=break_off))
+    with pytest.raises(anthropic.APIStatusError, match="stopped in the middle"):
+        async for _ in await scripted.sdk.messages.create(**HELLO, stream=True):
+            pass
+    assert scripted.dispatcher.outcomes() == [Outcome.FAILED]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "kind"),
+    [
+        (Outcome.REJECTED_QUEUE_FULL, 529, "overloaded_error"),
+        (Outcome.REJECTED_DEADLINE_UNMEETABLE, 529, "overloaded_error"),
+        (Outcome.REJECTED_RATE_LIMITED, 429, "rate_limit_error"),
+        (Outcome.REJECTED_NO_REPLICA, 503, "overloaded_error"),
+        (Outcome.REJECTED_TOO_LONG, 400, "invalid_request_error"),
+        (Outcome.EXPIRED, 504, "timeout_error"),
+        (Outcome.FAILED, 502, "api_error"),
+    ],
+)
+async def test_refusals_are_told_in_anthropics_words(
+    scripted: Desk, outcome: Outcome, status: int, kind: str
+) -> None:
+    scripted.dispatcher.script.append(refusal(outcome, "not now", retry_after_s=2.0))
+    with pytest.raises(anthropic.APIStatusError) as raised:
+        await scripted.sdk.messages.create(**HELLO)
+    answer = raised.value.response
+    assert (answer.status_code, answer.json()) == (
+        status,
+        {"type": "error", "error": {"type": kind, "message": "not now"}},
+    )
+    assert answer.headers["retry-after"] == "2"
+    assert raised.value.request_id == answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "kind", "words"),
+    [
+        ({"model": "other"}, 404, "not_found_error", "not served here"),
+        ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
+        ({"messages": 5}, 400, "invalid_request_error", "messages"),
+    ],
+)
+async def test_what_the_gateway_refuses_itself_is_told_likewise(
+    scripted: Desk, changes: dict[str, Any], status: int, kind: str, words: str
+) -> None:
+    answer = await scripted.http.post(PATH, json={**HELLO, **changes}, headers={"x-api-key": "k1"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (status, kind)
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
+@pytest.mark.parametrize(
+    "document",
+    [
+        error_json("no such thing", 400),
+        {"type": "error", "error": {"type": "BadRequestError", "message": "no such thing"}},
+        {"detail": "no such thing"},
+    ],
+)
+async def test_an_engines_error_has_anthropics_shape(
+    scripted: Desk, path: str, document: dict[str, Any]
+) -> None:
+    scripted.engine.answers.append(replies(400, document))
+    answer = await scripted.http.post(path, json=HELLO, headers={"x-api-key": "k1"})
+    assert (answer.status_code, answer.json()) == (
+        400,
+        {"type": "error", "error": {"type": "invalid_request_error", "message": "no such thing"}},
+    )
+
+
+async def test_a_key_may_come_as_anthropics_clients_send_it(scripted: Desk) -> None:
+    scripted.engine.answers.append(replies(200, {"type": "message", "usage": {"input_tokens": 1}}))
+    assert (await scripted.http.post(PATH, json=HELLO, headers={"x-api-key": "k1"})).status_code == 200
+    for wrong in ({"x-api-key": "k2"}, {}, {"x-api-key": "k1", "authorization": "Bearer k2"}):
+        answer = await scripted.http.post(PATH, json=HELLO, headers=wrong)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+    # It is for the gateway: no engine hears of it.
+    assert b"x-api-key" not in scripted.engine.heads[0]
+
+
+async def test_a_refusal_in_a_stream_that_waits_is_an_error_event() -> None:
+    async for waiting in _desk(Engine(), queued_comment_s=0.05):
+        waiting.dispatcher.gate.clear()
+        waiting.dispatcher.script.append(refusal(Outcome.EXPIRED, "waited too long"))
+        body = {**HELLO, "stream": True}
+        async with waiting.http.stream("POST", PATH, json=body) as answer:
+            lines = []
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                if line == ": queued":
+                    waiting.dispatcher.gate.set()
+        assert answer.status_code == 200
+        event = lines.index("event: error")
+        error = json.loads(lines[event + 1].removeprefix("data: "))
+        assert error == {"type": "error", "error": {"type": "timeout_error", "message": "waited too long"}}
