@@ -8,10 +8,10 @@ import uvloop
 
 from serve_app.bench import arguments
 from serve_app.bench.compare_report import comparison_table, comparison_warnings, outcomes
-from serve_app.bench.comparison import Comparison, compare
+from serve_app.bench.comparison import EndpointComparison, compare
 from serve_app.bench.connection import BenchError, Target
 from serve_app.bench.endpoint import served_models
-from serve_app.bench.interleave import Endpoint, Interleaved, interleave
+from serve_app.bench.interleave import ComparedEndpoint, Interleaved, interleave
 from serve_app.bench.load import LoadSettings
 from serve_app.bench.report import write_records
 from serve_app.command import given_arguments, progress_bar, say, warn, write_json
@@ -54,14 +54,14 @@ def compare_endpoints(args: argparse.Namespace, trace: Trace, settings: LoadSett
     return 0 if found.completed_by_both else 1
 
 
-def _endpoint(args: argparse.Namespace, url: str, api_key: str | None, model: str | None) -> Endpoint:
+def _endpoint(args: argparse.Namespace, url: str, api_key: str | None, model: str | None) -> ComparedEndpoint:
     target = Target.parse(url)
     named = argparse.Namespace(**{**vars(args), "url": url, "api_key": api_key, "model": model})
-    return Endpoint(target, arguments.body_settings(named, served_models(target, api_key)))
+    return ComparedEndpoint(target, arguments.body_settings(named, served_models(target, api_key)))
 
 
 def _drive(
-    trace: Trace, endpoints: tuple[Endpoint, Endpoint], settings: LoadSettings, slice_s: float
+    trace: Trace, endpoints: tuple[ComparedEndpoint, ComparedEndpoint], settings: LoadSettings, slice_s: float
 ) -> Interleaved:
     async def drive(on_record: Callable[[RequestRecord], object]) -> Interleaved:
         return await interleave(trace, endpoints, settings, slice_s, on_record)
@@ -71,7 +71,7 @@ def _drive(
             return runner.run(drive(lambda _: advance()))
 
 
-def _write(args: argparse.Namespace, trace: Trace, found: Comparison, played: Interleaved) -> None:
+def _write(args: argparse.Namespace, trace: Trace, found: EndpointComparison, played: Interleaved) -> None:
     if args.json is not None:
         sides = zip(("A", "B"), (args.url, args.compare), outcomes(played), strict=True)
         document = {

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from serve_app.bench.comparison import FEW_SLICES, Comparison, Difference
+from serve_app.bench.comparison import FEW_SLICES, EndpointComparison, PairedDifference
 from serve_app.bench.interleave import Interleaved
 from serve_app.tables import shown_table
 
@@ -11,7 +11,7 @@ _SHOWN = {"ttft_s": "TTFT ms", "tpot_s": "TPOT ms", "e2e_s": "E2E ms"}
 _CLEAR, _UNCLEAR = "*", ""
 
 
-def comparison_table(found: Comparison, urls: tuple[str, str]) -> str:
+def comparison_table(found: EndpointComparison, urls: tuple[str, str]) -> str:
     """One line for each figure: at both endpoints, the difference with its interval, and the change."""
     lines = [
         _line(f"{_SHOWN[latency]} {name}", each, 1_000)
@@ -24,14 +24,14 @@ def comparison_table(found: Comparison, urls: tuple[str, str]) -> str:
     return "\n".join((*notes, "", shown_table(head, lines, text_columns=1)))
 
 
-def _basis(found: Comparison) -> str:
+def _basis(found: EndpointComparison) -> str:
     return (
         f"{found.pairs:,} requests to each in {found.slices:,} slices in turns, latencies of the "
         f"{found.completed_by_both:,} that both completed; {_CLEAR}: the interval leaves out zero"
     )
 
 
-def _line(name: str, each: Difference, scale: float) -> tuple[str, ...]:
+def _line(name: str, each: PairedDifference, scale: float) -> tuple[str, ...]:
     decimals = 2
     interval = "-"
     if each.low is not None and each.high is not None:
@@ -56,7 +56,7 @@ def outcomes(played: Interleaved) -> tuple[Counter[str], Counter[str]]:
     )
 
 
-def comparison_warnings(found: Comparison) -> Iterator[str]:
+def comparison_warnings(found: EndpointComparison) -> Iterator[str]:
     """What makes the intervals worth little."""
     if found.slices < FEW_SLICES:
         yield (

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.bench.interleave import Pair
+from serve_app.bench.interleave import AnswerPair
 from serve_app.metrics.confidence import t_95
 from serve_app.metrics.record import RequestRecord
 
@@ -29,7 +29,7 @@ Figures = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class PairedDifference:
     """One figure of both endpoints.
 
     Attributes:
@@ -57,7 +57,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class EndpointComparison:
     """All differences.
 
     Attributes:
@@ -67,8 +67,8 @@ class Comparison:
         completed_by_both: pairs that the latencies come from.
     """
 
-    latencies: dict[str, dict[str, Difference]]
-    errors: Difference
+    latencies: dict[str, dict[str, PairedDifference]]
+    errors: PairedDifference
     pairs: int
     slices: int
     completed_by_both: int
@@ -94,7 +94,7 @@ _LATENCIES: dict[str, Callable[[RequestRecord], float | None]] = {
 }
 
 
-def compare(pairs: Sequence[Pair]) -> Comparison:
+def compare(pairs: Sequence[AnswerPair]) -> EndpointComparison:
     """Compare the two endpoints over these pairs.
 
     Raises:
@@ -109,7 +109,7 @@ def compare(pairs: Sequence[Pair]) -> Comparison:
         if slices:
             latencies[name] = _differences(slices, _latency_figures, ("mean", "p50", "p99"))
     lost = _slices(pairs, lambda record: float(not record.completed))
-    return Comparison(
+    return EndpointComparison(
         latencies=latencies,
         errors=_differences(lost, _mean, ("share",))["share"],
         pairs=len(pairs),
@@ -118,7 +118,7 @@ def compare(pairs: Sequence[Pair]) -> Comparison:
     )
 
 
-def _slices(pairs: Iterable[Pair], value_of: Callable[[RequestRecord], float | None]) -> list[Figures]:
+def _slices(pairs: Iterable[AnswerPair], value_of: Callable[[RequestRecord], float | None]) -> list[Figures]:
     """For each slice an array of two rows, the values of both endpoints; pairs without one are left out."""
     slices: dict[int, list[tuple[float, float]]] = {}
     for pair in pairs:
@@ -141,7 +141,7 @@ def _mean(values: Figures) -> Figures:
 
 def _differences(
     slices: list[Figures], figures_of: Callable[[Figures], Figures], names: Sequence[str]
-) -> dict[str, Difference]:
+) -> dict[str, PairedDifference]:
     """The figures of both rows over all slices, with the interval of their difference."""
     whole = np.concatenate(slices, axis=1)
     figures = figures_of(whole)
@@ -150,7 +150,7 @@ def _differences(
     for place, name in enumerate(names):
         base, other = (float(figure) for figure in figures[place])
         difference = other - base
-        found[name] = Difference(
+        found[name] = PairedDifference(
             base=base,
             other=other,
             difference=difference,

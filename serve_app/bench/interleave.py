@@ -18,7 +18,7 @@ from serve_app.workloads.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ComparedEndpoint:
     """One of the two, and what requests to it say."""
 
     target: Target
@@ -26,7 +26,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class AnswerPair:
     """One request of the trace at both endpoints.
 
     Attributes:
@@ -42,7 +42,7 @@ class Pair:
 class Interleaved:
     """The pairs of a run in the order of the trace, and the client's figures at both endpoints together."""
 
-    pairs: list[Pair]
+    pairs: list[AnswerPair]
     client: ClientFigures
 
 
@@ -57,7 +57,7 @@ def slices_of(trace: Trace, slice_s: float) -> Iterator[Trace]:
 
 async def interleave(
     trace: Trace,
-    endpoints: tuple[Endpoint, Endpoint],
+    endpoints: tuple[ComparedEndpoint, ComparedEndpoint],
     settings: LoadSettings,
     slice_s: float,
     on_record: Callable[[RequestRecord], object] = lambda _: None,
@@ -74,7 +74,7 @@ async def interleave(
         BodyFactory(endpoint.bodies, endpoint.target.authority, endpoint.target.path_prefix)
         for endpoint in endpoints
     ]
-    pairs: list[Pair] = []
+    pairs: list[AnswerPair] = []
     client = ClientFigures()
     sent = 0
     try:
@@ -99,10 +99,10 @@ async def interleave(
 
 def _paired(
     slice_number: int, first: int, count: int, records: dict[int, dict[str, RequestRecord]]
-) -> Iterator[Pair]:
+) -> Iterator[AnswerPair]:
     for number in range(first, first + count):
         base, other = (records[side][f"bench-{2 * number + side}"] for side in (0, 1))
-        yield Pair(slice_number, base, other)
+        yield AnswerPair(slice_number, base, other)
 
 
 def _add(client: ClientFigures, of_slice: ClientFigures) -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from serve_app.bench.comparison import FEW_SLICES, compare
-from serve_app.bench.interleave import Pair
+from serve_app.bench.interleave import AnswerPair
 from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
 
@@ -22,14 +22,14 @@ def record(ttft_s: float, *, completed: bool = True) -> RequestRecord:
     )
 
 
-def drawn(rng: random.Random, factor: float, slices: int = 8, members: int = 30) -> list[Pair]:
+def drawn(rng: random.Random, factor: float, slices: int = 8, members: int = 30) -> list[AnswerPair]:
     """Latencies that differ from slice to slice; the other endpoint's are `factor` of the first one's."""
     pairs = []
     for number in range(slices):
         moment = rng.uniform(0.8, 1.2)
         for _ in range(members):
             base, other = (moment * rng.uniform(0.1, 0.3) for _ in range(2))
-            pairs.append(Pair(number, record(base), record(factor * other)))
+            pairs.append(AnswerPair(number, record(base), record(factor * other)))
     return pairs
 
 
@@ -60,7 +60,7 @@ def test_a_clear_difference_is_called_one_and_chance_is_not() -> None:
 def test_what_a_slice_does_to_both_endpoints_cancels() -> None:
     """Moments that differ tenfold leave a difference of a hundredth as clear as it is."""
     pairs = [
-        Pair(
+        AnswerPair(
             number,
             record(0.1 * (number + 1) + 0.001 * place),
             record(0.1 * (number + 1) + 0.011 + 0.001 * place),
@@ -76,7 +76,8 @@ def test_what_a_slice_does_to_both_endpoints_cancels() -> None:
 
 def test_latencies_are_of_requests_that_both_completed_and_errors_of_all() -> None:
     pairs = [
-        Pair(number, record(0.1), record(0.1, completed=number % 2 == 0)) for number in range(FEW_SLICES)
+        AnswerPair(number, record(0.1), record(0.1, completed=number % 2 == 0))
+        for number in range(FEW_SLICES)
     ]
     found = compare(pairs)
     assert (found.pairs, found.completed_by_both, found.slices) == (6, 3, 6)
@@ -86,9 +87,9 @@ def test_latencies_are_of_requests_that_both_completed_and_errors_of_all() -> No
 
 
 def test_one_slice_has_no_interval_and_none_no_comparison() -> None:
-    one = compare([Pair(0, record(0.1), record(0.2))]).latencies["ttft_s"]["p99"]
+    one = compare([AnswerPair(0, record(0.1), record(0.2))]).latencies["ttft_s"]["p99"]
     assert (one.low, one.high, one.is_clear) == (None, None, False)
-    nothing = compare([Pair(0, record(0.1), record(0.2, completed=False))])
+    nothing = compare([AnswerPair(0, record(0.1), record(0.2, completed=False))])
     assert nothing.latencies == {}
     with pytest.raises(ValueError, match="nothing to compare"):
         compare([])
