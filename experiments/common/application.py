@@ -81,19 +81,16 @@ def served_application(
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
     start_timeout_s: float = _START_TIMEOUT_S,
-    address: str | None = None,
 ) -> Iterator[Application]:
     """Serve the application of a configuration on a free port; yields once requests are taken.
 
     Args:
         config: of `serve run`, with one application.
         environment: further variables of its processes.
-        address: of a Ray cluster to serve it on; None starts one.
 
     Raises:
         BenchError: it does not start; the message ends with the last lines of its logs.
     """
-    cluster = [] if address is None else ["--address", address]
     port = free_port()
     folder = instance_folder(port)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
@@ -104,7 +101,7 @@ def served_application(
         with output.open("w") as console:
             # The arguments are our own.
             process = subprocess.Popen(
-                [sys.executable, "-m", "serve_app", "serve", str(file), *cluster],
+                [sys.executable, "-m", "serve_app", "serve", str(file)],
                 cwd=_ROOT,
                 env={**_environment(), **environment},
                 stdout=console,
