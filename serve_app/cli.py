@@ -81,7 +81,11 @@ COMMANDS: tuple[CommandEntry, ...] = (
         "feed a decision log to a new scheduler: the same events must give the same commands",
         "serve_app.simulation.command.replay",
     ),
-    CommandEntry("bench", "open-loop load against a live endpoint, from a trace", "serve_app.bench.command"),
+    CommandEntry(
+        "bench",
+        "open-loop load against a live endpoint, or against two in turns, from a trace",
+        "serve_app.bench.command",
+    ),
     CommandEntry(
         "plan",
         "size a fleet to latency limits: one pool or two, verified in simulation",

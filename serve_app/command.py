@@ -8,7 +8,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -79,10 +79,18 @@ def write_json(path: Path, document: Mapping[str, object]) -> None:
 def given_arguments(args: argparse.Namespace, *, leave_out: Collection[str] = ()) -> dict[str, object]:
     """The arguments of a command, for provenance; paths and infinity, which JSON lacks, become text."""
     return {
-        name: str(value) if isinstance(value, Path) or value == math.inf else value
+        name: _plain(value)
         for name, value in vars(args).items()
         if name != "command" and name not in leave_out
     }
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return str(value) if isinstance(value, Path) or value == math.inf else value
 
 
 def positive_float(text: str) -> float:

@@ -152,11 +152,19 @@ def test_what_cannot_be_ends_with_one_line(
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("pools", ["short:2", "short:0,long:1", "left:1,right:2", "short:x,long:1"])
-def test_pools_are_short_and_long_and_have_replicas(pools: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("pools", "message"),
+    [
+        ("short:0,long:1", "a pool has at least one replica and token, got 'short:0'"),
+        ("short:x,long:1", "write NAME:N or NAME:N:CONTEXT, got 'short:x'"),
+        ("a:1,a:2", "each pool needs a name of its own, got 'a:1,a:2'"),
+        (":1", "each pool needs a name of its own"),
+    ],
+)
+def test_pools_have_names_and_replicas(pools: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["simulate", "--trace", "paper-mix", "--pools", pools])
-    assert "write short:N,long:M" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def row(policy: str, seed: int, mean: float, *, deployable: bool = True) -> dict[str, object]:
