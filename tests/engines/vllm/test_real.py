@@ -299,6 +299,8 @@ class TestTinyEngine:
                 # Ray replaces the replica after three such checks.
                 with pytest.raises(EngineError, match="hangs: it has 2 requests"):
                     await front.replica.check_health()
+                # The scheduler hears of it with the next report.
+                await asyncio.sleep(1.0)
                 asked.append(front.start(stream=True, tokens=5))
                 await until(front.waits)
             finally:
