@@ -306,7 +306,9 @@ class TestTinyEngine:
             finally:
                 core.resume()
             heard = [await one for one in asked]
-        assert heard == [Heard("answered", tokens) for tokens in (496, 497, 5)]
+        assert heard[:2] == [Heard("answered", tokens) for tokens in (496, 497)]
+        # It waits for an engine, for no longer than the grace of `no_replica_grace_s`.
+        assert heard[2] in (Heard("answered", 5), Heard("no_replica", 0))
 
     async def test_a_dead_engine_is_unhealthy_and_every_client_hears_of_it(self, tiny: Running) -> None:
         """The last test of this engine, which does not outlive it."""
