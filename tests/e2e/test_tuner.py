@@ -14,12 +14,15 @@ pytestmark = pytest.mark.timeout(300)
 SHORT, LONG = "Say hello. ", "Tell me of the old house. " * 100
 
 
+# Beside the other tests the application has learned from other lengths, and a minute is not always enough.
+@pytest.mark.slow
 async def test_two_lengths_of_prompts_get_a_learned_queue_each(app: Served) -> None:
     await teach(app)
     lines = [one for one in app.log_lines("scheduler") if "event=partition_changed model=demo" in one]
     assert [one for one in lines if "reason=first" in one]
 
 
+@pytest.mark.slow
 async def test_a_new_scheduler_gets_the_queues_in_force_from_the_tuner(app: Served) -> None:
     await teach(app)
     before = app.metric("ewsjf_scheduler_incarnation")
