@@ -23,6 +23,7 @@ from typing import Any
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request
+from serve_app.routing.arrived_work import ArrivedWork
 from serve_app.routing.estimation.estimate import TokenEstimate, TokenEstimator
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
@@ -76,6 +77,7 @@ class Scheduler:
         passing: who is not scheduled.
         admission: who may wait, and how long that is predicted to take.
         router: which pools a request may go to.
+        arrived: the work that has arrived so far, for whoever scales the pools.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Scheduler:
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
         self.passing = PassThrough(settings.active_share, self.ledger)
         self.router = PoolRouter(settings.routing, self.ledger.context_limit)
+        self.arrived = ArrivedWork(settings.routing.pools)
         slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)
         self.admission = Admission(settings, self.queue, slots, now)
         self._expiry = ExpiryHeap()
@@ -207,11 +210,13 @@ class Scheduler:
         estimate = self.estimator.estimate(request)
         pools, refusal = self._route(request, estimate, now)
         if refusal := self.admission.refuse(request, estimate, refusal, now):
+            self.arrived.add(pools, request, estimate)
             self._conclude(request, refusal)
             return None
         self._sequence += 1
         scheduled = ScheduledRequest(request, estimate, self._sequence, pools, expires_at=request.expires_at)
         scheduled.cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
+        self.arrived.add(pools, request, estimate, scheduled.cached_tokens)
         self.isolation.on_arrival(scheduled, now)
         note_earlier_dispatches(scheduled, self.settings)
         return scheduled
