@@ -96,6 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.gateway_of: dict[str, str] = {}
         self.replicas: dict[str, KnownReplica] = {}
         self.known_stale: set[str] = set()
+        self.gone_at: dict[str, float] = {}
         self.returning = ""
         self.sent: set[str] = set()
         self.target = TARGET
@@ -150,10 +151,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         known = self.replicas[command.replica_id]
         assert command.pool == known.spec.pool
         sent = self.find(command.request_id)
+        self.bound_requests_go_only_to_their_replica(sent, command.replica_id)
         assert least_budget_tokens(sent.request, sent.estimate) <= known.spec.max_model_len
         assert command.queue_wait_s >= 0
         assert self.accepts(command.replica_id)
         assert self.expires_at[command.request_id] > self.now
+
+    def bound_requests_go_only_to_their_replica(self, sent: ScheduledRequest, replica_id: str) -> None:
+        assert sent.request.bound_to in (None, replica_id)
 
     def accepts(self, replica_id: str) -> bool:
         """Whether it takes requests; which ones to suspend is the scheduler's own to decide."""
@@ -192,6 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         no_wait=st.booleans(),
         streamed=st.booleans(),
         whose=st.sampled_from([("a", DEFAULT), ("b", DEFAULT), ("b", INTERACTIVE), ("c", BATCH)]),
+        bound_to=st.sampled_from([None, None, None, *sorted(SPECS), "never-seen"]),
         seconds=steps_of_time,
     )
     def arrive(
@@ -203,6 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         no_wait: bool,
         streamed: bool,
         whose: tuple[str, PriorityClass],
+        bound_to: str | None,
         seconds: float,
     ) -> str:
         self.pass_time(seconds)
@@ -222,6 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             streamed=streamed,
             tenant=tenant,
             priority=priority,
+            bound_to=bound_to,
         )
         self.feed(ev.Arrived(arrived))
         self.feed(ev.Arrived(arrived)) if request_id not in self.concluded else None
@@ -330,7 +338,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(replica_id=replica_ids)
     def lose(self, replica_id: str) -> None:
-        self.replicas.pop(replica_id, None)
+        if self.replicas.pop(replica_id, None) is not None:
+            self.gone_at[replica_id] = self.now
         self.known_stale.discard(replica_id)
         self.feed(ev.ReplicaLost(replica_id))
 
@@ -402,7 +411,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 continue
             whose = scheduled.request.priority, scheduled.request.tenant
             sub_queues.setdefault(
-                (*whose, scheduled.length_queue, scheduled.pools, scheduled.prefill_class), []
+                (
+                    *whose,
+                    scheduled.length_queue,
+                    scheduled.pools,
+                    scheduled.prefill_class,
+                    scheduled.request.bound_to,
+                ),
+                [],
             ).append(scheduled)
         for requests in sub_queues.values():
             pools = requests[0].pools
@@ -410,6 +426,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 requests, key=lambda e: (not e.returned, not e.claimed, e.request.arrived_at, e.sequence)
             )
             for replica_id, known in self.replicas.items():
+                if head.request.bound_to not in (None, replica_id):
+                    continue
                 assert known.spec.pool not in pools or not self.has_room(replica_id, head)
 
     def has_room(self, replica_id: str, head: ScheduledRequest) -> bool:
@@ -454,7 +472,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whether a request goes elsewhere because of how it failed before."""
         others = [each for each, known in self.replicas.items() if known.spec.pool in head.pools]
         elsewhere = any(self.accepts(each) and each not in head.avoided for each in others)
-        if replica_id in head.avoided and elsewhere:
+        if replica_id in head.avoided and elsewhere and head.request.bound_to is None:
             return True
         return head.losses > 0 and self.scheduler.ledger[replica_id].quarantined > 0
 
@@ -468,6 +486,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Waiting requests are routed by the current context limits."""
         router = PoolRouter(self.routing, self.context_limit)
         for scheduled in self.scheduler.queue:
+            bound_to = scheduled.request.bound_to
+            if bound_to is not None:
+                if known := self.replicas.get(bound_to):
+                    assert scheduled.pools == (known.spec.pool,)
+                continue
             assert scheduled.pools == router.route(
                 scheduled.request, scheduled.estimate, above_tokens=scheduled.above_tokens
             )
@@ -482,6 +505,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def nobody_waits_past_the_bound(self) -> None:
         for request_id in self.waiting:
             assert self.expires_at[request_id] > self.now
+
+    @invariant()
+    def no_bound_request_waits_for_a_replica_that_is_gone(self) -> None:
+        """Past the grace."""
+        for scheduled in self.scheduler.queue:
+            bound_to = scheduled.request.bound_to
+            if bound_to is not None and bound_to not in self.replicas:
+                gone_at = max(self.gone_at.get(bound_to, 0.0), scheduled.request.arrived_at)
+                assert self.now <= gone_at + 1.0 + 1e-9
 
     @invariant()
     def time_never_goes_back(self) -> None:
