@@ -83,10 +83,10 @@ class RequestRouting:
             gone = _gone(bound_to) if now >= since + self._grace_s else None
             return pools, self._admission.refuse_outage(request, pools, now) or gone
         self._missing_since.pop(bound_to, None)
-        limit = replica.spec.max_model_len
         pools = (replica.spec.pool,)
-        if limit <= above_tokens or least_budget_tokens(request, estimate) > limit:
-            return pools, too_long(request, estimate, limit)
+        is_too_long = least_budget_tokens(request, estimate) > replica.spec.max_model_len
+        if is_too_long or replica.context_limit <= above_tokens:
+            return pools, too_long(request, estimate, replica.context_limit)
         return pools, self._admission.refuse_outage(request, pools, now)
 
 

@@ -32,7 +32,15 @@ from serve_app.routing.replica_state import Hold
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.admission.admission import Admission
 from serve_app.scheduling.admission.slot_rate import SlotRate
-from serve_app.scheduling.commands import Command, Conclude, ReportFresh, ReportStale, dispatch_of
+from serve_app.scheduling.commands import (
+    Command,
+    Conclude,
+    ContextLearned,
+    ReportFresh,
+    ReportStale,
+    dispatch_of,
+)
+from serve_app.scheduling.context_learning import ContextLearning
 from serve_app.scheduling.dispatch.backpressure import EngineBackpressure
 from serve_app.scheduling.dispatch.dispatcher import Choice, Dispatcher
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities
@@ -108,7 +116,8 @@ class Scheduler:
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
         self.passing = PassThrough(settings.active_share, self.ledger)
-        self.router = PoolRouter(settings.routing, self.ledger.context_limit)
+        self.router = PoolRouter(settings.routing, self.ledger.context_limit, self.ledger.told_context_limit)
+        self._contexts = ContextLearning(self.ledger)
         slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)
         self.admission = Admission(settings, self.queue, slots, now)
         grace_s = settings.no_replica_grace_s
@@ -250,6 +259,7 @@ class Scheduler:
         if event.outcome is Outcome.COMPLETED and event.usage is not None:
             self.estimator.observe(scheduled.request, event.usage)
             self.queue.settle(scheduled, event.usage)
+            self._on_contexts_learned(self._contexts.on_completion(scheduled, event.usage), now)
             if not scheduled.request.spec.streamed and scheduled.replica_id is not None:
                 work = event.usage.output_tokens + scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
                 self._observe_latency(scheduled, work, now)
@@ -275,6 +285,8 @@ class Scheduler:
         scheduled = self._requests.get(event.request_id)
         if scheduled is None or scheduled.replica_id != event.replica_id:
             return
+        if event.failure is ev.DispatchFailure.TOO_LONG:
+            self._on_contexts_learned(self._contexts.on_refusal(scheduled, event.stated_context), now)
         note_put_back(scheduled, event, self.ledger[event.replica_id], now)
         self._release(scheduled, now, ran=False)
         if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
@@ -301,6 +313,11 @@ class Scheduler:
             request, scheduled.estimate.expected_prompt_tokens
         )
         self._enqueue(scheduled)
+
+    def _on_contexts_learned(self, learned: list[ContextLearned], now: float) -> None:
+        if learned:
+            self._commands += learned
+            self._route_anew(now)
 
     # Events about replicas
 
