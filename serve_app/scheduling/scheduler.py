@@ -23,14 +23,14 @@ from typing import Any
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request
-from serve_app.routing.estimation.estimate import TokenEstimate, TokenEstimator
+from serve_app.routing.estimation.estimate import TokenEstimator
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
 from serve_app.routing.prefill_cost import PrefillCosts
 from serve_app.routing.prefix.affinity import PrefixAffinity
 from serve_app.routing.replica_state import Hold
 from serve_app.scheduling import events as ev
-from serve_app.scheduling.admission.admission import Admission, too_long
+from serve_app.scheduling.admission.admission import Admission
 from serve_app.scheduling.admission.slot_rate import SlotRate
 from serve_app.scheduling.commands import (
     Command,
@@ -58,6 +58,7 @@ from serve_app.scheduling.queue_snapshot import QueueSnapshot, take_queue_snapsh
 from serve_app.scheduling.queueing.expiry import ExpiryHeap
 from serve_app.scheduling.queueing.request_queue import RequestQueue
 from serve_app.scheduling.request import RequestTable, ScheduledRequest
+from serve_app.scheduling.request_routing import RequestRouting
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.scheduling.settings import SchedulerSettings
 
@@ -118,6 +119,8 @@ class Scheduler:
         self._contexts = ContextLearning(self.ledger)
         slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)
         self.admission = Admission(settings, self.queue, slots, now)
+        grace_s = settings.no_replica_grace_s
+        self._routing = RequestRouting(self.router, self.admission, self.ledger, grace_s)
         self._expiry = ExpiryHeap()
         self._requests = RequestTable()
         self._sequence = 0
@@ -164,7 +167,7 @@ class Scheduler:
         """When time alone changes something; None when only an event can."""
         outage, prefill = self.admission.outages.next_at(), self._prefills.next_at()
         waiting = (self._expiry.next_at(), self.queue.resting.next_at())
-        times = (*waiting, self.ledger.next_report_expiry(), outage, prefill)
+        times = (*waiting, self.ledger.next_report_expiry(), outage, self._routing.next_at(), prefill)
         return min((time for time in times if time is not None), default=None)
 
     def find(self, request_id: str) -> ScheduledRequest | None:
@@ -213,7 +216,7 @@ class Scheduler:
 
     def _admit(self, request: Request, now: float) -> ScheduledRequest | None:
         estimate = self.estimator.estimate(request)
-        pools, refusal = self._route(request, estimate, now)
+        pools, refusal = self._routing.route(request, estimate, now)
         if refusal := self.admission.refuse(request, estimate, refusal, now):
             self._conclude(request, refusal)
             return None
@@ -297,7 +300,7 @@ class Scheduler:
         """Let it wait again, as `put_backs` has noted."""
         request = scheduled.request
         # Routed again: an engine may have found it too long, and pools may have changed while it ran.
-        scheduled.pools, refusal = self._route(request, scheduled.estimate, now, scheduled.above_tokens)
+        scheduled.pools, refusal = self._routing.route_again(scheduled, now)
         if refusal:
             if refusal.outcome is Outcome.REJECTED_TOO_LONG and message:
                 refusal = replace(refusal, message=message)
@@ -336,19 +339,10 @@ class Scheduler:
             self._commands.append(moved)
             self._route_anew(now)
 
-    def _route(
-        self, request: Request, estimate: TokenEstimate, now: float, above_tokens: int = 0
-    ) -> tuple[tuple[str, ...], Conclusion | None]:
-        """The pools that a request may go to, and its refusal where it may not even wait for them."""
-        pools = self.router.route(request, estimate, above_tokens=above_tokens)
-        if not pools:
-            return pools, too_long(request, estimate, self.router.longest_context())
-        return pools, self.admission.refuse_outage(request, pools, now)
-
     def _route_anew(self, now: float) -> None:
         """Route waiting requests again: context limits, `b_short_tokens` or live pools may have changed."""
         for scheduled in list(self.queue):
-            pools, refusal = self._route(scheduled.request, scheduled.estimate, now, scheduled.above_tokens)
+            pools, refusal = self._routing.route_again(scheduled, now)
             if refusal:
                 self._refuse_waiting(scheduled, refusal)
             elif pools != scheduled.pools:
@@ -362,8 +356,9 @@ class Scheduler:
             self.admission.outages.observe(self.ledger.has_alive, now)
         self._prefills.end_overdue(now)
         self.admission.predictor.drain.on_time(len(self.queue), now)
-        if self.admission.outages.pop_due(now):
+        if self.admission.outages.pop_due(now) or self._routing.is_due(now):
             self._route_anew(now)
+            self._routing.forget_overdue(now)
         for scheduled in self._expiry.pop_expired(now):
             self.queue.remove(scheduled)
             self._conclude(scheduled.request, self.admission.expire(scheduled, now))
