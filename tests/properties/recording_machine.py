@@ -92,6 +92,7 @@ class RecordingMachine(RuleBasedStateMachine):
         self.gateway_of: dict[str, str] = {}
         self.replicas: dict[str, KnownReplica] = {}
         self.known_stale: set[str] = set()
+        self.gone_at: dict[str, float] = {}
         self.returning = ""
         self.sent: set[str] = set()
         self.target = TARGET
@@ -146,10 +147,14 @@ class RecordingMachine(RuleBasedStateMachine):
         known = self.replicas[command.replica_id]
         assert command.pool == known.spec.pool
         sent = self.find(command.request_id)
+        self.bound_requests_go_only_to_their_replica(sent, command.replica_id)
         assert least_budget_tokens(sent.request, sent.estimate) <= known.spec.max_model_len
         assert command.queue_wait_s >= 0
         assert self.accepts(command.replica_id)
         assert self.expires_at[command.request_id] > self.now
+
+    def bound_requests_go_only_to_their_replica(self, sent: ScheduledRequest, replica_id: str) -> None:
+        assert sent.request.bound_to in (None, replica_id)
 
     def accepts(self, replica_id: str) -> bool:
         """Whether it takes requests; which ones to suspend is the scheduler's own to decide."""
@@ -214,7 +219,7 @@ class RecordingMachine(RuleBasedStateMachine):
         """Whether a request goes elsewhere because of how it failed before."""
         others = [each for each, known in self.replicas.items() if known.spec.pool in head.pools]
         elsewhere = any(self.accepts(each) and each not in head.avoided for each in others)
-        if replica_id in head.avoided and elsewhere:
+        if replica_id in head.avoided and elsewhere and head.request.bound_to is None:
             return True
         return head.losses > 0 and self.scheduler.ledger[replica_id].quarantined > 0
 

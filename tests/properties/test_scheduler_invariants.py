@@ -50,6 +50,7 @@ class SchedulerMachine(RecordingMachine):
         no_wait=st.booleans(),
         streamed=st.booleans(),
         whose=st.sampled_from([("a", DEFAULT), ("b", DEFAULT), ("b", INTERACTIVE), ("c", BATCH)]),
+        bound_to=st.sampled_from([None, None, None, *sorted(SPECS), "never-seen"]),
         seconds=steps_of_time,
     )
     def arrive(
@@ -61,6 +62,7 @@ class SchedulerMachine(RecordingMachine):
         no_wait: bool,
         streamed: bool,
         whose: tuple[str, PriorityClass],
+        bound_to: str | None,
         seconds: float,
     ) -> str:
         self.pass_time(seconds)
@@ -80,6 +82,7 @@ class SchedulerMachine(RecordingMachine):
             streamed=streamed,
             tenant=tenant,
             priority=priority,
+            bound_to=bound_to,
         )
         self.feed(ev.Arrived(arrived))
         self.feed(ev.Arrived(arrived)) if request_id not in self.concluded else None
@@ -188,7 +191,8 @@ class SchedulerMachine(RecordingMachine):
 
     @rule(replica_id=replica_ids)
     def lose(self, replica_id: str) -> None:
-        self.replicas.pop(replica_id, None)
+        if self.replicas.pop(replica_id, None) is not None:
+            self.gone_at[replica_id] = self.now
         self.known_stale.discard(replica_id)
         self.feed(ev.ReplicaLost(replica_id))
 
@@ -260,7 +264,14 @@ class SchedulerMachine(RecordingMachine):
                 continue
             whose = scheduled.request.priority, scheduled.request.tenant
             sub_queues.setdefault(
-                (*whose, scheduled.length_queue, scheduled.pools, scheduled.prefill_class), []
+                (
+                    *whose,
+                    scheduled.length_queue,
+                    scheduled.pools,
+                    scheduled.prefill_class,
+                    scheduled.request.bound_to,
+                ),
+                [],
             ).append(scheduled)
         for requests in sub_queues.values():
             pools = requests[0].pools
@@ -268,6 +279,8 @@ class SchedulerMachine(RecordingMachine):
                 requests, key=lambda e: (not e.returned, not e.claimed, e.request.arrived_at, e.sequence)
             )
             for replica_id, known in self.replicas.items():
+                if head.request.bound_to not in (None, replica_id):
+                    continue
                 assert known.spec.pool not in pools or not self.has_room(replica_id, head)
 
     @invariant()
@@ -275,6 +288,11 @@ class SchedulerMachine(RecordingMachine):
         """Waiting requests are routed by the current context limits."""
         router = PoolRouter(self.routing, self.context_limit)
         for scheduled in self.scheduler.queue:
+            bound_to = scheduled.request.bound_to
+            if bound_to is not None:
+                if known := self.replicas.get(bound_to):
+                    assert scheduled.pools == (known.spec.pool,)
+                continue
             assert scheduled.pools == router.route(
                 scheduled.request, scheduled.estimate, above_tokens=scheduled.above_tokens
             )
@@ -284,6 +302,15 @@ class SchedulerMachine(RecordingMachine):
     def nobody_waits_past_the_bound(self) -> None:
         for request_id in self.waiting:
             assert self.expires_at[request_id] > self.now
+
+    @invariant()
+    def no_bound_request_waits_for_a_replica_that_is_gone(self) -> None:
+        """Past the grace."""
+        for scheduled in self.scheduler.queue:
+            bound_to = scheduled.request.bound_to
+            if bound_to is not None and bound_to not in self.replicas:
+                gone_at = max(self.gone_at.get(bound_to, 0.0), scheduled.request.arrived_at)
+                assert self.now <= gone_at + 1.0 + 1e-9
 
     @invariant()
     def time_never_goes_back(self) -> None:

@@ -104,6 +104,7 @@ class EngineServer:
         metrics_path: the page that tells its load; None when there is none.
         health_path: the page that answers 200 while it can serve.
         reader: reads that page; use `read`.
+        names_responses: requests may name their responses (`request_id` in the body).
     """
 
     kind: str
@@ -114,6 +115,7 @@ class EngineServer:
     metrics_path: str | None = None
     health_path: str = "/health"
     reader: Callable[[bytes], EngineReading] = reads_nothing
+    names_responses: bool = False
 
     def read(self, page: bytes) -> EngineReading:
         """Read the page of `metrics_path`.

@@ -169,6 +169,7 @@ class Endpoint:
             server_name=self.url.server_name,
             path=self.url.path,
             api_key=shared.api_key,
+            names_responses=self._identity.server.names_responses,
         )
         spec = self._spec(self._identity)
         return ReplicaClient(spec, address, shared.locate, self._report, shared.channel)

@@ -42,6 +42,9 @@ from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.scraping.engine_pages import ENGINES_PATH, EnginePages
 from serve_app.serving.gateway.scraping.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
+from serve_app.serving.gateway.stored.background import BackgroundWork
+from serve_app.serving.gateway.stored.holders import ResponseHolders
+from serve_app.serving.gateway.stored.stored_responses import StoredResponses, method_of
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
@@ -104,7 +107,12 @@ class Gateway:
             authenticate=self._reader.caller,
         )
         engine_pages = EnginePages(self._upstream, schedulers, self._metrics_endpoint.check)
-        self._services = Services(self._upstream, self.telemetry, settings.queued_comment_s)
+        holders = ResponseHolders()
+        self._background = BackgroundWork(self._upstream)
+        self._services = Services(
+            self._upstream, self.telemetry, holders, self._background, settings.queued_comment_s
+        )
+        self._stored = StoredResponses(self._upstream, schedulers, self._reader, holders)
         self._any_replica = AnyReplica(self._upstream)
         endpoint_admin = EndpointAdmin(watchers or {}, self._reader)
         mode_admin = ModeAdmin(self._views, self._reader)
@@ -173,6 +181,7 @@ class Gateway:
 
     def close(self) -> None:
         """Cut all connections to replicas."""
+        self._background.close()
         self._upstream.close()
         self._reader.close()
 
@@ -209,6 +218,8 @@ class Gateway:
         route = self._routes.get(path)
         if route is None and path.startswith(_MODELS + "/"):
             route = ("GET", self._show_model)
+        elif route is None and (kept := method_of(path)) is not None:
+            route = (kept, self._stored.serve)
         if route is None:
             raise RequestRefused(
                 Outcome.REJECTED_INVALID, f"there is no {path[:200]} here", code="not_found", status=404
@@ -225,10 +236,13 @@ class Gateway:
             job = await self._reader.job(incoming)
         finally:
             self.telemetry.on_departure("")
-        # A body may take long to arrive.
-        if self._stops_for_s is not None:
+        try:
+            # A body may take long to arrive.
+            self._check_stopping()
+            job = self._stored.bound(job)
+        except RequestRefused:
             job.body.release()
-        self._check_stopping()
+            raise
         call = ScheduledCall(job, self._services, self._schedulers[job.submission.spec.model])
         self._calls.add(call)
         try:
