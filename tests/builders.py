@@ -76,6 +76,7 @@ def spec(
     max_model_len: int = 1_000,
     kv_tokens: int | None = 10_000,
     max_num_seqs: int | None = 8,
+    stall_timeout_s: float | None = None,
 ) -> ReplicaSpec:
     return ReplicaSpec(
         replica_id=replica_id,
@@ -83,6 +84,7 @@ def spec(
         max_model_len=max_model_len,
         kv_tokens=kv_tokens,
         max_num_seqs=max_num_seqs,
+        stall_timeout_s=stall_timeout_s,
     )
 
 
@@ -94,6 +96,7 @@ def report(
     kv_usage_ratio: float | None = 0.0,
     tpot_s: float | None = None,
     draining: bool = False,
+    computes: bool | None = None,
 ) -> ReplicaReport:
     return ReplicaReport(
         received=received,
@@ -102,6 +105,7 @@ def report(
         kv_usage_ratio=kv_usage_ratio,
         tpot_s=tpot_s,
         draining=draining,
+        computes=computes,
     )
 
 
