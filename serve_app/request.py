@@ -87,6 +87,7 @@ class Submission:
         no_wait: refuse at once rather than queue (`x-queue: no-wait`).
         prefix: hashes of the prompt's leading blocks, longest last, for prefix affinity.
         key: of the API key that it came with; None where it needed none.
+        bound_to: the only replica that may serve it, since that one keeps what it refers to; None for any.
     """
 
     request_id: str
@@ -97,6 +98,7 @@ class Submission:
     no_wait: bool = False
     prefix: tuple[int, ...] = ()
     key: KeyTerms | None = None
+    bound_to: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +135,11 @@ class Request:
     def priority(self) -> PriorityClass:
         """How urgent it is."""
         return self.submission.priority
+
+    @property
+    def bound_to(self) -> str | None:
+        """The only replica that may serve it; None for any."""
+        return self.submission.bound_to
 
     @property
     def spec(self) -> RequestSpec:

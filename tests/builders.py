@@ -35,6 +35,7 @@ def request(
     text_bytes: int | None = None,
     shape: PromptShape | None = None,
     key: KeyTerms | None = None,
+    bound_to: str | None = None,
 ) -> Request:
     exact = PromptShape(
         text_bytes=4 * prompt_tokens if text_bytes is None else text_bytes, prompt_tokens=prompt_tokens
@@ -54,6 +55,7 @@ def request(
             no_wait=no_wait,
             prefix=prefix,
             key=key,
+            bound_to=bound_to,
         ),
         gateway_id=gateway_id,
         arrived_at=arrived_at,

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from serve_app.routing.concurrency import ConcurrencyLimit, InFlightLimit
 from serve_app.routing.learned_batch import LearnedBatch
+from serve_app.routing.learned_context import LearnedContext
 from serve_app.routing.open_replicas import Backpressure, OpenReplicas
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
@@ -49,6 +50,7 @@ class ReplicaLedger:
         self._replicas: dict[str, ReplicaState] = {}
         self.open = OpenReplicas(backpressure, self._replicas)
         self._context_limits: dict[str, int] = {}
+        self._told_limits: dict[str, int] = {}
         # Replicas with a fresh report, the oldest report first; reports arrive in the order of time.
         self._fresh: OrderedDict[str, float] = OrderedDict()
         self._next_order = 0
@@ -64,6 +66,8 @@ class ReplicaLedger:
         state.suspended_until, state.suspensions, state.faults = 0.0, 0, 0
         unknown = spec.max_num_seqs is None
         state.batch = LearnedBatch() if unknown else None
+        # It may be a server that was restarted with another limit.
+        state.context = None if spec.tells_context else LearnedContext()
         state.concurrency = self.make_in_flight_limit() if unknown else None
         state.kv_budget = self._kv_budget(spec)
         self._fresh.pop(spec.replica_id, None)
@@ -135,6 +139,10 @@ class ReplicaLedger:
         if state.in_flight_limit is not None and state.concurrency is not None:
             state.concurrency.observe(tokens, seconds, now, in_flight=state.in_flight, streamed=streamed)
             self.open.update(state, now)
+
+    def on_context_learned(self) -> None:
+        """The context limit that was learned of a replica is another one."""
+        self._measure_context_limits()
 
     # Requests
 
@@ -216,6 +224,10 @@ class ReplicaLedger:
         """Smallest context limit among the replicas of a pool, in tokens; None while it has none."""
         return self._context_limits.get(pool)
 
+    def told_context_limit(self, pool: str) -> int | None:
+        """The same without what was only learned: a longer request is refused for certain."""
+        return self._told_limits.get(pool)
+
     def has_alive(self, pool: str) -> bool:
         """Whether a replica of a pool is connected, reports and does not drain."""
         return any(state.is_alive for state in self._replicas.values() if state.spec.pool == pool)
@@ -260,7 +272,8 @@ class ReplicaLedger:
         # vLLM itself refuses to start unless one request of full length fits, so one always may be sent.
         if spec.kv_tokens is None:
             return _NO_LIMIT
-        return max(int(spec.kv_tokens * self._kv_fill_ratio), spec.max_model_len)
+        fill = int(spec.kv_tokens * self._kv_fill_ratio)
+        return max(fill, spec.max_model_len) if spec.tells_context else fill
 
     def _count_received(self, state: ReplicaState, report: ReplicaReport) -> None:
         if report.received is None:
@@ -285,11 +298,13 @@ class ReplicaLedger:
 
     def _measure_context_limits(self) -> None:
         limits: dict[str, int] = {}
+        told: dict[str, int] = {}
         for state in self._replicas.values():
             if state.joined:
-                pool, limit = state.spec.pool, state.spec.max_model_len
+                pool, limit, stated = state.spec.pool, state.context_limit, state.spec.max_model_len
                 limits[pool] = min(limit, limits.get(pool, limit))
-        self._context_limits = limits
+                told[pool] = min(stated, told.get(pool, stated))
+        self._context_limits, self._told_limits = limits, told
 
 
 def _unknown_spec(replica_id: str) -> ReplicaSpec:

@@ -44,6 +44,7 @@ class CapacityQuery:
         needs_empty_engine_queue: only replicas whose engine's queue is empty.
         avoided: replicas that are out of the question, because the request has failed there.
         quarantined: only replicas without another request in quarantine.
+        only: the one replica that will do; None for any.
     """
 
     pool: str
@@ -52,11 +53,12 @@ class CapacityQuery:
     needs_empty_engine_queue: bool = False
     avoided: frozenset[str] = frozenset()
     quarantined: bool = False
+    only: str | None = None
 
     @property
     def is_choosy(self) -> bool:
         """Whether it excludes single replicas, so that the order of the heaps does not answer it."""
-        return self.quarantined or bool(self.avoided)
+        return self.only is not None or self.quarantined or bool(self.avoided)
 
     def allows(self, long_prefills: tuple[int, int]) -> bool:
         """Whether one more long prefill beside these is within the limits."""
@@ -112,6 +114,7 @@ class OpenReplicas:
             and (not query.needs_empty_engine_queue or self._backpressure.has_empty_queue(state))
             and not (query.quarantined and state.quarantined)
             and state.spec.replica_id not in query.avoided
+            and query.only in (None, state.spec.replica_id)
         )
 
     def has_any(self, pool: str, now: float) -> bool:
@@ -119,7 +122,10 @@ class OpenReplicas:
         return any(self._freest(heaps, now) is not None for heaps in self._heaps.get(pool, {}).values())
 
     def _best_of_all(self, query: CapacityQuery, now: float) -> ReplicaState | None:
-        """The same by looking at every replica: for the few requests that have failed somewhere."""
+        """The same by looking at every replica: for the few requests that exclude some."""
+        if query.only is not None:
+            state = self._replicas.get(query.only)
+            return state if state is not None and self.fits(state, query, now) else None
         fitting = (state for state in self._replicas.values() if self.fits(state, query, now))
         return min(
             fitting, key=lambda state: (state.long_prefills, -state.free_tokens, state.order), default=None

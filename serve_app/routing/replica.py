@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# Stands for the context limit of an engine that does not tell it. It is longer than any real one.
+UNTOLD_CONTEXT = 1 << 30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSpec:
@@ -9,7 +12,8 @@ class ReplicaSpec:
 
     Attributes:
         pool: name of its pool.
-        max_model_len: the engine's context limit, prompt and output together, in tokens.
+        max_model_len: the engine's context limit, prompt and output together, in tokens; `UNTOLD_CONTEXT`
+            where it does not say: then it is learned from what it refuses.
         kv_tokens: capacity of the KV cache in tokens; None where it does not say: then the cache is no limit.
         max_num_seqs: sequences the engine runs at once; None where it does not say: then it is learned.
         tpot_s: time per output token with a full batch, where that is known before anything is served.
@@ -33,6 +37,11 @@ class ReplicaSpec:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} of replica {self.replica_id} must be at least 1, got {value}")
+
+    @property
+    def tells_context(self) -> bool:
+        """Whether the engine tells its context limit, or the configuration does."""
+        return self.max_model_len != UNTOLD_CONTEXT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

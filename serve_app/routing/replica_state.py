@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from serve_app.routing.concurrency import InFlightLimit
 from serve_app.routing.learned_batch import LearnedBatch
+from serve_app.routing.learned_context import LearnedContext
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 
@@ -59,6 +60,7 @@ class ReplicaState:
         gated: by its last reports it is too busy for more, whatever its queue.
         version: changes with its capacity; see `open_replicas`.
         batch: its largest batch, learned where it does not state one; None while nothing is known.
+        context: its context limit, learned where it does not state one.
         concurrency: the limit of requests in flight; counts while it tells neither its queue nor its batch.
     """
 
@@ -90,7 +92,14 @@ class ReplicaState:
     version: int = 0
     received: int | None = None
     batch: LearnedBatch | None = None
+    context: LearnedContext | None = None
     concurrency: InFlightLimit | None = None
+
+    @property
+    def context_limit(self) -> int:
+        """The longest request for it in tokens, as stated or learned; `UNTOLD_CONTEXT` while unknown."""
+        learned = None if self.context is None else self.context.limit_tokens
+        return self.spec.max_model_len if learned is None else learned
 
     @property
     def is_alive(self) -> bool:

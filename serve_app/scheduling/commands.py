@@ -66,6 +66,18 @@ class ReportFresh:
     replica_id: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextLearned:
+    """The context limit of a replica that does not tell it has been learned, or has turned out otherwise.
+
+    Attributes:
+        context_tokens: the limit; None where nothing is known of it any more.
+    """
+
+    replica_id: str
+    context_tokens: int | None
+
+
 def dispatch_of(
     scheduled: ScheduledRequest, replica: ReplicaSpec, now: float, rate_limits: RateLimitStatus | None
 ) -> Dispatch:
@@ -84,4 +96,4 @@ def dispatch_of(
     )
 
 
-Command = Dispatch | Conclude | ReportStale | ReportFresh | BShortChanged
+Command = Dispatch | Conclude | ReportStale | ReportFresh | BShortChanged | ContextLearned

@@ -48,6 +48,7 @@ class ScheduledRequest:
         last_failure: why, in the words of its gateway.
         resting_until: it waits, and is not dispatched before this time; 0 where it may be at once.
         above_tokens: context limit of the longest engine that refused it as too long.
+        too_long_for: replicas that refused it as too long, and do not tell their context limit.
         queued: it is in the request queue.
         replica_id: where it runs; None while it waits, and after its end.
         counted_at: what the router's `on_arrival` returned for it.
@@ -82,6 +83,7 @@ class ScheduledRequest:
     last_failure: str = ""
     resting_until: float = 0.0
     above_tokens: int = 0
+    too_long_for: tuple[str, ...] = ()
     queued: bool = False
     replica_id: str | None = None
     counted_at: float = 0.0

@@ -53,6 +53,7 @@ from serve_app.engines.emulated.requests import (
     read_score,
     read_tokenize,
 )
+from serve_app.engines.emulated.stored.responses import RESPONSES_PATH, EmulatedResponses
 from serve_app.engines.emulated.text import PseudoTokenizer, text_of
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import EngineError
@@ -120,10 +121,11 @@ class EmulatedApp:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._created = int(time.time())
+        self._responses = EmulatedResponses(lambda call: self._generate(_RESPONSES, call))
         self._routes: dict[str, tuple[str, Callable[[Call], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", lambda call: self._generate(_CHAT, call)),
             "/v1/completions": ("POST", lambda call: self._generate(_COMPLETIONS, call)),
-            "/v1/responses": ("POST", lambda call: self._generate(_RESPONSES, call)),
+            RESPONSES_PATH: ("POST", self._responses.create),
             "/v1/messages": ("POST", _anthropic(lambda call: self._generate(_MESSAGES, call))),
             "/v1/messages/count_tokens": ("POST", _anthropic(self._count_tokens)),
             "/v1/embeddings": ("POST", self._embed),
@@ -154,7 +156,10 @@ class EmulatedApp:
             await self._route(call)
 
     async def _route(self, call: Call) -> None:
-        method, handler = self._routes.get(call.scope["path"], ("", None))
+        path = call.scope["path"]
+        method, handler = self._routes.get(path, ("", None))
+        if path.startswith(RESPONSES_PATH + "/"):
+            method, handler = call.scope["method"], self._responses.serve
         if handler is None:
             await send_response(call.send, 404, errors.no_such_route(404).body)
         elif call.scope["method"] != method:
@@ -170,7 +175,7 @@ class EmulatedApp:
     async def _generate(self, endpoint: EmulatedRoute, call: Call) -> None:
         generation = endpoint.read(call.body, self._parts.tokenizer)
         model = self._parts.admission.check_model(generation.model)
-        request_id = call.request_id(endpoint.id_prefix)
+        request_id = generation.request_id or call.request_id(endpoint.id_prefix)
         ticket = self._parts.admission.admit(generation, request_id, await _constrained_texts(generation))
         head = AnswerHead(
             request_id=request_id,

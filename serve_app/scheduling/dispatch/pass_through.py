@@ -44,7 +44,13 @@ class PassThrough:
         if not self.concerns(scheduled.request):
             return None
         replica = min(
-            (each for each in self._ledger if each.is_usable and each.spec.pool in scheduled.pools),
+            (
+                each
+                for each in self._ledger
+                if each.is_usable
+                and each.spec.pool in scheduled.pools
+                and scheduled.request.bound_to in (None, each.spec.replica_id)
+            ),
             key=lambda each: (each.in_flight, each.order),
             default=None,
         )

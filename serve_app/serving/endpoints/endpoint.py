@@ -16,7 +16,7 @@ from serve_app.engine_model.recent_mean import RecentMean
 from serve_app.engines.adapters import EngineReading
 from serve_app.engines.hang_watch import HangWatch
 from serve_app.errors import EngineError
-from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.routing.replica import UNTOLD_CONTEXT, ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
@@ -169,6 +169,7 @@ class Endpoint:
             server_name=self.url.server_name,
             path=self.url.path,
             api_key=shared.api_key,
+            names_responses=self._identity.server.names_responses,
         )
         spec = self._spec(self._identity)
         return ReplicaClient(spec, address, shared.locate, self._report, shared.channel)
@@ -177,7 +178,7 @@ class Endpoint:
         return ReplicaSpec(
             replica_id=self.replica_id,
             pool=self._shared.pool,
-            max_model_len=identity.max_model_len,
+            max_model_len=identity.max_model_len or UNTOLD_CONTEXT,
             kv_tokens=identity.kv_tokens,
             max_num_seqs=identity.max_num_seqs,
             tpot_s=identity.tpot_s,

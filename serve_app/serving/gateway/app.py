@@ -6,8 +6,6 @@ Read next: `request/reader.py`, how a request becomes a job, and `forward.py`, w
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
-from typing import Any
 from urllib.parse import parse_qs
 
 from serve_app.engines.engine import Receive, Scope, Send
@@ -25,6 +23,7 @@ from serve_app.serving.gateway.answer.responses import (
 )
 from serve_app.serving.gateway.answer.stalls import StallWatch
 from serve_app.serving.gateway.cors import with_cors
+from serve_app.serving.gateway.debug_pages import DebugPages
 from serve_app.serving.gateway.endpoint_admin import (
     ENDPOINTS_METHODS,
     ENDPOINTS_PATH,
@@ -39,10 +38,13 @@ from serve_app.serving.gateway.request.parse import parse_model
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.request.structure import check_structure
 from serve_app.serving.gateway.routes.table import QUESTIONS, SCHEDULED, UNSCHEDULED
-from serve_app.serving.gateway.scheduler_views import SchedulerViews, View
+from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.scraping.engine_pages import ENGINES_PATH, EnginePages
 from serve_app.serving.gateway.scraping.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
+from serve_app.serving.gateway.stored.background import BackgroundWork
+from serve_app.serving.gateway.stored.holders import ResponseHolders
+from serve_app.serving.gateway.stored.stored_responses import StoredResponses, method_of
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
@@ -50,17 +52,9 @@ from serve_app.serving.tls import TlsSettings, made_tls
 
 _MODELS = "/v1/models"
 
-_FROZEN = (
-    "the tuner is frozen: values on trial are withdrawn, those in force stay, and no others are tried until "
-    "POST /debug/tuner/thaw"
-)
-_THAWED = "the tuner is thawed: other values may be tried again"
-
 Handler = Callable[[IncomingRequest], Awaitable[None]]
 
 
-# A person is waiting, and a scheduler that takes longer has other troubles.
-_VIEW_TIMEOUT_S = 5.0
 # For the last event of streams that are cut; clients that do not read it lose it.
 _LAST_WORDS_S = 2.0
 
@@ -113,7 +107,12 @@ class Gateway:
             authenticate=self._reader.caller,
         )
         engine_pages = EnginePages(self._upstream, schedulers, self._metrics_endpoint.check)
-        self._services = Services(self._upstream, self.telemetry, settings.queued_comment_s)
+        holders = ResponseHolders()
+        self._background = BackgroundWork(self._upstream)
+        self._services = Services(
+            self._upstream, self.telemetry, holders, self._background, settings.queued_comment_s
+        )
+        self._stored = StoredResponses(self._upstream, schedulers, self._reader, holders)
         self._any_replica = AnyReplica(self._upstream)
         endpoint_admin = EndpointAdmin(watchers or {}, self._reader)
         mode_admin = ModeAdmin(self._views, self._reader)
@@ -135,12 +134,7 @@ class Gateway:
             ENDPOINTS_PATH: (", ".join(ENDPOINTS_METHODS), endpoint_admin.serve),
             MODE_PATH: (", ".join(MODE_METHODS), mode_admin.serve),
             "/openapi.json": ("GET", self._describe_itself),
-            "/debug/queue": ("GET", partial(self._show, lambda views: views.queue)),
-            "/debug/status": ("GET", partial(self._show, lambda views: views.status)),
-            "/debug/usage": ("GET", partial(self._show, lambda views: views.usage)),
-            "/debug/tuner": ("GET", partial(self._show, _tuner_of)),
-            "/debug/tuner/freeze": ("POST", partial(self._freeze, "frozen by an admin")),
-            "/debug/tuner/thaw": ("POST", partial(self._freeze, "")),
+            **DebugPages(self._views, self._reader).routes,
         }
 
     def __repr__(self) -> str:
@@ -187,6 +181,7 @@ class Gateway:
 
     def close(self) -> None:
         """Cut all connections to replicas."""
+        self._background.close()
         self._upstream.close()
         self._reader.close()
 
@@ -223,6 +218,8 @@ class Gateway:
         route = self._routes.get(path)
         if route is None and path.startswith(_MODELS + "/"):
             route = ("GET", self._show_model)
+        elif route is None and (kept := method_of(path)) is not None:
+            route = (kept, self._stored.serve)
         if route is None:
             raise RequestRefused(
                 Outcome.REJECTED_INVALID, f"there is no {path[:200]} here", code="not_found", status=404
@@ -239,10 +236,13 @@ class Gateway:
             job = await self._reader.job(incoming)
         finally:
             self.telemetry.on_departure("")
-        # A body may take long to arrive.
-        if self._stops_for_s is not None:
+        try:
+            # A body may take long to arrive.
+            self._check_stopping()
+            job = self._stored.bound(job)
+        except RequestRefused:
             job.body.release()
-        self._check_stopping()
+            raise
         call = ScheduledCall(job, self._services, self._schedulers[job.submission.spec.model])
         self._calls.add(call)
         try:
@@ -311,29 +311,6 @@ class Gateway:
         self._metrics_endpoint.check(incoming.headers)
         await send_body(incoming.send, 200, [METRICS_TYPE], await self._metrics_endpoint.page())
 
-    async def _show(self, chosen: Callable[[SchedulerViews], View], incoming: IncomingRequest) -> None:
-        """A view into every model's scheduler, for admins."""
-        self._reader.authenticate(incoming).check_admin()
-        models: list[Mapping[str, Any]] = []
-        for model, views in self._views.items():
-            try:
-                models.append(await asyncio.wait_for(chosen(views)(), _VIEW_TIMEOUT_S))
-            except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
-                models.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
-        await send_json(incoming.send, 200, encode({"models": models}), [])
-
-    async def _freeze(self, reason: str, incoming: IncomingRequest) -> None:
-        """Stop every model's tuner, or let it go on; for admins."""
-        self._reader.authenticate(incoming).check_admin()
-        models: list[Mapping[str, Any]] = []
-        for model, views in self._views.items():
-            try:
-                await asyncio.wait_for(views.freeze(reason), _VIEW_TIMEOUT_S)
-                models.append({"model": model, "frozen": reason, "message": _FROZEN if reason else _THAWED})
-            except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
-                models.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
-        await send_json(incoming.send, 200, encode({"models": models}), [])
-
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while (await receive())["type"] != "lifespan.shutdown":
             await send({"type": "lifespan.startup.complete"})
@@ -380,13 +357,3 @@ def _describe(model: ServedModel) -> dict[str, object]:
     if model.max_model_len is not None:
         described["max_model_len"] = model.max_model_len
     return described
-
-
-def _tuner_of(views: SchedulerViews) -> View:
-    """The part of the status that is about the tuner."""
-
-    async def shown() -> Mapping[str, Any]:
-        status = await views.status()
-        return {"model": status["model"], **status["tuner"]}
-
-    return shown

@@ -14,6 +14,7 @@ from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, Clien
 from serve_app.serving.gateway.endpoint_admin import ENDPOINTS_PATH, EndpointChange
 from serve_app.serving.gateway.mode_admin import MODE_PATH, ModeChange
 from serve_app.serving.gateway.routes.table import QUESTIONS, SCHEDULED, UNSCHEDULED, ModelRoute
+from serve_app.serving.gateway.stored.stored_responses import STORED_PATHS
 
 Schema = dict[str, Any]
 
@@ -40,7 +41,7 @@ _REFUSALS: Mapping[str, str] = {
     "400": "the request is invalid, or too long for every pool",
     "401": "a key is missing, unknown, expired or revoked",
     "403": "the key may not do this",
-    "404": "there is no such model",
+    "404": "there is no such model, or no such response",
     "413": "the body is too large",
     "415": "the body is compressed or no JSON",
     "429": "the queue or a limit is full: `Retry-After` says when to come back",
@@ -129,6 +130,9 @@ def _paths() -> Iterator[tuple[str, Schema]]:
             )
         },
     )
+    for path, (method, summary) in STORED_PATHS.items():
+        named = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
+        yield path, {method.lower(): _operation(summary, parameters=[named])}
     for path, summary in _ACTIONS.items():
         yield path, {"post": _operation(summary)}
     change = {"required": True, "content": {_JSON: {"schema": _reference(EndpointChange)}}}

@@ -155,6 +155,7 @@ class PoolReplica:
             host=self._host,
             port=self._server.port,
             token=token,
+            names_responses=True,
         )
         self._client = ReplicaClient(spec, address, self._locate, self._report, settings.channel)
         self._read_at = asyncio.get_running_loop().time()

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from serve_app.errors import EngineError, SettingsError
 from serve_app.request import PriorityClass, Request
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities, EnginePrioritySettings
 from serve_app.serving.gateway.answer.assembly import AnswerAssembly
-from serve_app.serving.gateway.request.splice import with_priority
+from serve_app.serving.gateway.request.splice import append_fields, priority_field
 from tests.builders import request
 from tests.engines.servers import free_port, served, until
 from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, counter
@@ -38,9 +39,10 @@ from tests.engines.vllm.conformance import (
     choice_form,
     without_ids,
 )
-from tests.engines.vllm.in_front import Heard, in_front_of
+from tests.engines.vllm.in_front import Front, Heard, in_front_of
 from tests.engines.vllm.real import (
     ARGS,
+    COMPACT_JSON,
     ENV,
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
@@ -71,14 +73,10 @@ PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest_asyncio.fixture(scope="class", loop_scope="class")
 async def tiny() -> AsyncIterator[Running]:
-    args = {
-        **ARGS,
-        "num_gpu_blocks_override": KV_BLOCKS,
-        "scheduling_policy": "priority",
-        # Else random weights write spaces for ever where a schema lets them.
-        "structured_outputs_config": {"disable_any_whitespace": True, "backend": "xgrammar"},
-    }
-    async with running(TINY, args=args, stall_timeout_s=STALL_TIMEOUT_S) as started:
+    own = {"num_gpu_blocks_override": KV_BLOCKS, "scheduling_policy": "priority"}
+    args = {**ARGS, **COMPACT_JSON, **own}
+    env = {**ENV, "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+    async with running(TINY, args=args, env=env, stall_timeout_s=STALL_TIMEOUT_S) as started:
         yield started
 
 
@@ -256,7 +254,9 @@ class TestTinyEngine:
 
         async def ask(request: Request, max_tokens: int) -> None:
             own = {"model": "m", "prompt": "Hi", "max_tokens": max_tokens, "ignore_eos": True, "priority": -9}
-            body = with_priority(json.dumps(own).encode(), priorities.on_dispatch(request))
+            priority = priorities.on_dispatch(request)
+            assert priority is not None
+            body = append_fields(json.dumps(own).encode(), [priority_field(priority)])
             answer = await tiny.client.post("/v1/completions", content=body, headers=JSON)
             assert answer.status_code == 200, answer.text
             ended.append(request.request_id)
@@ -279,6 +279,31 @@ class TestTinyEngine:
         # Only running requests ended before; no waiting one did. In order of arrival it would be 12 and 13.
         assert ended.index("c0") <= MAX_NUM_SEQS
         assert ended.index("b0") <= MAX_NUM_SEQS + 1
+
+    async def test_responses_are_kept_under_the_names_that_the_gateway_gives(self, tiny: Running) -> None:
+        path, asked = "/v1/responses", {"model": "m", "input": "Hi", "max_output_tokens": 8}
+        async with in_front_of(tiny.engine, tiny.limits) as front:
+            first = (await front.http.post(path, json=asked)).json()
+            assert re.fullmatch("resp_[0-9a-f]{40}", first["id"])
+            again = (await front.http.get(f"{path}/{first['id']}")).json()
+            assert (again["id"], again["output"]) == (first["id"], first["output"])
+            then = await front.http.post(path, json={**asked, "previous_response_id": first["id"]})
+            assert then.json()["usage"]["input_tokens"] > 2 * first["usage"]["input_tokens"], then.text
+            long = {**asked, "max_output_tokens": 400, "ignore_eos": True, "background": True}
+            queued = (await front.http.post(path, json=long)).json()
+            assert queued["status"] == "queued"
+            assert front.world.live.status()["replicas"]["r"]["in_flight"] == 1
+            ended = await front.http.post(f"{path}/{queued['id']}/cancel")
+            assert ended.json()["status"] == "cancelled", ended.text
+            await until(lambda: is_free(front))
+            queued = (await front.http.post(path, json={**long, "max_output_tokens": 20})).json()
+            await until(lambda: is_free(front))
+            found = (await front.http.get(f"{path}/{queued['id']}")).json()
+            assert (found["status"], found["usage"]["output_tokens"]) == ("incomplete", 20)
+            streamed = await front.http.post(path, json={**asked, "background": True, "stream": True})
+            response_id = events(streamed)[0]["response"]["id"]
+            replayed = await front.http.get(f"{path}/{response_id}?stream=true&starting_after=1")
+            assert events(replayed) == events(streamed)[2:]
 
     async def test_a_full_kv_cache_costs_time_and_nothing_else(self, tiny: Running) -> None:
         """Sequences are preempted and computed again, which no client may see."""
@@ -391,6 +416,10 @@ async def test_a_server_that_was_started_by_hand_is_an_endpoint_like_any_other()
             assert (found["max_model_len"], found["models"]) == (MAX_MODEL_LEN, ["m"])
             assert int(str(found["kv_tokens"])) > MAX_MODEL_LEN
             await _use(fleet)
+
+
+async def is_free(front: Front) -> bool:
+    return bool(front.world.live.status()["replicas"]["r"]["in_flight"] == 0)
 
 
 async def _use(fleet: WatchedFleet) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.routing.pools import RoutingSettings
 from serve_app.serving.endpoints.kept import KeptChoices
 from serve_app.serving.endpoints.settings import RemoteSettings
 from serve_app.serving.endpoints.watcher import EndpointWatcher
@@ -107,16 +108,27 @@ async def watched(
     kept: KeptChoices | None = None,
     start: bool = True,
     model: str = MODEL,
+    long: str = "",
     **settings: Any,
 ) -> AsyncIterator[WatchedFleet]:
-    """A fleet of the endpoints that are named."""
-    world = Simulation(scheduler_settings(model=model), CHANNEL)
+    """A fleet of the endpoints that are named.
+
+    Args:
+        long: the endpoint of a second pool; empty for none.
+    """
+    pools = (POOL, "long") if long else (POOL,)
+    world = Simulation(scheduler_settings(model=model, routing=RoutingSettings(pools=pools)), CHANNEL)
     async with AsyncExitStack() as stack:
         await world.begin()
         stack.push_async_callback(world.close)
         remote = RemoteSettings(endpoints=endpoints, **{"start_timeout_s": 5.0, **settings})
         watcher = EndpointWatcher(POOL, remote, CHANNEL, world.locate_for_replica, kept or KeptChoices(None))
         stack.push_async_callback(watcher.close)
+        if long:
+            of_long = RemoteSettings(endpoints=(long,), start_timeout_s=5.0)
+            other = EndpointWatcher("long", of_long, CHANNEL, world.locate_for_replica, KeptChoices(None))
+            stack.push_async_callback(other.close)
+            await other.start()
         client = await world.gateway()
 
         async def described() -> list[dict[str, object]]:

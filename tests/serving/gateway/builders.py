@@ -317,6 +317,9 @@ class FakeDispatcher:
             for port in self.ports
         )
 
+    def all_replicas(self) -> tuple[ReplicaAddress, ...]:
+        return self.replicas()
+
     async def exposition(self) -> str:
         return self.page
 

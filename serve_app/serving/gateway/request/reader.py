@@ -12,13 +12,13 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Submission
 from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.forward import ForwardJob
 from serve_app.serving.gateway.keys.caller import Caller
 from serve_app.serving.gateway.keys.file_keys import FileKeys
 from serve_app.serving.gateway.keys.keyring import Keyring
 from serve_app.serving.gateway.request import headers as heads
 from serve_app.serving.gateway.request.held_bodies import BodyBudget, HeldBody
 from serve_app.serving.gateway.request.incoming import IncomingRequest
+from serve_app.serving.gateway.request.job import ForwardJob, ResponseTerms
 from serve_app.serving.gateway.request.parse import ParsedBody
 from serve_app.serving.gateway.request.prefix import NO_OPENING, PrefixSettings, engine_salt, prefix_hashes
 from serve_app.serving.gateway.request.splice import (
@@ -184,7 +184,28 @@ class RequestReader:
             body=held,
             hide_usage=parsed.asks_usage and not parsed.shows_usage,
             assembles=assembles,
-            announced=endpoint.announced,
+            # Whoever lets work go on in the background wants to know its id at once.
+            announced=None if parsed.background else endpoint.announced,
+            response=self._response(incoming, caller, parsed),
+        )
+
+    def owner(self, incoming: IncomingRequest, caller: Caller) -> str:
+        """The tenant to whom kept responses belong; nobody is told apart by the end user that a body names.
+
+        Raises:
+            RequestRefused: as for every request of that tenant.
+        """
+        return caller.tenant(incoming.headers.get(b"x-tenant"), None)
+
+    def _response(
+        self, incoming: IncomingRequest, caller: Caller, parsed: ParsedBody
+    ) -> ResponseTerms | None:
+        if not parsed.keeps_responses:
+            return None
+        return ResponseTerms(
+            owner=self.owner(incoming, caller),
+            previous=parsed.previous_response,
+            background=parsed.background,
         )
 
     def forwarded(self, incoming: IncomingRequest) -> bytes:
