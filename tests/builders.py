@@ -159,7 +159,7 @@ class ManualDriver:
 
 
 def one_replica(
-    replica_id: str = "r1", *, limits: Mapping[str, int | None] | None = None, **changes: Any
+    replica_id: str = "r1", *, limits: Mapping[str, float | None] | None = None, **changes: Any
 ) -> ManualDriver:
     """A scheduler with a single pool of one replica."""
     driver = ManualDriver(routing=ONE_POOL, **changes)
