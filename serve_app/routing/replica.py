@@ -20,6 +20,7 @@ class ReplicaSpec:
         prefill_token_s: seconds to compute one prompt token, likewise.
         max_num_batched_tokens: most tokens that it computes in one iteration; None where it does not say.
         long_prefill_token_threshold: most of one prompt in an iteration, 0 for no limit; likewise.
+        adapters: names of the LoRA adapters that its engine lists.
     """
 
     replica_id: str
@@ -31,6 +32,7 @@ class ReplicaSpec:
     prefill_token_s: float | None = None
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int | None = None
+    adapters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_tokens", "max_num_seqs"):

@@ -62,6 +62,7 @@ class ReplicaState:
         batch: its largest batch, learned where it does not state one; None while nothing is known.
         context: its context limit, learned where it does not state one.
         concurrency: the limit of requests in flight; counts while it tells neither its queue nor its batch.
+        recent_adapters: LoRA adapters that it was sent requests for, the last first; see `adapters`.
     """
 
     spec: ReplicaSpec
@@ -94,6 +95,7 @@ class ReplicaState:
     batch: LearnedBatch | None = None
     context: LearnedContext | None = None
     concurrency: InFlightLimit | None = None
+    recent_adapters: tuple[str, ...] = ()
 
     @property
     def context_limit(self) -> int:

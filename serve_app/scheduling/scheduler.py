@@ -23,6 +23,7 @@ from typing import Any
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request
+from serve_app.routing.adapters import note_adapter
 from serve_app.routing.estimation.estimate import TokenEstimator
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
@@ -422,6 +423,8 @@ class Scheduler:
         scheduled.engine_priority = self._engine_priorities.on_dispatch(scheduled.request)
         self.ledger.hold(replica_id, hold, now, seen=resumed is not None, started=scheduled.started)
         self.affinity.on_dispatch(replica_id, scheduled.request)
+        if (adapter := scheduled.request.spec.adapter) is not None:
+            note_adapter(self.ledger[replica_id], adapter)
         self.queue.charge(scheduled)
         scheduled.dispatch_number = self.ledger[replica_id].dispatches
 
