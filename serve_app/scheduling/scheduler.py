@@ -45,6 +45,7 @@ from serve_app.scheduling.context_learning import ContextLearning
 from serve_app.scheduling.dispatch.backpressure import EngineBackpressure
 from serve_app.scheduling.dispatch.dispatcher import Choice, Dispatcher
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities
+from serve_app.scheduling.dispatch.in_flight import InFlight
 from serve_app.scheduling.dispatch.pass_through import PassThrough
 from serve_app.scheduling.dispatch.placement import Placement
 from serve_app.scheduling.dispatch.suspensions import Suspensions
@@ -57,13 +58,10 @@ from serve_app.scheduling.put_backs import exhausted, note_earlier_dispatches, n
 from serve_app.scheduling.queue_snapshot import QueueSnapshot, take_queue_snapshot
 from serve_app.scheduling.queueing.expiry import ExpiryHeap
 from serve_app.scheduling.queueing.request_queue import RequestQueue
-from serve_app.scheduling.request import NOTHING, RequestTable, ScheduledRequest
+from serve_app.scheduling.request import RequestTable, ScheduledRequest
 from serve_app.scheduling.request_routing import RequestRouting
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.scheduling.settings import SchedulerSettings
-
-# Prompt tokens that take about as long as one output token; only to compare answers that are not streamed.
-_PROMPT_PER_OUTPUT = 100
 
 
 class Scheduler:
@@ -108,11 +106,12 @@ class Scheduler:
             report_limit_s=backpressure.report_limit_s,
             kv_fill_ratio=backpressure.kv_fill_ratio,
         )
-        self._engine_priorities = EnginePriorities(settings.engine_priority)
         self.estimator = estimator or TokenEstimator(settings.estimator)
         self._prefills = PrefillWatch(self.ledger, self.prefill_costs, lag := FeedbackDelay())
         self.isolation = PrefillIsolation(settings.isolation, lag, wanted=self._policy.isolates)
         self.suspensions = Suspensions(self.ledger)
+        priorities = EnginePriorities(settings.engine_priority)
+        self._in_flight = InFlight(self.ledger, self._prefills, self.suspensions, priorities)
         self.affinity = PrefixAffinity(settings.affinity, self.prefill_costs, self.estimator.bytes_per_token)
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
@@ -240,16 +239,18 @@ class Scheduler:
             self._remember(scheduled)
         elif scheduled.replica_id == event.replica_id:
             if event.started:
-                self._start(scheduled, now)
+                self._in_flight.start(scheduled, now)
             return
         else:
             self._take_from_its_place(scheduled, now)
-        self._hold(scheduled, event.replica_id, Hold(scheduled.estimate.expected_tokens), now, resumed=event)
+        hold = Hold(scheduled.estimate.expected_tokens)
+        self._in_flight.hold(scheduled, event.replica_id, hold, now, resumed=event)
+        self._on_held(scheduled, event.replica_id)
 
     def _on_first_token(self, event: ev.FirstToken, now: float) -> None:
         scheduled = self._requests.get(event.request_id)
-        if scheduled is not None and scheduled.replica_id is not None:
-            self._start(scheduled, now)
+        if scheduled is not None:
+            self._in_flight.start(scheduled, now)
 
     def _on_finish(self, event: ev.Finished, now: float) -> None:
         scheduled = self._requests.get(event.request_id)
@@ -261,12 +262,9 @@ class Scheduler:
             self.estimator.observe(scheduled.request, event.usage)
             self.queue.settle(scheduled, event.usage)
             self._on_contexts_learned(self._contexts.on_completion(scheduled, event.usage), now)
-            if not scheduled.request.spec.streamed and scheduled.replica_id is not None:
-                work = event.usage.output_tokens + scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
-                self._observe_latency(scheduled, work, now)
         dispatched = scheduled.replica_id is not None
         if dispatched and event.outcome is Outcome.COMPLETED:
-            self.suspensions.on_success(scheduled, now)
+            self._in_flight.complete(scheduled, event.usage, now)
         self._take_from_its_place(scheduled, now)
         self._conclude(scheduled.request, Conclusion(event.outcome), dispatched=dispatched)
 
@@ -289,7 +287,7 @@ class Scheduler:
         if event.failure is ev.DispatchFailure.TOO_LONG:
             self._on_contexts_learned(self._contexts.on_refusal(scheduled, event.stated_context), now)
         note_put_back(scheduled, event, self.ledger[event.replica_id], now)
-        self._release(scheduled, now, ran=False)
+        self._in_flight.release(scheduled, now, ran=False)
         if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
             # An engine that failed has worked for it.
             self.queue.refund(scheduled)
@@ -392,7 +390,8 @@ class Scheduler:
         self.admission.predictor.on_dispatch(scheduled, now)
         scheduled.prefilled_alone = replica.unstarted == 0
         scheduled.cached_tokens = scheduled.estimate.expected_prompt_tokens - hold.prefill_tokens
-        self._hold(scheduled, replica.spec.replica_id, hold, now)
+        self._in_flight.hold(scheduled, replica.spec.replica_id, hold, now)
+        self._on_held(scheduled, replica.spec.replica_id)
         self._prefills.on_dispatch(scheduled, now)
         rate_limits = self.admission.keys.status(scheduled.request.submission.key, now)
         self._commands.append(dispatch_of(scheduled, replica.spec, now, rate_limits))
@@ -409,53 +408,18 @@ class Scheduler:
         self._expiry.add(scheduled)
         self.dispatcher.on_enqueue(scheduled)
 
-    def _hold(
-        self,
-        scheduled: ScheduledRequest,
-        replica_id: str,
-        hold: Hold,
-        now: float,
-        *,
-        resumed: ev.Resumed | None = None,
-    ) -> None:
-        scheduled.replica_id, scheduled.hold, scheduled.dispatched_at = replica_id, hold, now
-        scheduled.started = resumed is not None and resumed.started
-        scheduled.engine_priority = self._engine_priorities.on_dispatch(scheduled.request)
-        self.ledger.hold(replica_id, hold, now, seen=resumed is not None, started=scheduled.started)
+    def _on_held(self, scheduled: ScheduledRequest, replica_id: str) -> None:
         self.affinity.on_dispatch(replica_id, scheduled.request)
         if (adapter := scheduled.request.spec.adapter) is not None:
             note_adapter(self.ledger[replica_id], adapter)
         self.queue.charge(scheduled)
-        scheduled.dispatch_number = self.ledger[replica_id].dispatches
-
-    def _start(self, scheduled: ScheduledRequest, now: float) -> None:
-        if scheduled.started or scheduled.replica_id is None:
-            return
-        scheduled.started = True
-        if scheduled.request.spec.streamed:
-            self._observe_latency(scheduled, scheduled.prefill_tokens, now)
-        self._prefills.on_first_token(scheduled, now)
-        scheduled.hold = self.ledger.start(scheduled.replica_id, scheduled.hold, now)
-        self.suspensions.on_success(scheduled, now)
-
-    def _observe_latency(self, scheduled: ScheduledRequest, tokens: int, now: float) -> None:
-        """An answer has begun, with its first token or as a whole."""
-        assert scheduled.replica_id is not None
-        streamed, seconds = scheduled.request.spec.streamed, now - scheduled.dispatched_at
-        self.ledger.observe_latency(scheduled.replica_id, tokens, seconds, now, streamed=streamed)
-
-    def _release(self, scheduled: ScheduledRequest, now: float, *, ran: bool) -> None:
-        assert scheduled.replica_id is not None
-        self._engine_priorities.on_departure(scheduled.request)
-        self.ledger.release(scheduled.replica_id, scheduled.hold, now, started=scheduled.started, ran=ran)
-        scheduled.replica_id, scheduled.hold, scheduled.started = None, NOTHING, False
 
     def _take_from_its_place(self, scheduled: ScheduledRequest, now: float) -> None:
         if scheduled.queued:
             self.queue.remove(scheduled)
             self._expiry.prune(len(self.queue))
         else:
-            self._release(scheduled, now, ran=True)
+            self._in_flight.release(scheduled, now, ran=True)
 
     def _refuse_waiting(self, scheduled: ScheduledRequest, refusal: Conclusion) -> None:
         self.queue.remove(scheduled)

@@ -12,7 +12,8 @@ from tests.e2e.served import ARGS, Served, serve, wait_for
 # The first test waits until the application has started. There is no narrower limit on what it waits for.
 pytestmark = pytest.mark.timeout(300)
 
-SHORT, LONG = "Say hello. ", "Tell me of the old house. " * 100
+# Of tokens, whose number is known. That of a text is learned, and queues of early guesses may stay in force.
+SHORT, LONG = [100] * 16, [100] * 700
 PATIENCE_S = 200.0
 
 
@@ -46,8 +47,6 @@ async def test_a_new_scheduler_gets_the_queues_in_force_from_the_tuner(untaught:
 
     # No request arrives meanwhile, so it cannot have learned them itself.
     await asyncio.to_thread(wait_for, knows_queues, PATIENCE_S, "the queues at the new scheduler")
-    # The new scheduler estimates other lengths for the same texts until it has learned them. So the queues
-    # may not fit for a while, but they exist, and the two texts wait in different ones.
     async with httpx.AsyncClient(base_url=app.url, timeout=PATIENCE_S) as http:
         short, long = await queue_of(http, SHORT), await queue_of(http, LONG)
     assert bounds(short)[1] < bounds(long)[0]
@@ -59,16 +58,16 @@ async def teach(app: Served) -> None:
         while not (
             is_narrow(short := await queue_of(http, SHORT)) and is_narrow(long := await queue_of(http, LONG))
         ):
-            await asyncio.gather(*(queue_of(http, text) for text in [SHORT] * 6 + [LONG] * 2))
+            await asyncio.gather(*(queue_of(http, prompt) for prompt in [SHORT] * 6 + [LONG] * 2))
     assert bounds(short)[1] < bounds(long)[0]
     assert app.metric("ewsjf_length_queues", model="demo") >= 2
     assert app.metric("ewsjf_partition_changes_total", model="demo") >= 1
     assert app.metric("ewsjf_partition_age_seconds", model="demo") >= 0
 
 
-async def queue_of(http: httpx.AsyncClient, text: str) -> str:
-    body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
-    answer = await http.post("/v1/chat/completions", json=body)
+async def queue_of(http: httpx.AsyncClient, prompt: list[int]) -> str:
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 2}
+    answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.headers["x-length-queue"]
 
