@@ -79,6 +79,7 @@ def spec(
     kv_tokens: int | None = 10_000,
     max_num_seqs: int | None = 8,
     adapters: tuple[str, ...] = (),
+    stall_timeout_s: float | None = None,
 ) -> ReplicaSpec:
     return ReplicaSpec(
         replica_id=replica_id,
@@ -87,6 +88,7 @@ def spec(
         kv_tokens=kv_tokens,
         max_num_seqs=max_num_seqs,
         adapters=adapters,
+        stall_timeout_s=stall_timeout_s,
     )
 
 
@@ -98,6 +100,7 @@ def report(
     kv_usage_ratio: float | None = 0.0,
     tpot_s: float | None = None,
     draining: bool = False,
+    computes: bool | None = None,
 ) -> ReplicaReport:
     return ReplicaReport(
         received=received,
@@ -106,6 +109,7 @@ def report(
         kv_usage_ratio=kv_usage_ratio,
         tpot_s=tpot_s,
         draining=draining,
+        computes=computes,
     )
 
 

@@ -65,6 +65,7 @@ class ReplicaLedger:
             state = self._add(spec, now)
         state.spec, state.joined, state.report, state.stale = spec, True, None, False
         state.suspended_until, state.suspensions, state.faults = 0.0, 0, 0
+        state.answers.join(spec.stall_timeout_s)
         unknown = spec.max_num_seqs is None
         state.batch = LearnedBatch() if unknown else None
         # It may be a server that was restarted with another limit.
@@ -89,6 +90,8 @@ class ReplicaLedger:
         state.suspended = state.suspended and now < state.suspended_until
         if state.batch is not None:
             state.batch.observe(report)
+        if report.computes:
+            state.answers.on_sign(now)
         state.gated = self._backpressure.gates(state)
         state.tpot_s = state.tpot_s if report.tpot_s is None else report.tpot_s
         self._fresh[replica_id] = now

@@ -81,11 +81,6 @@ class Connector:
             f"<Connector {self._role.value} {self._peer_id} {state}, incarnation {self.highest_incarnation}>"
         )
 
-    @property
-    def is_up(self) -> bool:
-        """Whether a scheduler has let us in, and the connection holds."""
-        return self._up
-
     def start(self) -> None:
         """Begin to look for the scheduler, in the background.
 

@@ -101,11 +101,6 @@ class ReplicaRegistry:
         )
         self._tell_gateways(self._table)
 
-    def pool_of(self, replica_id: str) -> str:
-        """Return the pool of a replica; empty when it is not connected."""
-        replica = self._replicas.get(replica_id)
-        return replica.spec.pool if replica else ""
-
     def reports(self) -> dict[str, tuple[ReplicaSpec, ReplicaReport | None]]:
         """Return what each connected replica can hold, and what it last said of itself."""
         return {replica_id: (replica.spec, replica.report) for replica_id, replica in self._replicas.items()}

@@ -22,11 +22,6 @@ class FlapDamping:
     def __repr__(self) -> str:
         return f"<FlapDamping hold {self._hold_s:g} s>"
 
-    @property
-    def hold_s(self) -> float:
-        """How long it must answer before it gets requests."""
-        return self._hold_s
-
     def on_failure(self, now: float) -> None:
         """It does not answer."""
         self._answers_since = None
