@@ -36,6 +36,7 @@ def request(
     shape: PromptShape | None = None,
     key: KeyTerms | None = None,
     bound_to: str | None = None,
+    adapter: str | None = None,
 ) -> Request:
     exact = PromptShape(
         text_bytes=4 * prompt_tokens if text_bytes is None else text_bytes, prompt_tokens=prompt_tokens
@@ -49,6 +50,7 @@ def request(
                 max_output_tokens=max_output_tokens,
                 choices=choices,
                 streamed=streamed,
+                adapter=adapter,
             ),
             tenant=tenant,
             priority=priority,
@@ -76,6 +78,7 @@ def spec(
     max_model_len: int = 1_000,
     kv_tokens: int | None = 10_000,
     max_num_seqs: int | None = 8,
+    adapters: tuple[str, ...] = (),
     stall_timeout_s: float | None = None,
 ) -> ReplicaSpec:
     return ReplicaSpec(
@@ -84,6 +87,7 @@ def spec(
         max_model_len=max_model_len,
         kv_tokens=kv_tokens,
         max_num_seqs=max_num_seqs,
+        adapters=adapters,
         stall_timeout_s=stall_timeout_s,
     )
 

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from serve_app.request import ANYWHERE, Destination
 from serve_app.routing.concurrency import ConcurrencyLimit, InFlightLimit
 from serve_app.routing.learned_batch import LearnedBatch
 from serve_app.routing.learned_context import LearnedContext
@@ -250,9 +251,15 @@ class ReplicaLedger:
         """The replica of this id; None when it is unknown."""
         return self._replicas.get(replica_id)
 
-    def most_free(self, pool: str) -> ReplicaState | None:
-        """The usable replica of `pool` with the most free tokens; None when none is usable."""
-        usable = [each for each in self if each.spec.pool == pool and each.is_usable]
+    def most_free(self, pool: str, destination: Destination = ANYWHERE) -> ReplicaState | None:
+        """The usable replica of `pool` that will do, with the most free tokens; None when there is none."""
+        usable = [
+            each
+            for each in self
+            if each.spec.pool == pool
+            and each.is_usable
+            and destination.admits(each.spec.replica_id, each.spec.adapters)
+        ]
         return min(usable, key=lambda state: (-state.free_tokens, state.order), default=None)
 
     def __repr__(self) -> str:

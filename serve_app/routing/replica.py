@@ -20,6 +20,7 @@ class ReplicaSpec:
         prefill_token_s: seconds to compute one prompt token, likewise.
         max_num_batched_tokens: most tokens that it computes in one iteration; None where it does not say.
         long_prefill_token_threshold: most of one prompt in an iteration, 0 for no limit; likewise.
+        adapters: names of the LoRA adapters that its engine lists.
         stall_timeout_s: it hangs when it owes answers and computes nothing for so long; None where that is
             watched beside the engine.
     """
@@ -33,6 +34,7 @@ class ReplicaSpec:
     prefill_token_s: float | None = None
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int | None = None
+    adapters: tuple[str, ...] = ()
     stall_timeout_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -64,6 +64,7 @@ class ReplicaState:
         context: its context limit, learned where it does not state one.
         answers: whether it answers what it is sent.
         concurrency: the limit of requests in flight; counts while it tells neither its queue nor its batch.
+        recent_adapters: LoRA adapters that it was sent requests for, the last first; see `adapters`.
     """
 
     spec: ReplicaSpec
@@ -97,6 +98,7 @@ class ReplicaState:
     answers: AnswerWatch = field(default_factory=AnswerWatch)
     context: LearnedContext | None = None
     concurrency: InFlightLimit | None = None
+    recent_adapters: tuple[str, ...] = ()
 
     @property
     def context_limit(self) -> int:

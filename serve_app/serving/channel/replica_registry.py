@@ -94,7 +94,10 @@ class ReplicaRegistry:
         self._telling.cancel()
         self._telling = None
         self._table = ReplicaTable(
-            [ReplicaEntry(replica.address, replica.open) for replica in self._replicas.values()]
+            [
+                ReplicaEntry(replica.address, replica.open, replica.spec.adapters)
+                for replica in self._replicas.values()
+            ]
         )
         self._tell_gateways(self._table)
 

@@ -32,7 +32,7 @@ logger = logging.getLogger("ray.serve")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 # A server's flags do not change while it runs; its list of adapters may.
-_LOOK_AGAIN_S = 30.0
+_LOOK_AGAIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +183,7 @@ class Endpoint:
             kv_tokens=identity.kv_tokens,
             max_num_seqs=identity.max_num_seqs,
             tpot_s=identity.tpot_s,
+            adapters=identity.adapters,
             stall_timeout_s=self._shared.settings.stall_timeout_s,
         )
 
