@@ -23,7 +23,6 @@ from typing import Any
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request
-from serve_app.routing.adapters import note_adapter
 from serve_app.routing.estimation.estimate import TokenEstimator
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
@@ -416,7 +415,7 @@ class Scheduler:
     def _on_held(self, scheduled: ScheduledRequest, replica_id: str) -> None:
         self.affinity.on_dispatch(replica_id, scheduled.request)
         if (adapter := scheduled.request.spec.adapter) is not None:
-            note_adapter(self.ledger[replica_id], adapter)
+            self.ledger[replica_id].note_adapter(adapter)
         self.queue.charge(scheduled)
 
     def _take_from_its_place(self, scheduled: ScheduledRequest, now: float) -> None:
