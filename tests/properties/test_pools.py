@@ -1,7 +1,7 @@
 """Any number of pools with any contexts and costs: where requests are sent, at the level of events.
 
-- `sends_to_the_smallest_that_fits`: to the pool with the shortest context that holds the request, and of
-  pools with the same context to the cheapest; when that has no capacity, to the next one that also holds it.
+- `sends_to_the_smallest_that_fits`: to the pool with the shortest context that holds the request, of pools
+  that are alike to the cheapest; when that has no capacity, to the next one that also holds it.
 - `sends_nowhere_that_does_not_fit`: never to another, whatever is full.
 - `two_pools_as_before`: two pools are served as they were when there could be no more.
 - `finds_the_pool_that_takes_it`: where contexts are not told, refusals lead to a pool that takes the request.
