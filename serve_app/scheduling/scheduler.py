@@ -37,6 +37,7 @@ from serve_app.scheduling.commands import (
     Command,
     Conclude,
     ContextLearned,
+    EngineSilent,
     ReportFresh,
     ReportStale,
     dispatch_of,
@@ -339,6 +340,10 @@ class Scheduler:
     def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
         if self.ledger.report(event.replica_id, event.report, now):
             self._commands.append(ReportFresh(replica_id=event.replica_id))
+        state = self.ledger.get(event.replica_id)
+        if state is not None and (silent_s := state.answers.look(now)) is not None:
+            self._commands.append(EngineSilent(replica_id=event.replica_id, silent_s=silent_s))
+            self.ledger.open.update(state, now)
         self.admission.outages.observe(self.ledger.has_alive, now)
         if (moved := self.router.adapt(self.ledger, now)) is not None:
             self._commands.append(moved)
@@ -414,6 +419,8 @@ class Scheduler:
 
     def _on_held(self, scheduled: ScheduledRequest, replica_id: str) -> None:
         self.affinity.on_dispatch(replica_id, scheduled.request)
+        if (adapter := scheduled.request.spec.adapter) is not None:
+            self.ledger[replica_id].note_adapter(adapter)
         self.queue.charge(scheduled)
 
     def _take_from_its_place(self, scheduled: ScheduledRequest, now: float) -> None:

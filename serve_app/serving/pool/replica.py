@@ -12,7 +12,7 @@ The class does not depend on Ray; `deployment` makes a Serve deployment of it.
 import asyncio
 import logging
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serve_app.engines.engine import Engine, EngineLimits
 from serve_app.errors import EngineError
@@ -70,6 +70,7 @@ class PoolReplica:
         self._guard: ReplicaGuard | None = None
         self._server: ReplicaServer | None = None
         self._client: ReplicaClient | None = None
+        self._spec: ReplicaSpec | None = None
         self._read_at = 0.0
 
     def __repr__(self) -> str:
@@ -144,6 +145,7 @@ class PoolReplica:
             token=token,
             names_responses=True,
         )
+        self._spec = spec
         self._client = ReplicaClient(spec, address, self._locate, self._report, settings.channel)
         self._read_at = asyncio.get_running_loop().time()
         self._client.start()
@@ -168,6 +170,11 @@ class PoolReplica:
         assert self._guard is not None, "the client starts after the guard is made"
         load = await self._engine.load()
         self._read_at = asyncio.get_running_loop().time()
+        spec = self._spec
+        if self._client is not None and spec is not None and load.adapters != spec.adapters:
+            self._spec = replace(spec, adapters=load.adapters)
+            logger.info("event=adapters_changed replica=%s adapters=%s", self._replica_id, load.adapters)
+            self._client.change(self._spec)
         return ReplicaReport(
             received=self._guard.received,
             waiting=load.waiting,
