@@ -39,6 +39,10 @@ class Hold:
     quarantined: bool = False
 
 
+# About as many as engines are set up to have in GPU memory; vLLM's own default is one.
+_ADAPTERS_AT_HAND = 4
+
+
 @dataclass(slots=True, eq=False)
 class ReplicaState:
     """One replica in the ledger.
@@ -64,7 +68,7 @@ class ReplicaState:
         context: its context limit, learned where it does not state one.
         answers: whether it answers what it is sent.
         concurrency: the limit of requests in flight; counts while it tells neither its queue nor its batch.
-        recent_adapters: LoRA adapters that it was sent requests for, the last first; see `adapters`.
+        recent_adapters: LoRA adapters that it was sent requests for, the last first.
     """
 
     spec: ReplicaSpec
@@ -99,6 +103,11 @@ class ReplicaState:
     context: LearnedContext | None = None
     concurrency: InFlightLimit | None = None
     recent_adapters: tuple[str, ...] = ()
+
+    def note_adapter(self, adapter: str) -> None:
+        """It is sent a request for a LoRA adapter."""
+        others = [each for each in self.recent_adapters if each != adapter]
+        self.recent_adapters = (adapter, *others[: _ADAPTERS_AT_HAND - 1])
 
     @property
     def context_limit(self) -> int:
