@@ -112,7 +112,6 @@ def test_fleets_scale_by_the_pool_that_they_serve() -> None:
         assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1")
 
 
-@pytest.mark.xfail(raises=BlockError, reason="schedulers do not export ewsjf_desired_replicas yet")
 def test_fleets_scale_by_a_metric_that_exists() -> None:
     for scaled in render(values_of("servers_outside")):
         if scaled["kind"] == "ScaledObject":
