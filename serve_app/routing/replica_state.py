@@ -3,10 +3,10 @@
 import enum
 from dataclasses import dataclass, field
 
-from serve_app.routing.answer_watch import AnswerWatch
-from serve_app.routing.concurrency import InFlightLimit
-from serve_app.routing.learned_batch import LearnedBatch
-from serve_app.routing.learned_context import LearnedContext
+from serve_app.routing.observed.answer_watch import AnswerWatch
+from serve_app.routing.observed.concurrency import InFlightLimit
+from serve_app.routing.observed.learned_batch import LearnedBatch
+from serve_app.routing.observed.learned_context import LearnedContext
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request
+from serve_app.routing.arrived_work import ArrivedWork
 from serve_app.routing.estimation.estimate import TokenEstimator
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
@@ -84,6 +85,7 @@ class Scheduler:
         passing: who is not scheduled.
         admission: who may wait, and how long that is predicted to take.
         router: which pools a request may go to.
+        arrived: the work that has arrived so far, for whoever scales the pools.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Scheduler:
         self.passing = PassThrough(settings.active_share, self.ledger)
         self.router = PoolRouter(settings.routing, self.ledger.context_limit, self.ledger.told_context_limit)
         self._contexts = ContextLearning(self.ledger)
+        self.arrived = ArrivedWork(settings.routing.pools)
         slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)
         self.admission = Admission(settings, self.queue, slots, now)
         grace_s = settings.no_replica_grace_s
@@ -219,11 +222,13 @@ class Scheduler:
         estimate = self.estimator.estimate(request)
         pools, refusal = self._routing.route(request, estimate, now)
         if refusal := self.admission.refuse(request, estimate, refusal, now):
+            self.arrived.add(pools, request, estimate)
             self._conclude(request, refusal)
             return None
         self._sequence += 1
         scheduled = ScheduledRequest(request, estimate, self._sequence, pools, expires_at=request.expires_at)
         scheduled.cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
+        self.arrived.add(pools, request, estimate, scheduled.cached_tokens)
         self.isolation.on_arrival(scheduled, now)
         note_earlier_dispatches(scheduled, self.settings)
         return scheduled
