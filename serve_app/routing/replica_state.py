@@ -1,11 +1,12 @@
 """The state of one replica in the ledger: its limits, its last report, and what is reserved of it."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serve_app.routing.concurrency import InFlightLimit
 from serve_app.routing.learned_batch import LearnedBatch
 from serve_app.routing.learned_context import LearnedContext
+from serve_app.routing.measured_pace import MeasuredPace
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 
@@ -61,6 +62,7 @@ class ReplicaState:
         version: changes with its capacity; see `open_replicas`.
         batch: its largest batch, learned where it does not state one; None while nothing is known.
         context: its context limit, learned where it does not state one.
+        pace: its time per output token as answers show it; counts while it does not report one.
         concurrency: the limit of requests in flight; counts while it tells neither its queue nor its batch.
     """
 
@@ -93,6 +95,7 @@ class ReplicaState:
     received: int | None = None
     batch: LearnedBatch | None = None
     context: LearnedContext | None = None
+    pace: MeasuredPace = field(default_factory=MeasuredPace)
     concurrency: InFlightLimit | None = None
 
     @property
