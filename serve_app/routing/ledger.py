@@ -15,13 +15,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from serve_app.request import ANYWHERE, Destination
 from serve_app.routing.concurrency import ConcurrencyLimit, InFlightLimit
 from serve_app.routing.learned_batch import LearnedBatch
-from serve_app.routing.learned_context import LearnedContext
 from serve_app.routing.open_replicas import Backpressure, OpenReplicas
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
+from serve_app.routing.untold.learned_context import LearnedContext
 
 _STARTS_TIME_CONSTANT_S = 2.0
 _REPORT_GAP_WEIGHT = 0.2
@@ -64,6 +65,7 @@ class ReplicaLedger:
             state = self._add(spec, now)
         state.spec, state.joined, state.report, state.stale = spec, True, None, False
         state.suspended_until, state.suspensions, state.faults = 0.0, 0, 0
+        state.answers.join(spec.stall_timeout_s)
         unknown = spec.max_num_seqs is None
         state.batch = LearnedBatch() if unknown else None
         # It may be a server that was restarted with another limit.
@@ -91,6 +93,8 @@ class ReplicaLedger:
         state.suspended = state.suspended and now < state.suspended_until
         if state.batch is not None:
             state.batch.observe(report)
+        if report.computes:
+            state.answers.on_sign(now)
         state.gated = self._backpressure.gates(state)
         self._fresh[replica_id] = now
         self._fresh.move_to_end(replica_id)
@@ -253,9 +257,15 @@ class ReplicaLedger:
         """The replica of this id; None when it is unknown."""
         return self._replicas.get(replica_id)
 
-    def most_free(self, pool: str) -> ReplicaState | None:
-        """The usable replica of `pool` with the most free tokens; None when none is usable."""
-        usable = [each for each in self if each.spec.pool == pool and each.is_usable]
+    def most_free(self, pool: str, destination: Destination = ANYWHERE) -> ReplicaState | None:
+        """The usable replica of `pool` that will do, with the most free tokens; None when there is none."""
+        usable = [
+            each
+            for each in self
+            if each.spec.pool == pool
+            and each.is_usable
+            and destination.admits(each.spec.replica_id, each.spec.adapters)
+        ]
         return min(usable, key=lambda state: (-state.free_tokens, state.order), default=None)
 
     def __repr__(self) -> str:

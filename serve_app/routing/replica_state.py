@@ -3,12 +3,13 @@
 import enum
 from dataclasses import dataclass, field
 
+from serve_app.routing.answer_watch import AnswerWatch
 from serve_app.routing.concurrency import InFlightLimit
 from serve_app.routing.learned_batch import LearnedBatch
-from serve_app.routing.learned_context import LearnedContext
-from serve_app.routing.measured_pace import MeasuredPace
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.routing.untold.learned_context import LearnedContext
+from serve_app.routing.untold.measured_pace import MeasuredPace
 
 # vLLM's default; used only to predict waits, until the real size shows.
 _LIKELY_NUM_SEQS = 256
@@ -63,7 +64,9 @@ class ReplicaState:
         batch: its largest batch, learned where it does not state one; None while nothing is known.
         context: its context limit, learned where it does not state one.
         pace: its time per output token as answers show it; counts while it does not report one.
+        answers: whether it answers what it is sent.
         concurrency: the limit of requests in flight; counts while it tells neither its queue nor its batch.
+        recent_adapters: LoRA adapters that it was sent requests for, the last first; see `adapters`.
     """
 
     spec: ReplicaSpec
@@ -94,9 +97,11 @@ class ReplicaState:
     version: int = 0
     received: int | None = None
     batch: LearnedBatch | None = None
+    answers: AnswerWatch = field(default_factory=AnswerWatch)
     context: LearnedContext | None = None
     pace: MeasuredPace = field(default_factory=MeasuredPace)
     concurrency: InFlightLimit | None = None
+    recent_adapters: tuple[str, ...] = ()
 
     @property
     def context_limit(self) -> int:
@@ -113,7 +118,7 @@ class ReplicaState:
     @property
     def is_usable(self) -> bool:
         """Whether the replica will take requests again, even if it has no capacity for any now."""
-        return self.is_alive and not self.suspended
+        return self.is_alive and not self.suspended and not (self.answers.hangs and self.in_flight)
 
     @property
     def free_tokens(self) -> int:

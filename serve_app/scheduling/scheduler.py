@@ -23,6 +23,7 @@ from typing import Any
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request
+from serve_app.routing.adapters import note_adapter
 from serve_app.routing.estimation.estimate import TokenEstimator
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
@@ -36,6 +37,7 @@ from serve_app.scheduling.commands import (
     Command,
     Conclude,
     ContextLearned,
+    EngineSilent,
     ReportFresh,
     ReportStale,
     dispatch_of,
@@ -334,6 +336,10 @@ class Scheduler:
     def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
         if self.ledger.report(event.replica_id, event.report, now):
             self._commands.append(ReportFresh(replica_id=event.replica_id))
+        state = self.ledger.get(event.replica_id)
+        if state is not None and (silent_s := state.answers.look(now)) is not None:
+            self._commands.append(EngineSilent(replica_id=event.replica_id, silent_s=silent_s))
+            self.ledger.open.update(state, now)
         self.admission.outages.observe(self.ledger.has_alive, now)
         if (moved := self.router.adapt(self.ledger, now)) is not None:
             self._commands.append(moved)
@@ -409,6 +415,8 @@ class Scheduler:
 
     def _on_held(self, scheduled: ScheduledRequest, replica_id: str) -> None:
         self.affinity.on_dispatch(replica_id, scheduled.request)
+        if (adapter := scheduled.request.spec.adapter) is not None:
+            note_adapter(self.ledger[replica_id], adapter)
         self.queue.charge(scheduled)
 
     def _take_from_its_place(self, scheduled: ScheduledRequest, now: float) -> None:

@@ -45,12 +45,19 @@ class InFlight:
         scheduled.started = resumed is not None and resumed.started
         scheduled.engine_priority = self._priorities.on_dispatch(scheduled.request)
         self._ledger.hold(replica_id, hold, now, seen=resumed is not None, started=scheduled.started)
-        scheduled.dispatch_number = self._ledger[replica_id].dispatches
+        replica = self._ledger[replica_id]
+        scheduled.dispatch_number = replica.dispatches
+        if _owes(scheduled):
+            replica.answers.on_dispatch(now)
 
     def start(self, scheduled: ScheduledRequest, now: float) -> None:
         """Its answer has begun."""
         if scheduled.started or scheduled.replica_id is None:
             return
+        replica = self._ledger[scheduled.replica_id]
+        if _owes(scheduled):
+            replica.answers.on_end()
+        replica.answers.on_sign(now)
         scheduled.started, scheduled.started_at = True, now
         if scheduled.request.spec.streamed:
             self._observe_latency(scheduled, scheduled.prefill_tokens, now)
@@ -65,6 +72,8 @@ class InFlight:
         elif usage is not None:
             work = usage.output_tokens + scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
             self._observe_latency(scheduled, work, now)
+        assert scheduled.replica_id is not None
+        self._ledger[scheduled.replica_id].answers.on_sign(now)
         self._suspensions.on_success(scheduled, now)
 
     def release(self, scheduled: ScheduledRequest, now: float, *, ran: bool) -> None:
@@ -75,6 +84,8 @@ class InFlight:
         """
         assert scheduled.replica_id is not None
         self._priorities.on_departure(scheduled.request)
+        if _owes(scheduled):
+            self._ledger[scheduled.replica_id].answers.on_end()
         self._ledger.release(scheduled.replica_id, scheduled.hold, now, started=scheduled.started, ran=ran)
         scheduled.replica_id, scheduled.hold = None, NOTHING
         scheduled.started, scheduled.started_at = False, None
@@ -91,3 +102,8 @@ class InFlight:
         if began_at is None or replica_id is None or scheduled.request.spec.choices != 1 or output_tokens < 2:
             return
         self._ledger.observe_pace(replica_id, (now - began_at) / (output_tokens - 1), now)
+
+
+def _owes(scheduled: ScheduledRequest) -> bool:
+    """Whether the first token of a dispatched request is still to come, and will be told."""
+    return scheduled.request.spec.streamed and not scheduled.started

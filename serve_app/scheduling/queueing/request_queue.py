@@ -1,9 +1,9 @@
 """The request queue: waiting requests by priority class, tenant and sub-queue, in the order of the policy.
 
-There is a sub-queue for each length queue, set of pools, prefill class and replica that requests are bound
-to, because requests of one length queue may differ in where they can go. So the head of a sub-queue stands
-for all behind it, and the candidates for a pool are found without scanning the queue. Few sets of pools
-occur: a home, and which others can hold the request.
+There is a sub-queue for each length queue, set of pools, prefill class and destination, because requests of
+one length queue may differ in where they can go. So the head of a sub-queue stands for all behind it, and
+the candidates for a pool are found without scanning the queue. Few sets of pools occur: a home, and which
+others can hold the request.
 """
 
 from collections import Counter, defaultdict
@@ -250,7 +250,7 @@ class RequestQueue:
                 scheduled.length_queue,
                 scheduled.pools,
                 scheduled.prefill_class,
-                scheduled.request.bound_to,
+                scheduled.request.destination,
             )
         )
         self._insertions += 1

@@ -192,10 +192,12 @@ class ReplicaEntry(Message, frozen=True):
 
     Attributes:
         open: it takes new requests: it has reported lately, and does not drain.
+        adapters: names of the LoRA adapters that its engine lists.
     """
 
     address: ReplicaAddress
     open: bool
+    adapters: tuple[str, ...] = ()
 
 
 class ReplicaTable(Message, frozen=True):

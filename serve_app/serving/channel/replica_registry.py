@@ -94,14 +94,12 @@ class ReplicaRegistry:
         self._telling.cancel()
         self._telling = None
         self._table = ReplicaTable(
-            [ReplicaEntry(replica.address, replica.open) for replica in self._replicas.values()]
+            [
+                ReplicaEntry(replica.address, replica.open, replica.spec.adapters)
+                for replica in self._replicas.values()
+            ]
         )
         self._tell_gateways(self._table)
-
-    def pool_of(self, replica_id: str) -> str:
-        """Return the pool of a replica; empty when it is not connected."""
-        replica = self._replicas.get(replica_id)
-        return replica.spec.pool if replica else ""
 
     def reports(self) -> dict[str, tuple[ReplicaSpec, ReplicaReport | None]]:
         """Return what each connected replica can hold, and what it last said of itself."""

@@ -12,7 +12,7 @@ The class does not depend on Ray; `deployment` makes a Serve deployment of it.
 import asyncio
 import logging
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serve_app.engines.engine import Engine, EngineLimits, EngineLoad
 from serve_app.errors import EngineError
@@ -71,6 +71,7 @@ class PoolReplica:
         self._guard: ReplicaGuard | None = None
         self._server: ReplicaServer | None = None
         self._client: ReplicaClient | None = None
+        self._spec: ReplicaSpec | None = None
         self._last_load = EngineLoad(waiting=0, running=0, kv_usage_ratio=0.0)
         self._read_at = 0.0
 
@@ -157,6 +158,7 @@ class PoolReplica:
             token=token,
             names_responses=True,
         )
+        self._spec = spec
         self._client = ReplicaClient(spec, address, self._locate, self._report, settings.channel)
         self._read_at = asyncio.get_running_loop().time()
         self._client.start()
@@ -182,6 +184,11 @@ class PoolReplica:
         load = await self._engine.load()
         self._read_at = asyncio.get_running_loop().time()
         self._last_load = load
+        spec = self._spec
+        if self._client is not None and spec is not None and load.adapters != spec.adapters:
+            self._spec = replace(spec, adapters=load.adapters)
+            logger.info("event=adapters_changed replica=%s adapters=%s", self._replica_id, load.adapters)
+            self._client.change(self._spec)
         return ReplicaReport(
             received=self._guard.received,
             waiting=load.waiting,

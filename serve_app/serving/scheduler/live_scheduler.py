@@ -27,6 +27,7 @@ from serve_app.scheduling.commands import (
     Conclude,
     ContextLearned,
     Dispatch,
+    EngineSilent,
     ReportFresh,
     ReportStale,
 )
@@ -327,6 +328,10 @@ class LiveScheduler:
             case ReportFresh(replica_id=replica_id):
                 self._stale.discard(replica_id)
                 logger.info("event=report_fresh replica=%s", replica_id)
+            case EngineSilent(replica_id=replica_id, silent_s=silent_s) if silent_s:
+                logger.warning("event=engine_silent replica=%s silent_s=%.1f", replica_id, silent_s)
+            case EngineSilent(replica_id=replica_id):
+                logger.info("event=engine_answers replica=%s", replica_id)
             case ContextLearned(replica_id=replica_id, context_tokens=context_tokens):
                 logger.info("event=context_learned replica=%s context_tokens=%s", replica_id, context_tokens)
             case BShortChanged():

@@ -320,6 +320,9 @@ class FakeDispatcher:
     def all_replicas(self) -> tuple[ReplicaAddress, ...]:
         return self.replicas()
 
+    def adapters(self) -> dict[str, frozenset[str]]:
+        return {}
+
     async def exposition(self) -> str:
         return self.page
 

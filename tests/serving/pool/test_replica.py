@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -110,6 +111,21 @@ async def test_a_replica_joins_serves_what_is_granted_and_drains(
         with pytest.raises(httpx.ConnectError):
             await http.post(url(grant), json=body(1))
     gateway.finish("first", Outcome.COMPLETED)
+
+
+async def test_adapters_that_its_engine_lists_are_told_as_they_come_and_go(
+    live: LiveScheduler, gateway: GatewayClient
+) -> None:
+    engine = EmulatedEngine(replace(ENGINE, lora_modules=("sql",)))
+    replica = PoolReplica("replica-1", "127.0.0.1", settings(), engine, locator(live))
+    await replica.start()
+    await until(lambda: dict(gateway.adapters()) == {"sql": {"replica-1"}})
+    engine._names.load(b'{"lora_name": "later"}')
+    engine._names.unload(b'{"lora_name": "sql"}')
+    await until(lambda: dict(gateway.adapters()) == {"later": {"replica-1"}})
+    await until(lambda: len(gateway.replicas()) == 1)
+    await replica.stop()
+    await until(lambda: not gateway.adapters())
 
 
 async def test_a_drain_ends_in_time_though_an_answer_does_not(
