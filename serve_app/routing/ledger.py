@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from serve_app.request import ANYWHERE, Destination
-from serve_app.routing.concurrency import ConcurrencyLimit, InFlightLimit
-from serve_app.routing.learned_batch import LearnedBatch
+from serve_app.routing.observed.concurrency import ConcurrencyLimit, InFlightLimit
+from serve_app.routing.observed.learned_batch import LearnedBatch
+from serve_app.routing.observed.learned_context import LearnedContext
 from serve_app.routing.open_replicas import Backpressure, OpenReplicas
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
-from serve_app.routing.untold.learned_context import LearnedContext
 
 _STARTS_TIME_CONSTANT_S = 2.0
 _REPORT_GAP_WEIGHT = 0.2
@@ -140,7 +140,7 @@ class ReplicaLedger:
     def observe_latency(
         self, replica_id: str, tokens: int, seconds: float, now: float, *, streamed: bool
     ) -> None:
-        """An answer has begun so many seconds after it was sent; see `concurrency`."""
+        """An answer has begun so many seconds after it was sent; see `observed.concurrency`."""
         state = self._replicas[replica_id]
         if state.in_flight_limit is not None and state.concurrency is not None:
             state.concurrency.observe(tokens, seconds, now, in_flight=state.in_flight, streamed=streamed)

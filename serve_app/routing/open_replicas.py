@@ -11,16 +11,17 @@ some requests need an empty one. No replica of a heap fits a request that the he
 """
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from serve_app.request import ANYWHERE, Destination
-from serve_app.routing.adapters import where_warm
 from serve_app.routing.replica_state import ReplicaState
 
 _Heap = list[tuple[int, int, int, ReplicaState]]
 _QUEUED, _EMPTY = 0, 1
+# Requests in flight that the copy of a LoRA adapter into GPU memory is worth.
+_MOST_AHEAD = 4
 
 
 class Backpressure(Protocol):
@@ -131,7 +132,7 @@ class OpenReplicas:
             return state if state is not None and self.fits(state, query, now) else None
         fitting = [state for state in self._replicas.values() if self.fits(state, query, now)]
         if wanted.adapter is not None:
-            fitting = where_warm(fitting, wanted.adapter)
+            fitting = _where_warm(fitting, wanted.adapter)
         return min(
             fitting, key=lambda state: (state.long_prefills, -state.free_tokens, state.order), default=None
         )
@@ -155,3 +156,18 @@ class OpenReplicas:
                 state.version += 1
             heapq.heappop(heap)
         return None
+
+
+def _where_warm(fitting: Sequence[ReplicaState], adapter: str) -> list[ReplicaState]:
+    """Those that were sent the LoRA adapter lately, and are not clearly busier than others; else all.
+
+    An engine lists more adapters than it has in its GPU's memory. One that it did not use lately is copied
+    there first, and pushes another out. That costs less than to wait where many are waiting.
+    """
+    least = min((state.in_flight for state in fitting), default=0)
+    warm = [
+        state
+        for state in fitting
+        if adapter in state.recent_adapters and state.in_flight <= least + _MOST_AHEAD
+    ]
+    return warm or list(fitting)

@@ -3,13 +3,13 @@
 import enum
 from dataclasses import dataclass, field
 
-from serve_app.routing.answer_watch import AnswerWatch
-from serve_app.routing.concurrency import InFlightLimit
-from serve_app.routing.learned_batch import LearnedBatch
+from serve_app.routing.observed.answer_watch import AnswerWatch
+from serve_app.routing.observed.concurrency import InFlightLimit
+from serve_app.routing.observed.learned_batch import LearnedBatch
+from serve_app.routing.observed.learned_context import LearnedContext
+from serve_app.routing.observed.measured_pace import MeasuredPace
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.routing.untold.learned_context import LearnedContext
-from serve_app.routing.untold.measured_pace import MeasuredPace
 
 # vLLM's default; used only to predict waits, until the real size shows.
 _LIKELY_NUM_SEQS = 256
@@ -40,6 +40,10 @@ class Hold:
     quarantined: bool = False
 
 
+# About as many as engines are set up to have in GPU memory; vLLM's own default is one.
+_ADAPTERS_AT_HAND = 4
+
+
 @dataclass(slots=True, eq=False)
 class ReplicaState:
     """One replica in the ledger.
@@ -66,7 +70,7 @@ class ReplicaState:
         pace: its time per output token as answers show it; counts while it does not report one.
         answers: whether it answers what it is sent.
         concurrency: the limit of requests in flight; counts while it tells neither its queue nor its batch.
-        recent_adapters: LoRA adapters that it was sent requests for, the last first; see `adapters`.
+        recent_adapters: LoRA adapters that it was sent requests for, the last first.
     """
 
     spec: ReplicaSpec
@@ -102,6 +106,11 @@ class ReplicaState:
     pace: MeasuredPace = field(default_factory=MeasuredPace)
     concurrency: InFlightLimit | None = None
     recent_adapters: tuple[str, ...] = ()
+
+    def note_adapter(self, adapter: str) -> None:
+        """It is sent a request for a LoRA adapter."""
+        others = [each for each in self.recent_adapters if each != adapter]
+        self.recent_adapters = (adapter, *others[: _ADAPTERS_AT_HAND - 1])
 
     @property
     def context_limit(self) -> int:

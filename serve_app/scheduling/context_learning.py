@@ -2,7 +2,7 @@
 
 from serve_app.request import Usage
 from serve_app.routing.ledger import ReplicaLedger
-from serve_app.routing.untold.learned_context import LearnedContext
+from serve_app.routing.observed.learned_context import LearnedContext
 from serve_app.scheduling.commands import ContextLearned
 from serve_app.scheduling.request import ScheduledRequest
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request
-from serve_app.routing.adapters import note_adapter
+from serve_app.routing.arrived_work import ArrivedWork
 from serve_app.routing.estimation.estimate import TokenEstimator
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
@@ -85,6 +85,7 @@ class Scheduler:
         passing: who is not scheduled.
         admission: who may wait, and how long that is predicted to take.
         router: which pools a request may go to.
+        arrived: the work that has arrived so far, for whoever scales the pools.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Scheduler:
         self.passing = PassThrough(settings.active_share, self.ledger)
         self.router = PoolRouter(settings.routing, self.ledger.context_limit, self.ledger.told_context_limit)
         self._contexts = ContextLearning(self.ledger)
+        self.arrived = ArrivedWork(settings.routing.pools)
         slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)
         self.admission = Admission(settings, self.queue, slots, now)
         grace_s = settings.no_replica_grace_s
@@ -220,11 +222,13 @@ class Scheduler:
         estimate = self.estimator.estimate(request)
         pools, refusal = self._routing.route(request, estimate, now)
         if refusal := self.admission.refuse(request, estimate, refusal, now):
+            self.arrived.add(pools, request, estimate)
             self._conclude(request, refusal)
             return None
         self._sequence += 1
         scheduled = ScheduledRequest(request, estimate, self._sequence, pools, expires_at=request.expires_at)
         scheduled.cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
+        self.arrived.add(pools, request, estimate, scheduled.cached_tokens)
         self.isolation.on_arrival(scheduled, now)
         note_earlier_dispatches(scheduled, self.settings)
         return scheduled
@@ -416,7 +420,7 @@ class Scheduler:
     def _on_held(self, scheduled: ScheduledRequest, replica_id: str) -> None:
         self.affinity.on_dispatch(replica_id, scheduled.request)
         if (adapter := scheduled.request.spec.adapter) is not None:
-            note_adapter(self.ledger[replica_id], adapter)
+            self.ledger[replica_id].note_adapter(adapter)
         self.queue.charge(scheduled)
 
     def _take_from_its_place(self, scheduled: ScheduledRequest, now: float) -> None:

@@ -221,7 +221,7 @@ class Refused(Message, frozen=True):
 
 
 class Queued(Message, frozen=True):
-    """Answer to `Report`: a replica's share of the requests that wait for its pool, batch work apart."""
+    """What a scheduler of the version before answers to `Report`; nobody needs it any more."""
 
     requests: float
 

@@ -294,8 +294,12 @@ class Gateway:
         await send_json(incoming.send, 200, encode({"server_load": self.in_flight}), [])
 
     async def _ready(self, incoming: IncomingRequest) -> None:
-        """Ready when every model has a replica; says which have none."""
-        missing = [model.name for model in self._models if not self._schedulers[model.name].replicas()]
+        """Ready when every model has a replica, or starts one for its first request; says which have none."""
+        missing = [
+            model.name
+            for model in self._models
+            if not (model.starts_on_demand or self._schedulers[model.name].replicas())
+        ]
         stops = self._stops_for_s is not None
         status = "stopping" if stops else "waiting" if missing else "ready"
         document = {"status": status, "models_without_replica": missing}

@@ -97,7 +97,7 @@ class LiveScheduler:
         self._metrics = SchedulerMetrics(settings.model, options.incarnation)
         self._page = CachedPage(self._status_for_metrics, self._render)
         self._gateways = GatewaySessions(self, options.channel.gateway_grace_s)
-        self._replicas = ReplicaRegistry(self.feed, self._gateways.tell_all, self._waiting_at)
+        self._replicas = ReplicaRegistry(self.feed, self._gateways.tell_all)
         timeouts = {priority: settings.queue_timeout_s.of(priority) for priority in PriorityClass}
         identity = Identity(
             secrets=self._secrets,
@@ -260,9 +260,6 @@ class LiveScheduler:
     def queue_timeout_s(self, priority: PriorityClass) -> float:
         """Return how long a request of this class waits when it names no time."""
         return self._settings.queue_timeout_s.of(priority)
-
-    def _waiting_at(self, pool: str) -> int:
-        return self.core.queue.waiting_at[pool]
 
     def knows_replica(self, replica_id: str) -> bool:
         """Whether the replica is connected; then gateways know it, too."""

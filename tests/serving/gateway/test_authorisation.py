@@ -61,6 +61,7 @@ OPEN = ("/health", "/ping", "/ready", "/openapi.json")
 QUESTIONS = ("/version", "/tokenizer_info", "/load")
 DEBUG = {
     "/debug/queue": "GET",
+    "/debug/scaling": "GET",
     "/debug/status": "GET",
     "/debug/usage": "GET",
     "/debug/tuner": "GET",

@@ -19,7 +19,6 @@ from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.pool.autoscaling import KV_USAGE, ONGOING
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
 from serve_app.serving.pool.server import ReplicaServerSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
@@ -87,6 +86,11 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.02)
 
 
+def reported_running(live: LiveScheduler) -> int:
+    reports = [report for _, report in live._replicas.reports().values()]
+    return sum(report.running or 0 for report in reports if report is not None)
+
+
 async def test_a_replica_joins_serves_what_is_granted_and_drains(
     live: LiveScheduler, gateway: GatewayClient
 ) -> None:
@@ -96,8 +100,7 @@ async def test_a_replica_joins_serves_what_is_granted_and_drains(
     assert (grant.dispatch.pool, grant.dispatch.replica_id) == ("short", "replica-1")
     async with httpx.AsyncClient(headers={"x-replica-token": grant.address.token}) as http:
         running = asyncio.create_task(http.post(url(grant), json=body(400), timeout=30))
-        await until(lambda: replica.record_autoscaling_stats()[ONGOING] == 1.0)
-        await until(lambda: replica.record_autoscaling_stats()[KV_USAGE] > 0)
+        await until(lambda: reported_running(live) == 1)
 
         stopping = asyncio.create_task(replica.stop())
         await until(lambda: not gateway.replicas())
@@ -138,7 +141,7 @@ async def test_a_drain_ends_in_time_though_an_answer_does_not(
     grant = await granted(gateway, "endless")
     async with httpx.AsyncClient(headers={"x-replica-token": grant.address.token}) as http:
         running = asyncio.create_task(http.post(url(grant), json=body(2_000), timeout=30))
-        await until(lambda: replica.record_autoscaling_stats()[ONGOING] == 1.0)
+        await until(lambda: reported_running(live) == 1)
         await asyncio.wait_for(replica.stop(), 10)
         (cut,) = await asyncio.gather(running, return_exceptions=True)
     assert isinstance(cut, httpx.HTTPError) or (isinstance(cut, httpx.Response) and cut.status_code >= 500)

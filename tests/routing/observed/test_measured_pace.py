@@ -1,6 +1,6 @@
 """The time per output token that streamed answers show."""
 
-from serve_app.routing.untold.measured_pace import MeasuredPace
+from serve_app.routing.observed.measured_pace import MeasuredPace
 
 
 def test_it_is_the_median_of_what_ended_lately() -> None:
