@@ -36,6 +36,7 @@ def request(
     shape: PromptShape | None = None,
     key: KeyTerms | None = None,
     bound_to: str | None = None,
+    adapter: str | None = None,
 ) -> Request:
     exact = PromptShape(
         text_bytes=4 * prompt_tokens if text_bytes is None else text_bytes, prompt_tokens=prompt_tokens
@@ -49,6 +50,7 @@ def request(
                 max_output_tokens=max_output_tokens,
                 choices=choices,
                 streamed=streamed,
+                adapter=adapter,
             ),
             tenant=tenant,
             priority=priority,
@@ -76,6 +78,8 @@ def spec(
     max_model_len: int = 1_000,
     kv_tokens: int | None = 10_000,
     max_num_seqs: int | None = 8,
+    adapters: tuple[str, ...] = (),
+    stall_timeout_s: float | None = None,
 ) -> ReplicaSpec:
     return ReplicaSpec(
         replica_id=replica_id,
@@ -83,6 +87,8 @@ def spec(
         max_model_len=max_model_len,
         kv_tokens=kv_tokens,
         max_num_seqs=max_num_seqs,
+        adapters=adapters,
+        stall_timeout_s=stall_timeout_s,
     )
 
 
@@ -94,6 +100,7 @@ def report(
     kv_usage_ratio: float | None = 0.0,
     tpot_s: float | None = None,
     draining: bool = False,
+    computes: bool | None = None,
 ) -> ReplicaReport:
     return ReplicaReport(
         received=received,
@@ -102,6 +109,7 @@ def report(
         kv_usage_ratio=kv_usage_ratio,
         tpot_s=tpot_s,
         draining=draining,
+        computes=computes,
     )
 
 
@@ -155,7 +163,7 @@ class ManualDriver:
 
 
 def one_replica(
-    replica_id: str = "r1", *, limits: Mapping[str, int | None] | None = None, **changes: Any
+    replica_id: str = "r1", *, limits: Mapping[str, float | None] | None = None, **changes: Any
 ) -> ManualDriver:
     """A scheduler with a single pool of one replica."""
     driver = ManualDriver(routing=ONE_POOL, **changes)

@@ -15,9 +15,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from serve_app.routing.concurrency import ConcurrencyLimit, InFlightLimit
-from serve_app.routing.learned_batch import LearnedBatch
-from serve_app.routing.learned_context import LearnedContext
+from serve_app.request import ANYWHERE, Destination
+from serve_app.routing.observed.concurrency import ConcurrencyLimit, InFlightLimit
+from serve_app.routing.observed.learned_batch import LearnedBatch
+from serve_app.routing.observed.learned_context import LearnedContext
 from serve_app.routing.open_replicas import Backpressure, OpenReplicas
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
@@ -64,6 +65,7 @@ class ReplicaLedger:
             state = self._add(spec, now)
         state.spec, state.joined, state.report, state.stale = spec, True, None, False
         state.suspended_until, state.suspensions, state.faults = 0.0, 0, 0
+        state.answers.join(spec.stall_timeout_s)
         unknown = spec.max_num_seqs is None
         state.batch = LearnedBatch() if unknown else None
         # It may be a server that was restarted with another limit.
@@ -88,6 +90,8 @@ class ReplicaLedger:
         state.suspended = state.suspended and now < state.suspended_until
         if state.batch is not None:
             state.batch.observe(report)
+        if report.computes:
+            state.answers.on_sign(now)
         state.gated = self._backpressure.gates(state)
         state.tpot_s = state.tpot_s if report.tpot_s is None else report.tpot_s
         self._fresh[replica_id] = now
@@ -134,7 +138,7 @@ class ReplicaLedger:
     def observe_latency(
         self, replica_id: str, tokens: int, seconds: float, now: float, *, streamed: bool
     ) -> None:
-        """An answer has begun so many seconds after it was sent; see `concurrency`."""
+        """An answer has begun so many seconds after it was sent; see `observed.concurrency`."""
         state = self._replicas[replica_id]
         if state.in_flight_limit is not None and state.concurrency is not None:
             state.concurrency.observe(tokens, seconds, now, in_flight=state.in_flight, streamed=streamed)
@@ -247,9 +251,15 @@ class ReplicaLedger:
         """The replica of this id; None when it is unknown."""
         return self._replicas.get(replica_id)
 
-    def most_free(self, pool: str) -> ReplicaState | None:
-        """The usable replica of `pool` with the most free tokens; None when none is usable."""
-        usable = [each for each in self if each.spec.pool == pool and each.is_usable]
+    def most_free(self, pool: str, destination: Destination = ANYWHERE) -> ReplicaState | None:
+        """The usable replica of `pool` that will do, with the most free tokens; None when there is none."""
+        usable = [
+            each
+            for each in self
+            if each.spec.pool == pool
+            and each.is_usable
+            and destination.admits(each.spec.replica_id, each.spec.adapters)
+        ]
         return min(usable, key=lambda state: (-state.free_tokens, state.order), default=None)
 
     def __repr__(self) -> str:

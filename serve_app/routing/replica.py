@@ -20,6 +20,9 @@ class ReplicaSpec:
         prefill_token_s: seconds to compute one prompt token, likewise.
         max_num_batched_tokens: most tokens that it computes in one iteration; None where it does not say.
         long_prefill_token_threshold: most of one prompt in an iteration, 0 for no limit; likewise.
+        adapters: names of the LoRA adapters that its engine lists.
+        stall_timeout_s: it hangs when it owes answers and computes nothing for so long; None where that is
+            watched beside the engine.
     """
 
     replica_id: str
@@ -31,6 +34,8 @@ class ReplicaSpec:
     prefill_token_s: float | None = None
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int | None = None
+    adapters: tuple[str, ...] = ()
+    stall_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_tokens", "max_num_seqs"):
@@ -56,6 +61,7 @@ class ReplicaReport:
         kv_usage_ratio: share of KV blocks in use, 0 to 1.
         tpot_s: recent mean time per output token, None when nothing was generated lately.
         draining: it takes no new requests, and stops when its last one ends.
+        computes: it has computed something since the report before.
     """
 
     received: int | None
@@ -64,3 +70,4 @@ class ReplicaReport:
     kv_usage_ratio: float | None
     tpot_s: float | None = None
     draining: bool = False
+    computes: bool | None = None

@@ -1,11 +1,12 @@
 """The state of one replica in the ledger: its limits, its last report, and what is reserved of it."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from serve_app.routing.concurrency import InFlightLimit
-from serve_app.routing.learned_batch import LearnedBatch
-from serve_app.routing.learned_context import LearnedContext
+from serve_app.routing.observed.answer_watch import AnswerWatch
+from serve_app.routing.observed.concurrency import InFlightLimit
+from serve_app.routing.observed.learned_batch import LearnedBatch
+from serve_app.routing.observed.learned_context import LearnedContext
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 
@@ -38,6 +39,10 @@ class Hold:
     quarantined: bool = False
 
 
+# About as many as engines are set up to have in GPU memory; vLLM's own default is one.
+_ADAPTERS_AT_HAND = 4
+
+
 @dataclass(slots=True, eq=False)
 class ReplicaState:
     """One replica in the ledger.
@@ -61,7 +66,9 @@ class ReplicaState:
         version: changes with its capacity; see `open_replicas`.
         batch: its largest batch, learned where it does not state one; None while nothing is known.
         context: its context limit, learned where it does not state one.
+        answers: whether it answers what it is sent.
         concurrency: the limit of requests in flight; counts while it tells neither its queue nor its batch.
+        recent_adapters: LoRA adapters that it was sent requests for, the last first.
     """
 
     spec: ReplicaSpec
@@ -92,8 +99,15 @@ class ReplicaState:
     version: int = 0
     received: int | None = None
     batch: LearnedBatch | None = None
+    answers: AnswerWatch = field(default_factory=AnswerWatch)
     context: LearnedContext | None = None
     concurrency: InFlightLimit | None = None
+    recent_adapters: tuple[str, ...] = ()
+
+    def note_adapter(self, adapter: str) -> None:
+        """It is sent a request for a LoRA adapter."""
+        others = [each for each in self.recent_adapters if each != adapter]
+        self.recent_adapters = (adapter, *others[: _ADAPTERS_AT_HAND - 1])
 
     @property
     def context_limit(self) -> int:
@@ -110,7 +124,7 @@ class ReplicaState:
     @property
     def is_usable(self) -> bool:
         """Whether the replica will take requests again, even if it has no capacity for any now."""
-        return self.is_alive and not self.suspended
+        return self.is_alive and not self.suspended and not (self.answers.hangs and self.in_flight)
 
     @property
     def free_tokens(self) -> int:

@@ -67,6 +67,18 @@ class ReportFresh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSilent:
+    """An engine that owes answers hangs, as far as can be told, or goes on.
+
+    Attributes:
+        silent_s: for how long it has given no sign; 0 when it goes on.
+    """
+
+    replica_id: str
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLearned:
     """The context limit of a replica that does not tell it has been learned, or has turned out otherwise.
 
@@ -96,4 +108,4 @@ def dispatch_of(
     )
 
 
-Command = Dispatch | Conclude | ReportStale | ReportFresh | BShortChanged | ContextLearned
+Command = Dispatch | Conclude | ReportStale | ReportFresh | EngineSilent | BShortChanged | ContextLearned

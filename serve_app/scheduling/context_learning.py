@@ -1,8 +1,8 @@
 """What requests teach of the context limits of replicas that do not tell theirs; see `learned_context`."""
 
 from serve_app.request import Usage
-from serve_app.routing.learned_context import LearnedContext
 from serve_app.routing.ledger import ReplicaLedger
+from serve_app.routing.observed.learned_context import LearnedContext
 from serve_app.scheduling.commands import ContextLearned
 from serve_app.scheduling.request import ScheduledRequest
 

@@ -4,10 +4,13 @@ Most requests may go to any replica of several pools (`routing.pools`). A *bound
 replica keeps, such as an earlier response, and no other can serve it. It waits for that replica alone. While
 the replica is not connected it waits for a grace period, which covers one that reconnects and the start of
 another scheduler. After that it is refused: what it refers to is gone with the replica.
+
+A request for a LoRA adapter goes to pools where some replica lists the adapter. While none does it waits for
+the same time, and is then refused as one for an unknown model.
 """
 
 from serve_app.errors import Conclusion, Outcome
-from serve_app.request import Request
+from serve_app.request import Destination, Request
 from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter, least_budget_tokens
@@ -32,11 +35,11 @@ class RequestRouting:
         self._admission = admission
         self._ledger = ledger
         self._grace_s = grace_s
-        # Replicas that some request is bound to and that are not connected, by the time that was noticed.
-        self._missing_since: dict[str, float] = {}
+        # What requests need and no connected replica is or holds, by the time when that was noticed.
+        self._missing_since: dict[Destination, float] = {}
 
     def __repr__(self) -> str:
-        return f"<RequestRouting {self._router} missing={sorted(self._missing_since)}>"
+        return f"<RequestRouting {self._router} missing={list(self._missing_since)}>"
 
     def route(self, request: Request, estimate: TokenEstimate, now: float, above_tokens: int = 0) -> Route:
         """Where a request may go.
@@ -47,6 +50,8 @@ class RequestRouting:
         bound_to = request.bound_to
         if bound_to is not None:
             return self._route_bound(bound_to, request, estimate, now, above_tokens)
+        if request.spec.adapter is not None:
+            return self._route_adapter(request.spec.adapter, request, estimate, now, above_tokens)
         pools = self._router.route(request, estimate, above_tokens=above_tokens)
         if not pools:
             return pools, too_long(request, estimate, self._router.longest_context())
@@ -69,8 +74,8 @@ class RequestRouting:
     def forget_overdue(self, now: float) -> None:
         """All that wait have been routed again: who comes now for such a replica begins a new grace."""
         overdue = [each for each, since in self._missing_since.items() if now >= since + self._grace_s]
-        for replica_id in overdue:
-            del self._missing_since[replica_id]
+        for missing in overdue:
+            del self._missing_since[missing]
 
     def _route_bound(
         self, bound_to: str, request: Request, estimate: TokenEstimate, now: float, above_tokens: int
@@ -79,15 +84,46 @@ class RequestRouting:
         if replica is None or not replica.joined:
             # Where it waits does not matter: it goes nowhere before its replica is there.
             pools = self._router.order()[-1:] if replica is None else (replica.spec.pool,)
-            since = self._missing_since.setdefault(bound_to, now)
-            gone = _gone(bound_to) if now >= since + self._grace_s else None
+            gone = _gone(bound_to) if self._is_overdue(Destination(bound_to), now) else None
             return pools, self._admission.refuse_outage(request, pools, now) or gone
-        self._missing_since.pop(bound_to, None)
+        self._missing_since.pop(Destination(bound_to), None)
         pools = (replica.spec.pool,)
         is_too_long = least_budget_tokens(request, estimate) > replica.spec.max_model_len
         if is_too_long or replica.context_limit <= above_tokens:
             return pools, too_long(request, estimate, replica.context_limit)
         return pools, self._admission.refuse_outage(request, pools, now)
+
+    def _route_adapter(
+        self, adapter: str, request: Request, estimate: TokenEstimate, now: float, above_tokens: int
+    ) -> Route:
+        holders = [state for state in self._ledger if state.joined and adapter in state.spec.adapters]
+        routed = self._router.route(request, estimate, above_tokens=above_tokens)
+        missing = Destination(adapter=adapter)
+        if not holders:
+            pools = routed or self._router.order()[-1:]
+            unknown = _unknown_adapter(adapter) if self._is_overdue(missing, now) else None
+            return pools, self._admission.refuse_outage(request, pools, now) or unknown
+        self._missing_since.pop(missing, None)
+        held = {state.spec.pool for state in holders}
+        least = least_budget_tokens(request, estimate)
+        pools = tuple(pool for pool in routed if pool in held) or tuple(
+            pool
+            for pool in self._router.order()
+            if pool in held and max(least, above_tokens + 1) <= (self._ledger.context_limit(pool) or 0)
+        )
+        if not pools:
+            return pools, too_long(request, estimate, max(state.context_limit for state in holders))
+        return pools, self._admission.refuse_outage(request, pools, now)
+
+    def _is_overdue(self, missing: Destination, now: float) -> bool:
+        return now >= self._missing_since.setdefault(missing, now) + self._grace_s
+
+
+def _unknown_adapter(adapter: str) -> Conclusion:
+    return Conclusion(
+        Outcome.REJECTED_UNKNOWN_MODEL,
+        f"no engine lists the adapter {adapter[:100]!r} any more: load it, or ask for its base model",
+    )
 
 
 def _gone(replica_id: str) -> Conclusion:

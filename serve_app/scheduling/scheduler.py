@@ -23,6 +23,7 @@ from typing import Any
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request
+from serve_app.routing.arrived_work import ArrivedWork
 from serve_app.routing.estimation.estimate import TokenEstimator
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
@@ -36,6 +37,7 @@ from serve_app.scheduling.commands import (
     Command,
     Conclude,
     ContextLearned,
+    EngineSilent,
     ReportFresh,
     ReportStale,
     dispatch_of,
@@ -83,6 +85,7 @@ class Scheduler:
         passing: who is not scheduled.
         admission: who may wait, and how long that is predicted to take.
         router: which pools a request may go to.
+        arrived: the work that has arrived so far, for whoever scales the pools.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class Scheduler:
         self.passing = PassThrough(settings.active_share, self.ledger)
         self.router = PoolRouter(settings.routing, self.ledger.context_limit, self.ledger.told_context_limit)
         self._contexts = ContextLearning(self.ledger)
+        self.arrived = ArrivedWork(settings.routing.pools)
         slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)
         self.admission = Admission(settings, self.queue, slots, now)
         grace_s = settings.no_replica_grace_s
@@ -218,11 +222,13 @@ class Scheduler:
         estimate = self.estimator.estimate(request)
         pools, refusal = self._routing.route(request, estimate, now)
         if refusal := self.admission.refuse(request, estimate, refusal, now):
+            self.arrived.add(pools, request, estimate)
             self._conclude(request, refusal)
             return None
         self._sequence += 1
         scheduled = ScheduledRequest(request, estimate, self._sequence, pools, expires_at=request.expires_at)
         scheduled.cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
+        self.arrived.add(pools, request, estimate, scheduled.cached_tokens)
         self.isolation.on_arrival(scheduled, now)
         note_earlier_dispatches(scheduled, self.settings)
         return scheduled
@@ -334,6 +340,10 @@ class Scheduler:
     def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
         if self.ledger.report(event.replica_id, event.report, now):
             self._commands.append(ReportFresh(replica_id=event.replica_id))
+        state = self.ledger.get(event.replica_id)
+        if state is not None and (silent_s := state.answers.look(now)) is not None:
+            self._commands.append(EngineSilent(replica_id=event.replica_id, silent_s=silent_s))
+            self.ledger.open.update(state, now)
         self.admission.outages.observe(self.ledger.has_alive, now)
         if (moved := self.router.adapt(self.ledger, now)) is not None:
             self._commands.append(moved)
@@ -409,6 +419,8 @@ class Scheduler:
 
     def _on_held(self, scheduled: ScheduledRequest, replica_id: str) -> None:
         self.affinity.on_dispatch(replica_id, scheduled.request)
+        if (adapter := scheduled.request.spec.adapter) is not None:
+            self.ledger[replica_id].note_adapter(adapter)
         self.queue.charge(scheduled)
 
     def _take_from_its_place(self, scheduled: ScheduledRequest, now: float) -> None:

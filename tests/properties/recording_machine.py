@@ -25,9 +25,9 @@ INTERACTIVE, DEFAULT, BATCH = PriorityClass
 REPORT_LIMIT_S = 2.0
 TARGET = 2
 SPECS = {
-    "s1": spec("s1", "short", max_model_len=1_000, kv_tokens=2_500, max_num_seqs=3),
+    "s1": spec("s1", "short", max_model_len=1_000, kv_tokens=2_500, max_num_seqs=3, adapters=("a", "b")),
     "s2": spec("s2", "short", max_model_len=1_200, kv_tokens=1_200, max_num_seqs=2),
-    "l1": spec("l1", "long", max_model_len=4_000, kv_tokens=6_000, max_num_seqs=3),
+    "l1": spec("l1", "long", max_model_len=4_000, kv_tokens=6_000, max_num_seqs=3, adapters=("b",)),
     # A server without metrics that states no limit.
     "l2": spec("l2", "long", max_model_len=4_000, kv_tokens=None, max_num_seqs=None),
 }
@@ -148,6 +148,7 @@ class RecordingMachine(RuleBasedStateMachine):
         assert command.pool == known.spec.pool
         sent = self.find(command.request_id)
         self.bound_requests_go_only_to_their_replica(sent, command.replica_id)
+        assert sent.request.destination.admits(command.replica_id, known.spec.adapters)
         assert least_budget_tokens(sent.request, sent.estimate) <= known.spec.max_model_len
         assert command.queue_wait_s >= 0
         assert self.accepts(command.replica_id)
@@ -217,7 +218,11 @@ class RecordingMachine(RuleBasedStateMachine):
 
     def is_shut_to(self, replica_id: str, head: ScheduledRequest) -> bool:
         """Whether a request goes elsewhere because of how it failed before."""
-        others = [each for each, known in self.replicas.items() if known.spec.pool in head.pools]
+        others = [
+            each
+            for each, known in self.replicas.items()
+            if known.spec.pool in head.pools and head.request.destination.admits(each, known.spec.adapters)
+        ]
         elsewhere = any(self.accepts(each) and each not in head.avoided for each in others)
         if replica_id in head.avoided and elsewhere and head.request.bound_to is None:
             return True

@@ -51,6 +51,7 @@ class SchedulerMachine(RecordingMachine):
         streamed=st.booleans(),
         whose=st.sampled_from([("a", DEFAULT), ("b", DEFAULT), ("b", INTERACTIVE), ("c", BATCH)]),
         bound_to=st.sampled_from([None, None, None, *sorted(SPECS), "never-seen"]),
+        adapter=st.sampled_from([None, None, None, "a", "b", "listed-nowhere"]),
         seconds=steps_of_time,
     )
     def arrive(
@@ -63,6 +64,7 @@ class SchedulerMachine(RecordingMachine):
         streamed: bool,
         whose: tuple[str, PriorityClass],
         bound_to: str | None,
+        adapter: str | None,
         seconds: float,
     ) -> str:
         self.pass_time(seconds)
@@ -83,6 +85,7 @@ class SchedulerMachine(RecordingMachine):
             tenant=tenant,
             priority=priority,
             bound_to=bound_to,
+            adapter=adapter if bound_to is None else None,
         )
         self.feed(ev.Arrived(arrived))
         self.feed(ev.Arrived(arrived)) if request_id not in self.concluded else None
@@ -207,7 +210,8 @@ class SchedulerMachine(RecordingMachine):
             scheduled.estimate.expected_tokens for scheduled in self.scheduler.queue
         )
         wait = [scheduled for scheduled in self.scheduler.queue if scheduled.request.priority is not BATCH]
-        assert +self.scheduler.queue.waiting_at == Counter(scheduled.pools[0] for scheduled in wait)
+        at_home = {pool: work.requests for pool, work in self.scheduler.queue.urgent_work.items()}
+        assert +Counter(at_home) == Counter(scheduled.pools[0] for scheduled in wait)
 
     @invariant()
     def concludes_each_request_once(self) -> None:
@@ -269,7 +273,7 @@ class SchedulerMachine(RecordingMachine):
                     scheduled.length_queue,
                     scheduled.pools,
                     scheduled.prefill_class,
-                    scheduled.request.bound_to,
+                    scheduled.request.destination,
                 ),
                 [],
             ).append(scheduled)
@@ -279,7 +283,7 @@ class SchedulerMachine(RecordingMachine):
                 requests, key=lambda e: (not e.returned, not e.claimed, e.request.arrived_at, e.sequence)
             )
             for replica_id, known in self.replicas.items():
-                if head.request.bound_to not in (None, replica_id):
+                if not head.request.destination.admits(replica_id, known.spec.adapters):
                     continue
                 assert known.spec.pool not in pools or not self.has_room(replica_id, head)
 
@@ -289,6 +293,10 @@ class SchedulerMachine(RecordingMachine):
         router = PoolRouter(self.routing, self.context_limit)
         for scheduled in self.scheduler.queue:
             bound_to = scheduled.request.bound_to
+            if (adapter := scheduled.request.spec.adapter) is not None:
+                held = {each.spec.pool for each in self.replicas.values() if adapter in each.spec.adapters}
+                assert not held or held.issuperset(scheduled.pools)
+                continue
             if bound_to is not None:
                 if known := self.replicas.get(bound_to):
                     assert scheduled.pools == (known.spec.pool,)

@@ -129,11 +129,12 @@ def test_chunks_of_long_prefills_are_what_a_card_computes_beside_decoding(name: 
 
 def gpus_of(settings: AppSettings) -> float:
     """GPUs with as many replicas as there may be."""
-    pools = settings.models[0].pools
-    return sum(
+    pools, budget = settings.models[0].pools, settings.models[0].gpu_budget
+    wanted = sum(
         pool.resources.num_gpus * (pool.autoscaling.max_replicas if pool.autoscaling else pool.replicas or 1)
         for pool in pools
     )
+    return wanted if budget is None else min(wanted, budget)
 
 
 def test_all_replicas_fit_the_gpus_that_there_are() -> None:

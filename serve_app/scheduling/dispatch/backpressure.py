@@ -18,7 +18,7 @@ tokens under way are more seconds of prefill than a limit. KV use alone is not e
 is saturated.
 
 An engine whose reports do not say what waits has a limit of requests in flight instead, which its latency
-moves (`routing.concurrency`). Where the size of its batch is known, that is the limit.
+moves (`routing.observed.concurrency`). Where the size of its batch is known, that is the limit.
 
 Source: TNG, "Efficient Request Queueing" (target 3; target - waiting may be sent at once). The growth with
 rate and report delay is ours.

@@ -68,8 +68,7 @@ class CapacityReservations:
         """
         reservation = self._by_pool.get(pool)
         if reservation is None or reservation.scheduled is not scheduled or not reservation.replica.is_usable:
-            bound_to = scheduled.request.bound_to
-            replica = self._ledger.most_free(pool) if bound_to is None else self._bound(bound_to, pool)
+            replica = self._ledger.most_free(pool, scheduled.request.destination)
             if reservation is not None:
                 self._drop(pool, now)
             if replica is None:
@@ -77,11 +76,6 @@ class CapacityReservations:
             reservation = self._by_pool[pool] = CapacityReservation(scheduled, replica, tokens)
         reservation.tokens = tokens
         self._ledger.reserve(reservation.replica, tokens, now)
-
-    def _bound(self, replica_id: str, pool: str) -> ReplicaState | None:
-        replica = self._ledger.get(replica_id)
-        is_there = replica is not None and replica.is_usable and replica.spec.pool == pool
-        return replica if is_there else None
 
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> bool:
         """Drop the reservations of a request that was dispatched; whether it had any."""

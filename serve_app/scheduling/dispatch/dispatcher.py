@@ -15,7 +15,7 @@ own queue is empty, unless it is owed its floor share.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from serve_app.request import PriorityClass
+from serve_app.request import ANYWHERE, PriorityClass
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.open_replicas import CapacityQuery
 from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
@@ -168,8 +168,12 @@ class Dispatcher:
         query = _bound(head, query)
         if not head.put_backs:
             return query
-        elsewhere = query.only is None and any(
-            state.is_usable and state.spec.pool in head.pools and state.spec.replica_id not in head.avoided
+        wanted = query.destination
+        elsewhere = wanted.replica_id is None and any(
+            state.is_usable
+            and state.spec.pool in head.pools
+            and state.spec.replica_id not in head.avoided
+            and wanted.admits(state.spec.replica_id, state.spec.adapters)
             for state in self._ledger
         )
         avoided = head.avoided if elsewhere else frozenset()
@@ -236,8 +240,11 @@ class Dispatcher:
         kept = self.reservations.of(pool)
         for_it = "" if kept is None or kept.scheduled is not head else "; room is being kept for it"
         roomy = _bound(head, CapacityQuery(pool, tokens))
-        if roomy.only is not None and self._ledger.open.best(replace(roomy, tokens=0), now) is None:
-            return f"it refers to what replica {roomy.only} keeps, and that one takes nothing now"
+        wanted = roomy.destination
+        if wanted is not ANYWHERE and self._ledger.open.best(replace(roomy, tokens=0), now) is None:
+            if wanted.replica_id is not None:
+                return f"it refers to what replica {wanted.replica_id} keeps, and that one takes nothing now"
+            return f"no replica that holds the adapter {wanted.adapter} takes anything now"
         elsewhere = self._query(head, roomy)
         isolated = replace(elsewhere, long_limits=self._limits(head, now))
         alone = replace(isolated, needs_empty_engine_queue=head.request.priority is PriorityClass.BATCH)
@@ -256,6 +263,6 @@ class Dispatcher:
 
 
 def _bound(scheduled: ScheduledRequest, query: CapacityQuery) -> CapacityQuery:
-    """The query, for the one replica that the request is bound to, if it is."""
-    only = scheduled.request.bound_to
-    return query if only is None else replace(query, only=only)
+    """The query, for the replicas that will do for this request."""
+    destination = scheduled.request.destination
+    return query if destination is ANYWHERE else replace(query, destination=destination)

@@ -45,12 +45,19 @@ class InFlight:
         scheduled.started = resumed is not None and resumed.started
         scheduled.engine_priority = self._priorities.on_dispatch(scheduled.request)
         self._ledger.hold(replica_id, hold, now, seen=resumed is not None, started=scheduled.started)
-        scheduled.dispatch_number = self._ledger[replica_id].dispatches
+        replica = self._ledger[replica_id]
+        scheduled.dispatch_number = replica.dispatches
+        if _owes(scheduled):
+            replica.answers.on_dispatch(now)
 
     def start(self, scheduled: ScheduledRequest, now: float) -> None:
         """Its answer has begun."""
         if scheduled.started or scheduled.replica_id is None:
             return
+        replica = self._ledger[scheduled.replica_id]
+        if _owes(scheduled):
+            replica.answers.on_end()
+        replica.answers.on_sign(now)
         scheduled.started = True
         if scheduled.request.spec.streamed:
             self._observe_latency(scheduled, scheduled.prefill_tokens, now)
@@ -63,6 +70,8 @@ class InFlight:
         if usage is not None and not scheduled.request.spec.streamed:
             work = usage.output_tokens + scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
             self._observe_latency(scheduled, work, now)
+        assert scheduled.replica_id is not None
+        self._ledger[scheduled.replica_id].answers.on_sign(now)
         self._suspensions.on_success(scheduled, now)
 
     def release(self, scheduled: ScheduledRequest, now: float, *, ran: bool) -> None:
@@ -73,6 +82,8 @@ class InFlight:
         """
         assert scheduled.replica_id is not None
         self._priorities.on_departure(scheduled.request)
+        if _owes(scheduled):
+            self._ledger[scheduled.replica_id].answers.on_end()
         self._ledger.release(scheduled.replica_id, scheduled.hold, now, started=scheduled.started, ran=ran)
         scheduled.replica_id, scheduled.hold, scheduled.started = None, NOTHING, False
 
@@ -81,3 +92,8 @@ class InFlight:
         assert scheduled.replica_id is not None
         streamed, seconds = scheduled.request.spec.streamed, now - scheduled.dispatched_at
         self._ledger.observe_latency(scheduled.replica_id, tokens, seconds, now, streamed=streamed)
+
+
+def _owes(scheduled: ScheduledRequest) -> bool:
+    """Whether the first token of a dispatched request is still to come, and will be told."""
+    return scheduled.request.spec.streamed and not scheduled.started

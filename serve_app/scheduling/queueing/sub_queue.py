@@ -1,6 +1,6 @@
 """A sub-queue: the waiting requests of one class and tenant that could go to the same places.
 
-They share length queue, pools, prefill class, and the replica that they are bound to, if they are.
+They share length queue, pools, prefill class, and destination: which replicas of the pools will do.
 
 It is a heap with lazy deletion. A request that leaves from the middle (cancelled, expired) is only marked,
 and is dropped when it reaches the top. The heap is rebuilt when most of it is marked.
@@ -9,11 +9,12 @@ and is dropped when it reaches the top. The heap is rebuilt when most of it is m
 import heapq
 from collections.abc import Iterator
 
+from serve_app.request import Destination
 from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling.request import ScheduledRequest
 
-SubQueueKey = tuple[str, tuple[str, ...], PrefillClass, str | None]
-"""Length queue, pools, prefill class, and the only replica that will do."""
+SubQueueKey = tuple[str, tuple[str, ...], PrefillClass, Destination]
+"""Length queue, pools, prefill class, and which replicas of the pools will do."""
 
 OrderKey = tuple[int, float, int, int]
 """Returned, claimed or neither; the policy's key; order of arrival; a number unique to each insertion."""

@@ -10,6 +10,7 @@ here.
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from serve_app.errors import ChannelError, Conclusion, Outcome
@@ -71,6 +72,7 @@ class GatewayClient:
         self._ended: deque[tuple[int, Finish]] = deque()
         self._table: dict[str, ReplicaAddress] = {}
         self._left: dict[str, tuple[ReplicaAddress, float]] = {}
+        self._adapters: Mapping[str, frozenset[str]] = {}
         self._open: tuple[ReplicaAddress, ...] = ()
         self._queue_timeouts_s: dict[PriorityClass, float] = {}
         self._scrapes: dict[int, asyncio.Future[str]] = {}
@@ -173,6 +175,10 @@ class GatewayClient:
         self._left = {name: (address, at) for name, (address, at) in self._left.items() if at > since}
         return (*self._table.values(), *(address for address, _ in self._left.values()))
 
+    def adapters(self) -> Mapping[str, frozenset[str]]:
+        """The LoRA adapters of the last table, each with the ids of the replicas that list it."""
+        return self._adapters
+
     async def exposition(self) -> str:
         """Return the scheduler's metrics as text; empty when it does not answer in a second."""
         if self._link is None:
@@ -224,6 +230,11 @@ class GatewayClient:
         self._left |= {name: (address, now) for name, address in before.items() if name not in self._table}
         for name in self._table:
             self._left.pop(name, None)
+        holders: dict[str, set[str]] = {}
+        for entry in table.entries:
+            for adapter in entry.adapters:
+                holders.setdefault(adapter, set()).add(entry.address.replica_id)
+        self._adapters = {adapter: frozenset(ids) for adapter, ids in holders.items()}
 
     def on_disconnected(self) -> None:
         """Go on alone; whoever did not want to wait is told so."""

@@ -3,6 +3,7 @@
 The gateway's handler is written against `SchedulerClient`; the control channel implements it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -97,6 +98,10 @@ class SchedulerClient(Protocol):
 
     def all_replicas(self) -> tuple[ReplicaAddress, ...]:
         """All replicas as they were last told of: also those that take no requests now, or have just left."""
+        ...
+
+    def adapters(self) -> Mapping[str, frozenset[str]]:
+        """The LoRA adapters that replicas list, each with the ids of those replicas."""
         ...
 
     async def exposition(self) -> str:

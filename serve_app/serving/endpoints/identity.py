@@ -25,6 +25,11 @@ class EndpointIdentity:
     max_num_seqs: int | None
     tpot_s: float | None = None
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters that it lists."""
+        return tuple(sorted(each.model for each in self.server.models if each.base is not None))
+
 
 async def identified(control: ControlClient, url: EndpointUrl, settings: RemoteSettings) -> EndpointIdentity:
     """Ask an endpoint what it is.

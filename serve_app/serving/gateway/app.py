@@ -36,12 +36,13 @@ from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.parse import parse_model
 from serve_app.serving.gateway.request.reader import RequestReader
+from serve_app.serving.gateway.request.served_models import ServedModels
 from serve_app.serving.gateway.request.structure import check_structure
-from serve_app.serving.gateway.routes.table import QUESTIONS, SCHEDULED, UNSCHEDULED
+from serve_app.serving.gateway.routes.table import FORMS, QUESTIONS, SCHEDULED, UNSCHEDULED
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.scraping.engine_pages import ENGINES_PATH, EnginePages
 from serve_app.serving.gateway.scraping.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
-from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
+from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.gateway.stored.background import BackgroundWork
 from serve_app.serving.gateway.stored.holders import ResponseHolders
 from serve_app.serving.gateway.stored.stored_responses import StoredResponses, method_of
@@ -90,7 +91,8 @@ class Gateway:
         self._http = with_cors(self._serve, settings.cors)
         self._schedulers = schedulers
         self._views = views or {}
-        self._reader = RequestReader(settings, gateway_id)
+        self._served = ServedModels(settings.models, schedulers)
+        self._reader = RequestReader(settings, self._served, gateway_id)
         self._upstream = UpstreamPool(settings.upstream, made_tls(tls))
         self._stalls = StallWatch(settings.upstream.stalled_client_timeout_s)
         self.telemetry = Telemetry(
@@ -121,7 +123,7 @@ class Gateway:
         # What clients are told once the application stops.
         self._stops_for_s: float | None = None
         self._routes: dict[str, tuple[str, Handler]] = {
-            **dict.fromkeys(SCHEDULED, ("POST", self._scheduled)),
+            **dict.fromkeys((*SCHEDULED, *FORMS), ("POST", self._scheduled)),
             **dict.fromkeys(UNSCHEDULED, ("POST", self._ask_any)),
             **dict.fromkeys(QUESTIONS, ("GET", self._ask_of_model)),
             "/load": ("GET", self._load),
@@ -255,37 +257,33 @@ class Gateway:
         """A question without a body: of the model that the query names, or else the first that there is."""
         caller = self._reader.authenticate(incoming)
         named = parse_qs(incoming.scope.get("query_string", b"").decode("latin-1")).get("model")
-        usable = [model.name for model in self._models if caller.may_use(model.name)]
-        model = named[0] if named else (usable or [self._models[0].name])[0]
-        self._reader.check_model(model, caller)
+        found = self._served.find(named[0] if named else self._served.first(caller), caller)
         forwarded = self._reader.forwarded(incoming)
-        await self._any_replica.pass_on(self._schedulers[model], incoming, forwarded, b"")
+        await self._any_replica.pass_on(found.replicas(), incoming, forwarded, b"")
 
     async def _ask_any(self, incoming: IncomingRequest) -> None:
         caller = self._reader.authenticate(incoming)
         held = await self._reader.body(incoming)
         try:
             check_structure(held.data)
-            model = parse_model(held.data)
-            self._reader.check_model(model, caller)
+            found = self._served.find(parse_model(held.data), caller)
             with DisconnectWatch(incoming.receive):
                 forwarded = self._reader.forwarded(incoming)
-                await self._any_replica.pass_on(self._schedulers[model], incoming, forwarded, held.data)
+                await self._any_replica.pass_on(found.replicas(), incoming, forwarded, held.data)
         finally:
             held.release()
 
     async def _list_models(self, incoming: IncomingRequest) -> None:
         caller = self._reader.authenticate(incoming)
-        models = [_describe(model) for model in self._models if caller.may_use(model.name)]
+        models = [found.described() for found in self._served.usable(caller)]
         document = {"object": "list", "data": models}
         await send_json(incoming.send, 200, encode(document), [])
 
     async def _show_model(self, incoming: IncomingRequest) -> None:
         caller = self._reader.authenticate(incoming)
         name = incoming.path.removeprefix(_MODELS + "/")
-        self._reader.check_model(name, caller)
-        found = next(model for model in self._models if model.name == name)
-        await send_json(incoming.send, 200, encode(_describe(found)), [])
+        found = self._served.find(name, caller)
+        await send_json(incoming.send, 200, encode(found.described()), [])
 
     async def _health(self, incoming: IncomingRequest) -> None:
         await send_json(incoming.send, 200, b'{"status":"ok"}', [])
@@ -296,8 +294,12 @@ class Gateway:
         await send_json(incoming.send, 200, encode({"server_load": self.in_flight}), [])
 
     async def _ready(self, incoming: IncomingRequest) -> None:
-        """Ready when every model has a replica; says which have none."""
-        missing = [model.name for model in self._models if not self._schedulers[model.name].replicas()]
+        """Ready when every model has a replica, or starts one for its first request; says which have none."""
+        missing = [
+            model.name
+            for model in self._models
+            if not (model.starts_on_demand or self._schedulers[model.name].replicas())
+        ]
         stops = self._stops_for_s is not None
         status = "stopping" if stops else "waiting" if missing else "ready"
         document = {"status": status, "models_without_replica": missing}
@@ -345,15 +347,3 @@ def _path(scope: Scope) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if root else path
-
-
-def _describe(model: ServedModel) -> dict[str, object]:
-    described: dict[str, object] = {
-        "id": model.name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "ewsjf-serve",
-    }
-    if model.max_model_len is not None:
-        described["max_model_len"] = model.max_model_len
-    return described

@@ -37,6 +37,7 @@ class DebugPages:
         pages: dict[str, tuple[str, Question]] = {
             "/debug/queue": ("GET", lambda _model, views: views.queue()),
             "/debug/status": ("GET", lambda _model, views: views.status()),
+            "/debug/scaling": ("GET", lambda _model, views: views.scaling()),
             "/debug/usage": ("GET", lambda _model, views: views.usage()),
             "/debug/tuner": ("GET", _tuner),
             "/debug/tuner/freeze": ("POST", partial(_freeze, "frozen by an admin")),

@@ -144,9 +144,19 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         found: Mapping[str, Any] = await scheduler.mode.remote()
         return found
 
+    async def scaling() -> Mapping[str, Any]:
+        found: Mapping[str, Any] = await scheduler.scale.remote()
+        return found
+
     async def change_mode(active_share: float) -> None:
         await scheduler.change_mode.remote(active_share)
 
     return SchedulerViews(
-        queue=queue, status=status, freeze=freeze, usage=usage, mode=mode, change_mode=change_mode
+        queue=queue,
+        status=status,
+        freeze=freeze,
+        usage=usage,
+        mode=mode,
+        scaling=scaling,
+        change_mode=change_mode,
     )

@@ -29,6 +29,7 @@ class SchedulerViews:
         freeze: stops its tuner, for the reason given; lets it go on where there is none.
         usage: what was used with each API key.
         mode: how much of the traffic is scheduled.
+        scaling: how many replicas each pool should have, and why.
         change_mode: schedules another share of it.
     """
 
@@ -37,6 +38,7 @@ class SchedulerViews:
     freeze: Callable[[str], Awaitable[None]]
     usage: View = _nothing
     mode: View = _nothing
+    scaling: View = _nothing
     change_mode: Callable[[float], Awaitable[None]] = _unchanged
 
 

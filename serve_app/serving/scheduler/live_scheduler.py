@@ -27,6 +27,7 @@ from serve_app.scheduling.commands import (
     Conclude,
     ContextLearned,
     Dispatch,
+    EngineSilent,
     ReportFresh,
     ReportStale,
 )
@@ -96,7 +97,7 @@ class LiveScheduler:
         self._metrics = SchedulerMetrics(settings.model, options.incarnation)
         self._page = CachedPage(self._status_for_metrics, self._render)
         self._gateways = GatewaySessions(self, options.channel.gateway_grace_s)
-        self._replicas = ReplicaRegistry(self.feed, self._gateways.tell_all, self._waiting_at)
+        self._replicas = ReplicaRegistry(self.feed, self._gateways.tell_all)
         timeouts = {priority: settings.queue_timeout_s.of(priority) for priority in PriorityClass}
         identity = Identity(
             secrets=self._secrets,
@@ -260,9 +261,6 @@ class LiveScheduler:
         """Return how long a request of this class waits when it names no time."""
         return self._settings.queue_timeout_s.of(priority)
 
-    def _waiting_at(self, pool: str) -> int:
-        return self.core.queue.waiting_at[pool]
-
     def knows_replica(self, replica_id: str) -> bool:
         """Whether the replica is connected; then gateways know it, too."""
         self._replicas.tell_changes()
@@ -327,6 +325,10 @@ class LiveScheduler:
             case ReportFresh(replica_id=replica_id):
                 self._stale.discard(replica_id)
                 logger.info("event=report_fresh replica=%s", replica_id)
+            case EngineSilent(replica_id=replica_id, silent_s=silent_s) if silent_s:
+                logger.warning("event=engine_silent replica=%s silent_s=%.1f", replica_id, silent_s)
+            case EngineSilent(replica_id=replica_id):
+                logger.info("event=engine_answers replica=%s", replica_id)
             case ContextLearned(replica_id=replica_id, context_tokens=context_tokens):
                 logger.info("event=context_learned replica=%s context_tokens=%s", replica_id, context_tokens)
             case BShortChanged():

@@ -40,6 +40,7 @@ class VllmLike(Engine):
         api_key: asked for; empty for none.
         kv_usage, others: what other clients do to it.
         hangs: it computes nothing any more.
+        is_mute: it hung while it was idle: its metrics tell of no request.
         metrics_status: of its metrics page.
         seen: the headers of the last request that was no control request.
     """
@@ -50,7 +51,7 @@ class VllmLike(Engine):
         self.api_key = ""
         self.kv_usage = 0.0
         self.others = 0
-        self.steps, self.hangs = 0, False
+        self.steps, self.hangs, self.is_mute = 0, False, False
         self.metrics_status = 200
         self.scrapes = 0
 
@@ -61,7 +62,8 @@ class VllmLike(Engine):
             await _answer(send, 401, b'{"error":"Unauthorized"}')
         elif path == "/metrics":
             self.scrapes += 1
-            page = METRICS.replace("RUNNING", str(self.running + self.others)).replace("WAITING", "0")
+            running = 0 if self.is_mute else self.running + self.others
+            page = METRICS.replace("RUNNING", str(running)).replace("WAITING", "0")
             page = page.replace("STEPS", str(self.steps if self.hangs else self.scrapes))
             page = page.replace("KV_USAGE", str(self.kv_usage))
             await _answer(send, self.metrics_status, page.encode())

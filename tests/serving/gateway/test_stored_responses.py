@@ -58,7 +58,7 @@ async def test_the_client_of_openai_finds_everything_where_it_expects_it(fleet: 
     sdk = openai.AsyncOpenAI(base_url=f"{fleet.http.base_url}/v1", api_key="none", max_retries=0)
     stream = await sdk.responses.create(**ASKED, stream=True, background=True)
     events = [event async for event in stream]
-    response_id = events[0].response.id  # type: ignore[union-attr]
+    response_id = events[0].response.id
     later = await sdk.responses.retrieve(response_id, stream=True, starting_after=2)
     assert [event.sequence_number async for event in later] == [event.sequence_number for event in events[3:]]
     long = {**ASKED, "max_output_tokens": 900, "extra_body": {"ignore_eos": True}}

@@ -1,4 +1,4 @@
-"""Responses that the emulated engine keeps in its memory, as vLLM does with its store switched on.
+"""What the emulated engine keeps besides its sequences: responses, and the names that it answers to.
 
-Read `store`, then `responses`, which answers the endpoints.
+Read `store`, then `responses`, which answers the endpoints; and `names`.
 """

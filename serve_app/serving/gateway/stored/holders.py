@@ -41,12 +41,12 @@ class AnsweredResponse(msgspec.Struct):
         return self.status in ("queued", "in_progress")
 
 
-class _Event(msgspec.Struct):
+class _AnnouncingEvent(msgspec.Struct):
     response: AnsweredResponse | None = None
 
 
 _whole = msgspec.json.Decoder(AnsweredResponse)
-_event = msgspec.json.Decoder(_Event)
+_event = msgspec.json.Decoder(_AnnouncingEvent)
 _DATA = re.compile(rb"^data:\s*(.+?)\s*$", re.MULTILINE)
 
 
@@ -100,9 +100,9 @@ def announced_response(events: bytes) -> AnsweredResponse:
     """The response that the first events of a stream tell of."""
     found = _DATA.search(events)
     try:
-        event = _event.decode(found[1]) if found is not None else _Event()
+        event = _event.decode(found[1]) if found is not None else _AnnouncingEvent()
     except (ValueError, RecursionError):
-        event = _Event()
+        event = _AnnouncingEvent()
     return event.response or AnsweredResponse()
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.routing.learned_context import LearnedContext
+from serve_app.routing.observed.learned_context import LearnedContext
 
 
 def test_a_stated_limit_is_taken_as_it_is() -> None:
