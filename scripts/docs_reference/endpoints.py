@@ -3,7 +3,7 @@
 from docs_reference.markdown import code, document, table
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, ClientApi
 from serve_app.serving.gateway.openapi import OWN_PATHS
-from serve_app.serving.gateway.routes.table import QUESTIONS, SCHEDULED, UNSCHEDULED
+from serve_app.serving.gateway.routes.table import FORMS, QUESTIONS, SCHEDULED, UNSCHEDULED
 from serve_app.serving.gateway.stored.stored_responses import STORED_PATHS
 
 _INTRODUCTION = """
@@ -48,6 +48,7 @@ def endpoints_page() -> str:
         )
         for path, endpoint in SCHEDULED.items()
     ]
+    scheduled += [(code(path), form.summary, _errors(form.api), "") for path, form in FORMS.items()]
     asked = [
         (f"POST {code(path)}", endpoint.summary, _errors(endpoint.api))
         for path, endpoint in UNSCHEDULED.items()

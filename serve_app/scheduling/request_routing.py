@@ -83,7 +83,9 @@ class RequestRouting:
         replica = self._ledger.get(bound_to)
         if replica is None or not replica.joined:
             # Where it waits does not matter: it goes nowhere before its replica is there.
-            pools = self._router.order()[-1:] if replica is None else (replica.spec.pool,)
+            # One that only runs what an earlier scheduler sent it has no pool yet.
+            pool = "" if replica is None else replica.spec.pool
+            pools = (pool,) if pool else self._router.order()[-1:]
             gone = _gone(bound_to) if self._is_overdue(Destination(bound_to), now) else None
             return pools, self._admission.refuse_outage(request, pools, now) or gone
         self._missing_since.pop(Destination(bound_to), None)

@@ -1,8 +1,8 @@
 """Requests that refer to what one replica keeps: they go there, or nowhere."""
 
 from serve_app.errors import Outcome
-from serve_app.scheduling.events import DispatchFailed, DispatchFailure, Finished, ReplicaLost, Woke
-from tests.builders import ManualDriver, concluded, dispatched, fill, one_replica, the_conclusion
+from serve_app.scheduling.events import DispatchFailed, DispatchFailure, Finished, ReplicaLost, Resumed, Woke
+from tests.builders import ManualDriver, concluded, dispatched, fill, one_replica, request, the_conclusion
 
 GRACE_S = 5.0
 
@@ -67,6 +67,14 @@ def test_when_its_replica_stays_away_it_is_told_what_is_gone_and_sent_nowhere_el
 def test_a_new_scheduler_waits_for_the_replica_to_register() -> None:
     driver = one_replica("s2")
     assert driver.arrive("r", bound_to="s1") == []
+    assert dispatched(driver.join("s1", "only")) == [("r", "s1")]
+
+
+def test_a_replica_that_only_runs_what_an_earlier_scheduler_sent_it_is_waited_for() -> None:
+    driver = one_replica("s2")
+    driver.feed(Resumed(request("before"), "s1", started=True))
+    assert driver.arrive("r", bound_to="s1") == []
+    assert driver.find("r").pools == ("only",)
     assert dispatched(driver.join("s1", "only")) == [("r", "s1")]
 
 

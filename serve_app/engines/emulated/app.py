@@ -10,6 +10,7 @@ from serve_app import __version__
 from serve_app.engines.asgi import read_body, require_http, send_response, wait_for_disconnect
 from serve_app.engines.emulated import errors
 from serve_app.engines.emulated.admission import EmulatedAdmission
+from serve_app.engines.emulated.answers.audio import TranscriptionAnswer, read_audio
 from serve_app.engines.emulated.answers.completions import (
     DONE,
     AnswerHead,
@@ -95,6 +96,9 @@ _COMPLETIONS = EmulatedRoute(read_completion, CompletionAnswer, ScriptedCompleti
 _MESSAGES = EmulatedRoute(read_messages, MessageAnswer, scripted_message, "chatcmpl", failed_event)
 _RESPONSES = EmulatedRoute(read_responses, ResponsesAnswer, scripted_response, "resp")
 
+# Whatever a sound says, its answer is some text.
+_AUDIO = EmulatedRoute(read_audio, TranscriptionAnswer, ScriptedChat, "trsc")
+
 
 @dataclass(frozen=True, slots=True)
 class PoolingRoute:
@@ -128,6 +132,10 @@ class EmulatedApp:
             RESPONSES_PATH: ("POST", self._responses.create),
             "/v1/messages": ("POST", _anthropic(lambda call: self._generate(_MESSAGES, call))),
             "/v1/messages/count_tokens": ("POST", _anthropic(self._count_tokens)),
+            **dict.fromkeys(
+                ("/v1/audio/transcriptions", "/v1/audio/translations"),
+                ("POST", lambda call: self._generate(_AUDIO, call)),
+            ),
             "/v1/embeddings": ("POST", self._embed),
             "/v1/models": ("GET", self._models),
             "/v1/load_lora_adapter": ("POST", self._load_adapter),

@@ -38,7 +38,7 @@ from serve_app.serving.gateway.request.parse import parse_model
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.request.served_models import ServedModels
 from serve_app.serving.gateway.request.structure import check_structure
-from serve_app.serving.gateway.routes.table import QUESTIONS, SCHEDULED, UNSCHEDULED
+from serve_app.serving.gateway.routes.table import FORMS, QUESTIONS, SCHEDULED, UNSCHEDULED
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.scraping.engine_pages import ENGINES_PATH, EnginePages
 from serve_app.serving.gateway.scraping.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
@@ -123,7 +123,7 @@ class Gateway:
         # What clients are told once the application stops.
         self._stops_for_s: float | None = None
         self._routes: dict[str, tuple[str, Handler]] = {
-            **dict.fromkeys(SCHEDULED, ("POST", self._scheduled)),
+            **dict.fromkeys((*SCHEDULED, *FORMS), ("POST", self._scheduled)),
             **dict.fromkeys(UNSCHEDULED, ("POST", self._ask_any)),
             **dict.fromkeys(QUESTIONS, ("GET", self._ask_of_model)),
             "/load": ("GET", self._load),

@@ -13,12 +13,19 @@ from serve_app import __version__
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
 from serve_app.serving.gateway.endpoint_admin import ENDPOINTS_PATH, EndpointChange
 from serve_app.serving.gateway.mode_admin import MODE_PATH, ModeChange
-from serve_app.serving.gateway.routes.table import QUESTIONS, SCHEDULED, UNSCHEDULED, ModelRoute
+from serve_app.serving.gateway.routes.table import (
+    FORMS,
+    QUESTIONS,
+    SCHEDULED,
+    UNSCHEDULED,
+    FormRoute,
+    ModelRoute,
+)
 from serve_app.serving.gateway.stored.stored_responses import STORED_PATHS
 
 Schema = dict[str, Any]
 
-_BODIES: Mapping[str, ModelRoute] = {**SCHEDULED, **UNSCHEDULED}
+_BODIES: Mapping[str, ModelRoute] = {**SCHEDULED, **FORMS, **UNSCHEDULED}
 _VIEWS: Mapping[str, str] = {
     "/load": "how many requests this gateway has",
     "/ping": "whether the gateway lives",
@@ -81,6 +88,7 @@ _ANTHROPIC_ERROR: Schema = {
 }
 _ERROR_NAMES: Mapping[ClientApi, str] = {OPENAI: "Error", ANTHROPIC: "AnthropicError"}
 _JSON = "application/json"
+_FORM = "multipart/form-data"
 _PLAIN = {inspected.StrType: "string", inspected.BoolType: "boolean", inspected.NoneType: "null"}
 
 
@@ -115,7 +123,8 @@ def openapi_document() -> Schema:
 
 def _paths() -> Iterator[tuple[str, Schema]]:
     for path, endpoint in _BODIES.items():
-        content = {_JSON: {"schema": _reference(endpoint.fields)}}
+        written_as = _FORM if isinstance(endpoint, FormRoute) else _JSON
+        content = {written_as: {"schema": _reference(endpoint.fields)}}
         body = {"required": True, "content": content}
         yield path, {"post": _operation(endpoint.summary, endpoint.api, requestBody=body)}
     for path, summary in _VIEWS.items():
@@ -209,6 +218,8 @@ def _schema(found: inspected.Type) -> Schema:
             limits = {"minimum": least, "maximum": most}
             kind = "integer" if isinstance(found, inspected.IntType) else "number"
             return {"type": kind} | {name: limit for name, limit in limits.items() if limit is not None}
+    if isinstance(found, inspected.BytesType):
+        return {"type": "string", "format": "binary"}
     name = _PLAIN.get(type(found))
     # What has no type here is kept as it is, for an engine to read.
     return {} if name is None else {"type": name}

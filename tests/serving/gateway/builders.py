@@ -63,6 +63,10 @@ class Engine:
         work.result()
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        if scope["path"].startswith("/v1/audio/"):
+            usage = {"type": "duration", "seconds": 30}
+            await reply_json(send, 200, {"text": "hello", "usage": usage})
+            return
         parsed = json.loads(body or b"{}")
         if self.answers:
             await self.answers.popleft()(scope, parsed, send)

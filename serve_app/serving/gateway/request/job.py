@@ -37,6 +37,7 @@ class ForwardJob:
         assembles: the engine streams, and the client wants the answer in one piece.
         announced: the events with which a stream begins before its first token.
         response: for the Responses API.
+        is_form: the body is a form, to which nothing can be added.
     """
 
     incoming: IncomingRequest
@@ -47,6 +48,7 @@ class ForwardJob:
     assembles: bool = False
     announced: Announcements | None = None
     response: ResponseTerms | None = None
+    is_form: bool = False
 
     def body_for(self, grant: Grant, response_id: str | None) -> bytes:
         """The body with what this grant brings; the very same bytes where that is nothing.
@@ -55,7 +57,7 @@ class ForwardJob:
             response_id: the id that the response gets; None where the engine names it.
         """
         fields = []
-        if grant.dispatch.engine_priority is not None:
+        if grant.dispatch.engine_priority is not None and not self.is_form:
             fields.append(priority_field(grant.dispatch.engine_priority))
         if response_id is not None:
             fields.append(response_id_field(response_id))

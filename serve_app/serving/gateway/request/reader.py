@@ -31,7 +31,7 @@ from serve_app.serving.gateway.request.splice import (
     usage_field,
 )
 from serve_app.serving.gateway.request.structure import check_structure
-from serve_app.serving.gateway.routes.table import SCHEDULED, api_of
+from serve_app.serving.gateway.routes.table import FORMS, SCHEDULED, api_of
 from serve_app.serving.gateway.settings import GatewaySettings
 
 # Longer bodies are checked and parsed on a thread. Below, the change of threads costs more than the 5 ms at
@@ -162,10 +162,13 @@ class RequestReader:
 
     def _job_of(self, incoming: IncomingRequest, caller: Caller, held: HeldBody) -> ForwardJob:
         """Check a body, and make the job of it; also called on a thread of its own."""
-        body = held.data
-        check_structure(body)
-        endpoint = SCHEDULED[incoming.path]
-        parsed = endpoint.parse(body)
+        body, form = held.data, FORMS.get(incoming.path)
+        if form is not None:
+            parsed, announced = form.parse(body, incoming.headers.get(b"content-type", b"")), None
+        else:
+            check_structure(body)
+            endpoint = SCHEDULED[incoming.path]
+            parsed, announced = endpoint.parse(body), endpoint.announced
         found = self._models.find(parsed.spec.model, caller)
         settings = self._settings.prefix
         submission = _submission(incoming, caller, parsed, settings)
@@ -190,8 +193,9 @@ class RequestReader:
             hide_usage=parsed.asks_usage and not parsed.shows_usage,
             assembles=assembles,
             # Whoever lets work go on in the background wants to know its id at once.
-            announced=None if parsed.background else endpoint.announced,
+            announced=None if parsed.background else announced,
             response=self._response(incoming, caller, parsed),
+            is_form=form is not None,
         )
 
     def owner(self, incoming: IncomingRequest, caller: Caller) -> str:
