@@ -4,13 +4,11 @@ import json
 import re
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.chart.rendered import CHART, container, groups, only, render, values_of
 from tests.docs.code import check_promql
 from tests.docs.documents import ROOT
-from tests.docs.marks import BlockError
 
 DOCS_URL = "https://example.com/docs"
 WATCHED = {
