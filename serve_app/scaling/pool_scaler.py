@@ -82,6 +82,10 @@ class PoolScaler:
         """The fewest replicas that it may have."""
         return self._settings.min_replicas
 
+    def change(self, pool: ScaledPool) -> None:
+        """Other bounds hold from now on."""
+        self._settings = pool.autoscaling or _UNBOUNDED
+
     def decide(self, view: PoolView, now: float) -> PoolDecision:
         """What the pool should have; time never goes back."""
         if self._last is None:

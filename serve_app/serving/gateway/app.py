@@ -6,6 +6,8 @@ Read next: `request/reader.py`, how a request becomes a job, and `forward.py`, w
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
 from urllib.parse import parse_qs
 
 from serve_app.engines.engine import Receive, Scope, Send
@@ -31,6 +33,7 @@ from serve_app.serving.gateway.endpoint_admin import (
     PoolWatcher,
 )
 from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
+from serve_app.serving.gateway.hot import with_hot_gateway
 from serve_app.serving.gateway.mode_admin import MODE_METHODS, MODE_PATH, ModeAdmin
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.incoming import IncomingRequest
@@ -87,7 +90,7 @@ class Gateway:
         missing = [model.name for model in settings.models if model.name not in schedulers]
         if missing:
             raise SettingsError(f"no scheduler for the models {', '.join(missing)}")
-        self._models = settings.models
+        self._settings = settings
         self._http = with_cors(self._serve, settings.cors)
         self._schedulers = schedulers
         self._views = views or {}
@@ -140,7 +143,32 @@ class Gateway:
         }
 
     def __repr__(self) -> str:
-        return f"<Gateway models={len(self._models)} in_flight={self.in_flight} {self._upstream!r}>"
+        return f"<Gateway models={len(self._settings.models)} in_flight={self.in_flight} {self._upstream!r}>"
+
+    def change(self, user_config: Mapping[str, Any]) -> None:
+        """Serve by other settings from now on; requests that have been read go on as they are.
+
+        Args:
+            user_config: any of the hot settings, see `hot`; those left out stay as they are.
+
+        Raises:
+            SettingsError: one is unknown, cold or out of range, or a key cannot be read; nothing changes.
+        """
+        changed = with_hot_gateway(self._settings, user_config)
+        if changed == self._settings:
+            return
+        # What may fail comes first.
+        self._metrics_endpoint.change(changed.metrics_key, asks_for_keys=changed.asks_for_keys)
+        try:
+            self._reader.change(changed)
+        except SettingsError:
+            before = self._settings
+            self._metrics_endpoint.change(before.metrics_key, asks_for_keys=before.asks_for_keys)
+            raise
+        self._http = with_cors(self._serve, changed.cors)
+        self.telemetry.log_requests = changed.log_requests
+        self._services = replace(self._services, queued_comment_s=changed.queued_comment_s)
+        self._settings = changed
 
     @property
     def in_flight(self) -> int:
@@ -297,7 +325,7 @@ class Gateway:
         """Ready when every model has a replica, or starts one for its first request; says which have none."""
         missing = [
             model.name
-            for model in self._models
+            for model in self._settings.models
             if not (model.starts_on_demand or self._schedulers[model.name].replicas())
         ]
         stops = self._stops_for_s is not None

@@ -5,6 +5,7 @@ the replica is to stop, Serve waits for the open requests before it calls `__del
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.engines.engine import ASGIApp, Message, Receive, Scope, Send
+from serve_app.errors import SettingsError
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
@@ -23,6 +25,8 @@ from serve_app.serving.gateway.http10 import answer_http10_without_chunks
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.http_heads import serve_connections_with
+
+logger = logging.getLogger("ray.serve")
 
 _REQUEST_ID = b"x-request-id"
 
@@ -74,6 +78,19 @@ class GatewayDeployment:
         answer_http10_without_chunks()
         serve_connections_with(FrontEndConnection)
         return without_request_id(self._gateway)
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Take other settings; see `Gateway.change`.
+
+        Settings that cannot be are logged, and those of before hold: an error here would make Serve end a
+        gateway that serves well, for one that cannot start.
+        """
+        try:
+            self._gateway.change(user_config)
+        except SettingsError as error:
+            logger.error(  # noqa: TRY400 - the message says all
+                "event=settings_refused reason=%r action='those of before stay in force'", str(error)
+            )
 
     async def open_requests(self) -> int:
         """Requests whose answers are not complete."""

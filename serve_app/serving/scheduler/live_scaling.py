@@ -6,6 +6,7 @@ the start of the process has to wait until replicas had time to connect again.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -43,7 +44,7 @@ class LiveScaling(Collector):
         self._settings = settings
         self._scaler = FleetScaler(settings, tpot_limit_s)
         self._loop = asyncio.get_running_loop()
-        self._begins_at = self._loop.time() + _SETTLING_S
+        self._begins_at = math.inf
         self._decisions: dict[str, PoolDecision] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._core: Scheduler | None = None
@@ -54,10 +55,16 @@ class LiveScaling(Collector):
         return f"<LiveScaling {self._scaler}>"
 
     def follow(self, core: Scheduler) -> None:
-        """Look at this scheduler from now on."""
+        """Look at this scheduler from now on, once replicas had time to find it."""
         self._core = core
+        self._begins_at = self._loop.time() + _SETTLING_S
         if self._timer is None:
             self._timer = self._loop.call_later(_INTERVAL_S, self._tick)
+
+    def change(self, settings: ScalingSettings) -> None:
+        """Decide within other bounds, of the same pools."""
+        self._settings = settings
+        self._scaler.change(settings)
 
     def stop(self) -> None:
         """Decide no more."""
