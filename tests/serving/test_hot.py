@@ -44,7 +44,7 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
     f"{POOL}.engine": ({"emulated": {"max_model_len": 2_048, "max_num_seqs": 3}}, {SHORT}),
     f"{POOL}.advanced.server": ({"port": 22_000}, {SHORT}),
     "models[].tuner": ({"mode": "on", "parameters": {"profile": "laptop"}}, {TUNER}),
-    "models[].decision_log": ({"path": "/tmp/log-{incarnation}.jsonl"}, {SCHEDULER}),  # noqa: S108
+    "models[].decision_log": ({"path": "/tmp/log-{incarnation}.jsonl"}, {SCHEDULER}),
     "models[].aliases": (["other"], {GATEWAY, SHORT, LONG}),
     "gateway.keys": ([{"tenant": "a", "key": "secret-of-a"}], set()),
     "gateway.keys_file": ("/keys.yaml", set()),
@@ -67,7 +67,7 @@ def version(deployment: Deployment) -> str:
     """The version that the controller hears, whatever Serve says before."""
     config = deployment._deployment_config
     config.version = "of the application"
-    return str(config.to_proto().version)
+    return str(config.to_proto().version)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("path", CHANGES)

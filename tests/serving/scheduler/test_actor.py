@@ -125,9 +125,9 @@ async def test_a_setting_that_cannot_change_is_refused_by_name(cluster: Cluster)
         SettingsError, match=r"'model', .* what may change: .*max_waiting, no_replica_grace_s, .*policy"
     ):
         await actor.reconfigure({"model": "other"})
-    with pytest.raises(SettingsError, match="names other pools than the .* of this scheduler"):
+    with pytest.raises(SettingsError, match=r"names other pools than the .* of this scheduler"):
         await actor.reconfigure({"routing": {"pools": ["a", "b", "c"]}})
-    with pytest.raises(ValueError, match="max_waiting.* must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"max_waiting.* must be at least 1, got 0"):
         await actor.reconfigure({"max_waiting": 0})
     assert (await actor.endpoint()).incarnation == 1
     await actor.check_health()
