@@ -17,7 +17,7 @@ from ray.serve import Application
 
 from serve_app.engines.vllm.engine import check_vllm_args
 from serve_app.errors import SettingsError
-from serve_app.serving.autoscaling import pool_config, scheduler_config
+from serve_app.serving.autoscaling import gateway_config, pool_config, scheduler_config
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.endpoints.deployment import WATCHER_DEPLOYMENT_OPTIONS, EndpointsDeployment
 from serve_app.serving.gateway.deployment import GatewayDeployment
@@ -28,7 +28,7 @@ from serve_app.serving.scheduler.actor import SCHEDULER_DEPLOYMENT_OPTIONS, Sche
 from serve_app.serving.scheduler.deployment import SchedulerDeployment
 from serve_app.serving.tuner.deployment import TUNER_DEPLOYMENT_OPTIONS, TunerDeployment
 from serve_app.serving.versions import ALL_AT_ONCE_PERCENT, with_own_version
-from serve_app.settings.application import AppSettings, ModelSettings
+from serve_app.settings.application import AppSettings, GatewayDeploymentSettings, ModelSettings
 from serve_app.settings.loading import settings_of
 from serve_app.settings.pools import PoolSettings
 
@@ -78,7 +78,7 @@ def application_of(settings: AppSettings) -> Application:
     names = {name: model.name for model in settings.models for name in model.names}
     deployment = serve.deployment(
         name="gateway",
-        num_replicas=settings.gateways.replicas,
+        **_gateways(settings.gateways),
         max_ongoing_requests=settings.gateways.max_ongoing_requests,
         graceful_shutdown_timeout_s=settings.gateways.drain_timeout_s,
         ray_actor_options={"num_cpus": settings.gateways.num_cpus},
@@ -89,6 +89,12 @@ def application_of(settings: AppSettings) -> Application:
     others = [*pools.values(), *tuners]
     with_own_version(deployment, *gateway_cold(settings.gateway), settings.channel, names, sorted(endpoints))
     return deployment.bind(settings.gateway, settings.channel, schedulers, names, endpoints, others)
+
+
+def _gateways(gateways: GatewayDeploymentSettings) -> dict[str, Any]:
+    if gateways.autoscaling is None:
+        return {"num_replicas": gateways.first_replicas}
+    return {"autoscaling_config": gateway_config(gateways.autoscaling)}
 
 
 def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
