@@ -87,7 +87,8 @@ def application_of(settings: AppSettings) -> Application:
     )(serve.ingress()(GatewayDeployment))
     # Bound to the gateway so that they belong to the application; they communicate by other means.
     others = [*pools.values(), *tuners]
-    with_own_version(deployment, *gateway_cold(settings.gateway), settings.channel, names, sorted(endpoints))
+    scales = settings.gateways.autoscaling is not None
+    with_own_version(deployment, *gateway_cold(settings.gateway), settings.channel, names, scales)
     return deployment.bind(settings.gateway, settings.channel, schedulers, names, endpoints, others)
 
 
@@ -117,7 +118,8 @@ def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
         **({"autoscaling_config": scheduler_config(name)} if scales else {"num_replicas": 1}),
         **SCHEDULER_DEPLOYMENT_OPTIONS,
     )(SchedulerDeployment)
-    return with_own_version(deployment, *actor.cold()).bind(actor)
+    # Serve asks only those processes for their numbers that were scaled when they started.
+    return with_own_version(deployment, *actor.cold(), scales).bind(actor)
 
 
 def _tuner(model: ModelSettings, scheduler: Application, state_uri: str | None) -> Application:

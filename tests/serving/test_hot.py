@@ -54,7 +54,7 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
     "gateway.prefix": ({"per_tenant": True}, set()),
     "gateway.advanced.upstream": ({"connect_timeout_s": 9.0}, {GATEWAY}),
     "gateways.replicas": (3, set()),
-    "gateways.autoscaling": ({"max_replicas": 3}, set()),
+    "gateways.autoscaling": ({"max_replicas": 3}, {GATEWAY}),
     "state_uri": ("/var/lib/other", {SCHEDULER, TUNER}),
     "advanced.channel": ({"port": 21_000}, {GATEWAY, SCHEDULER, SHORT, LONG}),
 }

@@ -45,7 +45,7 @@ from serve_app.serving.gateway.routes.table import FORMS, QUESTIONS, SCHEDULED, 
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.scraping.engine_pages import ENGINES_PATH, EnginePages
 from serve_app.serving.gateway.scraping.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
-from serve_app.serving.gateway.settings import GatewaySettings
+from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
 from serve_app.serving.gateway.stored.background import BackgroundWork
 from serve_app.serving.gateway.stored.holders import ResponseHolders
 from serve_app.serving.gateway.stored.stored_responses import StoredResponses, method_of
@@ -322,16 +322,19 @@ class Gateway:
         await send_json(incoming.send, 200, encode({"server_load": self.in_flight}), [])
 
     async def _ready(self, incoming: IncomingRequest) -> None:
-        """Ready when every model has a replica, or starts one for its first request; says which have none."""
-        missing = [
-            model.name
-            for model in self._settings.models
-            if not (model.starts_on_demand or self._schedulers[model.name].replicas())
-        ]
+        """Ready when every model can be served: by a replica, or by one that its first request starts.
+
+        Only a scheduler has a replica started. Without one all models are named, since none is known.
+        """
+        missing = [model.name for model in self._settings.models if not self._can_serve(model)]
         stops = self._stops_for_s is not None
         status = "stopping" if stops else "waiting" if missing else "ready"
         document = {"status": status, "models_without_replica": missing}
         await send_json(incoming.send, 503 if missing or stops else 200, encode(document), [])
+
+    def _can_serve(self, model: ServedModel) -> bool:
+        scheduler = self._schedulers[model.name]
+        return bool(scheduler.replicas()) or (model.starts_on_demand and scheduler.is_connected)
 
     async def _describe_itself(self, incoming: IncomingRequest) -> None:
         await send_json(incoming.send, 200, encode(openapi_document()), [])
