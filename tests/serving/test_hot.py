@@ -1,5 +1,6 @@
 """Which processes a change of settings replaces, and which take it while they run."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,29 @@ def test_what_reaches_a_running_process_is_what_a_new_one_begins_with(config: Pa
             assert isinstance(actor, SchedulerActorSettings)
             assert actor.with_hot(actor.hot()) == actor
             assert deployment.user_config == actor.hot()
+
+
+def test_unusual_values_survive_the_way_into_a_process() -> None:
+    scheduler = {
+        "queue_timeout_s": {"batch": float("inf")},
+        "fairness": {"mode": "requests", "weights": {"a": 2.5}},
+        "class_floors": {},
+        "policy": "wspt-drr",
+        "advanced": {"no_replica_grace_s": float("inf"), "isolation": {"max_long_prefills": 0}},
+    }
+    key = {"tenant": "a", "env": "A_KEY", "allowed_classes": ["batch", "default"], "default_class": "batch"}
+    gateway = {"keys": [key], "advanced": {"metrics_key": {"key": "secret-of-metrics"}}}
+    settings = settings_of(changed_args(ARGS, {"models.0.scheduler": scheduler, "gateway": gateway}))
+    assert with_hot_gateway(settings.gateway, gateway_hot(settings.gateway)) == settings.gateway
+    found = deployments(application_of(settings))
+    actor = arguments(found[SCHEDULER])[0]
+    # As Serve sends them.
+    assert actor.with_hot(pickle.loads(pickle.dumps(found[SCHEDULER].user_config))) == actor
+
+
+def test_serve_can_hand_settings_to_what_it_makes_of_a_gateway() -> None:
+    made = deployments(application_of(settings_of(ARGS)))[GATEWAY].func_or_class
+    assert all(hasattr(made, name) for name in ("reconfigure", "record_autoscaling_stats", "open_requests"))
 
 
 def test_the_table_of_the_documents_is_this_one() -> None:
