@@ -58,15 +58,21 @@ class Front:
             return Heard(str(json.loads(lines[0])["error"]["code"]))
         return _streamed(lines)
 
+    async def has_no_replica(self) -> bool:
+        """Whether the scheduler knows of no replica that can serve."""
+        return not self.world.live.status()["replicas"]
+
     async def waits(self) -> bool:
         """Whether a request waits in the scheduler."""
         return bool(sum(self.world.live.status()["waiting"].values()) > 0)
 
 
 @contextlib.asynccontextmanager
-async def in_front_of(engine: Engine, limits: EngineLimits) -> AsyncIterator[Front]:
+async def in_front_of(
+    engine: Engine, limits: EngineLimits, no_replica_grace_s: float = 1.0
+) -> AsyncIterator[Front]:
     """Everything in front of an engine that runs already, and goes on running."""
-    world = Simulation(scheduler_settings(model="m", no_replica_grace_s=1.0), FAST)
+    world = Simulation(scheduler_settings(model="m", no_replica_grace_s=no_replica_grace_s), FAST)
     async with contextlib.AsyncExitStack() as stack:
         await world.begin()
         stack.push_async_callback(world.close)

@@ -28,7 +28,8 @@ from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.request.splice import with_priority
 from tests.builders import request
 from tests.engines.servers import free_port, served, until
-from tests.engines.vllm.clients import CHECKS, counter, small_questions
+from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, counter
+from tests.engines.vllm.clients.plain_http import small_questions
 from tests.engines.vllm.conformance import (
     ANSWERED,
     ASSEMBLED,
@@ -70,7 +71,13 @@ PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest_asyncio.fixture(scope="class", loop_scope="class")
 async def tiny() -> AsyncIterator[Running]:
-    args = {**ARGS, "num_gpu_blocks_override": KV_BLOCKS, "scheduling_policy": "priority"}
+    args = {
+        **ARGS,
+        "num_gpu_blocks_override": KV_BLOCKS,
+        "scheduling_policy": "priority",
+        # Else random weights write spaces for ever where a schema lets them.
+        "structured_outputs_config": {"disable_any_whitespace": True, "backend": "xgrammar"},
+    }
     async with running(TINY, args=args, stall_timeout_s=STALL_TIMEOUT_S) as started:
         yield started
 
@@ -217,7 +224,7 @@ class TestTinyEngine:
                 assert real.status_code == 200, (parameters, real.text)
                 assert choice_form(ours) == choice_form(real), parameters
 
-    @pytest.mark.parametrize(("client", "feature"), CHECKS)
+    @pytest.mark.parametrize(("client", "feature"), [cell for cell in CHECKS if cell[1] not in WITH_TOOLS])
     async def test_a_client_can_do_what_the_documentation_says(
         self, tiny: Running, client: str, feature: str
     ) -> None:
@@ -288,7 +295,8 @@ class TestTinyEngine:
     async def test_an_engine_that_hangs_gets_nothing_more_and_goes_on_where_it_was(
         self, tiny: Running
     ) -> None:
-        async with in_front_of(tiny.engine, tiny.limits) as front:
+        # The replica is taken out while its engine hangs, and comes back: what arrives then waits for it.
+        async with in_front_of(tiny.engine, tiny.limits, no_replica_grace_s=60.0) as front:
             # More than are computed before the engine is stopped.
             asked = [front.start(stream=bool(n % 2), tokens=496 + n) for n in range(2)]
             await until(lambda: runs(tiny, 2))
@@ -300,15 +308,13 @@ class TestTinyEngine:
                 with pytest.raises(EngineError, match="hangs: it has 2 requests"):
                     await front.replica.check_health()
                 # The scheduler hears of it with the next report.
-                await asyncio.sleep(1.0)
+                await until(front.has_no_replica)
                 asked.append(front.start(stream=True, tokens=5))
                 await until(front.waits)
             finally:
                 core.resume()
             heard = [await one for one in asked]
-        assert heard[:2] == [Heard("answered", tokens) for tokens in (496, 497)]
-        # It waits for an engine, for no longer than the grace of `no_replica_grace_s`.
-        assert heard[2] in (Heard("answered", 5), Heard("no_replica", 0))
+        assert heard == [Heard("answered", tokens) for tokens in (496, 497, 5)]
 
     async def test_a_dead_engine_is_unhealthy_and_every_client_hears_of_it(self, tiny: Running) -> None:
         """The last test of this engine, which does not outlive it."""

@@ -1,0 +1,20 @@
+"""What clients can do through a gateway before a real engine: a check for each cell of docs/clients.md.
+
+`counter.py` has the gateway and what is asked; each other file has the checks of one client.
+"""
+
+from tests.engines.vllm.clients import anthropic_python, javascript, langchain, openai_python, vllm_bench
+from tests.engines.vllm.clients.counter import Checks, counter
+
+__all__ = ["CHECKS", "WITH_TOOLS", "counter"]
+
+# Client and feature, as the table in the documentation names them.
+CHECKS: Checks = {
+    **openai_python.CHECKS,
+    **anthropic_python.CHECKS,
+    **langchain.CHECKS,
+    **javascript.CHECKS,
+    **vllm_bench.CHECKS,
+}
+# Features that need an engine with a tool parser, and a model that writes calls.
+WITH_TOOLS = frozenset({"tools", "streamed tools"})

@@ -1,0 +1,102 @@
+"""A gateway in front of a real engine, its clients, and what they ask for."""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anthropic
+import httpx
+import jsonschema  # type: ignore[import-untyped]
+import openai
+
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from tests.serving.gateway.builders import FakeDispatcher, refusal, serving
+
+MODEL = "m"
+KEY = "sk-of-the-tests"
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+LONG: Any = [{"role": "user", "content": "word " * 900}]
+# Any model ends such an answer, even one of random weights: nothing in it may go on for ever.
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "note": {"type": "string", "maxLength": 5},
+    },
+    "required": ["city", "days", "note"],
+    "additionalProperties": False,
+}
+# Enough for the longest answer that the schema allows, and for a tool call after its thoughts.
+SCHEMA_TOKENS = 80
+
+
+@dataclass
+class Counter:
+    """Clients of a gateway, and one that asks the engine itself.
+
+    Attributes:
+        dispatcher: the scheduler in between, which wrote down what the gateway told it.
+        url: of the gateway, for clients that are made elsewhere.
+    """
+
+    dispatcher: FakeDispatcher
+    url: str
+    openai: openai.AsyncOpenAI
+    anthropic: anthropic.AsyncAnthropic
+    direct: httpx.AsyncClient
+    front: httpx.AsyncClient
+
+    @property
+    def counted(self) -> Usage:
+        """What the gateway read of the last answer's token counts."""
+        kind, outcome, usage = self.dispatcher.events[-1]
+        assert (kind, outcome) == ("finished", Outcome.COMPLETED)
+        found: Usage = usage
+        return found
+
+    def let_be_too_long(self) -> None:
+        """The next request is not sent again once the engine has found it too long."""
+        self.dispatcher.script.extend([self.dispatcher.ports[0], refusal(Outcome.REJECTED_TOO_LONG)])
+
+    def first_tokens(self) -> int:
+        return self.dispatcher.names().count("first_token")
+
+    async def straight(self, path: str, **body: Any) -> Any:
+        """The engine's own answer to a request that is sent past the gateway."""
+        answer = await self.direct.post(path, json={"model": MODEL, "messages": QUESTION, **body})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+Check = Callable[[Counter], Awaitable[None]]
+Checks = dict[tuple[str, str], Check]
+
+
+@asynccontextmanager
+async def counter(engine_url: str) -> AsyncIterator[Counter]:
+    port = httpx.URL(engine_url).port
+    assert port is not None
+    dispatcher = FakeDispatcher([port])
+    models = (ServedModel(name=MODEL, max_model_len=512),)
+    settings = GatewaySettings(models=models, keys=(ApiKey(tenant="t", key=KEY),))
+    app = Gateway(settings, {MODEL: dispatcher}, "gw")
+    async with serving(app) as front:
+        url = f"http://127.0.0.1:{front}"
+        async with (
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120) as first,
+            anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0, timeout=120) as second,
+            httpx.AsyncClient(base_url=engine_url, timeout=120) as direct,
+            httpx.AsyncClient(base_url=url, timeout=120, headers={"x-api-key": KEY}) as own,
+        ):
+            yield Counter(dispatcher, url, first, second, direct, own)
+    app.close()
+
+
+def keeps_to(schema: Any, value: Any) -> None:
+    """Raise unless the value is what the schema describes; a text is read as JSON."""
+    jsonschema.validate(json.loads(value) if isinstance(value, str) else value, schema)

@@ -1,0 +1,119 @@
+"""OpenAI's client for Python."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.engines.vllm.clients.counter import (
+    LONG,
+    MODEL,
+    QUESTION,
+    SCHEMA,
+    SCHEMA_TOKENS,
+    Checks,
+    Counter,
+    keeps_to,
+)
+from tests.engines.vllm.scripted import TOOL_NAME, TOOL_SCHEMA
+
+# Also what other clients of this API send.
+SHORT: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 8, "temperature": 0}
+# Strict: else vLLM lets a model write any JSON as arguments.
+TOOL: Any = {"type": "function", "function": {"name": TOOL_NAME, "parameters": TOOL_SCHEMA, "strict": True}}
+CALL: Any = {
+    **SHORT,
+    "max_tokens": SCHEMA_TOKENS,
+    "tools": [TOOL],
+    "tool_choice": {"type": "function", "function": {"name": TOOL_NAME}},
+}
+PLACE: Any = {
+    **SHORT,
+    "max_tokens": SCHEMA_TOKENS,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}},
+}
+
+
+async def answers(at: Counter) -> None:
+    answer = await at.openai.chat.completions.create(**SHORT)
+    assert answer.usage is not None
+    assert at.counted.output_tokens == answer.usage.completion_tokens == 8
+    straight = await at.straight("/v1/chat/completions", max_tokens=8, temperature=0)
+    assert answer.choices[0].message.content == straight["choices"][0]["message"]["content"]
+
+
+async def streams(at: Counter) -> None:
+    before = at.first_tokens()
+    stream = await at.openai.chat.completions.create(**SHORT, stream=True)
+    assert [chunk async for chunk in stream]
+    assert at.first_tokens() == before + 1
+    assert at.counted.output_tokens == 8
+
+
+async def calls_tools(at: Counter) -> None:
+    # A tool that is named, and one that the model has to choose: both end as a client expects.
+    for choice, reason in ((CALL["tool_choice"], "stop"), ("required", "tool_calls")):
+        answer = await at.openai.chat.completions.create(**{**CALL, "tool_choice": choice})
+        assert answer.choices[0].finish_reason == reason
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name == TOOL_NAME
+        keeps_to(TOOL_SCHEMA, call.function.arguments)
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "It is Paris."}
+    messages = [*QUESTION, answer.choices[0].message, result]
+    again = await at.openai.chat.completions.create(
+        model=MODEL, messages=messages, tools=[TOOL], tool_choice="none", max_tokens=8
+    )
+    assert again.usage is not None
+    assert answer.usage is not None
+    assert again.usage.prompt_tokens > answer.usage.prompt_tokens
+    assert at.counted.output_tokens == again.usage.completion_tokens == 8
+
+
+async def streams_tool_calls(at: Counter) -> None:
+    before = at.first_tokens()
+    whole = await at.openai.chat.completions.create(**CALL)
+    async with at.openai.chat.completions.stream(**CALL) as stream:
+        arguments = "".join(
+            [e.arguments_delta async for e in stream if e.type == "tool_calls.function.arguments.delta"]
+        )
+        final = await stream.get_final_completion()
+    (call,) = final.choices[0].message.tool_calls or []
+    assert call.function.arguments == arguments
+    keeps_to(TOOL_SCHEMA, arguments)
+    assert final.choices[0].finish_reason == whole.choices[0].finish_reason
+    (asked_whole,) = whole.choices[0].message.tool_calls or []
+    assert asked_whole.type == "function"
+    assert asked_whole.function.arguments == arguments
+    assert at.first_tokens() == before + 1
+
+
+async def keeps_to_a_schema(at: Counter) -> None:
+    answer = await at.openai.chat.completions.create(**PLACE)
+    assert answer.choices[0].finish_reason == "stop"
+    keeps_to(SCHEMA, answer.choices[0].message.content)
+
+
+async def hears_of_errors(at: Counter) -> None:
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        await at.openai.chat.completions.create(model="other", messages=QUESTION)
+    at.let_be_too_long()
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        await at.openai.chat.completions.create(model=MODEL, messages=LONG)
+    with pytest.raises(openai.AuthenticationError):
+        await at.openai.with_options(api_key="wrong").models.list()
+
+
+async def lists_models(at: Counter) -> None:
+    assert [model.id for model in (await at.openai.models.list()).data] == [MODEL]
+
+
+CHECKS: Checks = {
+    ("`openai` (Python)", "answers"): answers,
+    ("`openai` (Python)", "streams"): streams,
+    ("`openai` (Python)", "tools"): calls_tools,
+    ("`openai` (Python)", "streamed tools"): streams_tool_calls,
+    ("`openai` (Python)", "JSON schemas"): keeps_to_a_schema,
+    ("`openai` (Python)", "errors"): hears_of_errors,
+    ("`openai` (Python)", "list of models"): lists_models,
+}

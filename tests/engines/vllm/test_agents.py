@@ -1,0 +1,78 @@
+"""Tools and thoughts of a real vLLM engine: with every client, and in the conversations of coding agents."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anthropic
+import pytest
+import pytest_asyncio
+
+from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, counter
+from tests.engines.vllm.conversations import TURNS, converse
+from tests.engines.vllm.in_front import in_front_of
+from tests.engines.vllm.real import ARGS, TINY, Running, running
+from tests.engines.vllm.scripted import make_scripted
+
+pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
+
+CONVERSATIONS = 6
+
+
+@pytest_asyncio.fixture(scope="class", loop_scope="class")
+async def agent(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    model = make_scripted(tmp_path_factory.mktemp("scripted"), tokenizer_of=TINY)
+    args = {
+        **ARGS,
+        "max_model_len": 8192,
+        "enable_auto_tool_choice": True,
+        "tool_call_parser": "hermes",
+        "reasoning_parser": "deepseek_r1",
+    }
+    async with running(Path(model), args=args) as started:
+        yield started
+
+
+@contextlib.asynccontextmanager
+async def client_of(url: object) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(
+        base_url=str(url), api_key="none", max_retries=0, timeout=120
+    ) as made:
+        yield made
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestAgentEngine:
+    @pytest.mark.parametrize(("client", "feature"), [cell for cell in CHECKS if cell[1] in WITH_TOOLS])
+    async def test_a_client_can_do_what_the_documentation_says(
+        self, agent: Running, client: str, feature: str
+    ) -> None:
+        async with counter(str(agent.client.base_url)) as at:
+            await CHECKS[client, feature](at)
+
+    async def test_conversations_at_once_are_answered_as_each_alone_by_the_engine(
+        self, agent: Running
+    ) -> None:
+        tasks = [f"Repair module {number}, and say what it was." for number in range(CONVERSATIONS)]
+        async with in_front_of(agent.engine, agent.limits) as front, client_of(front.http.base_url) as ours:
+            through = await asyncio.gather(*(converse(ours, task) for task in tasks))
+        async with client_of(agent.client.base_url) as theirs:
+            straight = [await converse(theirs, task) for task in tasks]
+        assert through == straight
+        turns = [turn for conversation in through for turn in conversation]
+        assert len(turns) == CONVERSATIONS * TURNS
+        # Both ends are met, and every answer begins with its thoughts.
+        assert {turn.stop_reason for turn in turns} == {"tool_use", "end_turn"}
+        assert {tuple(turn.kinds()) for turn in turns} == {
+            ("thinking", "text"),
+            ("thinking", "text", "tool_use"),
+        }
+        for turn in turns:
+            assert (turn.events[0], turn.events[-1]) == ("message_start", "message_stop")
+            assert turn.events.count("content_block_start") == len(turn.content)
+            assert turn.events.count("content_block_stop") == len(turn.content)
+        for conversation in through:
+            lengths = [turn.prompt_tokens for turn in conversation]
+            assert lengths == sorted(set(lengths))
+            assert lengths[0] > 1_500

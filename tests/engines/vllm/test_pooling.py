@@ -1,0 +1,129 @@
+"""Models that generate nothing, on a real vLLM engine: through everything in front of it, and asked directly."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.engines.vllm.conformance import without_ids
+from tests.engines.vllm.in_front import Front, in_front_of
+from tests.engines.vllm.pooling_models import MAX_TOKENS, WIDTH, make_embedding, make_ranking
+from tests.engines.vllm.real import ARGS, TINY, Running, running
+
+pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
+
+TEXTS = ["Paris is a city.", "A cat sleeps on the mat.", "The train to Lyon is late."]
+QUERY = "Which city is the capital of France?"
+RANK: dict[str, Any] = {"query": QUERY, "documents": TEXTS}
+# How long the sum of a request's texts is, in the endpoints' own usage.
+RANKED: list[tuple[str, dict[str, Any]]] = [
+    ("/score", {"text_1": QUERY, "text_2": TEXTS}),
+    ("/v1/score", {"text_1": QUERY, "text_2": TEXTS[0]}),
+    ("/rerank", RANK),
+    ("/v1/rerank", {**RANK, "top_n": 2}),
+    ("/v2/rerank", RANK),
+    ("/classify", {"input": TEXTS}),
+    ("/pooling", {"input": TEXTS, "task": "classify"}),
+]
+EMBEDDED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/embeddings", {"input": TEXTS}),
+    ("/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"}),
+    ("/v2/embed", {"texts": TEXTS, "input_type": "search_document", "embedding_types": ["float"]}),
+    ("/pooling", {"input": TEXTS, "task": "embed"}),
+]
+
+
+@contextlib.asynccontextmanager
+async def pooled(make: Callable[[Path, Path], Path], folder: Path) -> AsyncIterator[tuple[Running, Front]]:
+    args = {**ARGS, "max_model_len": MAX_TOKENS}
+    async with (
+        running(make(folder, TINY), args=args) as started,
+        in_front_of(started.engine, started.limits) as front,
+    ):
+        yield started, front
+
+
+Pair = tuple[Running, Front]
+
+
+@pytest_asyncio.fixture(scope="class", loop_scope="class")
+async def ranking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    async with pooled(make_ranking, tmp_path_factory.mktemp("ranking")) as pair:
+        yield pair
+
+
+@pytest_asyncio.fixture(scope="class", loop_scope="class")
+async def embedding(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    async with pooled(make_embedding, tmp_path_factory.mktemp("embedding")) as pair:
+        yield pair
+
+
+async def both(pair: Pair, path: str, body: dict[str, Any]) -> Any:
+    """The answer that comes through everything in front, which is the engine's own."""
+    started, front = pair
+    asked = {"model": "m", **body}
+    ours, theirs = [await client.post(path, json=asked) for client in (front.http, started.client)]
+    assert (ours.status_code, theirs.status_code) == (200, 200), (ours.text, theirs.text)
+    assert without_ids(ours.json()) == without_ids(theirs.json())
+    return ours.json()
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestRankingEngine:
+    @pytest.mark.parametrize(("path", "body"), RANKED)
+    async def test_its_answers_come_through_unchanged(
+        self, ranking: Pair, path: str, body: dict[str, Any]
+    ) -> None:
+        await both(ranking, path, body)
+
+    async def test_ranks_are_the_order_of_scores(self, ranking: Pair) -> None:
+        scores = await both(ranking, "/score", {"text_1": QUERY, "text_2": TEXTS})
+        ranks = await both(ranking, "/v2/rerank", RANK)
+        by_score = {item["index"]: item["score"] for item in scores["data"]}
+        assert len(set(by_score.values())) == len(TEXTS)
+        assert [item["index"] for item in ranks["results"]] == sorted(by_score, key=lambda at: -by_score[at])
+
+    async def test_many_at_once_are_answered_as_each_alone(self, ranking: Pair) -> None:
+        bodies = [{"query": f"{QUERY} {number}", "documents": TEXTS} for number in range(12)]
+        alone = [await both(ranking, "/rerank", body) for body in bodies]
+        _, front = ranking
+        at_once = await asyncio.gather(
+            *(front.http.post("/rerank", json={"model": "m", **body}) for body in bodies)
+        )
+        for answer, expected in zip(at_once, alone, strict=True):
+            found = [
+                (item["index"], pytest.approx(item["relevance_score"])) for item in answer.json()["results"]
+            ]
+            assert found == [(item["index"], item["relevance_score"]) for item in expected["results"]]
+
+    async def test_a_text_that_is_too_long_is_refused_with_a_reason(self, ranking: Pair) -> None:
+        _, front = ranking
+        answer = await front.http.post("/rerank", json={"model": "m", **RANK, "documents": ["word " * 900]})
+        assert answer.status_code == 400
+        assert "maximum context length" in answer.json()["error"]["message"]
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestEmbeddingEngine:
+    @pytest.mark.parametrize(("path", "body"), EMBEDDED)
+    async def test_its_answers_come_through_unchanged(
+        self, embedding: Pair, path: str, body: dict[str, Any]
+    ) -> None:
+        await both(embedding, path, body)
+
+    async def test_a_vector_is_of_the_models_width_and_the_same_on_every_path(self, embedding: Pair) -> None:
+        openai = await both(embedding, "/v1/embeddings", {"input": TEXTS})
+        cohere = await both(
+            embedding,
+            "/v2/embed",
+            {"texts": TEXTS, "input_type": "search_document", "embedding_types": ["float"]},
+        )
+        vectors = [item["embedding"] for item in openai["data"]]
+        assert {len(vector) for vector in vectors} == {WIDTH}
+        for mine, other in zip(cohere["embeddings"]["float"], vectors, strict=True):
+            assert mine == pytest.approx(other, abs=1e-5)
+        assert openai["usage"]["prompt_tokens"] > len(TEXTS)
