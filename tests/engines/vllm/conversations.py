@@ -19,7 +19,7 @@ TOOLS: Any = [
 
 
 @dataclass(frozen=True)
-class Turn:
+class AgentTurn:
     """What one answer has said.
 
     Attributes:
@@ -44,10 +44,10 @@ def told(about: str) -> str:
     return f"{about}: " + " ".join("".join(words.choices(string.ascii_lowercase, k=5)) for _ in range(60))
 
 
-async def converse(client: anthropic.AsyncAnthropic, task: str) -> list[Turn]:
+async def converse(client: anthropic.AsyncAnthropic, task: str) -> list[AgentTurn]:
     """A conversation's turns: results of tools are sent back, and a user answers what is said to him."""
     messages: list[Any] = [{"role": "user", "content": told(task)}]
-    turns: list[Turn] = []
+    turns: list[AgentTurn] = []
     for number in range(TURNS):
         events: list[str] = []
         async with client.messages.stream(
@@ -68,9 +68,9 @@ async def converse(client: anthropic.AsyncAnthropic, task: str) -> list[Turn]:
     return turns
 
 
-def _turn(message: Any, events: list[str]) -> Turn:
+def _turn(message: Any, events: list[str]) -> AgentTurn:
     usage = message.usage
-    return Turn(
+    return AgentTurn(
         content=[
             block.model_dump(exclude_none=True, exclude={"id", "signature"}) for block in message.content
         ],

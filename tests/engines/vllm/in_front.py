@@ -53,7 +53,12 @@ class Front:
                 return Heard(str(content["error"]["code"]))
             return Heard("answered", len(content["choices"][0]["token_ids"]))
         async with self.http.stream("POST", url, json=document) as answer:
-            lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+            # A stream that waits in the queue for long is kept alive by comments.
+            lines = [
+                line.removeprefix("data: ")
+                async for line in answer.aiter_lines()
+                if line and not line.startswith(":")
+            ]
         if answer.status_code != 200:
             return Heard(str(json.loads(lines[0])["error"]["code"]))
         return _streamed(lines)

@@ -1,8 +1,8 @@
 """A model that thinks, and then says something or calls a tool, though nobody has trained it.
 
 Random weights never end an answer, nor write a tool call that a parser would find. So these are written down.
-Each token belongs to one step of a script, and the last token alone decides which step comes next. Which of a
-step's words is said is decided by attention to all that came before, whose weights are random. So answers differ
+Each token belongs to one step of a script, and the last token alone decides which step comes next. Which of
+its words is said is decided by attention to all that came before, whose weights are random. So answers differ
 with the context, as those of a trained model do, and are the same whenever the context is.
 
 The hidden state has three parts: one number for each step, what a token is for attention, and what attention
@@ -53,7 +53,7 @@ _TEMPLATE = """\
 
 
 @dataclass(frozen=True)
-class _Step:
+class _ScriptStep:
     """The tokens of which one is said.
 
     Attributes:
@@ -94,7 +94,7 @@ def make_scripted(folder: Path, tokenizer_of: Path) -> Path:
     return folder
 
 
-def _script(tokenizer: Any) -> list[_Step]:
+def _script(tokenizer: Any) -> list[_ScriptStep]:
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     end = tokenizer.eos_token_id
     start_of_thoughts, end_of_thoughts = (vocabulary[word] for word in ("<think>", "</think>"))
@@ -103,21 +103,21 @@ def _script(tokenizer: Any) -> list[_Step]:
     call, between, last = ([vocabulary[_written(piece)] for piece in part] for part in _CALL)
     words = _words(vocabulary)
 
-    def said(count: int) -> Iterator[_Step]:
-        return (_Step([next(words) for _ in range(_CHOICES)]) for _ in range(count))
+    def said(count: int) -> Iterator[_ScriptStep]:
+        return (_ScriptStep([next(words) for _ in range(_CHOICES)]) for _ in range(count))
 
     return [
-        _Step([start_of_thoughts]),
+        _ScriptStep([start_of_thoughts]),
         *said(_THOUGHTS),
-        _Step([end_of_thoughts], shortcut=call[0]),
+        _ScriptStep([end_of_thoughts], shortcut=call[0]),
         *said(_WORDS),
-        _Step([call[0], end], favour=_FAVOUR_OF_CALLS),
-        *(_Step([token]) for token in call[1:]),
-        _Step(cities),
-        *(_Step([token]) for token in between),
-        _Step(days),
-        *(_Step([token]) for token in last),
-        _Step([end]),
+        _ScriptStep([call[0], end], favour=_FAVOUR_OF_CALLS),
+        *(_ScriptStep([token]) for token in call[1:]),
+        _ScriptStep(cities),
+        *(_ScriptStep([token]) for token in between),
+        _ScriptStep(days),
+        *(_ScriptStep([token]) for token in last),
+        _ScriptStep([end]),
     ]
 
 
@@ -136,7 +136,7 @@ def _words(vocabulary: dict[str, int]) -> Iterator[int]:
     return iter(words)
 
 
-def _write(model: Any, script: Sequence[_Step], torch: Any) -> None:
+def _write(model: Any, script: Sequence[_ScriptStep], torch: Any) -> None:
     """Make the weights those of the script."""
     random_numbers = torch.Generator().manual_seed(0)
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import anthropic
 import pytest
@@ -11,6 +12,7 @@ import pytest_asyncio
 
 from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, counter
 from tests.engines.vllm.conversations import TURNS, converse
+from tests.engines.vllm.held import GENERATED, same_answer
 from tests.engines.vllm.in_front import in_front_of
 from tests.engines.vllm.real import ARGS, TINY, Running, running
 from tests.engines.vllm.scripted import make_scripted
@@ -50,6 +52,13 @@ class TestAgentEngine:
     ) -> None:
         async with counter(str(agent.client.base_url)) as at:
             await CHECKS[client, feature](at)
+
+    @pytest.mark.parametrize(("path", "body"), GENERATED)
+    async def test_its_answers_come_through_unchanged(
+        self, agent: Running, path: str, body: dict[str, Any]
+    ) -> None:
+        async with in_front_of(agent.engine, agent.limits) as front:
+            await same_answer((front.http, agent.client), path, body)
 
     async def test_conversations_at_once_are_answered_as_each_alone_by_the_engine(
         self, agent: Running

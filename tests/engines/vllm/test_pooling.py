@@ -1,4 +1,4 @@
-"""Models that generate nothing, on a real vLLM engine: through everything in front of it, and asked directly."""
+"""Models that generate nothing, on a real vLLM engine: asked through everything in front, and directly."""
 
 import asyncio
 import contextlib
@@ -9,32 +9,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.engines.vllm.conformance import without_ids
+from tests.engines.vllm.held import EMBED, EMBEDDED, QUERY, RANK, RANKED, SCORE, TEXTS, same_answer
 from tests.engines.vllm.in_front import Front, in_front_of
 from tests.engines.vllm.pooling_models import MAX_TOKENS, WIDTH, make_embedding, make_ranking
 from tests.engines.vllm.real import ARGS, TINY, Running, running
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
-
-TEXTS = ["Paris is a city.", "A cat sleeps on the mat.", "The train to Lyon is late."]
-QUERY = "Which city is the capital of France?"
-RANK: dict[str, Any] = {"query": QUERY, "documents": TEXTS}
-# How long the sum of a request's texts is, in the endpoints' own usage.
-RANKED: list[tuple[str, dict[str, Any]]] = [
-    ("/score", {"text_1": QUERY, "text_2": TEXTS}),
-    ("/v1/score", {"text_1": QUERY, "text_2": TEXTS[0]}),
-    ("/rerank", RANK),
-    ("/v1/rerank", {**RANK, "top_n": 2}),
-    ("/v2/rerank", RANK),
-    ("/classify", {"input": TEXTS}),
-    ("/pooling", {"input": TEXTS, "task": "classify"}),
-]
-EMBEDDED: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/embeddings", {"input": TEXTS}),
-    ("/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"}),
-    ("/v2/embed", {"texts": TEXTS, "input_type": "search_document", "embedding_types": ["float"]}),
-    ("/pooling", {"input": TEXTS, "task": "embed"}),
-]
 
 
 @contextlib.asynccontextmanager
@@ -65,11 +45,7 @@ async def embedding(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[P
 async def both(pair: Pair, path: str, body: dict[str, Any]) -> Any:
     """The answer that comes through everything in front, which is the engine's own."""
     started, front = pair
-    asked = {"model": "m", **body}
-    ours, theirs = [await client.post(path, json=asked) for client in (front.http, started.client)]
-    assert (ours.status_code, theirs.status_code) == (200, 200), (ours.text, theirs.text)
-    assert without_ids(ours.json()) == without_ids(theirs.json())
-    return ours.json()
+    return await same_answer((front.http, started.client), path, body)
 
 
 @pytest.mark.asyncio(loop_scope="class")
@@ -81,7 +57,7 @@ class TestRankingEngine:
         await both(ranking, path, body)
 
     async def test_ranks_are_the_order_of_scores(self, ranking: Pair) -> None:
-        scores = await both(ranking, "/score", {"text_1": QUERY, "text_2": TEXTS})
+        scores = await both(ranking, "/score", SCORE)
         ranks = await both(ranking, "/v2/rerank", RANK)
         by_score = {item["index"]: item["score"] for item in scores["data"]}
         assert len(set(by_score.values())) == len(TEXTS)
@@ -117,11 +93,7 @@ class TestEmbeddingEngine:
 
     async def test_a_vector_is_of_the_models_width_and_the_same_on_every_path(self, embedding: Pair) -> None:
         openai = await both(embedding, "/v1/embeddings", {"input": TEXTS})
-        cohere = await both(
-            embedding,
-            "/v2/embed",
-            {"texts": TEXTS, "input_type": "search_document", "embedding_types": ["float"]},
-        )
+        cohere = await both(embedding, "/v2/embed", EMBED)
         vectors = [item["embedding"] for item in openai["data"]]
         assert {len(vector) for vector in vectors} == {WIDTH}
         for mine, other in zip(cohere["embeddings"]["float"], vectors, strict=True):

@@ -1,0 +1,55 @@
+"""Requests of every scheduled endpoint, whose answers through us have to be those of the engine itself."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import httpx
+
+from tests.engines.vllm.conformance import without_ids
+
+Case = tuple[str, dict[str, Any]]
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY = {"max_tokens": 40, "temperature": 0}
+GENERATED: list[Case] = [
+    ("/v1/chat/completions", {"messages": QUESTION, **GREEDY}),
+    ("/v1/completions", {"prompt": "What is", **GREEDY}),
+    ("/v1/responses", {"input": "What is the capital of France?", "max_output_tokens": 40, "temperature": 0}),
+    ("/v1/messages", {"messages": QUESTION, **GREEDY}),
+]
+
+TEXTS = ["Paris is a city.", "A cat sleeps on the mat.", "The train to Lyon is late."]
+QUERY = "Which city is the capital of France?"
+RANK: dict[str, Any] = {"query": QUERY, "documents": TEXTS}
+SCORE: dict[str, Any] = {"text_1": QUERY, "text_2": TEXTS}
+RANKED: list[Case] = [
+    ("/score", SCORE),
+    ("/v1/score", {**SCORE, "text_2": TEXTS[0]}),
+    ("/rerank", RANK),
+    ("/v1/rerank", {**RANK, "top_n": 2}),
+    ("/v2/rerank", RANK),
+    ("/classify", {"input": TEXTS}),
+    ("/pooling", {"input": TEXTS, "task": "classify"}),
+]
+
+EMBED: dict[str, Any] = {"texts": TEXTS, "input_type": "search_document", "embedding_types": ["float"]}
+EMBEDDED: list[Case] = [
+    ("/v1/embeddings", {"input": TEXTS}),
+    ("/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"}),
+    ("/v2/embed", EMBED),
+    ("/pooling", {"input": TEXTS, "task": "embed"}),
+]
+
+
+def held() -> set[str]:
+    """The paths that are held against an engine."""
+    return {path for path, _ in (*GENERATED, *RANKED, *EMBEDDED)}
+
+
+async def same_answer(clients: Iterable[httpx.AsyncClient], path: str, body: dict[str, Any]) -> Any:
+    """What all of these servers answer, without ids and times."""
+    answers = [await client.post(path, json={"model": "m", **body}) for client in clients]
+    assert [answer.status_code for answer in answers] == [200] * len(answers), [a.text for a in answers]
+    first, *others = [without_ids(answer.json()) for answer in answers]
+    assert all(other == first for other in others), (first, others)
+    return first
