@@ -72,7 +72,8 @@ class TestRankingEngine:
         )
         for answer, expected in zip(at_once, alone, strict=True):
             found = [
-                (item["index"], pytest.approx(item["relevance_score"])) for item in answer.json()["results"]
+                (item["index"], pytest.approx(item["relevance_score"], rel=1e-3))
+                for item in answer.json()["results"]
             ]
             assert found == [(item["index"], item["relevance_score"]) for item in expected["results"]]
 
