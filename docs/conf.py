@@ -13,12 +13,22 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).resolve().parents[1]
 
 CONTENTS = {
-    "Use it": ("get-started", "put-in-front", "clients", "tuning", "planning", "operations", "security"),
+    "Use it": (
+        "get-started",
+        "put-in-front",
+        "clients",
+        "tuning",
+        "planning",
+        "operations",
+        "kubernetes",
+        "security",
+    ),
     "Understand it": ("architecture", "scheduling", "routing", "queueing", "results", "claims", "glossary"),
     "Reference": (
         "reference/configuration",
         "reference/cli",
         "reference/metrics",
+        "reference/chart",
         "reference/endpoints",
         "reference/outcomes",
         "servers",

@@ -16,6 +16,7 @@ from ray.serve import Application
 
 from serve_app.engines.vllm.engine import check_vllm_args
 from serve_app.errors import SettingsError
+from serve_app.serving.autoscaling import pool_config, scheduler_config
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.endpoints.deployment import WATCHER_DEPLOYMENT_OPTIONS, EndpointsDeployment
 from serve_app.serving.gateway.deployment import GatewayDeployment
@@ -53,7 +54,7 @@ def application_of(settings: AppSettings) -> Application:
     _refuse_shared_names(settings)
     schedulers = {model.name: _scheduler(model, settings) for model in settings.models}
     pools = {
-        name: _pool(name, pool, settings.channel, schedulers[model.name])
+        name: _pool(model.name, pool, settings.channel, schedulers[model.name])
         for model in settings.models
         for name, pool in zip(_pool_names(model), model.pools, strict=True)
         if pool.engine.remote is None
@@ -92,11 +93,15 @@ def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
         decision_log=model.decision_log,
         state_uri=settings.state_uri,
         state_interval_s=settings.state_interval_s,
+        scaling=model.scaling,
     )
+    name = _deployment_name("scheduler", model.name)
+    scales = any(pool.autoscaling is not None for pool in model.pools)
     deployment = serve.deployment(
-        name=_deployment_name("scheduler", model.name),
+        name=name,
         # Mostly idle: a decision takes microseconds.
         ray_actor_options={"num_cpus": 0.1},
+        **({"autoscaling_config": scheduler_config(name)} if scales else {"num_replicas": 1}),
         **SCHEDULER_DEPLOYMENT_OPTIONS,
     )(SchedulerDeployment)
     return deployment.bind(actor)
@@ -112,7 +117,7 @@ def _tuner(model: ModelSettings, scheduler: Application, state_uri: str | None) 
     return deployment.bind(model.name, model.tuner, scheduler, state_uri)
 
 
-def _pool(name: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Application) -> Application:
+def _pool(model: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Application) -> Application:
     if pool.engine.vllm is not None:
         check_vllm_args(pool.engine.vllm)
     settings = PoolReplicaSettings(
@@ -123,13 +128,13 @@ def _pool(name: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Ap
         channel=channel,
     )
     deployment = serve.deployment(
-        name=name,
+        name=_deployment_name(pool.name, model),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=pool.health_check_timeout_s,
         graceful_shutdown_timeout_s=pool.drain_timeout_s + _STOP_MARGIN_S,
         # Serve counts no requests here, so it need not wait before the replica drains.
         graceful_shutdown_wait_loop_s=0.1,
-        **_scale(pool),
+        **_scale(pool, _deployment_name("scheduler", model)),
         **_resources(pool),
     )(PoolDeployment)
     engine = pool.engine.emulated or pool.engine.vllm
@@ -151,10 +156,10 @@ def _endpoints(
     )
 
 
-def _scale(pool: PoolSettings) -> dict[str, Any]:
+def _scale(pool: PoolSettings, scheduler_name: str) -> dict[str, Any]:
     if pool.autoscaling is None:
         return {"num_replicas": pool.replicas or 1}
-    return {"autoscaling_config": pool.autoscaling.serve_config()}
+    return {"autoscaling_config": pool_config(pool.autoscaling, scheduler_name, pool.name)}
 
 
 def _resources(pool: PoolSettings) -> dict[str, Any]:

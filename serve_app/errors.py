@@ -16,6 +16,7 @@ class Outcome(enum.StrEnum):
     REJECTED_INVALID = "rejected_invalid"
     REJECTED_UNAUTHORISED = "rejected_unauthorised"
     REJECTED_UNKNOWN_MODEL = "rejected_unknown_model"
+    REJECTED_UNKNOWN_RESPONSE = "rejected_unknown_response"
     REJECTED_BODY_TOO_LARGE = "rejected_body_too_large"
     REJECTED_TOO_LONG = "rejected_too_long"
     REJECTED_QUEUE_FULL = "rejected_queue_full"
@@ -41,6 +42,7 @@ HTTP_STATUS: dict[Outcome, int] = {
     Outcome.REJECTED_INVALID: 400,
     Outcome.REJECTED_UNAUTHORISED: 401,
     Outcome.REJECTED_UNKNOWN_MODEL: 404,
+    Outcome.REJECTED_UNKNOWN_RESPONSE: 404,
     Outcome.REJECTED_BODY_TOO_LARGE: 413,
     Outcome.REJECTED_TOO_LONG: 400,
     Outcome.REJECTED_QUEUE_FULL: 429,

@@ -2,7 +2,9 @@
 
 import enum
 import math
+from collections.abc import Container
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from serve_app.rate_limits import KeyTerms
 
@@ -31,6 +33,25 @@ class TextCategory(enum.StrEnum):
     CJK = "cjk"
     NUMERIC = "numeric"
     MIXED = "mixed"
+
+
+class Destination(NamedTuple):
+    """Which replicas of its pools will do for a request.
+
+    Attributes:
+        replica_id: the only one, since it keeps what the request refers to; None for any.
+        adapter: those that hold this LoRA adapter; None for all.
+    """
+
+    replica_id: str | None = None
+    adapter: str | None = None
+
+    def admits(self, replica_id: str, adapters: Container[str]) -> bool:
+        """Whether a replica with these adapters will do."""
+        return self.replica_id in (None, replica_id) and (self.adapter is None or self.adapter in adapters)
+
+
+ANYWHERE = Destination()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +83,8 @@ class RequestSpec:
     """What a request asks of an engine, as read from its body.
 
     Attributes:
-        model: the name that the client used.
+        model: the name of the model.
+        adapter: the name that the client used, where it is a LoRA adapter of the model.
         max_output_tokens: the client's own limit per choice; None when it gave none, 0 when nothing is
             generated (embeddings).
         choices: sequences that the engine generates: `n` for each prompt.
@@ -74,6 +96,7 @@ class RequestSpec:
     max_output_tokens: int | None = None
     choices: int = 1
     streamed: bool = True
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +110,7 @@ class Submission:
         no_wait: refuse at once rather than queue (`x-queue: no-wait`).
         prefix: hashes of the prompt's leading blocks, longest last, for prefix affinity.
         key: of the API key that it came with; None where it needed none.
+        bound_to: the only replica that may serve it, since that one keeps what it refers to; None for any.
     """
 
     request_id: str
@@ -97,6 +121,7 @@ class Submission:
     no_wait: bool = False
     prefix: tuple[int, ...] = ()
     key: KeyTerms | None = None
+    bound_to: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +158,17 @@ class Request:
     def priority(self) -> PriorityClass:
         """How urgent it is."""
         return self.submission.priority
+
+    @property
+    def bound_to(self) -> str | None:
+        """The only replica that may serve it; None for any."""
+        return self.submission.bound_to
+
+    @property
+    def destination(self) -> Destination:
+        """Which replicas of its pools will do."""
+        bound_to, adapter = self.submission.bound_to, self.submission.spec.adapter
+        return ANYWHERE if bound_to is None and adapter is None else Destination(bound_to, adapter)
 
     @property
     def spec(self) -> RequestSpec:

@@ -154,6 +154,7 @@ def rendered(
             continue
         yield _overview(model)
         yield _replicas(model["replicas"])
+        yield from _learned_contexts(model["replicas"])
         queue = of_model.get(model["model"], {})
         if queue.get("sub_queues"):
             yield _sub_queues(queue, most_shown)
@@ -194,6 +195,13 @@ def _replicas(replicas: Mapping[str, Document]) -> Table:
             "stale" if replica["stale"] else state,
         )
     return table
+
+
+def _learned_contexts(replicas: Mapping[str, Document]) -> Iterator[str]:
+    """What refusals have taught of replicas that do not tell their context limit."""
+    for name, replica in sorted(replicas.items()):
+        if learned := replica.get("learned_context_tokens"):
+            yield f"  {name} does not tell its context limit; learned from refusals: {learned:,} tokens"
 
 
 def _told(figure: float | None, form: str = "") -> str:

@@ -35,6 +35,8 @@ def request(
     text_bytes: int | None = None,
     shape: PromptShape | None = None,
     key: KeyTerms | None = None,
+    bound_to: str | None = None,
+    adapter: str | None = None,
 ) -> Request:
     exact = PromptShape(
         text_bytes=4 * prompt_tokens if text_bytes is None else text_bytes, prompt_tokens=prompt_tokens
@@ -48,12 +50,14 @@ def request(
                 max_output_tokens=max_output_tokens,
                 choices=choices,
                 streamed=streamed,
+                adapter=adapter,
             ),
             tenant=tenant,
             priority=priority,
             no_wait=no_wait,
             prefix=prefix,
             key=key,
+            bound_to=bound_to,
         ),
         gateway_id=gateway_id,
         arrived_at=arrived_at,
@@ -74,6 +78,8 @@ def spec(
     max_model_len: int = 1_000,
     kv_tokens: int | None = 10_000,
     max_num_seqs: int | None = 8,
+    adapters: tuple[str, ...] = (),
+    stall_timeout_s: float | None = None,
 ) -> ReplicaSpec:
     return ReplicaSpec(
         replica_id=replica_id,
@@ -81,6 +87,8 @@ def spec(
         max_model_len=max_model_len,
         kv_tokens=kv_tokens,
         max_num_seqs=max_num_seqs,
+        adapters=adapters,
+        stall_timeout_s=stall_timeout_s,
     )
 
 
@@ -92,6 +100,7 @@ def report(
     kv_usage_ratio: float | None = 0.0,
     tpot_s: float | None = None,
     draining: bool = False,
+    computes: bool | None = None,
 ) -> ReplicaReport:
     return ReplicaReport(
         received=received,
@@ -100,6 +109,7 @@ def report(
         kv_usage_ratio=kv_usage_ratio,
         tpot_s=tpot_s,
         draining=draining,
+        computes=computes,
     )
 
 
@@ -153,7 +163,7 @@ class ManualDriver:
 
 
 def one_replica(
-    replica_id: str = "r1", *, limits: Mapping[str, int | None] | None = None, **changes: Any
+    replica_id: str = "r1", *, limits: Mapping[str, float | None] | None = None, **changes: Any
 ) -> ManualDriver:
     """A scheduler with a single pool of one replica."""
     driver = ManualDriver(routing=ONE_POOL, **changes)

@@ -12,14 +12,23 @@ from serve_app.serving.http_heads import LimitedHeads
 
 
 @contextlib.asynccontextmanager
-async def listening(app: ASGIApp, port: int = 0) -> AsyncIterator[int]:
+async def listening(
+    app: ASGIApp, port: int = 0, protocol: type[LimitedHeads] = LimitedHeads, keep_alive_s: int = 5
+) -> AsyncIterator[int]:
     """Serve an ASGI app; yields the port. Answers that are open at the end are cut.
 
     It is uvicorn without `Server.serve`. That one looks ten times a second whether it shall end, and pauses
     once more before it does: a fifth of a second for each of a thousand tests.
     """
     config = uvicorn.Config(
-        app, http=LimitedHeads, ws="none", lifespan="off", log_level="error", access_log=False, backlog=256
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_level="error",
+        access_log=False,
+        backlog=256,
+        timeout_keep_alive=keep_alive_s,
     )
     config.load()
     server = uvicorn.Server(config)

@@ -101,12 +101,17 @@ def test_an_engine_over_several_nodes_gets_a_placement_group() -> None:
 
 
 def test_each_pool_is_scaled_by_its_own_settings_and_our_policy() -> None:
-    short = emulated("short", autoscaling={"max_replicas": 4, "target_ongoing_requests": 12.0})
+    short = emulated("short", autoscaling={"max_replicas": 4})
     found = deployments(application_of(settings({"name": "demo", "pools": [short, emulated("long")]})))
     config = found["short-demo"]._deployment_config.autoscaling_config
     assert config is not None
     assert (config.min_replicas, config.max_replicas) == (1, 4)
-    assert config.policy.policy_function == "serve_app.serving.pool.autoscaling:PoolPolicy"
+    assert config.policy.policy_function == "serve_app.serving.autoscaling:PoolPolicy"
+    assert config.policy.policy_kwargs == {"scheduler": "scheduler-demo", "pool": "short"}
+    scheduler = found["scheduler-demo"]._deployment_config.autoscaling_config
+    assert scheduler is not None
+    assert (scheduler.min_replicas, scheduler.max_replicas) == (1, 1)
+    assert scheduler.policy.policy_kwargs == {"scheduler": "scheduler-demo"}
     assert found["long-demo"]._deployment_config.autoscaling_config is None
 
 

@@ -31,20 +31,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": WORDS,
     "routing": WORDS,
     "scheduling": CORE - {"scheduling"},
+    # How many replicas the pools need, from the scheduler's state.
+    "scaling": CORE,
     # How engines behave, without one: what simulation, planning, calibration and the twin compute with.
     "engine_model": WORDS,
     # Adapters to what answers requests; serving hosts them.
     "engines": WORDS | {"engine_model"},
     "workloads": WORDS,
     # Both drive the core, and neither knows the other.
-    "simulation": CORE | {"engine_model", "workloads", "command", "tables", "provenance"},
-    "serving": CORE | {"access", "api_keys", "engines", "engine_model", "tuning"},
+    "simulation": CORE | {"scaling", "engine_model", "workloads", "command", "tables", "provenance"},
+    "serving": CORE | {"scaling", "access", "api_keys", "engines", "engine_model", "tuning"},
     "tuning": CORE
     | {"engine_model", "calibration", "workloads", "simulation", "command", "tables", "provenance"},
     "planning": CORE | {"engine_model", "workloads", "simulation", "command", "tables", "provenance"},
     # A client of a live endpoint: it knows it from outside only.
     "bench": WORDS | {"metrics", "workloads", "command", "tables", "provenance"},
-    "settings": CORE | {"engines", "engine_model", "serving", "tuning"},
+    "settings": CORE | {"scaling", "engines", "engine_model", "serving", "tuning"},
     "app": CORE | {"engines", "serving", "tuning", "settings"},
     "provenance": {"workloads"},
     "calibration": WORDS | {"engine_model", "command"},
@@ -80,6 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # What is pure: it computes, and takes time, chance and everything else as arguments.
 PURE = (
     "scheduling",
+    "scaling",
     "routing",
     "metrics",
     *(f"engine_model/{name}.py" for name in ("batch", "batching", "decoding", "kv_blocks", "model")),

@@ -30,7 +30,14 @@ STATUS: dict[str, Any] = {
                     "stale": False,
                     "report": {"running": 2, "waiting": 1, "kv_usage_ratio": 0.25, "tpot_s": 0.0123},
                 },
-                "l1": {"pool": "long", "in_flight": 0, "stale": True, "report": None},
+                "l1": {
+                    "pool": "long",
+                    "in_flight": 0,
+                    "stale": True,
+                    "report": None,
+                    "max_model_len": None,
+                    "learned_context_tokens": 8_192,
+                },
             },
             "tuner": {
                 "mode": "advise",
@@ -117,6 +124,7 @@ def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.Cap
         "12.3",
         "25%",
         "stale",
+        "l1 does not tell its context limit; learned from refusals: 8,192 tokens",
         "t1",
         "others go first",
         "2 more",

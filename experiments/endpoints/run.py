@@ -6,8 +6,6 @@ loops send short streams; CPU time is read from the processes.
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,16 +20,16 @@ import uvloop
 from experiments.common.application import Application, free_port, started_application
 from experiments.common.closed_loop import ClosedLoop, Exchange
 from experiments.common.experiment import Context, Experiment, Measurement
-from experiments.common.processes import CpuMeter, ProcessUse, process_tree, role_of
+from experiments.common.light_endpoint import MODEL
+from experiments.common.light_servers import LightServers, role_beside_endpoints, started_light_servers
+from experiments.common.processes import CpuMeter, process_tree
 from experiments.common.provenance import generated
-from experiments.endpoints.fakes import MODEL
 from serve_app.bench.bodies import BodyFactory, BodySettings
 from serve_app.bench.connection import BenchError, ConnectionPool, Target
 from serve_app.command import progress_bar
 from serve_app.settings_base import settings
 from serve_app.workloads.trace import TraceRequest
 
-_ROOT = Path(__file__).resolve().parents[2]
 _REQUEST = TraceRequest(arrival_s=0.0, prompt_tokens=20, output_tokens=8)
 _POLL_S = 0.02
 _PATIENCE_S = 120.0
@@ -61,21 +59,6 @@ class EndpointFleetSettings:
     changes: int
     replaced: int
     idle_s: float = 10.0
-
-
-@dataclass
-class LightServers:
-    """The process of the endpoints."""
-
-    process: "subprocess.Popen[str]"
-
-    def tell(self, verb: str, port: int) -> None:
-        """Open or close a port, and wait until that is done."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{verb} {port}\n")
-        self.process.stdin.flush()
-        self.process.stdout.readline()
 
 
 @dataclass
@@ -125,17 +108,7 @@ def play(settings: EndpointFleetSettings, context: Context) -> Iterator[Measurem
 def _fleet_of(count: int, spare: int) -> Iterator[Fleet]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        process = stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, "-m", "experiments.endpoints.fakes"],
-                cwd=_ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-        stack.callback(process.terminate)
-        servers = LightServers(process)
+        servers = stack.enter_context(started_light_servers())
         first = free_port() + 500
         ports = list(range(first, first + count))
         for port in ports:
@@ -160,7 +133,7 @@ def _model(file: Path) -> dict[str, Any]:
 
 
 def _figures(fleet: Fleet, settings: EndpointFleetSettings) -> dict[str, Any]:
-    meter = CpuMeter((fleet.served.pid,), _role)
+    meter = CpuMeter((fleet.served.pid,), role_beside_endpoints)
     # Connections, code paths and learned ratios are warm after it.
     _exchanges(fleet, settings.clients, max(settings.clients, settings.requests // 10))
     meter.calibrate(settings.idle_s)
@@ -254,16 +227,10 @@ async def _closed_loop(url: str, clients: int, requests: int) -> list[Exchange]:
     return await ClosedLoop(ConnectionPool(target), bodies, _REQUEST, stream=True).run(clients, requests)
 
 
-def _role(process: ProcessUse) -> str:
-    # There are no engines in this application: the replica of the pool is its watcher.
-    role = role_of(process)
-    return "watcher" if role == "engine" else role
-
-
 def _memory_mb(pid: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for process in process_tree(pid):
-        role = _role(process)
+        role = role_beside_endpoints(process)
         if role in ("gateway", "scheduler", "watcher"):
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
             resident = next(line for line in lines if line.startswith("VmRSS"))

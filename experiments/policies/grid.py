@@ -8,7 +8,7 @@ from experiments.common.rows import Key
 from experiments.policies.queues import queue_source
 from serve_app.settings_base import at_least, settings
 from serve_app.simulation.batch import saturated_rates
-from serve_app.simulation.estimate_noise import LengthNoise
+from serve_app.simulation.disturbances.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
 from serve_app.simulation.partitions import LEARNED
 from serve_app.simulation.run import RunSettings, SloByLength, policy_names

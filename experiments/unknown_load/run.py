@@ -15,7 +15,7 @@ from experiments.common.provenance import generated
 from experiments.unknown_load.limiters import FixedLimit, Gradient2Limit, VegasLimit
 from serve_app.command import progress_bar
 from serve_app.metrics.summary import SummaryRules, summarise
-from serve_app.routing.concurrency import ConcurrencyLimit, InFlightLimit
+from serve_app.routing.observed.concurrency import ConcurrencyLimit, InFlightLimit
 from serve_app.scheduling.events import ReplicaJoined
 from serve_app.settings_base import settings
 from serve_app.simulation.batch import parallel

@@ -3,7 +3,8 @@
 from docs_reference.markdown import code, document, table
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, ClientApi
 from serve_app.serving.gateway.openapi import OWN_PATHS
-from serve_app.serving.gateway.routes.table import QUESTIONS, SCHEDULED, UNSCHEDULED
+from serve_app.serving.gateway.routes.table import FORMS, QUESTIONS, SCHEDULED, UNSCHEDULED
+from serve_app.serving.gateway.stored.stored_responses import STORED_PATHS
 
 _INTRODUCTION = """
 # Endpoints
@@ -29,6 +30,11 @@ _UNSCHEDULED = """
 They cost an engine next to nothing. Those with GET take the model from the query (`model=NAME`), and else ask
 the first model that the key may use.
 """
+_KEPT = """
+## Asked of the replica that keeps a response
+
+[Clients](../clients.md#stored-responses) says which replica that is, and what becomes of its responses.
+"""
 _OWN = """
 ## Answered by the gateway itself
 """
@@ -45,11 +51,13 @@ def endpoints_page() -> str:
         )
         for path, endpoint in SCHEDULED.items()
     ]
+    scheduled += [(code(path), form.summary, _errors(form.api), "") for path, form in FORMS.items()]
     asked = [
         (f"POST {code(path)}", endpoint.summary, _errors(endpoint.api))
         for path, endpoint in UNSCHEDULED.items()
     ]
     asked += [(f"GET {code(path)}", summary, "OpenAI") for path, summary in QUESTIONS.items()]
+    kept = [(f"{method} {code(path)}", summary) for path, (method, summary) in STORED_PATHS.items()]
     own = [(f"{method} {code(path)}", summary) for path, (method, summary) in OWN_PATHS.items()]
     return document(
         _INTRODUCTION,
@@ -57,6 +65,8 @@ def endpoints_page() -> str:
         table(("POST", "Answers with", "Errors of", "Events before the first token"), scheduled),
         _UNSCHEDULED.strip() + "\n",
         table(("Path", "Answers with", "Errors of"), asked),
+        _KEPT.strip() + "\n",
+        table(("Path", "Answers with"), kept),
         _OWN.strip() + "\n",
         table(("Path", "Answers with"), own),
     )

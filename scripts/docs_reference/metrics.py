@@ -12,7 +12,9 @@ from prometheus_client.registry import Collector
 
 from docs_reference.markdown import code, document, sentence, table
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
+from serve_app.scaling import ScalingSettings
 from serve_app.serving.gateway.telemetry import Telemetry
+from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
 from serve_app.serving.scheduler.usage_ledger import UsageLedger
 from serve_app.serving.state.keeper import StateKeeper
@@ -94,6 +96,10 @@ async def _scheduler() -> object:
     return SchedulerMetrics("model", 1)
 
 
+async def _scaling() -> object:
+    return LiveScaling("model", ScalingSettings(), None)
+
+
 async def _usage() -> object:
     return UsageLedger("model")
 
@@ -113,6 +119,11 @@ async def _emulated_engine() -> object:
 _SECTIONS = (
     _Section("Gateway", "One set of series for each gateway and model.", _gateway),
     _Section("Scheduler", "One set of series for each model.", _scheduler),
+    _Section(
+        "Autoscaling",
+        "Exported with the scheduler's metrics, for every pool, whoever scales it.",
+        _scaling,
+    ),
     _Section(
         "Usage",
         "Exported with the scheduler's metrics: what requests with API keys have used since the start of the "

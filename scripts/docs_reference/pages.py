@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from docs_reference.chart import chart_page
 from docs_reference.command_line import command_line_page
 from docs_reference.configuration import configuration_page
 from docs_reference.endpoints import endpoints_page
@@ -16,6 +17,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "cli.md": command_line_page,
     "endpoints.md": endpoints_page,
     "metrics.md": metrics_page,
+    "chart.md": chart_page,
     "outcomes.md": outcomes_page,
 }
 

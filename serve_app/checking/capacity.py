@@ -1,4 +1,4 @@
-"""What engines can hold, against what a configuration asks of them: context, sequences, autoscaling target.
+"""What engines can hold, against what a configuration asks of them: context, sequences.
 
 The figures are those of `engine_model.capacity`: computed, not measured. So these are warnings, which stop
 nothing. Nothing is said where the model, the card or the memory that an argument takes is not known.
@@ -16,11 +16,10 @@ from serve_app.engine_model.capacity import (
     usual_tokens,
 )
 from serve_app.engine_model.hardware.figures import find_gpu
-from serve_app.engine_model.profiles import load_profile
 from serve_app.engine_model.roofline import EngineSetup, memory_share
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.errors import SettingsError
-from serve_app.settings.application import AppSettings, ModelSettings
+from serve_app.settings.application import AppSettings
 from serve_app.settings.pools import PoolSettings
 
 _FP8_BYTES = 1.0
@@ -28,16 +27,10 @@ _FP8_BYTES = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pool:
-    """A pool, and what its requests are like.
-
-    Attributes:
-        where: path of its settings.
-        tokens: prompt and answer of a usual request that is at home in it.
-    """
+    """A pool, and the path of its settings."""
 
     where: str
     settings: PoolSettings
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,35 +55,10 @@ def check_capacity(settings: AppSettings, card: str | None = None) -> Iterator[s
         card: the GPU of pools that name none in `resources.accelerator_type`; None when it is not known.
     """
     for number, model in enumerate(settings.models):
-        for pool in _pools(number, model):
-            if pool.settings.engine.emulated is not None:
-                yield from _check_emulated(pool)
-            elif pool.settings.engine.vllm is not None:
-                yield from _check_vllm(pool, pool.settings.resources.accelerator_type or card)
-
-
-def _pools(number: int, model: ModelSettings) -> Iterator[_Pool]:
-    longer_than = 0
-    for place, settings in enumerate(model.pools):
-        context = settings.engine.max_model_len
-        yield _Pool(
-            where=f"models[{number}].pools[{place}]",
-            settings=settings,
-            tokens=usual_tokens(longer_than=longer_than, at_most=context),
-        )
-        boundary = settings.boundary_tokens if place else model.scheduler.routing.b_short_tokens
-        longer_than = max(longer_than, boundary or context or 0)
-
-
-def _check_emulated(pool: _Pool) -> Iterator[str]:
-    engine = pool.settings.engine.emulated
-    assert engine is not None, "see check_capacity"
-    profile = load_profile(engine.profile)
-    limits = engine.model_settings(profile)
-    held = EngineCapacity(
-        kv_tokens=limits.kv_blocks * limits.block_size, chunk_tokens=profile.step_time.chunk_tokens()
-    )
-    yield from _check_target(pool, held, limits.max_num_seqs)
+        for place, pool in enumerate(model.pools):
+            if pool.engine.vllm is not None:
+                here = _Pool(where=f"models[{number}].pools[{place}]", settings=pool)
+                yield from _check_vllm(here, pool.resources.accelerator_type or card)
 
 
 def _check_vllm(pool: _Pool, card: str | None) -> Iterator[str]:
@@ -110,7 +78,6 @@ def _check_vllm(pool: _Pool, card: str | None) -> Iterator[str]:
     yield from _check_sharing(here)
     yield from _check_context(here)
     yield from _check_sequences(here)
-    yield from _check_target(pool, held, setup.max_num_seqs)
 
 
 def _check_sharing(here: _VllmPool) -> Iterator[str]:
@@ -154,18 +121,4 @@ def _check_sequences(here: _VllmPool) -> Iterator[str]:
             f"{here.pool.where}.engine.vllm.args.max_num_seqs: {wanted} sequences of a usual {usual:,} "
             f"tokens need {wanted * usual:,} tokens of KV cache, and {here.on} have about "
             f"{here.held.kv_tokens:,} beside the weights: lower it to {most}, or give the engine more GPUs"
-        )
-
-
-def _check_target(pool: _Pool, held: EngineCapacity, max_num_seqs: int) -> Iterator[str]:
-    if pool.settings.autoscaling is None:
-        return
-    target = pool.settings.autoscaling.target_ongoing_requests
-    most = max(1, min(max_num_seqs, held.sequences(pool.tokens)))
-    if target > most:
-        yield (
-            f"{pool.where}.autoscaling.target_ongoing_requests: an engine runs about {most} requests of a "
-            f"usual {pool.tokens:,} tokens at once ({held.kv_tokens:,} tokens of KV cache, max_num_seqs "
-            f"{max_num_seqs}), so a target of {target:g} adds replicas too late: lower it to "
-            f"{max(1, most // 2)}, which leaves room while another engine starts"
         )

@@ -1,8 +1,8 @@
 """What an engine can hold: context, sequences, and the chunk of a long prefill that suits it.
 
-vLLM refuses a `max_model_len` larger than its KV cache. A `max_num_seqs` or an autoscaling target that the
-cache cannot carry is refused by nobody and never reached. `capacity` computes these figures from a model, a
-card and the engine's arguments. Weights and other needs are those of `roofline.kv_tokens`, which finds within
+vLLM refuses a `max_model_len` larger than its KV cache. A `max_num_seqs` that the cache cannot carry is
+refused by nobody and never reached. `capacity` computes these figures from a model, a card and the engine's
+arguments. Weights and other needs are those of `roofline.kv_tokens`, which finds within
 1 % what vLLM 0.19 reported for an 8B model on an RTX 4090.
 
 How many sequences a cache carries depends on their length. `usual_tokens` stands for the traffic that is not
@@ -17,9 +17,6 @@ from serve_app.errors import SettingsError
 USUAL_TOKENS = 1_400
 """Prompt and answer of a usual request: the mean of Azure's conversations of 2023, up to 8,192 tokens."""
 
-# Requests above a border are on average so many times as long: 1.0 to 2.1 in the named workloads, for borders
-# of 2,048, 4,096 and 8,192.
-_ABOVE_BORDER = 1.5
 _WIDER = (2, 4, 8, 16)
 _ROUND_LEN = 1_024
 
@@ -50,15 +47,13 @@ def capacity(setup: EngineSetup) -> EngineCapacity:
     return EngineCapacity(kv_tokens=kv_tokens(setup), chunk_tokens=step_time(setup).chunk_tokens())
 
 
-def usual_tokens(*, longer_than: int = 0, at_most: int | None = None) -> int:
+def usual_tokens(*, at_most: int | None = None) -> int:
     """Prompt and answer of a usual request.
 
     Args:
-        longer_than: the border of the pools, for a pool that gets what lies above it.
         at_most: the context of the engine.
     """
-    usual = round(_ABOVE_BORDER * longer_than) or USUAL_TOKENS
-    return usual if at_most is None else min(usual, at_most)
+    return USUAL_TOKENS if at_most is None else min(USUAL_TOKENS, at_most)
 
 
 def context_that_fits(held: EngineCapacity) -> int:

@@ -43,12 +43,14 @@ class EngineLoad:
         running: sequences in its batch.
         kv_usage_ratio: share of KV blocks in use, 0 to 1.
         tpot_s: mean time per output token over about the last two seconds; None when nothing was generated.
+        adapters: names of the LoRA adapters that it lists.
     """
 
     waiting: int
     running: int
     kv_usage_ratio: float
     tpot_s: float | None = None
+    adapters: tuple[str, ...] = ()
 
 
 class Engine(Protocol):

@@ -24,6 +24,12 @@ def instance_folder(port: int) -> Path:
     return Path(tempfile.gettempdir()) / f"ewsjf-{os.getuid()}" / str(port)
 
 
+# Of HTTP; the other ports of an application move with it.
+_USUAL_PORT = 8000
+# Less than the distance of any two of the usual ports.
+_PORTS_APART = 90
+
+
 def default_settings() -> dict[str, str]:
     """The settings of Ray Serve that this application is meant to run with, read as a shell reads them."""
     words = shlex.split(_SETTINGS.read_text(encoding="utf-8"), comments=True)
@@ -44,7 +50,10 @@ def environment(given: Mapping[str, str], folder: Path, port: int) -> dict[str, 
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
     }
-    free = _free_ports([wanted for name, wanted in ports.items() if name not in given], taken={port})
+    # Two that start in the same moment see the same free ports, so they begin to look at different ones.
+    apart = (port - _USUAL_PORT) % _PORTS_APART
+    wanted = [usual + apart for name, usual in ports.items() if name not in given]
+    free = _free_ports(wanted, taken={port})
     chosen = {name: str(next(free)) for name in ports if name not in given}
     gateways = _gateway_ports(port)
     defaults = {

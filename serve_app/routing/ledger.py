@@ -15,8 +15,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from serve_app.routing.concurrency import ConcurrencyLimit, InFlightLimit
-from serve_app.routing.learned_batch import LearnedBatch
+from serve_app.request import ANYWHERE, Destination
+from serve_app.routing.observed.concurrency import ConcurrencyLimit, InFlightLimit
+from serve_app.routing.observed.learned_batch import LearnedBatch
+from serve_app.routing.observed.learned_context import LearnedContext
 from serve_app.routing.open_replicas import Backpressure, OpenReplicas
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
@@ -49,6 +51,7 @@ class ReplicaLedger:
         self._replicas: dict[str, ReplicaState] = {}
         self.open = OpenReplicas(backpressure, self._replicas)
         self._context_limits: dict[str, int] = {}
+        self._told_limits: dict[str, int] = {}
         # Replicas with a fresh report, the oldest report first; reports arrive in the order of time.
         self._fresh: OrderedDict[str, float] = OrderedDict()
         self._next_order = 0
@@ -62,8 +65,11 @@ class ReplicaLedger:
             state = self._add(spec, now)
         state.spec, state.joined, state.report, state.stale = spec, True, None, False
         state.suspended_until, state.suspensions, state.faults = 0.0, 0, 0
+        state.answers.join(spec.stall_timeout_s)
         unknown = spec.max_num_seqs is None
         state.batch = LearnedBatch() if unknown else None
+        # It may be a server that was restarted with another limit.
+        state.context = None if spec.tells_context else LearnedContext()
         state.concurrency = self.make_in_flight_limit() if unknown else None
         state.kv_budget = self._kv_budget(spec)
         self._fresh.pop(spec.replica_id, None)
@@ -80,12 +86,16 @@ class ReplicaLedger:
             gap_s = now - state.reported_at
             state.report_gap_s += _REPORT_GAP_WEIGHT * (gap_s - state.report_gap_s)
         was_stale = state.stale
+        state.tpot_s = state.tpot_s if report.tpot_s is None else report.tpot_s
+        if state.tpot_s is None:
+            report = replace(report, tpot_s=state.pace.tpot_s(now))
         state.report, state.reported_at, state.stale = report, now, False
         state.suspended = state.suspended and now < state.suspended_until
         if state.batch is not None:
             state.batch.observe(report)
+        if report.computes:
+            state.answers.on_sign(now)
         state.gated = self._backpressure.gates(state)
-        state.tpot_s = state.tpot_s if report.tpot_s is None else report.tpot_s
         self._fresh[replica_id] = now
         self._fresh.move_to_end(replica_id)
         self.open.update(state, now)
@@ -130,11 +140,19 @@ class ReplicaLedger:
     def observe_latency(
         self, replica_id: str, tokens: int, seconds: float, now: float, *, streamed: bool
     ) -> None:
-        """An answer has begun so many seconds after it was sent; see `concurrency`."""
+        """An answer has begun so many seconds after it was sent; see `observed.concurrency`."""
         state = self._replicas[replica_id]
         if state.in_flight_limit is not None and state.concurrency is not None:
             state.concurrency.observe(tokens, seconds, now, in_flight=state.in_flight, streamed=streamed)
             self.open.update(state, now)
+
+    def observe_pace(self, replica_id: str, tpot_s: float, now: float) -> None:
+        """A streamed answer has ended that had this time per output token; see `measured_pace`."""
+        self._replicas[replica_id].pace.note(tpot_s, now)
+
+    def on_context_learned(self) -> None:
+        """The context limit that was learned of a replica is another one."""
+        self._measure_context_limits()
 
     # Requests
 
@@ -216,6 +234,10 @@ class ReplicaLedger:
         """Smallest context limit among the replicas of a pool, in tokens; None while it has none."""
         return self._context_limits.get(pool)
 
+    def told_context_limit(self, pool: str) -> int | None:
+        """The same without what was only learned: a longer request is refused for certain."""
+        return self._told_limits.get(pool)
+
     def has_alive(self, pool: str) -> bool:
         """Whether a replica of a pool is connected, reports and does not drain."""
         return any(state.is_alive for state in self._replicas.values() if state.spec.pool == pool)
@@ -235,9 +257,15 @@ class ReplicaLedger:
         """The replica of this id; None when it is unknown."""
         return self._replicas.get(replica_id)
 
-    def most_free(self, pool: str) -> ReplicaState | None:
-        """The usable replica of `pool` with the most free tokens; None when none is usable."""
-        usable = [each for each in self if each.spec.pool == pool and each.is_usable]
+    def most_free(self, pool: str, destination: Destination = ANYWHERE) -> ReplicaState | None:
+        """The usable replica of `pool` that will do, with the most free tokens; None when there is none."""
+        usable = [
+            each
+            for each in self
+            if each.spec.pool == pool
+            and each.is_usable
+            and destination.admits(each.spec.replica_id, each.spec.adapters)
+        ]
         return min(usable, key=lambda state: (-state.free_tokens, state.order), default=None)
 
     def __repr__(self) -> str:
@@ -260,7 +288,8 @@ class ReplicaLedger:
         # vLLM itself refuses to start unless one request of full length fits, so one always may be sent.
         if spec.kv_tokens is None:
             return _NO_LIMIT
-        return max(int(spec.kv_tokens * self._kv_fill_ratio), spec.max_model_len)
+        fill = int(spec.kv_tokens * self._kv_fill_ratio)
+        return max(fill, spec.max_model_len) if spec.tells_context else fill
 
     def _count_received(self, state: ReplicaState, report: ReplicaReport) -> None:
         if report.received is None:
@@ -285,11 +314,13 @@ class ReplicaLedger:
 
     def _measure_context_limits(self) -> None:
         limits: dict[str, int] = {}
+        told: dict[str, int] = {}
         for state in self._replicas.values():
             if state.joined:
-                pool, limit = state.spec.pool, state.spec.max_model_len
+                pool, limit, stated = state.spec.pool, state.context_limit, state.spec.max_model_len
                 limits[pool] = min(limit, limits.get(pool, limit))
-        self._context_limits = limits
+                told[pool] = min(stated, told.get(pool, stated))
+        self._context_limits, self._told_limits = limits, told
 
 
 def _unknown_spec(replica_id: str) -> ReplicaSpec:

@@ -11,14 +11,17 @@ some requests need an empty one. No replica of a heap fits a request that the he
 """
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from serve_app.request import ANYWHERE, Destination
 from serve_app.routing.replica_state import ReplicaState
 
 _Heap = list[tuple[int, int, int, ReplicaState]]
 _QUEUED, _EMPTY = 0, 1
+# Requests in flight that the copy of a LoRA adapter into GPU memory is worth.
+_MOST_AHEAD = 4
 
 
 class Backpressure(Protocol):
@@ -44,6 +47,7 @@ class CapacityQuery:
         needs_empty_engine_queue: only replicas whose engine's queue is empty.
         avoided: replicas that are out of the question, because the request has failed there.
         quarantined: only replicas without another request in quarantine.
+        destination: which replicas of the pool will do at all.
     """
 
     pool: str
@@ -52,11 +56,12 @@ class CapacityQuery:
     needs_empty_engine_queue: bool = False
     avoided: frozenset[str] = frozenset()
     quarantined: bool = False
+    destination: Destination = ANYWHERE
 
     @property
     def is_choosy(self) -> bool:
         """Whether it excludes single replicas, so that the order of the heaps does not answer it."""
-        return self.quarantined or bool(self.avoided)
+        return self.destination is not ANYWHERE or self.quarantined or bool(self.avoided)
 
     def allows(self, long_prefills: tuple[int, int]) -> bool:
         """Whether one more long prefill beside these is within the limits."""
@@ -112,6 +117,7 @@ class OpenReplicas:
             and (not query.needs_empty_engine_queue or self._backpressure.has_empty_queue(state))
             and not (query.quarantined and state.quarantined)
             and state.spec.replica_id not in query.avoided
+            and query.destination.admits(state.spec.replica_id, state.spec.adapters)
         )
 
     def has_any(self, pool: str, now: float) -> bool:
@@ -119,8 +125,14 @@ class OpenReplicas:
         return any(self._freest(heaps, now) is not None for heaps in self._heaps.get(pool, {}).values())
 
     def _best_of_all(self, query: CapacityQuery, now: float) -> ReplicaState | None:
-        """The same by looking at every replica: for the few requests that have failed somewhere."""
-        fitting = (state for state in self._replicas.values() if self.fits(state, query, now))
+        """The same by looking at every replica: for the few requests that exclude some."""
+        wanted = query.destination
+        if wanted.replica_id is not None:
+            state = self._replicas.get(wanted.replica_id)
+            return state if state is not None and self.fits(state, query, now) else None
+        fitting = [state for state in self._replicas.values() if self.fits(state, query, now)]
+        if wanted.adapter is not None:
+            fitting = _where_warm(fitting, wanted.adapter)
         return min(
             fitting, key=lambda state: (state.long_prefills, -state.free_tokens, state.order), default=None
         )
@@ -144,3 +156,18 @@ class OpenReplicas:
                 state.version += 1
             heapq.heappop(heap)
         return None
+
+
+def _where_warm(fitting: Sequence[ReplicaState], adapter: str) -> list[ReplicaState]:
+    """Those that were sent the LoRA adapter lately, and are not clearly busier than others; else all.
+
+    An engine lists more adapters than it has in its GPU's memory. One that it did not use lately is copied
+    there first, and pushes another out. That costs less than to wait where many are waiting.
+    """
+    least = min((state.in_flight for state in fitting), default=0)
+    warm = [
+        state
+        for state in fitting
+        if adapter in state.recent_adapters and state.in_flight <= least + _MOST_AHEAD
+    ]
+    return warm or list(fitting)

@@ -114,11 +114,19 @@ class PoolRouter:
 
     Args:
         context_limit: the context limit of a pool in tokens, None while the pool has no replica.
+        told_limit: the same as engines tell it; `context_limit` may be learned from what they refuse, and no
+            request is refused by that.
     """
 
-    def __init__(self, settings: RoutingSettings, context_limit: Callable[[str], int | None]) -> None:
+    def __init__(
+        self,
+        settings: RoutingSettings,
+        context_limit: Callable[[str], int | None],
+        told_limit: Callable[[str], int | None] | None = None,
+    ) -> None:
         self._settings = settings
         self._context_limit = context_limit
+        self._told_limit = told_limit or context_limit
         self._last = last = len(settings.pools) - 1
         self._uncut_ratio = 1 - settings.cut_margin_ratio
         # By the place of the home: from there upwards, then downwards.
@@ -255,14 +263,14 @@ class PoolRouter:
     ) -> tuple[str, ...]:
         """The pool with the longest context, for a request that is too long by the upper estimate only."""
         longest = order[-1]
-        limit = self._context_limit(longest)
-        if limit is None or limit <= above_tokens or least_budget_tokens(request, estimate) > limit:
+        limit, told = self._context_limit(longest), self._told_limit(longest)
+        if limit is None or told is None or limit <= above_tokens:
             return ()
-        return (longest,)
+        return () if least_budget_tokens(request, estimate) > told else (longest,)
 
     def longest_context(self) -> int | None:
         """The longest context limit of any pool with replicas, in tokens."""
-        limits = [limit for pool in self._settings.pools if (limit := self._context_limit(pool)) is not None]
+        limits = [limit for pool in self._settings.pools if (limit := self._told_limit(pool)) is not None]
         return max(limits, default=None)
 
 

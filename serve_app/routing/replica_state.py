@@ -1,10 +1,13 @@
 """The state of one replica in the ledger: its limits, its last report, and what is reserved of it."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from serve_app.routing.concurrency import InFlightLimit
-from serve_app.routing.learned_batch import LearnedBatch
+from serve_app.routing.observed.answer_watch import AnswerWatch
+from serve_app.routing.observed.concurrency import InFlightLimit
+from serve_app.routing.observed.learned_batch import LearnedBatch
+from serve_app.routing.observed.learned_context import LearnedContext
+from serve_app.routing.observed.measured_pace import MeasuredPace
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 
@@ -37,6 +40,10 @@ class Hold:
     quarantined: bool = False
 
 
+# About as many as engines are set up to have in GPU memory; vLLM's own default is one.
+_ADAPTERS_AT_HAND = 4
+
+
 @dataclass(slots=True, eq=False)
 class ReplicaState:
     """One replica in the ledger.
@@ -59,7 +66,11 @@ class ReplicaState:
         gated: by its last reports it is too busy for more, whatever its queue.
         version: changes with its capacity; see `open_replicas`.
         batch: its largest batch, learned where it does not state one; None while nothing is known.
+        context: its context limit, learned where it does not state one.
+        pace: its time per output token as answers show it; counts while it does not report one.
+        answers: whether it answers what it is sent.
         concurrency: the limit of requests in flight; counts while it tells neither its queue nor its batch.
+        recent_adapters: LoRA adapters that it was sent requests for, the last first.
     """
 
     spec: ReplicaSpec
@@ -90,7 +101,22 @@ class ReplicaState:
     version: int = 0
     received: int | None = None
     batch: LearnedBatch | None = None
+    answers: AnswerWatch = field(default_factory=AnswerWatch)
+    context: LearnedContext | None = None
+    pace: MeasuredPace = field(default_factory=MeasuredPace)
     concurrency: InFlightLimit | None = None
+    recent_adapters: tuple[str, ...] = ()
+
+    def note_adapter(self, adapter: str) -> None:
+        """It is sent a request for a LoRA adapter."""
+        others = [each for each in self.recent_adapters if each != adapter]
+        self.recent_adapters = (adapter, *others[: _ADAPTERS_AT_HAND - 1])
+
+    @property
+    def context_limit(self) -> int:
+        """The longest request for it in tokens, as stated or learned; `UNTOLD_CONTEXT` while unknown."""
+        learned = None if self.context is None else self.context.limit_tokens
+        return self.spec.max_model_len if learned is None else learned
 
     @property
     def is_alive(self) -> bool:
@@ -101,7 +127,7 @@ class ReplicaState:
     @property
     def is_usable(self) -> bool:
         """Whether the replica will take requests again, even if it has no capacity for any now."""
-        return self.is_alive and not self.suspended
+        return self.is_alive and not self.suspended and not (self.answers.hangs and self.in_flight)
 
     @property
     def free_tokens(self) -> int:

@@ -66,6 +66,30 @@ class ReportFresh:
     replica_id: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSilent:
+    """An engine that owes answers hangs, as far as can be told, or goes on.
+
+    Attributes:
+        silent_s: for how long it has given no sign; 0 when it goes on.
+    """
+
+    replica_id: str
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextLearned:
+    """The context limit of a replica that does not tell it has been learned, or has turned out otherwise.
+
+    Attributes:
+        context_tokens: the limit; None where nothing is known of it any more.
+    """
+
+    replica_id: str
+    context_tokens: int | None
+
+
 def dispatch_of(
     scheduled: ScheduledRequest, replica: ReplicaSpec, now: float, rate_limits: RateLimitStatus | None
 ) -> Dispatch:
@@ -84,4 +108,4 @@ def dispatch_of(
     )
 
 
-Command = Dispatch | Conclude | ReportStale | ReportFresh | BShortChanged
+Command = Dispatch | Conclude | ReportStale | ReportFresh | EngineSilent | BShortChanged | ContextLearned

@@ -64,12 +64,18 @@ class DispatchFailure(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DispatchFailed:
-    """A dispatched request came back before the first byte reached the client: it waits again."""
+    """A dispatched request came back before the first byte reached the client: it waits again.
+
+    Attributes:
+        stated_context: of an engine that found it too long: the context limit that the engine names, in
+            tokens; None where it names none.
+    """
 
     request_id: str
     replica_id: str
     failure: DispatchFailure
     message: str = ""
+    stated_context: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

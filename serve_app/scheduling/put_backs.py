@@ -36,7 +36,7 @@ def note_put_back(
     if event.failure is DispatchFailure.TOO_LONG:
         # The replica is well, and the request goes where longer ones are taken.
         scheduled.returned = True
-        scheduled.above_tokens = max(scheduled.above_tokens, replica.spec.max_model_len)
+        scheduled.above_tokens = max(scheduled.above_tokens, replica.context_limit)
         return
     scheduled.returned = event.failure in _NOT_ITS_FAULT
     scheduled.losses += event.failure is DispatchFailure.LOST

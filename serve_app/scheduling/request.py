@@ -48,6 +48,7 @@ class ScheduledRequest:
         last_failure: why, in the words of its gateway.
         resting_until: it waits, and is not dispatched before this time; 0 where it may be at once.
         above_tokens: context limit of the longest engine that refused it as too long.
+        too_long_for: replicas that refused it as too long, and do not tell their context limit.
         queued: it is in the request queue.
         replica_id: where it runs; None while it waits, and after its end.
         counted_at: what the router's `on_arrival` returned for it.
@@ -59,6 +60,7 @@ class ScheduledRequest:
         dispatch_number: requests that replica had been sent by then, this one included.
         prefilled_alone: no other prefill was under way on that replica when it was sent.
         started: its answer has begun.
+        started_at: when that was heard of; None where an earlier scheduler heard of it.
         charged: service that its tenant was charged for it.
         key_charge: tokens that the limit of its key was charged; None where there is no such limit.
         usage: what the engine counted, once it is over.
@@ -82,6 +84,7 @@ class ScheduledRequest:
     last_failure: str = ""
     resting_until: float = 0.0
     above_tokens: int = 0
+    too_long_for: tuple[str, ...] = ()
     queued: bool = False
     replica_id: str | None = None
     counted_at: float = 0.0
@@ -93,6 +96,7 @@ class ScheduledRequest:
     dispatch_number: int = 0
     prefilled_alone: bool = False
     started: bool = False
+    started_at: float | None = None
     charged: float = 0.0
     key_charge: int | None = None
     usage: Usage | None = None

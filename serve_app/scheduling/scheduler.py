@@ -23,19 +23,30 @@ from typing import Any
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request
-from serve_app.routing.estimation.estimate import TokenEstimate, TokenEstimator
+from serve_app.routing.arrived_work import ArrivedWork
+from serve_app.routing.estimation.estimate import TokenEstimator
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.pools import PoolRouter
 from serve_app.routing.prefill_cost import PrefillCosts
 from serve_app.routing.prefix.affinity import PrefixAffinity
 from serve_app.routing.replica_state import Hold
 from serve_app.scheduling import events as ev
-from serve_app.scheduling.admission.admission import Admission, too_long
+from serve_app.scheduling.admission.admission import Admission
 from serve_app.scheduling.admission.slot_rate import SlotRate
-from serve_app.scheduling.commands import Command, Conclude, ReportFresh, ReportStale, dispatch_of
+from serve_app.scheduling.commands import (
+    Command,
+    Conclude,
+    ContextLearned,
+    EngineSilent,
+    ReportFresh,
+    ReportStale,
+    dispatch_of,
+)
+from serve_app.scheduling.context_learning import ContextLearning
 from serve_app.scheduling.dispatch.backpressure import EngineBackpressure
 from serve_app.scheduling.dispatch.dispatcher import Choice, Dispatcher
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities
+from serve_app.scheduling.dispatch.in_flight import InFlight
 from serve_app.scheduling.dispatch.pass_through import PassThrough
 from serve_app.scheduling.dispatch.placement import Placement
 from serve_app.scheduling.dispatch.suspensions import Suspensions
@@ -48,12 +59,10 @@ from serve_app.scheduling.put_backs import exhausted, note_earlier_dispatches, n
 from serve_app.scheduling.queue_snapshot import QueueSnapshot, take_queue_snapshot
 from serve_app.scheduling.queueing.expiry import ExpiryHeap
 from serve_app.scheduling.queueing.request_queue import RequestQueue
-from serve_app.scheduling.request import NOTHING, RequestTable, ScheduledRequest
+from serve_app.scheduling.request import RequestTable, ScheduledRequest
+from serve_app.scheduling.request_routing import RequestRouting
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.scheduling.settings import SchedulerSettings
-
-# Prompt tokens that take about as long as one output token; only to compare answers that are not streamed.
-_PROMPT_PER_OUTPUT = 100
 
 
 class Scheduler:
@@ -76,6 +85,7 @@ class Scheduler:
         passing: who is not scheduled.
         admission: who may wait, and how long that is predicted to take.
         router: which pools a request may go to.
+        arrived: the work that has arrived so far, for whoever scales the pools.
     """
 
     def __init__(
@@ -98,18 +108,23 @@ class Scheduler:
             report_limit_s=backpressure.report_limit_s,
             kv_fill_ratio=backpressure.kv_fill_ratio,
         )
-        self._engine_priorities = EnginePriorities(settings.engine_priority)
         self.estimator = estimator or TokenEstimator(settings.estimator)
         self._prefills = PrefillWatch(self.ledger, self.prefill_costs, lag := FeedbackDelay())
         self.isolation = PrefillIsolation(settings.isolation, lag, wanted=self._policy.isolates)
         self.suspensions = Suspensions(self.ledger)
+        priorities = EnginePriorities(settings.engine_priority)
+        self._in_flight = InFlight(self.ledger, self._prefills, self.suspensions, priorities)
         self.affinity = PrefixAffinity(settings.affinity, self.prefill_costs, self.estimator.bytes_per_token)
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
         self.passing = PassThrough(settings.active_share, self.ledger)
-        self.router = PoolRouter(settings.routing, self.ledger.context_limit)
+        self.router = PoolRouter(settings.routing, self.ledger.context_limit, self.ledger.told_context_limit)
+        self._contexts = ContextLearning(self.ledger)
+        self.arrived = ArrivedWork(settings.routing.pools)
         slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)
         self.admission = Admission(settings, self.queue, slots, now)
+        grace_s = settings.no_replica_grace_s
+        self._routing = RequestRouting(self.router, self.admission, self.ledger, grace_s)
         self._expiry = ExpiryHeap()
         self._requests = RequestTable()
         self._sequence = 0
@@ -156,7 +171,7 @@ class Scheduler:
         """When time alone changes something; None when only an event can."""
         outage, prefill = self.admission.outages.next_at(), self._prefills.next_at()
         waiting = (self._expiry.next_at(), self.queue.resting.next_at())
-        times = (*waiting, self.ledger.next_report_expiry(), outage, prefill)
+        times = (*waiting, self.ledger.next_report_expiry(), outage, self._routing.next_at(), prefill)
         return min((time for time in times if time is not None), default=None)
 
     def find(self, request_id: str) -> ScheduledRequest | None:
@@ -205,13 +220,15 @@ class Scheduler:
 
     def _admit(self, request: Request, now: float) -> ScheduledRequest | None:
         estimate = self.estimator.estimate(request)
-        pools, refusal = self._route(request, estimate, now)
+        pools, refusal = self._routing.route(request, estimate, now)
         if refusal := self.admission.refuse(request, estimate, refusal, now):
+            self.arrived.add(pools, request, estimate)
             self._conclude(request, refusal)
             return None
         self._sequence += 1
         scheduled = ScheduledRequest(request, estimate, self._sequence, pools, expires_at=request.expires_at)
         scheduled.cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
+        self.arrived.add(pools, request, estimate, scheduled.cached_tokens)
         self.isolation.on_arrival(scheduled, now)
         note_earlier_dispatches(scheduled, self.settings)
         return scheduled
@@ -227,16 +244,18 @@ class Scheduler:
             self._remember(scheduled)
         elif scheduled.replica_id == event.replica_id:
             if event.started:
-                self._start(scheduled, now)
+                self._in_flight.start(scheduled, now)
             return
         else:
             self._take_from_its_place(scheduled, now)
-        self._hold(scheduled, event.replica_id, Hold(scheduled.estimate.expected_tokens), now, resumed=event)
+        hold = Hold(scheduled.estimate.expected_tokens)
+        self._in_flight.hold(scheduled, event.replica_id, hold, now, resumed=event)
+        self._on_held(scheduled, event.replica_id)
 
     def _on_first_token(self, event: ev.FirstToken, now: float) -> None:
         scheduled = self._requests.get(event.request_id)
-        if scheduled is not None and scheduled.replica_id is not None:
-            self._start(scheduled, now)
+        if scheduled is not None:
+            self._in_flight.start(scheduled, now)
 
     def _on_finish(self, event: ev.Finished, now: float) -> None:
         scheduled = self._requests.get(event.request_id)
@@ -247,12 +266,10 @@ class Scheduler:
         if event.outcome is Outcome.COMPLETED and event.usage is not None:
             self.estimator.observe(scheduled.request, event.usage)
             self.queue.settle(scheduled, event.usage)
-            if not scheduled.request.spec.streamed and scheduled.replica_id is not None:
-                work = event.usage.output_tokens + scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
-                self._observe_latency(scheduled, work, now)
+            self._on_contexts_learned(self._contexts.on_completion(scheduled, event.usage), now)
         dispatched = scheduled.replica_id is not None
         if dispatched and event.outcome is Outcome.COMPLETED:
-            self.suspensions.on_success(scheduled, now)
+            self._in_flight.complete(scheduled, event.usage, now)
         self._take_from_its_place(scheduled, now)
         self._conclude(scheduled.request, Conclusion(event.outcome), dispatched=dispatched)
 
@@ -272,8 +289,10 @@ class Scheduler:
         scheduled = self._requests.get(event.request_id)
         if scheduled is None or scheduled.replica_id != event.replica_id:
             return
+        if event.failure is ev.DispatchFailure.TOO_LONG:
+            self._on_contexts_learned(self._contexts.on_refusal(scheduled, event.stated_context), now)
         note_put_back(scheduled, event, self.ledger[event.replica_id], now)
-        self._release(scheduled, now, ran=False)
+        self._in_flight.release(scheduled, now, ran=False)
         if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
             # An engine that failed has worked for it.
             self.queue.refund(scheduled)
@@ -287,7 +306,7 @@ class Scheduler:
         """Let it wait again, as `put_backs` has noted."""
         request = scheduled.request
         # Routed again: an engine may have found it too long, and pools may have changed while it ran.
-        scheduled.pools, refusal = self._route(request, scheduled.estimate, now, scheduled.above_tokens)
+        scheduled.pools, refusal = self._routing.route_again(scheduled, now)
         if refusal:
             if refusal.outcome is Outcome.REJECTED_TOO_LONG and message:
                 refusal = replace(refusal, message=message)
@@ -298,6 +317,11 @@ class Scheduler:
             request, scheduled.estimate.expected_prompt_tokens
         )
         self._enqueue(scheduled)
+
+    def _on_contexts_learned(self, learned: list[ContextLearned], now: float) -> None:
+        if learned:
+            self._commands += learned
+            self._route_anew(now)
 
     # Events about replicas
 
@@ -316,24 +340,19 @@ class Scheduler:
     def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
         if self.ledger.report(event.replica_id, event.report, now):
             self._commands.append(ReportFresh(replica_id=event.replica_id))
+        state = self.ledger.get(event.replica_id)
+        if state is not None and (silent_s := state.answers.look(now)) is not None:
+            self._commands.append(EngineSilent(replica_id=event.replica_id, silent_s=silent_s))
+            self.ledger.open.update(state, now)
         self.admission.outages.observe(self.ledger.has_alive, now)
         if (moved := self.router.adapt(self.ledger, now)) is not None:
             self._commands.append(moved)
             self._route_anew(now)
 
-    def _route(
-        self, request: Request, estimate: TokenEstimate, now: float, above_tokens: int = 0
-    ) -> tuple[tuple[str, ...], Conclusion | None]:
-        """The pools that a request may go to, and its refusal where it may not even wait for them."""
-        pools = self.router.route(request, estimate, above_tokens=above_tokens)
-        if not pools:
-            return pools, too_long(request, estimate, self.router.longest_context())
-        return pools, self.admission.refuse_outage(request, pools, now)
-
     def _route_anew(self, now: float) -> None:
         """Route waiting requests again: context limits, `b_short_tokens` or live pools may have changed."""
         for scheduled in list(self.queue):
-            pools, refusal = self._route(scheduled.request, scheduled.estimate, now, scheduled.above_tokens)
+            pools, refusal = self._routing.route_again(scheduled, now)
             if refusal:
                 self._refuse_waiting(scheduled, refusal)
             elif pools != scheduled.pools:
@@ -347,8 +366,9 @@ class Scheduler:
             self.admission.outages.observe(self.ledger.has_alive, now)
         self._prefills.end_overdue(now)
         self.admission.predictor.drain.on_time(len(self.queue), now)
-        if self.admission.outages.pop_due(now):
+        if self.admission.outages.pop_due(now) or self._routing.is_due(now):
             self._route_anew(now)
+            self._routing.forget_overdue(now)
         for scheduled in self._expiry.pop_expired(now):
             self.queue.remove(scheduled)
             self._conclude(scheduled.request, self.admission.expire(scheduled, now))
@@ -379,7 +399,8 @@ class Scheduler:
         self.admission.predictor.on_dispatch(scheduled, now)
         scheduled.prefilled_alone = replica.unstarted == 0
         scheduled.cached_tokens = scheduled.estimate.expected_prompt_tokens - hold.prefill_tokens
-        self._hold(scheduled, replica.spec.replica_id, hold, now)
+        self._in_flight.hold(scheduled, replica.spec.replica_id, hold, now)
+        self._on_held(scheduled, replica.spec.replica_id)
         self._prefills.on_dispatch(scheduled, now)
         rate_limits = self.admission.keys.status(scheduled.request.submission.key, now)
         self._commands.append(dispatch_of(scheduled, replica.spec, now, rate_limits))
@@ -396,51 +417,18 @@ class Scheduler:
         self._expiry.add(scheduled)
         self.dispatcher.on_enqueue(scheduled)
 
-    def _hold(
-        self,
-        scheduled: ScheduledRequest,
-        replica_id: str,
-        hold: Hold,
-        now: float,
-        *,
-        resumed: ev.Resumed | None = None,
-    ) -> None:
-        scheduled.replica_id, scheduled.hold, scheduled.dispatched_at = replica_id, hold, now
-        scheduled.started = resumed is not None and resumed.started
-        scheduled.engine_priority = self._engine_priorities.on_dispatch(scheduled.request)
-        self.ledger.hold(replica_id, hold, now, seen=resumed is not None, started=scheduled.started)
+    def _on_held(self, scheduled: ScheduledRequest, replica_id: str) -> None:
         self.affinity.on_dispatch(replica_id, scheduled.request)
+        if (adapter := scheduled.request.spec.adapter) is not None:
+            self.ledger[replica_id].note_adapter(adapter)
         self.queue.charge(scheduled)
-        scheduled.dispatch_number = self.ledger[replica_id].dispatches
-
-    def _start(self, scheduled: ScheduledRequest, now: float) -> None:
-        if scheduled.started or scheduled.replica_id is None:
-            return
-        scheduled.started = True
-        if scheduled.request.spec.streamed:
-            self._observe_latency(scheduled, scheduled.prefill_tokens, now)
-        self._prefills.on_first_token(scheduled, now)
-        scheduled.hold = self.ledger.start(scheduled.replica_id, scheduled.hold, now)
-        self.suspensions.on_success(scheduled, now)
-
-    def _observe_latency(self, scheduled: ScheduledRequest, tokens: int, now: float) -> None:
-        """An answer has begun, with its first token or as a whole."""
-        assert scheduled.replica_id is not None
-        streamed, seconds = scheduled.request.spec.streamed, now - scheduled.dispatched_at
-        self.ledger.observe_latency(scheduled.replica_id, tokens, seconds, now, streamed=streamed)
-
-    def _release(self, scheduled: ScheduledRequest, now: float, *, ran: bool) -> None:
-        assert scheduled.replica_id is not None
-        self._engine_priorities.on_departure(scheduled.request)
-        self.ledger.release(scheduled.replica_id, scheduled.hold, now, started=scheduled.started, ran=ran)
-        scheduled.replica_id, scheduled.hold, scheduled.started = None, NOTHING, False
 
     def _take_from_its_place(self, scheduled: ScheduledRequest, now: float) -> None:
         if scheduled.queued:
             self.queue.remove(scheduled)
             self._expiry.prune(len(self.queue))
         else:
-            self._release(scheduled, now, ran=True)
+            self._in_flight.release(scheduled, now, ran=True)
 
     def _refuse_waiting(self, scheduled: ScheduledRequest, refusal: Conclusion) -> None:
         self.queue.remove(scheduled)

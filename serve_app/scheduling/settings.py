@@ -89,10 +89,12 @@ class SchedulerSettings(WrittenScheduler):
     Attributes:
         model: name that clients request.
         aliases: other names for the same model (LoRA adapters, old names).
+        on_demand_pools: pools whose first replica starts when a request waits for them.
     """
 
     model: str
     aliases: tuple[str, ...] = ()
+    on_demand_pools: tuple[str, ...] = ()
     routing: RoutingSettings = field(default_factory=RoutingSettings)
 
     @property

@@ -83,7 +83,7 @@ class LimitedHeads(HttpToolsProtocol):
             self.transport.close()
 
 
-def limit_heads() -> None:
-    """Have uvicorn servers that this process starts from now on use `LimitedHeads`, Ray Serve's included."""
-    auto.AutoHTTPProtocol = LimitedHeads
-    httptools_impl.HttpToolsProtocol = LimitedHeads  # type: ignore[misc]
+def serve_connections_with(protocol: type[LimitedHeads]) -> None:
+    """Have uvicorn servers that this process starts from now on use a protocol, Ray Serve's included."""
+    auto.AutoHTTPProtocol = protocol
+    httptools_impl.HttpToolsProtocol = protocol  # type: ignore[misc]

@@ -9,6 +9,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated
 
+from serve_app.scaling import ScaledPool, ScalingSettings
 from serve_app.scheduling.policies import learns_queues
 from serve_app.scheduling.settings import SchedulerSettings, WrittenScheduler
 from serve_app.serving.channel.settings import ChannelSettings
@@ -31,6 +32,8 @@ class WrittenModel:
         scheduler: how its requests are queued and spread over the pools.
         tuner: what is learned for the scheduler while it runs.
         decision_log: record what the scheduler decides, for replays; costs a tenth of its speed.
+        gpu_budget: GPUs that all its pools may use together, however many each may have; None is no limit.
+            The pool with the most work per replica gets the next one.
     """
 
     name: str
@@ -39,10 +42,22 @@ class WrittenModel:
     scheduler: WrittenScheduler = field(default_factory=WrittenScheduler)
     tuner: TunerSettings = field(default_factory=TunerSettings)
     decision_log: DecisionLogSettings | None = None
+    gpu_budget: Annotated[float | None, POSITIVE] = None
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("name must not be empty: give the name that clients send")
+        # Refuses a budget below what the pools need at least.
+        _ = self.scaling
+
+    @property
+    def scaling(self) -> ScalingSettings:
+        """What is known of its pools for autoscaling."""
+        pools = {
+            pool.name: ScaledPool(autoscaling=pool.autoscaling, gpus=pool.gpus_of_a_replica)
+            for pool in self.pools
+        }
+        return ScalingSettings(pools=pools, gpu_budget=self.gpu_budget)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from serve_app.engine_model import SchedulingPolicy
 from serve_app.engine_model.profiles import load_profile
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.engines.vllm.engine import VllmEngineSettings
+from serve_app.scaling import AutoscalingSettings
 from serve_app.serving.endpoints.settings import RemoteSettings
-from serve_app.serving.pool.autoscaling import AutoscalingSettings
 from serve_app.serving.pool.server import ReplicaServerSettings
 from serve_app.settings_base import ADVANCED, FINITE_POSITIVE, NOT_NEGATIVE, POSITIVE, at_least, settings
 
@@ -135,6 +135,17 @@ class PoolSettings:
                 f"pool {self.name}: its engines run elsewhere, so leave out replicas and autoscaling: each "
                 "of engine.remote.endpoints is a replica"
             )
+
+    @property
+    def gpus_of_a_replica(self) -> float:
+        """GPUs that one replica takes, its workers on other nodes included."""
+        bundles = sum(bundle.get("GPU", 0.0) for bundle in self.resources.placement_bundles)
+        return max(self.resources.num_gpus, bundles)
+
+    @property
+    def starts_on_demand(self) -> bool:
+        """Whether it may be without any replica until a request waits for one."""
+        return self.autoscaling is not None and self.autoscaling.min_replicas == 0
 
     @property
     def num_cpus(self) -> float:

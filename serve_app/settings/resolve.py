@@ -54,7 +54,12 @@ def _model(where: str, model: WrittenModel) -> ModelSettings:
         routing = _routing(model)
     with _located(f"{where}.scheduler"):
         scheduler = _completed(
-            SchedulerSettings, model.scheduler, model=model.name, aliases=model.aliases, routing=routing
+            SchedulerSettings,
+            model.scheduler,
+            model=model.name,
+            aliases=model.aliases,
+            routing=routing,
+            on_demand_pools=tuple(pool.name for pool in model.pools if pool.starts_on_demand),
         )
     # Bodies reach engines as clients wrote them, so engines answer under the names of their model.
     pools = tuple(replace(pool, engine=pool.engine.serving(model.names)) for pool in model.pools)
@@ -96,8 +101,9 @@ def _served(model: WrittenModel) -> Iterator[ServedModel]:
     limits = [pool.engine.max_model_len for pool in model.pools]
     known = [limit for limit in limits if limit is not None]
     longest = max(known) if known and len(known) == len(limits) else None
+    on_demand = any(pool.starts_on_demand for pool in model.pools)
     for name in model.names:
-        yield ServedModel(name=name, max_model_len=longest)
+        yield ServedModel(name=name, max_model_len=longest, starts_on_demand=on_demand)
 
 
 def _check_pools(where: str, model: ModelSettings) -> None:

@@ -5,7 +5,8 @@ Read `timeline` (events in a written total order), `replica` (an engine model wi
 `serve_app.scheduling.Scheduler`'s.
 
 `run.simulate` composes one run from a `fleet`, a `workload`, `scheduler_settings` and a source of length
-queues (`partitions`). `load` defines load 1.0. `disturbance` and `estimate_noise` add bursts, a changing mix
-and wrong estimates. `direct` is the baseline without a gateway, `baselines` holds research policies. `batch`
-plays many runs in several processes, and `command` is `python -m serve_app simulate`.
+queues (`partitions`). `scaled` scales the pools while they run. `load` defines load 1.0. `disturbances` adds
+bursts, a changing mix and wrong estimates. `direct` is the baseline without a gateway, `baselines` holds
+research policies. `batch` plays many runs in several processes, and `command` is `python -m serve_app
+simulate`.
 """

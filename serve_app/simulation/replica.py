@@ -55,7 +55,11 @@ class ReplicaPlan:
 
 
 class SimulatedReplica:
-    """Drives one engine model: begins a step when there is work, and passes on the outcome of each step."""
+    """Drives one engine model: begins a step when there is work, and passes on the outcome of each step.
+
+    Attributes:
+        draining: it takes no more requests.
+    """
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class SimulatedReplica:
     ) -> None:
         self.spec = plan.spec
         self.model = EngineModel(plan.engine, plan.step_time)
+        self.draining = False
         self._tells_load = plan.tells_load
         self._timeline = timeline
         self._on_outcome = on_outcome
@@ -90,7 +95,9 @@ class SimulatedReplica:
     def report(self) -> ReplicaReport:
         """The state of the replica now."""
         if not self._tells_load:
-            return ReplicaReport(received=None, waiting=None, running=None, kv_usage_ratio=None)
+            return ReplicaReport(
+                received=None, waiting=None, running=None, kv_usage_ratio=None, draining=self.draining
+            )
         snapshot = self.model.snapshot(self._timeline.now)
         return ReplicaReport(
             received=self._received,
@@ -98,6 +105,7 @@ class SimulatedReplica:
             running=snapshot.running,
             kv_usage_ratio=snapshot.kv_usage_ratio,
             tpot_s=self._tpot.mean(self._timeline.now),
+            draining=self.draining,
         )
 
     def _go_on(self) -> None:

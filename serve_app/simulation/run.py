@@ -22,7 +22,7 @@ from serve_app.scheduling.policies.partition import Partition
 from serve_app.settings_base import POSITIVE, at_least, settings, share_below
 from serve_app.simulation.baselines import SIMULATED_POLICIES
 from serve_app.simulation.direct import Balance, DirectSimulation
-from serve_app.simulation.estimate_noise import LengthNoise, NoisyEstimator
+from serve_app.simulation.disturbances.estimate_noise import LengthNoise, NoisyEstimator
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.partitions import PartitionSource
 from serve_app.simulation.scheduler_settings import scheduler_settings

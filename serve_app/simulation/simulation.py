@@ -86,12 +86,8 @@ class Simulation:
         )
         self._partition_due()
         for number, plan in enumerate(self.plans):
-            replica = SimulatedReplica(plan, self.timeline, self._step_ended)
-            self.replicas[plan.replica_id] = replica
-            self.feed(ev.ReplicaJoined(replica.spec))
             # Real replicas do not report in step either.
-            first_at = self.settings.report_interval_s * number / len(self.plans)
-            self.timeline.at(first_at, Rank.REPORT, partial(self._report, replica))
+            self.join(plan, self.settings.report_interval_s * number / len(self.plans))
 
     def run(self, requests: Sequence[SimulatedRequest]) -> list[RequestRecord]:
         """Play all requests to their end and return their records."""
@@ -102,7 +98,8 @@ class Simulation:
         return self.records
 
     @property
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether the last request has ended."""
         return not self._to_come and not self._live
 
     # The scheduler
@@ -123,7 +120,7 @@ class Simulation:
     def _plan_wake_up(self) -> None:
         wake_at = self.scheduler.next_wakeup()
         # The simulation ends with its last request; reports would go on for ever.
-        if wake_at is None or self._is_over or (self._wake_at is not None and self._wake_at <= wake_at):
+        if wake_at is None or self.is_over or (self._wake_at is not None and self._wake_at <= wake_at):
             return
         self._wake_at = wake_at
         self.timeline.at(max(wake_at, self.timeline.now), Rank.WAKE_UP, lambda: self._wake_up(wake_at))
@@ -166,11 +163,11 @@ class Simulation:
         prompt_tokens = request.shape.prompt_tokens
         assert prompt_tokens is not None
         assert dispatch is not None
+        if replica.draining:
+            self._return(request, replica, ev.DispatchFailure.UNREACHABLE)
+            return
         if prompt_tokens + simulated.output_tokens > replica.spec.max_model_len:
-            failure = ev.DispatchFailed(
-                request.request_id, replica.spec.replica_id, ev.DispatchFailure.TOO_LONG
-            )
-            self._after_latency(Rank.FEEDBACK, lambda: self.feed(failure))
+            self._return(request, replica, ev.DispatchFailure.TOO_LONG)
             return
         simulated.sequence = EngineSequence(
             request.request_id,
@@ -181,6 +178,10 @@ class Simulation:
             block_hashes=simulated.block_hashes,
         )
         replica.accept(simulated.sequence)
+
+    def _return(self, request: Request, replica: SimulatedReplica, failure: ev.DispatchFailure) -> None:
+        event = ev.DispatchFailed(request.request_id, replica.spec.replica_id, failure)
+        self._after_latency(Rank.FEEDBACK, lambda: self.feed(event))
 
     def _conclude(self, command: Conclude) -> None:
         simulated = self._live.pop(command.request_id)
@@ -213,6 +214,14 @@ class Simulation:
 
     # Replicas
 
+    def join(self, plan: ReplicaPlan, report_after_s: float = 0.0) -> None:
+        """A replica is ready now."""
+        replica = SimulatedReplica(plan, self.timeline, self._step_ended)
+        self.replicas[plan.replica_id] = replica
+        self.feed(ev.ReplicaJoined(replica.spec))
+        first_at = self.timeline.now + report_after_s
+        self.timeline.at(first_at, Rank.REPORT, partial(self._report, replica))
+
     def _step_ended(self, outcome: StepOutcome) -> None:
         for sequence in outcome.first_tokens:
             first = ev.FirstToken(sequence.sequence_id)
@@ -227,9 +236,11 @@ class Simulation:
             self._after_latency(Rank.FEEDBACK, partial(self.feed, finished))
 
     def _report(self, replica: SimulatedReplica) -> None:
+        if self.replicas.get(replica.spec.replica_id) is not replica:
+            return
         event = ev.ReplicaReported(replica.spec.replica_id, replica.report())
         self._after_latency(Rank.REPORT, lambda: self.feed(event))
-        if not self._is_over or self.timeline.now == 0.0:
+        if not self.is_over or self.timeline.now == 0.0:
             self.timeline.at(
                 self.timeline.now + self.settings.report_interval_s,
                 Rank.REPORT,

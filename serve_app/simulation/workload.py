@@ -9,7 +9,7 @@ from pathlib import Path
 
 from serve_app.request import PromptShape, Request, RequestSpec, Submission
 from serve_app.routing.prefix.blocks import BLOCK_ENDS
-from serve_app.simulation.disturbance import with_arrivals, with_flipped_mix
+from serve_app.simulation.disturbances.traffic import with_arrivals, with_flipped_mix
 from serve_app.simulation.simulation import SimulatedRequest
 from serve_app.workloads.catalog import WorkloadSettings, resolve
 from serve_app.workloads.streams import stream
@@ -31,7 +31,7 @@ class TraceChoice:
         requests: how many; None for all of a file, or the generator's default.
         tenants, priorities: shares, as in `workloads.catalog`.
         folder: where trace files lie; None is the default folder.
-        arrivals: a pattern that replaces the trace's own, see `disturbance`.
+        arrivals: a pattern that replaces the trace's own, see `disturbances.traffic`.
         flip_mix_at: longest short prompt, when the shares of short and long prompts are exchanged half-way;
             None: they are not.
     """

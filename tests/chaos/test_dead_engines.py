@@ -1,4 +1,4 @@
-"""What clients hear of a cold application, and of one whose engines are dead while the rest of it lives."""
+"""What clients hear of a cold application, and of one parts of which are dead or stand still."""
 
 import asyncio
 from collections import Counter
@@ -26,6 +26,9 @@ MODEL = {
     ],
 }
 
+# Serve's own 90 s would take as long to wait for.
+KEEP_ALIVE_S = 3
+
 
 @dataclass(frozen=True)
 class Mortal:
@@ -45,6 +48,7 @@ class Mortal:
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mortal]:
     file = tmp_path_factory.mktemp("mortal") / "dead"
     config = serve_config("ewsjf", [MODEL], "tests.chaos.mortal:build_app", 0)
+    config["http_options"]["keep_alive_timeout_s"] = KEEP_ALIVE_S
     with served_application(config, environment={FILE_VARIABLE: str(file)}) as application:
         served = Served(application)
         served.wait_until_ready()
@@ -69,6 +73,24 @@ async def test_a_burst_on_a_cold_application_is_refused_at_once(mortal: Mortal) 
     told = sorted(float(answer.headers["retry-after-ms"]) / 1_000 for answer in refused)
     # One after the other; all is over in about ten seconds.
     assert told[0] < told[len(told) // 2] < told[-1] < 30
+
+
+async def test_a_request_is_not_lost_on_a_connection_that_was_idle_while_its_gateway_stood_still(
+    mortal: Mortal,
+) -> None:
+    """HAProxy sends it on a kept connection, and the gateway reads it after the idle limit."""
+    (gateway,) = mortal.served.replicas("gateway")
+    async with httpx.AsyncClient(base_url=mortal.served.url, timeout=100) as http:
+        assert (await mortal.ask(http)).status_code == 200
+    async with httpx.AsyncClient(base_url=mortal.served.url, timeout=100) as http:
+        await asyncio.sleep(KEEP_ALIVE_S - 0.3)
+        gateway.suspend()
+        try:
+            asked = asyncio.create_task(mortal.ask(http))
+            await asyncio.sleep(0.7)
+        finally:
+            gateway.resume()
+        assert (await asked).status_code == 200
 
 
 async def test_dead_engines_are_told_as_503_and_replaced(mortal: Mortal) -> None:

@@ -16,9 +16,7 @@ LARGE = "meta-llama/Llama-3.3-70B-Instruct"
 SMALL = "meta-llama/Llama-3.1-8B-Instruct"
 
 
-def pool(
-    name: str = "short", *, model: str = LARGE, gpus: float = 2, target: float | None = None, **args: Any
-) -> dict[str, Any]:
+def pool(name: str = "short", *, model: str = LARGE, gpus: float = 2, **args: Any) -> dict[str, Any]:
     if gpus > 1:
         args.setdefault("tensor_parallel_size", int(gpus))
     found: dict[str, Any] = {
@@ -26,8 +24,6 @@ def pool(
         "engine": {"vllm": {"model": model, "args": args}},
         "resources": {"num_gpus": gpus},
     }
-    if target is not None:
-        found["autoscaling"] = {"max_replicas": 2, "target_ongoing_requests": target}
     return found
 
 
@@ -71,22 +67,6 @@ def test_more_sequences_than_the_cache_carries_are_told() -> None:
     assert warned(pool(max_model_len=64, max_num_seqs=256)) == []
 
 
-def test_a_target_that_no_engine_reaches_is_told() -> None:
-    (told,) = warned(pool(max_model_len=8_192, max_num_seqs=16, target=20))
-    assert told.startswith("models[0].pools[0].autoscaling.target_ongoing_requests: an engine runs about 16 ")
-    assert "lower it to 8" in told
-    assert warned(pool(max_model_len=8_192, max_num_seqs=16, target=16)) == []
-
-
-def test_requests_of_the_second_pool_are_longer() -> None:
-    short = pool(max_model_len=8_192)
-    long = pool("long", gpus=4, max_model_len=131_072, max_num_seqs=256, target=100)
-    assert warned(long) == []
-    (told,) = warned(short, long)
-    assert told.startswith("models[0].pools[1].autoscaling.target_ongoing_requests")
-    assert "12,288" in told
-
-
 def test_engines_that_share_a_card_must_not_claim_more_than_their_fraction() -> None:
     half: dict[str, Any] = {"model": SMALL, "gpus": 0.5, "max_model_len": 8_192}
     (told,) = warned(pool(**half, gpu_memory_utilization=0.6))
@@ -94,16 +74,6 @@ def test_engines_that_share_a_card_must_not_claim_more_than_their_fraction() -> 
     assert warned(pool(**half, gpu_memory_utilization=0.5)) == []
     assert warned(pool(**half, kv_cache_memory_bytes=10_000_000_000)) == []
     assert "69%" in warned(pool(**half, kv_cache_memory_bytes=40_000_000_000))[0]
-
-
-def test_an_emulated_engine_is_held_to_its_profile() -> None:
-    emulated = {
-        "name": "short",
-        "engine": {"emulated": {"profile": "laptop"}},
-        "autoscaling": {"max_replicas": 2, "target_ongoing_requests": 17},
-    }
-    (told,) = warned(emulated, card=None)
-    assert "an engine runs about 16 requests" in told
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import yaml
 
 import serve_app
 from docs_reference import metrics
+from docs_reference.chart import SCHEMA, values_schema
 from docs_reference.command_line import command_line_page
 from docs_reference.pages import PAGES, REFERENCE, outdated_pages, write_pages
 from docs_reference.settings_tree import DEFAULTS_IN_FILES, Block, blocks
@@ -26,6 +27,10 @@ def test_generated_pages_are_up_to_date() -> None:
     assert not outdated, (
         f"run `scripts/docs generate`: {', '.join(outdated)} in {REFERENCE.name} would change"
     )
+
+
+def test_the_chart_knows_the_settings_of_the_code() -> None:
+    assert SCHEMA.read_text(encoding="utf-8") == values_schema(), "run `scripts/docs generate`"
 
 
 def test_a_page_that_was_edited_or_removed_is_outdated(tmp_path: Path) -> None:

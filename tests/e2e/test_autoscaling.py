@@ -1,4 +1,4 @@
-"""A pool that grows under load and shrinks after it, without losing a request."""
+"""Pools that grow and shrink apart, down to nothing, without losing a request."""
 
 import asyncio
 import time
@@ -8,25 +8,27 @@ import pytest
 
 from tests.e2e.served import Served, serve, wait_for
 
+# Emulated engines start in seconds.
+SHORT = {"min_replicas": 1, "max_replicas": 2, "downscale_delay_s": 4.0}
+LONG = {"min_replicas": 0, "max_replicas": 2, "downscale_delay_s": 4.0}
+
+
+def pool(name: str, max_model_len: int, autoscaling: dict[str, float]) -> dict[str, object]:
+    return {
+        "name": name,
+        "engine": {"emulated": {"profile": "laptop", "max_model_len": max_model_len}},
+        "resources": {"num_cpus": 0.1},
+        "drain_timeout_s": 20.0,
+        "autoscaling": autoscaling,
+    }
+
+
 ARGS = {
     "models": [
         {
             "name": "demo",
-            "pools": [
-                {
-                    "name": "short",
-                    "engine": {"emulated": {"profile": "laptop"}},
-                    "resources": {"num_cpus": 0.1},
-                    "drain_timeout_s": 20.0,
-                    "autoscaling": {
-                        "max_replicas": 2,
-                        "target_ongoing_requests": 8.0,
-                        "upscale_delay_s": 1.0,
-                        "downscale_delay_s": 3.0,
-                        "advanced": {"look_back_period_s": 3.0},
-                    },
-                }
-            ],
+            "pools": [pool("short", 4096, SHORT), pool("long", 8192, LONG)],
+            "scheduler": {"routing": {"b_short_tokens": 4096}},
         }
     ],
     "gateways": {"num_cpus": 0.1, "drain_timeout_s": 5.0},
@@ -35,22 +37,37 @@ ARGS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-async def test_a_pool_grows_under_load_and_shrinks_after_it() -> None:
+async def test_pools_grow_apart_and_one_that_stands_still_starts_for_its_first_request() -> None:
     with serve(ARGS, {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}) as app:
-        assert len(app.replicas("short")) == 1
-        ending = asyncio.Event()
-        async with httpx.AsyncClient(base_url=app.url, timeout=60) as http:
-            clients = [asyncio.create_task(keep_asking(http, ending)) for _ in range(24)]
-            await replicas(app, 2, within_s=40)
-            # Both serve: the scheduler dispatches to both.
-            await asyncio.sleep(1)
-            ending.set()
-            served_by = set().union(*await asyncio.gather(*clients))
-            assert len(served_by) == 2
-            # One answer continues while the pool shrinks; its replica drains first.
-            last = asyncio.create_task(ask(http, 2_000))
-            await replicas(app, 1, within_s=60)
-            assert await last
+        assert (len(app.replicas("short")), len(app.replicas("long"))) == (1, 0)
+        async with httpx.AsyncClient(base_url=app.url, timeout=90) as http:
+            assert (await http.get("/ready")).status_code == 200
+            await the_short_pool_grows_and_drains(http, app)
+            # The long pool has had no request, so it has had no replica.
+            await ask(http, 100, prompt="word " * 5_000)
+            assert len(app.replicas("long")) == 1
+            (told,) = (await http.get("/debug/scaling")).json()["models"]
+            assert told["pools"]["long"]["ready"] == 1
+            assert 0 < told["pools"]["long"]["start_s"] < 60
+            page = (await http.get("/metrics")).text
+            assert 'ewsjf_desired_replicas{model="demo",pool="long"} 1.0' in page
+            await replicas(app, "long", 0, within_s=60)
+
+
+async def the_short_pool_grows_and_drains(http: httpx.AsyncClient, app: Served) -> None:
+    ending = asyncio.Event()
+    clients = [asyncio.create_task(keep_asking(http, ending)) for _ in range(24)]
+    await replicas(app, "short", 2, within_s=60)
+    # Both serve: the scheduler dispatches to both.
+    await asyncio.sleep(1)
+    ending.set()
+    served_by = set().union(*await asyncio.gather(*clients))
+    assert len(served_by) == 2
+    assert app.replicas("long") == []
+    # One answer continues while the pool shrinks; its replica drains first.
+    last = asyncio.create_task(ask(http, 2_000))
+    await replicas(app, "short", 1, within_s=60)
+    assert await last
 
 
 async def keep_asking(http: httpx.AsyncClient, ending: asyncio.Event) -> set[str]:
@@ -61,15 +78,16 @@ async def keep_asking(http: httpx.AsyncClient, ending: asyncio.Event) -> set[str
     return seen
 
 
-async def ask(http: httpx.AsyncClient, tokens: int) -> str:
-    body = {"model": "demo", "prompt": f"At {time.time()}", "max_tokens": tokens, "ignore_eos": True}
+async def ask(http: httpx.AsyncClient, tokens: int, prompt: str = "") -> str:
+    text = prompt or f"At {time.time()}"
+    body = {"model": "demo", "prompt": text, "max_tokens": tokens, "ignore_eos": True}
     answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == tokens
     return answer.headers["x-replica"]
 
 
-async def replicas(app: Served, count: int, within_s: float) -> None:
+async def replicas(app: Served, name: str, count: int, within_s: float) -> None:
     await asyncio.to_thread(
-        wait_for, lambda: len(app.replicas("short")) == count, within_s, f"{count} replicas"
+        wait_for, lambda: len(app.replicas(name)) == count, within_s, f"{count} {name} replicas"
     )

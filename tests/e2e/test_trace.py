@@ -2,8 +2,6 @@
 
 import asyncio
 
-import pytest
-
 from serve_app.bench.bodies import BodyFactory, BodySettings
 from serve_app.bench.connection import ConnectionPool, Target
 from serve_app.bench.load import LoadSettings, OpenLoop
@@ -14,8 +12,6 @@ from tests.e2e.served import Served, wait_for
 REQUESTS = 400
 
 
-# One request of it failed in one of two whole runs on a busy machine, for a reason that is not found yet.
-@pytest.mark.slow
 async def test_every_request_of_a_conversation_trace_concludes_exactly_once(app: Served) -> None:
     trace = resolve(WorkloadSettings(trace="azure-conv", requests=REQUESTS, rate_per_s=40.0))
     before = app.metric("ewsjf_requests_concluded_total")
@@ -31,9 +27,10 @@ async def test_every_request_of_a_conversation_trace_concludes_exactly_once(app:
     fits = [request for request in trace.requests if request.prompt_tokens + request.output_tokens <= 8_192]
     assert len({record.request_id for record in result.records}) == len(result.records) == REQUESTS
     completed = [record for record in result.records if record.outcome is Outcome.COMPLETED]
-    assert len(completed) >= len(fits)
     refused = {Outcome.REJECTED_INVALID, Outcome.REJECTED_TOO_LONG}
-    assert {record.outcome for record in result.records} <= {Outcome.COMPLETED} | refused
+    lost = [record for record in result.records if record.outcome not in {Outcome.COMPLETED, *refused}]
+    assert [record.detail for record in lost] == []
+    assert len(completed) >= len(fits)
     await asyncio.to_thread(
         wait_for, lambda: app.metric("ewsjf_requests_in_flight") == 0, 10, "an empty ledger"
     )

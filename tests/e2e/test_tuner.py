@@ -1,29 +1,42 @@
 """The strategic loop through the whole application: queues are learned from the arrivals."""
 
 import asyncio
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from serve_app.cli import main
-from tests.e2e.served import Served, wait_for
+from tests.e2e.served import ARGS, Served, serve, wait_for
 
-# The first test of a session waits until the application has started.
+# The first test waits until the application has started. There is no narrower limit on what it waits for.
 pytestmark = pytest.mark.timeout(300)
 
-SHORT, LONG = "Say hello. ", "Tell me of the old house. " * 100
+# Of tokens, whose number is known. That of a text is learned, and queues of early guesses may stay in force.
+SHORT, LONG = [100] * 16, [100] * 700
+PATIENCE_S = 200.0
 
 
-# Beside the other tests the application has learned from other lengths, and a minute is not always enough.
-@pytest.mark.slow
-async def test_two_lengths_of_prompts_get_a_learned_queue_each(app: Served) -> None:
-    await teach(app)
-    lines = [one for one in app.log_lines("scheduler") if "event=partition_changed model=demo" in one]
+@pytest.fixture(scope="module")
+def untaught() -> Iterator[Served]:
+    """An application that has seen no other lengths.
+
+    One that has learned from others keeps a wide queue for good where prompts would hardly be seen otherwise
+    by a narrow one (`min_distance`).
+    """
+    with serve({**ARGS, "gateways": {"replicas": 1, "num_cpus": 0.1}}) as served:
+        served.wait_until_ready()
+        yield served
+
+
+async def test_two_lengths_of_prompts_get_a_learned_queue_each(untaught: Served) -> None:
+    await teach(untaught)
+    lines = [one for one in untaught.log_lines("scheduler") if "event=partition_changed model=demo" in one]
     assert [one for one in lines if "reason=first" in one]
 
 
-@pytest.mark.slow
-async def test_a_new_scheduler_gets_the_queues_in_force_from_the_tuner(app: Served) -> None:
+async def test_a_new_scheduler_gets_the_queues_in_force_from_the_tuner(untaught: Served) -> None:
+    app = untaught
     await teach(app)
     before = app.metric("ewsjf_scheduler_incarnation")
     app.replicas("scheduler")[0].kill()
@@ -33,30 +46,28 @@ async def test_a_new_scheduler_gets_the_queues_in_force_from_the_tuner(app: Serv
         return is_new and app.metric("ewsjf_length_queues", model="demo") >= 2
 
     # No request arrives meanwhile, so it cannot have learned them itself.
-    await asyncio.to_thread(wait_for, knows_queues, 30, "the queues at the new scheduler")
-    # The new scheduler estimates other lengths for the same texts until it has learned them. So the queues
-    # may not fit for a while, but they exist, and the two texts wait in different ones.
-    async with httpx.AsyncClient(base_url=app.url, timeout=30) as http:
+    await asyncio.to_thread(wait_for, knows_queues, PATIENCE_S, "the queues at the new scheduler")
+    async with httpx.AsyncClient(base_url=app.url, timeout=PATIENCE_S) as http:
         short, long = await queue_of(http, SHORT), await queue_of(http, LONG)
     assert bounds(short)[1] < bounds(long)[0]
 
 
 async def teach(app: Served) -> None:
     """Send prompts of two lengths until each has a learned queue."""
-    async with httpx.AsyncClient(base_url=app.url, timeout=30) as http, asyncio.timeout(60):
+    async with httpx.AsyncClient(base_url=app.url, timeout=PATIENCE_S) as http:
         while not (
             is_narrow(short := await queue_of(http, SHORT)) and is_narrow(long := await queue_of(http, LONG))
         ):
-            await asyncio.gather(*(queue_of(http, text) for text in [SHORT] * 6 + [LONG] * 2))
+            await asyncio.gather(*(queue_of(http, prompt) for prompt in [SHORT] * 6 + [LONG] * 2))
     assert bounds(short)[1] < bounds(long)[0]
     assert app.metric("ewsjf_length_queues", model="demo") >= 2
     assert app.metric("ewsjf_partition_changes_total", model="demo") >= 1
     assert app.metric("ewsjf_partition_age_seconds", model="demo") >= 0
 
 
-async def queue_of(http: httpx.AsyncClient, text: str) -> str:
-    body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
-    answer = await http.post("/v1/chat/completions", json=body)
+async def queue_of(http: httpx.AsyncClient, prompt: list[int]) -> str:
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 2}
+    answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.headers["x-length-queue"]
 

@@ -74,16 +74,3 @@ def test_the_usual_length_is_that_of_azures_conversations() -> None:
     assert np.mean(found[found <= 8_192]) == pytest.approx(USUAL_TOKENS, rel=0.05)
     assert usual_tokens() == USUAL_TOKENS
     assert usual_tokens(at_most=512) == 512
-
-
-def test_what_lies_above_a_border_is_about_half_as_long_again() -> None:
-    ratios = []
-    for name in RECIPES:
-        found = totals(name)
-        for border in (2_048, 4_096, 8_192):
-            above = found[found > border]
-            if len(above):
-                ratios.append(np.mean(above) / border)
-    assert min(ratios) > 0.99
-    assert max(ratios) < 2.3
-    assert np.median(ratios) == pytest.approx(usual_tokens(longer_than=1_000) / 1_000, abs=0.25)

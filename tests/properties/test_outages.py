@@ -4,7 +4,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
 from serve_app.scheduling import events as ev
-from tests.properties.test_scheduler_invariants import REPORT_LIMIT_S, ROUTING, SchedulerMachine
+from tests.properties.recording_machine import REPORT_LIMIT_S, ROUTING
+from tests.properties.test_scheduler_invariants import SchedulerMachine
 
 # As the machine sets it.
 GRACE_S = 1.0

@@ -1,5 +1,7 @@
 """Two pools are a case of the rule for any number: they are routed exactly as the rule for two had it."""
 
+from collections.abc import Mapping
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +19,13 @@ limits = st.sampled_from([None, 500, 1_000, 1_000, 4_000])
 
 
 def as_two_pools_were_routed(
-    known: dict[str, int | None], wanted: Request, upper: TokenEstimate, above_tokens: int, *, spill: bool
+    known: Mapping[str, int | None],
+    wanted: Request,
+    upper: TokenEstimate,
+    above_tokens: int,
+    *,
+    spill: bool,
+    b_short_tokens: int = B_SHORT,
 ) -> tuple[str, ...]:
     """The rule as it stood before there could be more pools."""
 
@@ -26,7 +34,7 @@ def as_two_pools_were_routed(
 
     budget = upper.budget_tokens
     holds: list[str] = []
-    for pool in ("short", "long") if budget <= B_SHORT else ("long", "short"):
+    for pool in ("short", "long") if budget <= b_short_tokens else ("long", "short"):
         limit = known[pool]
         if limit is None:
             if not holds and not (above_tokens and pool == "short"):

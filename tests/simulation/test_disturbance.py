@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from serve_app.simulation.disturbance import with_arrivals, with_flipped_mix
+from serve_app.simulation.disturbances.traffic import with_arrivals, with_flipped_mix
 from serve_app.simulation.workload import TraceChoice, choose_trace
 from serve_app.workloads.trace import TraceError
 

@@ -104,6 +104,7 @@ class EngineServer:
         metrics_path: the page that tells its load; None when there is none.
         health_path: the page that answers 200 while it can serve.
         reader: reads that page; use `read`.
+        names_responses: requests may name their responses (`request_id` in the body).
     """
 
     kind: str
@@ -114,6 +115,7 @@ class EngineServer:
     metrics_path: str | None = None
     health_path: str = "/health"
     reader: Callable[[bytes], EngineReading] = reads_nothing
+    names_responses: bool = False
 
     def read(self, page: bytes) -> EngineReading:
         """Read the page of `metrics_path`.
@@ -132,8 +134,8 @@ _INSTEAD = {
     "waiting": "the length of its queue: it gets no more requests at once than their latency allows",
     "running": "the size of its present batch: requests sent and not answered are counted instead",
     "kv_usage_ratio": "how full its KV cache is: only what requests are expected to need counts",
-    "token_gaps": "the time per output token: no limit is set on it",
-    "max_model_len": "its context limit (max_model_len): the server itself refuses what is too long",
+    "token_gaps": "the time per output token: it is measured from the answers that it streams",
+    "max_model_len": "its context limit (max_model_len): it is learned from what the server refuses",
     "kv_tokens": "the size of its KV cache (kv_tokens): the number of requests is the only limit",
     "max_num_seqs": "the size of its batch (max_num_seqs): it is learned while the server is busy",
 }

@@ -83,6 +83,7 @@ async def describe(pages: ControlPages) -> EngineServer:
         lacks=missing(limits, reading),
         metrics_path="/metrics" if has_load else None,
         reader=read,
+        names_responses=True,
     )
 
 

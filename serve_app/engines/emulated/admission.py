@@ -11,6 +11,7 @@ from serve_app.engines.emulated.driver import EngineDriver, Ticket
 from serve_app.engines.emulated.lengths import OutputLength, OutputLengthSampler
 from serve_app.engines.emulated.metrics import EngineMetrics
 from serve_app.engines.emulated.requests import Generation
+from serve_app.engines.emulated.stored.names import EmulatedNames
 from serve_app.engines.emulated.text import Prompt
 
 
@@ -19,12 +20,12 @@ class AdmissionRules:
     """The limits of admission.
 
     Attributes:
-        model_names: names it answers to; the first is its own.
+        names: those that it answers to.
         max_num_queued_reqs: most sequences that wait or run; None for no limit.
     """
 
     limits: EngineModelSettings
-    model_names: tuple[str, ...]
+    names: EmulatedNames
     max_num_queued_reqs: int | None
 
 
@@ -45,10 +46,7 @@ class EmulatedAdmission:
 
     def check_model(self, model: str | None) -> str:
         """The model name of the answer; a request without one is for the engine's own model."""
-        names = self._rules.model_names
-        if model and model not in names:
-            raise errors.unknown_model(model, names)
-        return model or names[0]
+        return self._rules.names.check(model)
 
     def admit(self, generation: Generation, request_id: str, texts: Sequence[RawText] = ()) -> Ticket:
         """A ticket with a sequence for every choice of every prompt.

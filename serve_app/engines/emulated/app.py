@@ -5,12 +5,12 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from serve_app import __version__
 from serve_app.engines.asgi import read_body, require_http, send_response, wait_for_disconnect
 from serve_app.engines.emulated import errors
 from serve_app.engines.emulated.admission import EmulatedAdmission
+from serve_app.engines.emulated.answers.audio import TranscriptionAnswer, read_audio
 from serve_app.engines.emulated.answers.completions import (
     DONE,
     AnswerHead,
@@ -53,6 +53,8 @@ from serve_app.engines.emulated.requests import (
     read_score,
     read_tokenize,
 )
+from serve_app.engines.emulated.stored.names import EmulatedNames
+from serve_app.engines.emulated.stored.responses import RESPONSES_PATH, EmulatedResponses
 from serve_app.engines.emulated.text import PseudoTokenizer, text_of
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import EngineError
@@ -66,7 +68,7 @@ class EngineParts:
     admission: EmulatedAdmission
     metrics: EngineMetrics
     tokenizer: PseudoTokenizer
-    model_names: tuple[str, ...]
+    names: EmulatedNames
     max_model_len: int
     embedding_dimensions: int
 
@@ -94,6 +96,9 @@ _COMPLETIONS = EmulatedRoute(read_completion, CompletionAnswer, ScriptedCompleti
 _MESSAGES = EmulatedRoute(read_messages, MessageAnswer, scripted_message, "chatcmpl", failed_event)
 _RESPONSES = EmulatedRoute(read_responses, ResponsesAnswer, scripted_response, "resp")
 
+# Whatever a sound says, its answer is some text.
+_AUDIO = EmulatedRoute(read_audio, TranscriptionAnswer, ScriptedChat, "trsc")
+
 
 @dataclass(frozen=True, slots=True)
 class PoolingRoute:
@@ -120,14 +125,21 @@ class EmulatedApp:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._created = int(time.time())
+        self._responses = EmulatedResponses(lambda call: self._generate(_RESPONSES, call))
         self._routes: dict[str, tuple[str, Callable[[Call], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", lambda call: self._generate(_CHAT, call)),
             "/v1/completions": ("POST", lambda call: self._generate(_COMPLETIONS, call)),
-            "/v1/responses": ("POST", lambda call: self._generate(_RESPONSES, call)),
+            RESPONSES_PATH: ("POST", self._responses.create),
             "/v1/messages": ("POST", _anthropic(lambda call: self._generate(_MESSAGES, call))),
             "/v1/messages/count_tokens": ("POST", _anthropic(self._count_tokens)),
+            **dict.fromkeys(
+                ("/v1/audio/transcriptions", "/v1/audio/translations"),
+                ("POST", lambda call: self._generate(_AUDIO, call)),
+            ),
             "/v1/embeddings": ("POST", self._embed),
             "/v1/models": ("GET", self._models),
+            "/v1/load_lora_adapter": ("POST", self._load_adapter),
+            "/v1/unload_lora_adapter": ("POST", self._unload_adapter),
             "/v2/embed": ("POST", lambda call: self._pool(_COHERE_EMBED, call)),
             "/pooling": ("POST", lambda call: self._pool(_POOLING, call)),
             "/classify": ("POST", lambda call: self._pool(_CLASSIFY, call)),
@@ -154,7 +166,10 @@ class EmulatedApp:
             await self._route(call)
 
     async def _route(self, call: Call) -> None:
-        method, handler = self._routes.get(call.scope["path"], ("", None))
+        path = call.scope["path"]
+        method, handler = self._routes.get(path, ("", None))
+        if path.startswith(RESPONSES_PATH + "/"):
+            method, handler = call.scope["method"], self._responses.serve
         if handler is None:
             await send_response(call.send, 404, errors.no_such_route(404).body)
         elif call.scope["method"] != method:
@@ -170,7 +185,7 @@ class EmulatedApp:
     async def _generate(self, endpoint: EmulatedRoute, call: Call) -> None:
         generation = endpoint.read(call.body, self._parts.tokenizer)
         model = self._parts.admission.check_model(generation.model)
-        request_id = call.request_id(endpoint.id_prefix)
+        request_id = generation.request_id or call.request_id(endpoint.id_prefix)
         ticket = self._parts.admission.admit(generation, request_id, await _constrained_texts(generation))
         head = AnswerHead(
             request_id=request_id,
@@ -283,20 +298,20 @@ class EmulatedApp:
     # -- other endpoints ------------------------------------------------------------------------------------
 
     async def _models(self, call: Call) -> None:
-        cards: list[dict[str, Any]] = [
-            {
-                "id": name,
-                "object": "model",
-                "created": self._created,
-                "owned_by": "emulated",
-                "root": self._parts.model_names[0],
-                "parent": None,
-                "max_model_len": self._parts.max_model_len,
-                "permission": [],
-            }
-            for name in self._parts.model_names
-        ]
+        cards = self._parts.names.cards(self._created, self._parts.max_model_len)
         await send_response(call.send, 200, encode({"object": "list", "data": cards}))
+
+    async def _load_adapter(self, call: Call) -> None:
+        name = self._parts.names.load(call.body)
+        await send_response(
+            call.send, 200, f"Success: LoRA adapter '{name}' added successfully.".encode(), b"text/plain"
+        )
+
+    async def _unload_adapter(self, call: Call) -> None:
+        name = self._parts.names.unload(call.body)
+        await send_response(
+            call.send, 200, f"Success: LoRA adapter '{name}' removed successfully.".encode(), b"text/plain"
+        )
 
     async def _tokenize(self, call: Call) -> None:
         model, text = read_tokenize(call.body)

@@ -123,9 +123,8 @@ class ResponsesBody(GeneratingBody, kw_only=True):
     text: msgspec.Raw = msgspec.Raw()
     include: list[str] | None = None
     top_logprobs: int | None = 0
+    request_id: str | None = None
     # Refused, see `specs`.
-    previous_response_id: msgspec.Raw = msgspec.Raw()
-    background: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
 
 

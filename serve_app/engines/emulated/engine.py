@@ -7,6 +7,7 @@ they fit the request; what is not emulated and would change the answer is refuse
 """
 
 import random
+from dataclasses import replace
 from typing import Annotated
 
 from serve_app.engine_model import EngineModel, EngineModelSettings, SchedulingPolicy
@@ -16,6 +17,7 @@ from serve_app.engines.emulated.app import EmulatedApp, EngineParts
 from serve_app.engines.emulated.driver import EngineDriver
 from serve_app.engines.emulated.lengths import OutputLengthSampler
 from serve_app.engines.emulated.metrics import EngineMetrics
+from serve_app.engines.emulated.stored.names import EmulatedNames
 from serve_app.engines.emulated.text import PseudoTokenizer
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.errors import SettingsError
@@ -34,6 +36,8 @@ class EmulatedEngineSettings:
     """
 
     served_model_names: Annotated[tuple[str, ...] | None, ADVANCED] = None
+    # Names of LoRA adapters that it lists from its start; more can be loaded while it runs, as in vLLM.
+    lora_modules: Annotated[tuple[str, ...], ADVANCED] = ()
     profile: str = "laptop"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -106,9 +110,10 @@ class EmulatedEngine:
         metrics.watch(self._driver.snapshot)
         rng = random.Random(settings.seed)  # noqa: S311 - lengths of placeholder answers, not secrets
         lengths = OutputLengthSampler(settings.mean_output_tokens, settings.output_tokens_sigma, rng)
+        self._names = EmulatedNames(settings.model_names, settings.lora_modules)
         rules = AdmissionRules(
             limits=self._limits,
-            model_names=settings.model_names,
+            names=self._names,
             max_num_queued_reqs=settings.max_num_queued_reqs,
         )
         self._app = EmulatedApp(
@@ -117,7 +122,7 @@ class EmulatedEngine:
                 admission=EmulatedAdmission(rules, self._driver, lengths, metrics),
                 metrics=metrics,
                 tokenizer=PseudoTokenizer(settings.bytes_per_token, self._limits.block_size),
-                model_names=settings.model_names,
+                names=self._names,
                 max_model_len=self._limits.max_model_len,
                 embedding_dimensions=settings.embedding_dimensions,
             )
@@ -147,7 +152,7 @@ class EmulatedEngine:
     async def load(self) -> EngineLoad:
         """The engine's load; `tpot_s` is wall time as a client sees it, so a speed-up divides it."""
         self._driver.check()
-        return self._driver.load()
+        return replace(self._driver.load(), adapters=self._names.adapters)
 
     async def check_health(self) -> None:
         """Raise `EngineError` when the engine does not run."""

@@ -52,6 +52,7 @@ class Generation:
         include_usage: whether a stream ends with the token counts.
         exact_output_tokens: from `ewsjf_output_tokens`.
         spec: what it asks of the text of its answers; None when some text will do.
+        request_id: the id that its answer is to have; None for one that is made here.
     """
 
     model: str | None
@@ -66,6 +67,7 @@ class Generation:
     ignore_eos: bool = False
     exact_output_tokens: int | None = None
     spec: OutputSpec | None = None
+    request_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +122,8 @@ def read_responses(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
         raise invalid("a response has one output, n must be 1", param="n", value=body.n)
     prompts = [_conversation(messages, body.tools, tokenizer)]
     spec = responses_spec(body, raw, messages)
-    return _generation(body, prompts, (body.max_output_tokens, "max_output_tokens"), spec)
+    generation = _generation(body, prompts, (body.max_output_tokens, "max_output_tokens"), spec)
+    return replace(generation, request_id=body.request_id)
 
 
 def read_embeddings(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[EmbeddingsBody, list[Prompt]]:

@@ -48,10 +48,8 @@ def completion_spec(body: CompletionBody, raw: bytes) -> OutputSpec | None:
 
 def responses_spec(body: ResponsesBody, raw: bytes, messages: list[ChatMessage]) -> OutputSpec | None:
     """What a request of the Responses API asks for."""
-    for name in ("previous_response_id", "background", "prompt"):
-        field = getattr(body, name)
-        if is_given(field) and bytes(field) != b"false":
-            raise not_emulated(name)
+    if is_given(body.prompt):
+        raise not_emulated("prompt")
     call = responses_call(body.tools, body.tool_choice, _last_words(messages))
     constraint = read_constraint(_NOTHING, body.structured_outputs)
     if is_given(body.text):

@@ -11,7 +11,7 @@ import threading
 import time
 import types
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Annotated, Any
 
 from serve_app.engines.adapters.vllm import kv_capacity_tokens
@@ -159,7 +159,13 @@ class VllmEngine:
             EngineError: the engine is dead or hangs.
         """
         await self.check_health()
-        return self._meter.load(self._llm.get_num_unfinished_requests(), time.monotonic())
+        load = self._meter.load(self._llm.get_num_unfinished_requests(), time.monotonic())
+        return replace(load, adapters=self._adapters())
+
+    def _adapters(self) -> tuple[str, ...]:
+        """As vLLM's list of models has them; they may be loaded and unloaded while it runs."""
+        models = getattr(getattr(self._app, "state", None), "openai_serving_models", None)
+        return tuple(sorted(models.lora_requests)) if models is not None else ()
 
     async def check_health(self) -> None:
         """Raise `EngineError` unless the engine's processes are alive and at work where there is any."""

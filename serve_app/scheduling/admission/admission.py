@@ -96,7 +96,9 @@ class Admission:
         self._names = frozenset((settings.model, *settings.aliases))
         self.predictor = WaitPredictor(settings.admission, now)
         self.retry_reservations = RetryReservations(settings.admission)
-        self.outages = Outages(settings.routing.pools, settings.no_replica_grace_s, now)
+        self.outages = Outages(
+            settings.routing.pools, settings.no_replica_grace_s, now, settings.on_demand_pools
+        )
         self.keys = KeyAccounts()
 
     def refuse(

@@ -9,10 +9,13 @@ The expected rest of an outage is the mean length of those before it, less its a
 start of the application, so an engine's start is known from then on. An outage that is older than expected,
 or the first one, is expected to last as long again as it has lasted. Outages shorter than the grace period
 tell nothing about the start of an engine, and are not counted.
+
+A pool that starts *on demand* is another case: it has no replica because nobody asked for one. A request
+waits for its engine to start, as long as its own timeout allows.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 # A shorter promise would be chance; engines do not start in less.
 _LEAST_S = 2.0
@@ -27,10 +30,14 @@ class Outages:
         pools: all pools of the model; each begins without a replica.
         grace_s: how long a request may wait for a pool without one.
         now: time at which it begins, in seconds.
+        on_demand: pools that get their first replica when a request waits for them.
     """
 
-    def __init__(self, pools: Iterable[str], grace_s: float, now: float) -> None:
+    def __init__(
+        self, pools: Iterable[str], grace_s: float, now: float, on_demand: Iterable[str] = ()
+    ) -> None:
         self._pools = tuple(pools)
+        self._on_demand = frozenset(on_demand)
         self._grace_s = grace_s
         self._since = dict.fromkeys(self._pools, now)
         # When requests that wait for a pool have to be refused; a pool leaves it once that is done.
@@ -52,8 +59,10 @@ class Outages:
         """Whether none of these pools has a live replica."""
         return all(pool in self._since for pool in pools)
 
-    def deny(self, pools: Iterable[str], now: float) -> bool:
-        """Whether none of these pools has had a live replica for the grace period."""
+    def deny(self, pools: Sequence[str], now: float) -> bool:
+        """Whether none of these pools has had a live replica for the grace period, nor starts on demand."""
+        if not self._on_demand.isdisjoint(pools):
+            return False
         return all(now >= self._since.get(pool, math.inf) + self._grace_s for pool in pools)
 
     def next_at(self) -> float | None:

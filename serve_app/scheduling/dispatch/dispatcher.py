@@ -15,7 +15,7 @@ own queue is empty, unless it is owed its floor share.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from serve_app.request import PriorityClass
+from serve_app.request import ANYWHERE, PriorityClass
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.open_replicas import CapacityQuery
 from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
@@ -113,7 +113,7 @@ class Dispatcher:
                 continue
             tokens = min(scheduled.estimate.expected_tokens, limit)
             query = CapacityQuery(pool, tokens, limits, needs_empty_engine_queue)
-            if self._ledger.open.best(query, now) is not None:
+            if self._ledger.open.best(_bound(scheduled, query), now) is not None:
                 return True
         return False
 
@@ -164,11 +164,16 @@ class Dispatcher:
         return None
 
     def _query(self, head: ScheduledRequest, query: CapacityQuery) -> CapacityQuery:
-        """What a request needs, if it has failed before: see `put_backs`."""
+        """What a request needs, if it is bound to a replica, or has failed before: see `put_backs`."""
+        query = _bound(head, query)
         if not head.put_backs:
             return query
-        elsewhere = any(
-            state.is_usable and state.spec.pool in head.pools and state.spec.replica_id not in head.avoided
+        wanted = query.destination
+        elsewhere = wanted.replica_id is None and any(
+            state.is_usable
+            and state.spec.pool in head.pools
+            and state.spec.replica_id not in head.avoided
+            and wanted.admits(state.spec.replica_id, state.spec.adapters)
             for state in self._ledger
         )
         avoided = head.avoided if elsewhere else frozenset()
@@ -184,7 +189,7 @@ class Dispatcher:
         reservation = self.reservations.of(pool)
         # A request that has a reservation, and waits for something else such as isolation, keeps it.
         keeps = reservation is not None and reservation.scheduled is head
-        if keeps or self._ledger.open.best(CapacityQuery(pool, tokens), now) is None:
+        if keeps or self._ledger.open.best(_bound(head, CapacityQuery(pool, tokens)), now) is None:
             self.reservations.reserve(head, pool, tokens, now)
 
     def _limits(self, scheduled: ScheduledRequest, now: float) -> tuple[int, ...]:
@@ -234,7 +239,12 @@ class Dispatcher:
         tokens = min(head.estimate.expected_tokens, limit)
         kept = self.reservations.of(pool)
         for_it = "" if kept is None or kept.scheduled is not head else "; room is being kept for it"
-        roomy = CapacityQuery(pool, tokens)
+        roomy = _bound(head, CapacityQuery(pool, tokens))
+        wanted = roomy.destination
+        if wanted is not ANYWHERE and self._ledger.open.best(replace(roomy, tokens=0), now) is None:
+            if wanted.replica_id is not None:
+                return f"it refers to what replica {wanted.replica_id} keeps, and that one takes nothing now"
+            return f"no replica that holds the adapter {wanted.adapter} takes anything now"
         elsewhere = self._query(head, roomy)
         isolated = replace(elsewhere, long_limits=self._limits(head, now))
         alone = replace(isolated, needs_empty_engine_queue=head.request.priority is PriorityClass.BATCH)
@@ -250,3 +260,9 @@ class Dispatcher:
 
     def __repr__(self) -> str:
         return f"<Dispatcher {self._queue}>"
+
+
+def _bound(scheduled: ScheduledRequest, query: CapacityQuery) -> CapacityQuery:
+    """The query, for the replicas that will do for this request."""
+    destination = scheduled.request.destination
+    return query if destination is ANYWHERE else replace(query, destination=destination)

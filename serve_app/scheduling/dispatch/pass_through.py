@@ -43,8 +43,15 @@ class PassThrough:
         """Where a request goes that is not scheduled; None for others, and while no replica can take it."""
         if not self.concerns(scheduled.request):
             return None
+        destination = scheduled.request.destination
         replica = min(
-            (each for each in self._ledger if each.is_usable and each.spec.pool in scheduled.pools),
+            (
+                each
+                for each in self._ledger
+                if each.is_usable
+                and each.spec.pool in scheduled.pools
+                and destination.admits(each.spec.replica_id, each.spec.adapters)
+            ),
             key=lambda each: (each.in_flight, each.order),
             default=None,
         )

@@ -1,9 +1,9 @@
 """The request queue: waiting requests by priority class, tenant and sub-queue, in the order of the policy.
 
-There is a sub-queue for each length queue, set of pools and prefill class, because requests of one length
-queue may differ in where they can go. So the head of a sub-queue stands for all behind it, and the candidates
-for a pool are found without scanning the queue. Few sets of pools occur: a home, and which others can hold
-the request.
+There is a sub-queue for each length queue, set of pools, prefill class and destination, because requests of
+one length queue may differ in where they can go. So the head of a sub-queue stands for all behind it, and
+the candidates for a pool are found without scanning the queue. Few sets of pools occur: a home, and which
+others can hold the request.
 """
 
 from collections import Counter, defaultdict
@@ -25,7 +25,7 @@ class RequestQueue:
     Attributes:
         shares: the shares of each class's tenants; they are kept also where fairness is off.
         waiting_tokens: expected tokens of all waiting requests.
-        waiting_at: waiting requests above the batch class, by home pool.
+        urgent_work: of waiting requests above the batch class, by home pool.
         waiting_by_key: waiting requests, by the id of their API key.
         work: what waits, by the pools that it may go to.
         resting: those of the waiting requests that are in backoff.
@@ -56,7 +56,7 @@ class RequestQueue:
         self._weights = TenantWeights(fairness)
         self.shares = {priority: FairShares(fairness, self._weights) for priority in PriorityClass}
         self.waiting_tokens = 0
-        self.waiting_at: Counter[str] = Counter()
+        self.urgent_work: defaultdict[str, WaitingWork] = defaultdict(WaitingWork)
         self.waiting_by_key: Counter[str] = Counter()
         self.work: defaultdict[tuple[str, ...], WaitingWork] = defaultdict(WaitingWork)
 
@@ -245,7 +245,14 @@ class RequestQueue:
         return self._delays[scheduled.request.priority, scheduled.pools[0]]
 
     def _insert(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
-        sub_queue = tenant.sub_queue((scheduled.length_queue, scheduled.pools, scheduled.prefill_class))
+        sub_queue = tenant.sub_queue(
+            (
+                scheduled.length_queue,
+                scheduled.pools,
+                scheduled.prefill_class,
+                scheduled.request.destination,
+            )
+        )
         self._insertions += 1
         # A request that claimed its reservation arrived before the others.
         precedence = 0 if scheduled.returned else 1 if scheduled.claimed else 2
@@ -292,7 +299,7 @@ class RequestQueue:
     def _count_at_home(self, scheduled: ScheduledRequest, by: int) -> None:
         self.work[scheduled.pools].add(scheduled.estimate, by)
         if scheduled.request.priority is not PriorityClass.BATCH:
-            self.waiting_at[scheduled.pools[0]] += by
+            self.urgent_work[scheduled.pools[0]].add(scheduled.estimate, by)
 
     def _count(self, scheduled: ScheduledRequest, tenant: TenantQueues, by: int) -> None:
         self._count_at_home(scheduled, by)

@@ -1,4 +1,6 @@
-"""A sub-queue: the waiting requests of one class and tenant that share length queue, pools and prefill class.
+"""A sub-queue: the waiting requests of one class and tenant that could go to the same places.
+
+They share length queue, pools, prefill class, and destination: which replicas of the pools will do.
 
 It is a heap with lazy deletion. A request that leaves from the middle (cancelled, expired) is only marked,
 and is dropped when it reaches the top. The heap is rebuilt when most of it is marked.
@@ -7,11 +9,12 @@ and is dropped when it reaches the top. The heap is rebuilt when most of it is m
 import heapq
 from collections.abc import Iterator
 
+from serve_app.request import Destination
 from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling.request import ScheduledRequest
 
-SubQueueKey = tuple[str, tuple[str, ...], PrefillClass]
-"""Length queue, pools, prefill class."""
+SubQueueKey = tuple[str, tuple[str, ...], PrefillClass, Destination]
+"""Length queue, pools, prefill class, and which replicas of the pools will do."""
 
 OrderKey = tuple[int, float, int, int]
 """Returned, claimed or neither; the policy's key; order of arrival; a number unique to each insertion."""
@@ -24,7 +27,7 @@ class SubQueue:
 
     def __init__(self, key: SubQueueKey) -> None:
         self.key = key
-        self.length_queue, self.pools, _ = key
+        self.length_queue, self.pools = key[:2]
         self._heap: list[tuple[OrderKey, ScheduledRequest]] = []
         self._live: dict[str, OrderKey] = {}
 

@@ -10,6 +10,7 @@ here.
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from serve_app.errors import ChannelError, Conclusion, Outcome
@@ -46,6 +47,8 @@ logger = logging.getLogger("ray.serve")
 
 _EXPOSITION_S = 1.0
 _CLOSING = "this gateway is shutting down"
+# A replica that is missing from the table for longer is gone; one that reconnects takes a second or two.
+_LATELY_S = 10.0
 # A connected scheduler ends a request's time in the queue itself; one that is so late is out of order.
 _OVERDUE_S = 5.0
 
@@ -68,6 +71,8 @@ class GatewayClient:
         # Ends without a receipt, with the number of the message that told of each; 0 when none could.
         self._ended: deque[tuple[int, Finish]] = deque()
         self._table: dict[str, ReplicaAddress] = {}
+        self._left: dict[str, tuple[ReplicaAddress, float]] = {}
+        self._adapters: Mapping[str, frozenset[str]] = {}
         self._open: tuple[ReplicaAddress, ...] = ()
         self._queue_timeouts_s: dict[PriorityClass, float] = {}
         self._scrapes: dict[int, asyncio.Future[str]] = {}
@@ -164,6 +169,16 @@ class GatewayClient:
         """The open replicas, which take requests now; empty while the scheduler is unknown."""
         return self._open if self._link is not None else ()
 
+    def all_replicas(self) -> tuple[ReplicaAddress, ...]:
+        """All replicas of the last table, also while nobody is connected, and those that left it lately."""
+        since = self._loop.time() - _LATELY_S
+        self._left = {name: (address, at) for name, (address, at) in self._left.items() if at > since}
+        return (*self._table.values(), *(address for address, _ in self._left.values()))
+
+    def adapters(self) -> Mapping[str, frozenset[str]]:
+        """The LoRA adapters of the last table, each with the ids of the replicas that list it."""
+        return self._adapters
+
     async def exposition(self) -> str:
         """Return the scheduler's metrics as text; empty when it does not answer in a second."""
         if self._link is None:
@@ -200,7 +215,7 @@ class GatewayClient:
         elif isinstance(message, Refused):
             self._on_refusal(message)
         elif isinstance(message, ReplicaTable):
-            self._table = {entry.address.replica_id: entry.address for entry in message.entries}
+            self._take_table(message)
             self._open = tuple(entry.address for entry in message.entries if entry.open)
         elif isinstance(message, Exposition):
             answer = self._scrapes.get(message.serial)
@@ -208,6 +223,18 @@ class GatewayClient:
                 answer.set_result(message.text)
         else:
             raise ChannelError(f"a scheduler does not say {type(message).__name__} to a gateway")
+
+    def _take_table(self, table: ReplicaTable) -> None:
+        before, now = self._table, self._loop.time()
+        self._table = {entry.address.replica_id: entry.address for entry in table.entries}
+        self._left |= {name: (address, now) for name, address in before.items() if name not in self._table}
+        for name in self._table:
+            self._left.pop(name, None)
+        holders: dict[str, set[str]] = {}
+        for entry in table.entries:
+            for adapter in entry.adapters:
+                holders.setdefault(adapter, set()).add(entry.address.replica_id)
+        self._adapters = {adapter: frozenset(ids) for adapter, ids in holders.items()}
 
     def on_disconnected(self) -> None:
         """Go on alone; whoever did not want to wait is told so."""

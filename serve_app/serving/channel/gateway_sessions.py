@@ -46,6 +46,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from serve_app.engines.adapters.refusals import stated_context
 from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Request
 from serve_app.scheduling.commands import Conclude, Dispatch
@@ -331,7 +332,8 @@ class GatewaySessions:
     def _take_back(
         self, record: GatewayRequest, request_id: str, failure: DispatchFailure, text: str
     ) -> None:
-        self._host.feed(DispatchFailed(request_id, record.wait(), failure, text))
+        stated = stated_context(text) if failure is DispatchFailure.TOO_LONG else None
+        self._host.feed(DispatchFailed(request_id, record.wait(), failure, text, stated))
 
     def _release(self, gateway: GatewaySession) -> None:
         """Rule 6: the gateway has not come back in time."""

@@ -192,10 +192,12 @@ class ReplicaEntry(Message, frozen=True):
 
     Attributes:
         open: it takes new requests: it has reported lately, and does not drain.
+        adapters: names of the LoRA adapters that its engine lists.
     """
 
     address: ReplicaAddress
     open: bool
+    adapters: tuple[str, ...] = ()
 
 
 class ReplicaTable(Message, frozen=True):
@@ -219,7 +221,7 @@ class Refused(Message, frozen=True):
 
 
 class Queued(Message, frozen=True):
-    """Answer to `Report`: a replica's share of the requests that wait for its pool, batch work apart."""
+    """What a scheduler of the version before answers to `Report`; nobody needs it any more."""
 
     requests: float
 

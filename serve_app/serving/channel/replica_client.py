@@ -29,9 +29,6 @@ class ReplicaClient:
         load: the replica's present state. When it raises `EngineError` the scheduler is told at once, and
             sends nothing here until the replica registers again. While it hangs or fails otherwise nothing
             is reported, and the scheduler sends nothing after its limit for old reports.
-
-    Attributes:
-        queued: this replica's share of the requests that wait for its pool; 0 while nobody tells.
     """
 
     def __init__(
@@ -53,7 +50,6 @@ class ReplicaClient:
         self._load_works = True
         # Why the engine does not answer; empty while it does.
         self._engine_failure = ""
-        self.queued = 0.0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -102,16 +98,14 @@ class ReplicaClient:
         self._wake.set()
 
     def on_message(self, message: Any) -> None:
-        """Take the answer to a report."""
+        """Nothing is said to a replica any more; a scheduler of the version before still says `Queued`."""
         if isinstance(message, Queued):
-            self.queued = message.requests
             return
         raise ChannelError(f"a scheduler does not say {type(message).__name__} to a replica")
 
     def on_disconnected(self) -> None:
         """The engine goes on; there is nobody to report to."""
         self._link = None
-        self.queued = 0.0
 
     def on_heartbeat(self) -> None:
         """Reports have their own rhythm."""

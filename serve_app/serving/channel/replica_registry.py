@@ -9,14 +9,10 @@ so, and is treated in the same way: its connection stays, and it registers again
 The table states which replicas are *open*, that is, take new requests. When that has changed for some of
 them, all gateways are told once: at the end of the present turn of the event loop, or before a grant, which
 refers to the table. A thousand replicas that change together would else be a thousand tables.
-
-Each report is answered with the replica's share of its pool's queue, if that has changed: autoscaling asks
-replicas for their load, and what waits here is load that no engine shows.
 """
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,7 +23,6 @@ from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
     EngineFailed,
     Message,
-    Queued,
     Register,
     ReplicaEntry,
     ReplicaTable,
@@ -45,7 +40,6 @@ class _Replica:
     address: ReplicaAddress
     report: ReplicaReport | None = None
     stale: bool = False
-    told_queued: float = 0.0
 
     @property
     def open(self) -> bool:
@@ -53,23 +47,12 @@ class _Replica:
 
 
 class ReplicaRegistry:
-    """Turns what replicas say into events, and keeps the table.
+    """Turns what replicas say into events, and keeps the table."""
 
-    Args:
-        waiting_at: requests that wait for a pool.
-    """
-
-    def __init__(
-        self,
-        feed: Callable[[Event], None],
-        tell_gateways: Callable[[ReplicaTable], None],
-        waiting_at: Callable[[str], int],
-    ) -> None:
+    def __init__(self, feed: Callable[[Event], None], tell_gateways: Callable[[ReplicaTable], None]) -> None:
         self._feed = feed
         self._tell_gateways = tell_gateways
-        self._waiting_at = waiting_at
         self._loop = asyncio.get_running_loop()
-        self._joined: Counter[str] = Counter()
         self._replicas: dict[str, _Replica] = {}
         self._table = ReplicaTable([])
         self._telling: asyncio.Handle | None = None
@@ -94,14 +77,12 @@ class ReplicaRegistry:
         self._telling.cancel()
         self._telling = None
         self._table = ReplicaTable(
-            [ReplicaEntry(replica.address, replica.open) for replica in self._replicas.values()]
+            [
+                ReplicaEntry(replica.address, replica.open, replica.spec.adapters)
+                for replica in self._replicas.values()
+            ]
         )
         self._tell_gateways(self._table)
-
-    def pool_of(self, replica_id: str) -> str:
-        """Return the pool of a replica; empty when it is not connected."""
-        replica = self._replicas.get(replica_id)
-        return replica.spec.pool if replica else ""
 
     def reports(self) -> dict[str, tuple[ReplicaSpec, ReplicaReport | None]]:
         """Return what each connected replica can hold, and what it last said of itself."""
@@ -125,7 +106,7 @@ class ReplicaRegistry:
         """A replica's connection is over, or its engine has failed."""
         replica = self._replicas.get(replica_id)
         if replica is not None and replica.link is link:
-            self._remove(replica)
+            del self._replicas[replica_id]
             self._on_change()
             self._feed(ReplicaLost(replica_id))
 
@@ -143,9 +124,8 @@ class ReplicaRegistry:
                 f"replica {replica_id} registers as another: {spec}, at {address.host}:{address.port}"
             )
         if replica_id in self._replicas:
-            self._remove(self._replicas[replica_id])
+            del self._replicas[replica_id]
         self._replicas[replica_id] = _Replica(link, spec, address)
-        self._joined[spec.pool] += 1
         self._on_change()
         self._feed(ReplicaJoined(spec))
 
@@ -158,18 +138,6 @@ class ReplicaRegistry:
         if replica.open != was_open:
             self._on_change()
         self._feed(ReplicaReported(replica_id, message.report))
-        self._tell_queue(replica)
-
-    def _tell_queue(self, replica: _Replica) -> None:
-        pool = replica.spec.pool
-        share = self._waiting_at(pool) / max(1, self._joined[pool])
-        if share != replica.told_queued:
-            replica.told_queued = share
-            replica.link.send(Queued(share))
-
-    def _remove(self, replica: _Replica) -> None:
-        del self._replicas[replica.spec.replica_id]
-        self._joined[replica.spec.pool] -= 1
 
     def _on_change(self) -> None:
         if self._telling is None:

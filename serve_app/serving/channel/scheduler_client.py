@@ -3,6 +3,7 @@
 The gateway's handler is written against `SchedulerClient`; the control channel implements it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -33,6 +34,7 @@ class ReplicaAddress:
         server_name: the name that an endpoint is known by, where `host` is an address.
         path: what stands before the paths of an endpoint's API, without a slash at its end.
         api_key: what an endpoint asks for as a bearer token; empty for none.
+        names_responses: its engine lets requests name their responses (`request_id` in the body).
     """
 
     replica_id: str
@@ -44,6 +46,7 @@ class ReplicaAddress:
     server_name: str = ""
     path: str = ""
     api_key: str = field(default="", repr=False)
+    names_responses: bool = False
 
     @property
     def server(self) -> ServerAddress:
@@ -91,6 +94,14 @@ class SchedulerClient(Protocol):
         A replica is open while its engine answers, its reports are fresh and it does not drain. The scheduler
         sends every change at once, so the answer is about as old as one message.
         """
+        ...
+
+    def all_replicas(self) -> tuple[ReplicaAddress, ...]:
+        """All replicas as they were last told of: also those that take no requests now, or have just left."""
+        ...
+
+    def adapters(self) -> Mapping[str, frozenset[str]]:
+        """The LoRA adapters that replicas list, each with the ids of those replicas."""
         ...
 
     async def exposition(self) -> str:

@@ -16,7 +16,7 @@ from serve_app.engine_model.recent_mean import RecentMean
 from serve_app.engines.adapters import EngineReading
 from serve_app.engines.hang_watch import HangWatch
 from serve_app.errors import EngineError
-from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.routing.replica import UNTOLD_CONTEXT, ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
@@ -32,7 +32,7 @@ logger = logging.getLogger("ray.serve")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 # A server's flags do not change while it runs; its list of adapters may.
-_LOOK_AGAIN_S = 30.0
+_LOOK_AGAIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,7 @@ class Endpoint:
         self._damping = FlapDamping()
         self._tpot = RecentMean()
         self._hang = HangWatch()
+        self._progress: tuple[float | None, ...] | None = None
         self._identity: EndpointIdentity | None = None
         self._client: ReplicaClient | None = None
         self.is_refused = False
@@ -169,6 +170,7 @@ class Endpoint:
             server_name=self.url.server_name,
             path=self.url.path,
             api_key=shared.api_key,
+            names_responses=self._identity.server.names_responses,
         )
         spec = self._spec(self._identity)
         return ReplicaClient(spec, address, shared.locate, self._report, shared.channel)
@@ -177,10 +179,12 @@ class Endpoint:
         return ReplicaSpec(
             replica_id=self.replica_id,
             pool=self._shared.pool,
-            max_model_len=identity.max_model_len,
+            max_model_len=identity.max_model_len or UNTOLD_CONTEXT,
             kv_tokens=identity.kv_tokens,
             max_num_seqs=identity.max_num_seqs,
             tpot_s=identity.tpot_s,
+            adapters=identity.adapters,
+            stall_timeout_s=self._shared.settings.stall_timeout_s,
         )
 
     async def _report(self) -> ReplicaReport:
@@ -218,6 +222,7 @@ class Endpoint:
             running=reading.running,
             kv_usage_ratio=reading.kv_usage_ratio,
             tpot_s=self._tpot.mean(now),
+            computes=self._has_computed(reading),
         )
 
     def _check_progress(self, reading: EngineReading, now: float) -> None:
@@ -236,6 +241,11 @@ class Endpoint:
                 f"{self.url} hangs: it has requests and has computed nothing for {stalled_s:.0f} s "
                 f"(stall_timeout_s {limit_s:g})"
             )
+
+    def _has_computed(self, reading: EngineReading) -> bool | None:
+        """Whether it has since the last look; None when it does not tell."""
+        before, self._progress = self._progress, reading.progress
+        return None if reading.progress is None else reading.progress != before
 
     def _note_failure(self, reason: str) -> None:
         if not self.failure or reason != self.failure:

@@ -8,24 +8,27 @@ from serve_app.serving.endpoints.control import ControlClient
 from serve_app.serving.endpoints.settings import RemoteSettings
 from serve_app.serving.endpoints.url import EndpointUrl
 
-# Of a server that does not tell its context: it refuses by itself what is too long for it.
-_ANY_CONTEXT = 1 << 20
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointIdentity:
     """One endpoint as it describes itself, completed by the settings.
 
     Attributes:
-        max_model_len, kv_tokens, max_num_seqs: as in `ReplicaSpec`.
+        max_model_len: as in `ReplicaSpec`, and None where it is not told.
+        kv_tokens, max_num_seqs: as in `ReplicaSpec`.
         tpot_s: likewise; the mean over all that the server had generated when it was asked.
     """
 
     server: EngineServer
-    max_model_len: int
+    max_model_len: int | None
     kv_tokens: int | None
     max_num_seqs: int | None
     tpot_s: float | None = None
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters that it lists."""
+        return tuple(sorted(each.model for each in self.server.models if each.base is not None))
 
 
 async def identified(control: ControlClient, url: EndpointUrl, settings: RemoteSettings) -> EndpointIdentity:
@@ -55,7 +58,7 @@ async def identified(control: ControlClient, url: EndpointUrl, settings: RemoteS
     stated = server.limits
     return EndpointIdentity(
         server=server,
-        max_model_len=settings.max_model_len or stated.max_model_len or _ANY_CONTEXT,
+        max_model_len=settings.max_model_len or stated.max_model_len,
         kv_tokens=settings.kv_tokens or stated.kv_tokens,
         max_num_seqs=settings.max_num_seqs or stated.max_num_seqs,
         tpot_s=await _mean_tpot_s(control, server),

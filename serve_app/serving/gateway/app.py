@@ -6,8 +6,6 @@ Read next: `request/reader.py`, how a request becomes a job, and `forward.py`, w
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
-from typing import Any
 from urllib.parse import parse_qs
 
 from serve_app.engines.engine import Receive, Scope, Send
@@ -25,6 +23,7 @@ from serve_app.serving.gateway.answer.responses import (
 )
 from serve_app.serving.gateway.answer.stalls import StallWatch
 from serve_app.serving.gateway.cors import with_cors
+from serve_app.serving.gateway.debug_pages import DebugPages
 from serve_app.serving.gateway.endpoint_admin import (
     ENDPOINTS_METHODS,
     ENDPOINTS_PATH,
@@ -37,12 +36,16 @@ from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.parse import parse_model
 from serve_app.serving.gateway.request.reader import RequestReader
+from serve_app.serving.gateway.request.served_models import ServedModels
 from serve_app.serving.gateway.request.structure import check_structure
-from serve_app.serving.gateway.routes.table import QUESTIONS, SCHEDULED, UNSCHEDULED
-from serve_app.serving.gateway.scheduler_views import SchedulerViews, View
+from serve_app.serving.gateway.routes.table import FORMS, QUESTIONS, SCHEDULED, UNSCHEDULED
+from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.scraping.engine_pages import ENGINES_PATH, EnginePages
 from serve_app.serving.gateway.scraping.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
-from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
+from serve_app.serving.gateway.settings import GatewaySettings
+from serve_app.serving.gateway.stored.background import BackgroundWork
+from serve_app.serving.gateway.stored.holders import ResponseHolders
+from serve_app.serving.gateway.stored.stored_responses import StoredResponses, method_of
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
@@ -50,17 +53,9 @@ from serve_app.serving.tls import TlsSettings, made_tls
 
 _MODELS = "/v1/models"
 
-_FROZEN = (
-    "the tuner is frozen: values on trial are withdrawn, those in force stay, and no others are tried until "
-    "POST /debug/tuner/thaw"
-)
-_THAWED = "the tuner is thawed: other values may be tried again"
-
 Handler = Callable[[IncomingRequest], Awaitable[None]]
 
 
-# A person is waiting, and a scheduler that takes longer has other troubles.
-_VIEW_TIMEOUT_S = 5.0
 # For the last event of streams that are cut; clients that do not read it lose it.
 _LAST_WORDS_S = 2.0
 
@@ -96,7 +91,8 @@ class Gateway:
         self._http = with_cors(self._serve, settings.cors)
         self._schedulers = schedulers
         self._views = views or {}
-        self._reader = RequestReader(settings, gateway_id)
+        self._served = ServedModels(settings.models, schedulers)
+        self._reader = RequestReader(settings, self._served, gateway_id)
         self._upstream = UpstreamPool(settings.upstream, made_tls(tls))
         self._stalls = StallWatch(settings.upstream.stalled_client_timeout_s)
         self.telemetry = Telemetry(
@@ -113,7 +109,12 @@ class Gateway:
             authenticate=self._reader.caller,
         )
         engine_pages = EnginePages(self._upstream, schedulers, self._metrics_endpoint.check)
-        self._services = Services(self._upstream, self.telemetry, settings.queued_comment_s)
+        holders = ResponseHolders()
+        self._background = BackgroundWork(self._upstream)
+        self._services = Services(
+            self._upstream, self.telemetry, holders, self._background, settings.queued_comment_s
+        )
+        self._stored = StoredResponses(self._upstream, schedulers, self._reader, holders)
         self._any_replica = AnyReplica(self._upstream)
         endpoint_admin = EndpointAdmin(watchers or {}, self._reader)
         mode_admin = ModeAdmin(self._views, self._reader)
@@ -122,7 +123,7 @@ class Gateway:
         # What clients are told once the application stops.
         self._stops_for_s: float | None = None
         self._routes: dict[str, tuple[str, Handler]] = {
-            **dict.fromkeys(SCHEDULED, ("POST", self._scheduled)),
+            **dict.fromkeys((*SCHEDULED, *FORMS), ("POST", self._scheduled)),
             **dict.fromkeys(UNSCHEDULED, ("POST", self._ask_any)),
             **dict.fromkeys(QUESTIONS, ("GET", self._ask_of_model)),
             "/load": ("GET", self._load),
@@ -135,12 +136,7 @@ class Gateway:
             ENDPOINTS_PATH: (", ".join(ENDPOINTS_METHODS), endpoint_admin.serve),
             MODE_PATH: (", ".join(MODE_METHODS), mode_admin.serve),
             "/openapi.json": ("GET", self._describe_itself),
-            "/debug/queue": ("GET", partial(self._show, lambda views: views.queue)),
-            "/debug/status": ("GET", partial(self._show, lambda views: views.status)),
-            "/debug/usage": ("GET", partial(self._show, lambda views: views.usage)),
-            "/debug/tuner": ("GET", partial(self._show, _tuner_of)),
-            "/debug/tuner/freeze": ("POST", partial(self._freeze, "frozen by an admin")),
-            "/debug/tuner/thaw": ("POST", partial(self._freeze, "")),
+            **DebugPages(self._views, self._reader).routes,
         }
 
     def __repr__(self) -> str:
@@ -187,6 +183,7 @@ class Gateway:
 
     def close(self) -> None:
         """Cut all connections to replicas."""
+        self._background.close()
         self._upstream.close()
         self._reader.close()
 
@@ -223,6 +220,8 @@ class Gateway:
         route = self._routes.get(path)
         if route is None and path.startswith(_MODELS + "/"):
             route = ("GET", self._show_model)
+        elif route is None and (kept := method_of(path)) is not None:
+            route = (kept, self._stored.serve)
         if route is None:
             raise RequestRefused(
                 Outcome.REJECTED_INVALID, f"there is no {path[:200]} here", code="not_found", status=404
@@ -239,10 +238,13 @@ class Gateway:
             job = await self._reader.job(incoming)
         finally:
             self.telemetry.on_departure("")
-        # A body may take long to arrive.
-        if self._stops_for_s is not None:
+        try:
+            # A body may take long to arrive.
+            self._check_stopping()
+            job = self._stored.bound(job)
+        except RequestRefused:
             job.body.release()
-        self._check_stopping()
+            raise
         call = ScheduledCall(job, self._services, self._schedulers[job.submission.spec.model])
         self._calls.add(call)
         try:
@@ -255,37 +257,33 @@ class Gateway:
         """A question without a body: of the model that the query names, or else the first that there is."""
         caller = self._reader.authenticate(incoming)
         named = parse_qs(incoming.scope.get("query_string", b"").decode("latin-1")).get("model")
-        usable = [model.name for model in self._models if caller.may_use(model.name)]
-        model = named[0] if named else (usable or [self._models[0].name])[0]
-        self._reader.check_model(model, caller)
+        found = self._served.find(named[0] if named else self._served.first(caller), caller)
         forwarded = self._reader.forwarded(incoming)
-        await self._any_replica.pass_on(self._schedulers[model], incoming, forwarded, b"")
+        await self._any_replica.pass_on(found.replicas(), incoming, forwarded, b"")
 
     async def _ask_any(self, incoming: IncomingRequest) -> None:
         caller = self._reader.authenticate(incoming)
         held = await self._reader.body(incoming)
         try:
             check_structure(held.data)
-            model = parse_model(held.data)
-            self._reader.check_model(model, caller)
+            found = self._served.find(parse_model(held.data), caller)
             with DisconnectWatch(incoming.receive):
                 forwarded = self._reader.forwarded(incoming)
-                await self._any_replica.pass_on(self._schedulers[model], incoming, forwarded, held.data)
+                await self._any_replica.pass_on(found.replicas(), incoming, forwarded, held.data)
         finally:
             held.release()
 
     async def _list_models(self, incoming: IncomingRequest) -> None:
         caller = self._reader.authenticate(incoming)
-        models = [_describe(model) for model in self._models if caller.may_use(model.name)]
+        models = [found.described() for found in self._served.usable(caller)]
         document = {"object": "list", "data": models}
         await send_json(incoming.send, 200, encode(document), [])
 
     async def _show_model(self, incoming: IncomingRequest) -> None:
         caller = self._reader.authenticate(incoming)
         name = incoming.path.removeprefix(_MODELS + "/")
-        self._reader.check_model(name, caller)
-        found = next(model for model in self._models if model.name == name)
-        await send_json(incoming.send, 200, encode(_describe(found)), [])
+        found = self._served.find(name, caller)
+        await send_json(incoming.send, 200, encode(found.described()), [])
 
     async def _health(self, incoming: IncomingRequest) -> None:
         await send_json(incoming.send, 200, b'{"status":"ok"}', [])
@@ -296,8 +294,12 @@ class Gateway:
         await send_json(incoming.send, 200, encode({"server_load": self.in_flight}), [])
 
     async def _ready(self, incoming: IncomingRequest) -> None:
-        """Ready when every model has a replica; says which have none."""
-        missing = [model.name for model in self._models if not self._schedulers[model.name].replicas()]
+        """Ready when every model has a replica, or starts one for its first request; says which have none."""
+        missing = [
+            model.name
+            for model in self._models
+            if not (model.starts_on_demand or self._schedulers[model.name].replicas())
+        ]
         stops = self._stops_for_s is not None
         status = "stopping" if stops else "waiting" if missing else "ready"
         document = {"status": status, "models_without_replica": missing}
@@ -310,29 +312,6 @@ class Gateway:
         """This gateway's metrics and those of the schedulers behind it."""
         self._metrics_endpoint.check(incoming.headers)
         await send_body(incoming.send, 200, [METRICS_TYPE], await self._metrics_endpoint.page())
-
-    async def _show(self, chosen: Callable[[SchedulerViews], View], incoming: IncomingRequest) -> None:
-        """A view into every model's scheduler, for admins."""
-        self._reader.authenticate(incoming).check_admin()
-        models: list[Mapping[str, Any]] = []
-        for model, views in self._views.items():
-            try:
-                models.append(await asyncio.wait_for(chosen(views)(), _VIEW_TIMEOUT_S))
-            except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
-                models.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
-        await send_json(incoming.send, 200, encode({"models": models}), [])
-
-    async def _freeze(self, reason: str, incoming: IncomingRequest) -> None:
-        """Stop every model's tuner, or let it go on; for admins."""
-        self._reader.authenticate(incoming).check_admin()
-        models: list[Mapping[str, Any]] = []
-        for model, views in self._views.items():
-            try:
-                await asyncio.wait_for(views.freeze(reason), _VIEW_TIMEOUT_S)
-                models.append({"model": model, "frozen": reason, "message": _FROZEN if reason else _THAWED})
-            except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
-                models.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
-        await send_json(incoming.send, 200, encode({"models": models}), [])
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while (await receive())["type"] != "lifespan.shutdown":
@@ -368,25 +347,3 @@ def _path(scope: Scope) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if root else path
-
-
-def _describe(model: ServedModel) -> dict[str, object]:
-    described: dict[str, object] = {
-        "id": model.name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "ewsjf-serve",
-    }
-    if model.max_model_len is not None:
-        described["max_model_len"] = model.max_model_len
-    return described
-
-
-def _tuner_of(views: SchedulerViews) -> View:
-    """The part of the status that is about the tuner."""
-
-    async def shown() -> Mapping[str, Any]:
-        status = await views.status()
-        return {"model": status["model"], **status["tuner"]}
-
-    return shown

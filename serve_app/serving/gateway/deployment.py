@@ -18,10 +18,11 @@ from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import locator
 from serve_app.serving.gateway.app import Gateway
 from serve_app.serving.gateway.endpoint_admin import PoolWatcher
+from serve_app.serving.gateway.front_end import FrontEndConnection
 from serve_app.serving.gateway.http10 import answer_http10_without_chunks
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.settings import GatewaySettings
-from serve_app.serving.http_heads import limit_heads
+from serve_app.serving.http_heads import serve_connections_with
 
 _REQUEST_ID = b"x-request-id"
 
@@ -71,7 +72,7 @@ class GatewayDeployment:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve serves; called once, after the constructor."""
         answer_http10_without_chunks()
-        limit_heads()
+        serve_connections_with(FrontEndConnection)
         return without_request_id(self._gateway)
 
     async def open_requests(self) -> int:
@@ -143,9 +144,19 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         found: Mapping[str, Any] = await scheduler.mode.remote()
         return found
 
+    async def scaling() -> Mapping[str, Any]:
+        found: Mapping[str, Any] = await scheduler.scale.remote()
+        return found
+
     async def change_mode(active_share: float) -> None:
         await scheduler.change_mode.remote(active_share)
 
     return SchedulerViews(
-        queue=queue, status=status, freeze=freeze, usage=usage, mode=mode, change_mode=change_mode
+        queue=queue,
+        status=status,
+        freeze=freeze,
+        usage=usage,
+        mode=mode,
+        scaling=scaling,
+        change_mode=change_mode,
     )

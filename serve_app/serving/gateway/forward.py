@@ -19,7 +19,7 @@ from functools import partial
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.metrics.record import RequestRecord
-from serve_app.request import Submission, Usage
+from serve_app.request import Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
 from serve_app.serving.gateway.answer.assembly import AnswerAssembly
@@ -35,7 +35,7 @@ from serve_app.serving.gateway.answer.responses import (
     RequestRefused,
     send_body,
 )
-from serve_app.serving.gateway.answer.sse import Announcements, StreamScanner
+from serve_app.serving.gateway.answer.sse import StreamScanner
 from serve_app.serving.gateway.answer.stream_events import (
     engine_failure,
     first_events,
@@ -44,9 +44,10 @@ from serve_app.serving.gateway.answer.stream_events import (
 )
 from serve_app.serving.gateway.answer.usage import usage_of
 from serve_app.serving.gateway.request.headers import describing, returned, upstream_head
-from serve_app.serving.gateway.request.held_bodies import HeldBody
-from serve_app.serving.gateway.request.incoming import IncomingRequest
-from serve_app.serving.gateway.request.splice import with_priority
+from serve_app.serving.gateway.request.job import ForwardJob
+from serve_app.serving.gateway.stored.background import BackgroundWork
+from serve_app.serving.gateway.stored.holders import ResponseHolders
+from serve_app.serving.gateway.stored.kept import KeptResponse
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
 from serve_app.serving.gateway.upstream.response import EngineSilentError, UpstreamError, UpstreamResponse
@@ -54,28 +55,6 @@ from serve_app.serving.gateway.upstream.response import EngineSilentError, Upstr
 logger = logging.getLogger("ray.serve")
 
 _EVENT_STREAM = b"text/event-stream"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardJob:
-    """What is to be done for one client.
-
-    Attributes:
-        forwarded: lines of the client's headers for the engine.
-        body: as the engine gets it, but for the priority that a grant may bring. It is released as soon as it
-            cannot be sent again.
-        hide_usage: the client did not ask for the usage event that ends the stream.
-        assembles: the engine streams, and the client wants the answer in one piece.
-        announced: the events with which a stream begins before its first token.
-    """
-
-    incoming: IncomingRequest
-    submission: Submission
-    forwarded: bytes
-    body: HeldBody
-    hide_usage: bool
-    assembles: bool = False
-    announced: Announcements | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +67,8 @@ class Services:
 
     upstream: UpstreamPool
     telemetry: Telemetry
+    holders: ResponseHolders
+    background: BackgroundWork
     queued_comment_s: float = 0.0
 
 
@@ -103,6 +84,7 @@ class ScheduledCall:
         "_grant",
         "_granted_at",
         "_job",
+        "_kept",
         "_outcome",
         "_owed",
         "_scheduler",
@@ -136,6 +118,7 @@ class ScheduledCall:
         self._granted_at: float | None = None
         self._first_token_at: float | None = None
         self._detail = ""
+        self._kept = None if job.response is None else KeptResponse(job.response, services.holders)
 
     async def run(self) -> None:
         """Queue, forward, answer, conclude. Raises nothing but the cancellation of its own task."""
@@ -150,7 +133,8 @@ class ScheduledCall:
             await self._answer(refusal)
         except (ClientGone, OSError) as gone:
             # A server may also report a client's absence as an OSError from `send`.
-            self._settle(Outcome.CANCELLED, detail=str(gone))
+            if not self._goes_on():
+                self._settle(Outcome.CANCELLED, detail=str(gone))
         except asyncio.CancelledError:
             self._settle(Outcome.CANCELLED, detail="the server ended the request")
             raise
@@ -164,8 +148,29 @@ class ScheduledCall:
             if self._comments is not None:
                 self._comments.cancel()
             self._job.body.release()
-            self._services.telemetry.on_departure(model)
-            self._services.telemetry.on_conclusion(self._concluded())
+            if self._goes_on():
+                self._follow()
+            else:
+                self._depart()
+
+    def _depart(self) -> None:
+        telemetry = self._services.telemetry
+        telemetry.on_departure(self._job.submission.spec.model)
+        telemetry.on_conclusion(self._concluded())
+
+    def _goes_on(self) -> bool:
+        """Whether the engine works on, though there is nobody to be answered any more."""
+        return self._owed is not None and self._kept is not None and self._kept.is_under_way
+
+    def _follow(self) -> None:
+        assert self._owed is not None
+        assert self._kept is not None
+
+        def on_end(outcome: Outcome, usage: Usage | None, detail: str) -> None:
+            self._settle(outcome, usage, detail=detail)
+            self._depart()
+
+        self._services.background.follow(self._kept.response_id, self._owed.address, on_end)
 
     def end(self, retry_after_s: float) -> None:
         """Stop in the middle, because the application stops: with an error event where a stream has begun."""
@@ -200,6 +205,13 @@ class ScheduledCall:
 
     def _accept(self, grant: Grant) -> None:
         self._owed = self._grant = grant
+        bound_to = self._job.submission.bound_to
+        if bound_to not in (None, grant.dispatch.replica_id):
+            raise RequestRefused(
+                Outcome.REJECTED_NO_REPLICA,
+                "this request refers to what one replica keeps, and the scheduler is of a release that knows "
+                "no such requests: upgrade it",
+            )
         self._granted_at = asyncio.get_running_loop().time()
         self._attempts += 1
 
@@ -223,8 +235,9 @@ class ScheduledCall:
 
     async def _send_to(self, grant: Grant) -> UpstreamResponse:
         """Send the request. No reference to its body is kept: the job's may be released from here on."""
-        body = with_priority(self._job.body.data, grant.dispatch.engine_priority)
         address = grant.address
+        name = self._kept.name(address) if self._kept is not None else None
+        body = self._job.body_for(grant, name)
         head = upstream_head(self._job.incoming, self._job.forwarded, address, len(body))
         return await self._services.upstream.send(address.server, head, body)
 
@@ -236,7 +249,10 @@ class ScheduledCall:
             raise failure
         outcome = outcome_of(response.status)
         usage = usage_of(body) if outcome is Outcome.COMPLETED else None
-        self._settle(outcome, usage, detail=str(failure or ""))
+        if self._kept is not None and outcome is Outcome.COMPLETED:
+            self._kept.on_answer(body)
+        if not self._goes_on():
+            self._settle(outcome, usage, detail=str(failure or ""))
         self._begin_answer()
         path, api = self._job.incoming.path, self._job.incoming.api
         headers, body = api.engine_answer(response.status, path, self._headers(response), body)
@@ -275,6 +291,8 @@ class ScheduledCall:
             failure = engine_failure(scanner)
             if self._may_retry(failure):
                 raise failure
+        if self._kept is not None:
+            self._kept.on_first_events(events)
         self._begin_answer()
         self._first_token_at = asyncio.get_running_loop().time()
         self._scheduler.first_token(self._job.submission.request_id)
@@ -418,6 +436,8 @@ def _as_refusal(refusal: Conclusion, failure: UpstreamError | None) -> RequestRe
     message, param = refusal.message, None
     if refusal.outcome is Outcome.REJECTED_TOO_LONG and isinstance(failure, TooLongError):
         message, param = failure.message, failure.param
+    elif refusal.outcome is Outcome.REJECTED_UNKNOWN_RESPONSE:
+        param = "previous_response_id"
     elif not message and failure is not None:
         message = str(failure)
     found = RequestRefused(

@@ -8,7 +8,7 @@ Without a model it concerns all of them.
 
 import asyncio
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -16,13 +16,10 @@ from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import RequestRefused, encode, send_json
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
-from serve_app.serving.gateway.scheduler_views import SchedulerViews
+from serve_app.serving.gateway.scheduler_views import VIEW_TIMEOUT_S, SchedulerViews, ask_each
 
 MODE_PATH = "/admin/mode"
 MODE_METHODS = ("GET", "POST")
-
-# A person is waiting, and a scheduler that takes longer has other troubles.
-_TIMEOUT_S = 5.0
 
 
 class ModeChange(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,12 +46,7 @@ class ModeAdmin:
         chosen = self._views
         if incoming.scope["method"] == "POST":
             chosen = await self._changed(incoming)
-        models: list[Mapping[str, Any]] = []
-        for model, views in chosen.items():
-            try:
-                models.append(await asyncio.wait_for(views.mode(), _TIMEOUT_S))
-            except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
-                models.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
+        models = await ask_each(chosen, lambda _model, views: views.mode())
         await send_json(incoming.send, 200, encode({"models": models}), [])
 
     async def _changed(self, incoming: IncomingRequest) -> Mapping[str, SchedulerViews]:
@@ -76,7 +68,7 @@ class ModeAdmin:
         chosen = self._views if asked.model is None else {asked.model: self._views[asked.model]}
         for model, views in chosen.items():
             try:
-                await asyncio.wait_for(views.change_mode(asked.active_share), _TIMEOUT_S)
+                await asyncio.wait_for(views.change_mode(asked.active_share), VIEW_TIMEOUT_S)
             except Exception as error:
                 message = f"the scheduler of {model} does not answer: {error!r}; try again"
                 raise RequestRefused(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from error

@@ -13,21 +13,30 @@ from serve_app import __version__
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
 from serve_app.serving.gateway.endpoint_admin import ENDPOINTS_PATH, EndpointChange
 from serve_app.serving.gateway.mode_admin import MODE_PATH, ModeChange
-from serve_app.serving.gateway.routes.table import QUESTIONS, SCHEDULED, UNSCHEDULED, ModelRoute
+from serve_app.serving.gateway.routes.table import (
+    FORMS,
+    QUESTIONS,
+    SCHEDULED,
+    UNSCHEDULED,
+    FormRoute,
+    ModelRoute,
+)
+from serve_app.serving.gateway.stored.stored_responses import STORED_PATHS
 
 Schema = dict[str, Any]
 
-_BODIES: Mapping[str, ModelRoute] = {**SCHEDULED, **UNSCHEDULED}
+_BODIES: Mapping[str, ModelRoute] = {**SCHEDULED, **FORMS, **UNSCHEDULED}
 _VIEWS: Mapping[str, str] = {
     "/load": "how many requests this gateway has",
     "/ping": "whether the gateway lives",
     "/v1/models": "the models that may be asked for",
     "/health": "whether the gateway lives",
-    "/ready": "whether every model has a replica",
+    "/ready": "whether every model has a replica, or starts one on demand",
     "/metrics": "metrics for Prometheus",
     "/metrics/engines": "the engines as targets for Prometheus; with `?replica=` the metrics of one",
     "/openapi.json": "this description",
     "/debug/queue": "who waits where, and why; for admins",
+    "/debug/scaling": "how many replicas each pool should have, and why; for admins",
     "/debug/status": "replicas, learned queues and the tuner; for admins",
     "/debug/tuner": "what the tuner does; for admins",
     "/debug/usage": "what each key has used; for admins",
@@ -40,7 +49,7 @@ _REFUSALS: Mapping[str, str] = {
     "400": "the request is invalid, or too long for every pool",
     "401": "a key is missing, unknown, expired or revoked",
     "403": "the key may not do this",
-    "404": "there is no such model",
+    "404": "there is no such model, or no such response",
     "413": "the body is too large",
     "415": "the body is compressed or no JSON",
     "429": "the queue or a limit is full: `Retry-After` says when to come back",
@@ -79,6 +88,7 @@ _ANTHROPIC_ERROR: Schema = {
 }
 _ERROR_NAMES: Mapping[ClientApi, str] = {OPENAI: "Error", ANTHROPIC: "AnthropicError"}
 _JSON = "application/json"
+_FORM = "multipart/form-data"
 _PLAIN = {inspected.StrType: "string", inspected.BoolType: "boolean", inspected.NoneType: "null"}
 
 
@@ -113,7 +123,8 @@ def openapi_document() -> Schema:
 
 def _paths() -> Iterator[tuple[str, Schema]]:
     for path, endpoint in _BODIES.items():
-        content = {_JSON: {"schema": _reference(endpoint.fields)}}
+        written_as = _FORM if isinstance(endpoint, FormRoute) else _JSON
+        content = {written_as: {"schema": _reference(endpoint.fields)}}
         body = {"required": True, "content": content}
         yield path, {"post": _operation(endpoint.summary, endpoint.api, requestBody=body)}
     for path, summary in _VIEWS.items():
@@ -129,6 +140,9 @@ def _paths() -> Iterator[tuple[str, Schema]]:
             )
         },
     )
+    for path, (method, summary) in STORED_PATHS.items():
+        named = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
+        yield path, {method.lower(): _operation(summary, parameters=[named])}
     for path, summary in _ACTIONS.items():
         yield path, {"post": _operation(summary)}
     change = {"required": True, "content": {_JSON: {"schema": _reference(EndpointChange)}}}
@@ -204,6 +218,8 @@ def _schema(found: inspected.Type) -> Schema:
             limits = {"minimum": least, "maximum": most}
             kind = "integer" if isinstance(found, inspected.IntType) else "number"
             return {"type": kind} | {name: limit for name, limit in limits.items() if limit is not None}
+    if isinstance(found, inspected.BytesType):
+        return {"type": "string", "format": "binary"}
     name = _PLAIN.get(type(found))
     # What has no type here is kept as it is, for an engine to read.
     return {} if name is None else {"type": name}

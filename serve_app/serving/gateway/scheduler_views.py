@@ -1,10 +1,14 @@
 """How a gateway looks into the schedulers, for those who may."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 View = Callable[[], Awaitable[Mapping[str, Any]]]
+
+# A person is waiting, and a scheduler that takes longer has other troubles.
+VIEW_TIMEOUT_S = 5.0
 
 
 async def _nothing() -> Mapping[str, Any]:
@@ -25,6 +29,7 @@ class SchedulerViews:
         freeze: stops its tuner, for the reason given; lets it go on where there is none.
         usage: what was used with each API key.
         mode: how much of the traffic is scheduled.
+        scaling: how many replicas each pool should have, and why.
         change_mode: schedules another share of it.
     """
 
@@ -33,4 +38,23 @@ class SchedulerViews:
     freeze: Callable[[str], Awaitable[None]]
     usage: View = _nothing
     mode: View = _nothing
+    scaling: View = _nothing
     change_mode: Callable[[float], Awaitable[None]] = _unchanged
+
+
+Question = Callable[[str, SchedulerViews], Awaitable[Mapping[str, Any]]]
+"""What is asked of a model's scheduler, given the model's name."""
+
+
+async def ask_each(
+    views: Mapping[str, SchedulerViews],
+    question: Question,
+) -> list[Mapping[str, Any]]:
+    """Ask every model's scheduler; for one that does not answer, its model and why."""
+    answers: list[Mapping[str, Any]] = []
+    for model, each in views.items():
+        try:
+            answers.append(await asyncio.wait_for(question(model, each), VIEW_TIMEOUT_S))
+        except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
+            answers.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
+    return answers

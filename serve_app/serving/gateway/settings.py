@@ -23,10 +23,12 @@ class ServedModel:
     Attributes:
         name: as clients write it; the engines must serve it under the same name.
         max_model_len: the longest context of any of its pools, in tokens, shown in `/v1/models`.
+        starts_on_demand: its engines may all be stopped until a request comes.
     """
 
     name: str
     max_model_len: int | None = None
+    starts_on_demand: bool = False
 
     def __post_init__(self) -> None:
         if not self.name:

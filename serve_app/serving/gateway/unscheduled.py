@@ -1,8 +1,10 @@
 """Requests that go to any replica without being scheduled: they cost an engine next to nothing."""
 
+from collections.abc import Sequence
+
 from serve_app.errors import Outcome
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
+from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.engine_answer import failure_of
 from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRefused, send_body
 from serve_app.serving.gateway.request.headers import returned, upstream_head
@@ -24,22 +26,21 @@ class AnyReplica:
         self._next = 0
 
     async def pass_on(
-        self, scheduler: SchedulerClient, incoming: IncomingRequest, forwarded: bytes, body: bytes
+        self, replicas: Sequence[ReplicaAddress], incoming: IncomingRequest, forwarded: bytes, body: bytes
     ) -> None:
-        """Send a request to some replica and its answer to the client.
+        """Send a request to one of these replicas and its answer to the client.
 
         Raises:
             RequestRefused: no replica answers.
         """
-        response, answer = await self._ask(scheduler, incoming, forwarded, body)
+        response, answer = await self._ask(replicas, incoming, forwarded, body)
         headers = [*returned(response.headers), *incoming.id_headers]
         headers, answer = incoming.api.engine_answer(response.status, incoming.path, headers, answer)
         await send_body(incoming.send, response.status, headers, answer)
 
     async def _ask(
-        self, scheduler: SchedulerClient, incoming: IncomingRequest, forwarded: bytes, body: bytes
+        self, replicas: Sequence[ReplicaAddress], incoming: IncomingRequest, forwarded: bytes, body: bytes
     ) -> tuple[UpstreamResponse, bytes]:
-        replicas = scheduler.replicas()
         failure = "no replica is ready"
         self._next += 1
         for offset in range(min(_MAX_ATTEMPTS, len(replicas))):

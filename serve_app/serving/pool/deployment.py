@@ -1,7 +1,7 @@
 """A pool replica as a Ray Serve deployment: Ray places it, checks its health and stops it.
 
-Serve does not count the requests, because they use the replica's own port. So the replica records its load
-for autoscaling itself, and drains in `__del__`.
+Serve does not count the requests, because they use the replica's own port. So the replica drains in
+`__del__`, and its scheduler decides how many there are.
 """
 
 from typing import Any
@@ -53,10 +53,6 @@ class PoolDeployment:
     async def check_health(self) -> None:
         """Raise when the replica must be replaced."""
         await self._replica.check_health()
-
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        """The load, for `PoolPolicy`."""
-        return self._replica.record_autoscaling_stats()
 
     async def __del__(self) -> None:
         # Serve awaits this once before it ends the process; Python itself would not await it.

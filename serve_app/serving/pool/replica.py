@@ -3,7 +3,7 @@
 Life cycle:
 
 - start: start the engine (a minute or more for a real one), listen, register with the scheduler;
-- serve: report the load about five times a second, record it for autoscaling, answer Ray's health checks;
+- serve: report the load about five times a second, answer Ray's health checks;
 - drain: tell the scheduler, refuse new requests, wait for open answers up to a limit, stop the engine.
 
 The class does not depend on Ray; `deployment` makes a Serve deployment of it.
@@ -12,16 +12,15 @@ The class does not depend on Ray; `deployment` makes a Serve deployment of it.
 import asyncio
 import logging
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from serve_app.engines.engine import Engine, EngineLimits, EngineLoad
+from serve_app.engines.engine import Engine, EngineLimits
 from serve_app.errors import EngineError
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.pool.autoscaling import KV_USAGE, ONGOING, QUEUED, WAITING
 from serve_app.serving.pool.guard import ReplicaGuard
 from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings
 
@@ -71,7 +70,7 @@ class PoolReplica:
         self._guard: ReplicaGuard | None = None
         self._server: ReplicaServer | None = None
         self._client: ReplicaClient | None = None
-        self._last_load = EngineLoad(waiting=0, running=0, kv_usage_ratio=0.0)
+        self._spec: ReplicaSpec | None = None
         self._read_at = 0.0
 
     def __repr__(self) -> str:
@@ -104,17 +103,6 @@ class PoolReplica:
         except TimeoutError as exc:
             limit_s = self._settings.health_timeout_s
             raise EngineError(f"the engine's health check took over {limit_s:g} s: {self!r}") from exc
-
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        """The load of this replica, which Serve sends to its controller for `PoolPolicy`."""
-        open_requests = 0 if self._guard is None else self._guard.open_requests
-        load = self._last_load
-        return {
-            ONGOING: float(open_requests),
-            WAITING: float(load.waiting),
-            KV_USAGE: float(load.kv_usage_ratio),
-            QUEUED: 0.0 if self._client is None else self._client.queued,
-        }
 
     async def stop(self) -> None:
         """Drain, then free everything, within `drain_timeout_s` and a few seconds."""
@@ -155,7 +143,9 @@ class PoolReplica:
             host=self._host,
             port=self._server.port,
             token=token,
+            names_responses=True,
         )
+        self._spec = spec
         self._client = ReplicaClient(spec, address, self._locate, self._report, settings.channel)
         self._read_at = asyncio.get_running_loop().time()
         self._client.start()
@@ -180,7 +170,11 @@ class PoolReplica:
         assert self._guard is not None, "the client starts after the guard is made"
         load = await self._engine.load()
         self._read_at = asyncio.get_running_loop().time()
-        self._last_load = load
+        spec = self._spec
+        if self._client is not None and spec is not None and load.adapters != spec.adapters:
+            self._spec = replace(spec, adapters=load.adapters)
+            logger.info("event=adapters_changed replica=%s adapters=%s", self._replica_id, load.adapters)
+            self._client.change(self._spec)
         return ReplicaReport(
             received=self._guard.received,
             waiting=load.waiting,

@@ -13,10 +13,11 @@ import contextvars
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serve_app.errors import ChannelError, SettingsError
+from serve_app.scaling import ScalingSettings
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.learned_state import STATE_KIND, denial, learned_state
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
@@ -25,6 +26,7 @@ from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
 from serve_app.serving.scheduler.kept_usage import KeptUsage
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
+from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.state.keeper import StateKeeper
 from serve_app.serving.state.store import StateStore
@@ -32,10 +34,10 @@ from serve_app.tuning.online.rollout_settings import Retune
 
 logger = logging.getLogger("ray.serve")
 
-# Options for `serve.deployment`. One writer; its loss is noticed within a second; nothing to wait for at its
-# end, because the gateways hold all that matters; calls on its handle are rare and short.
+# Options for `serve.deployment`, besides its one replica. One writer; its loss is noticed within a second;
+# nothing to wait for at its end, because the gateways hold all that matters; calls on its handle are rare and
+# short.
 SCHEDULER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
-    "num_replicas": 1,
     "max_ongoing_requests": 1_000,
     "health_check_period_s": 1.0,
     "health_check_timeout_s": 10.0,
@@ -59,6 +61,7 @@ class SchedulerActorSettings:
             learned state is kept under it.
         state_uri: the folder where learned state is kept, see `StateStore`; None keeps nothing.
         state_interval_s: between two writes of it.
+        scaling: the pools, for autoscaling.
     """
 
     scheduler: SchedulerSettings
@@ -67,6 +70,7 @@ class SchedulerActorSettings:
     decision_log: DecisionLogSettings | None = None
     state_uri: str | None = None
     state_interval_s: float = 30.0
+    scaling: ScalingSettings = field(default_factory=ScalingSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,8 @@ class SchedulerActor:
         self._usage = KeptUsage(
             settings.scheduler.model, settings.state_uri, settings.scope, settings.state_interval_s
         )
+        tpot_limit_s = settings.scheduler.backpressure_in_force.tpot_gate_s
+        self.scaling = LiveScaling(settings.scheduler.model, settings.scaling, tpot_limit_s)
         self._changing = asyncio.Lock()
         self._started = self._begin()
 
@@ -138,6 +144,11 @@ class SchedulerActor:
     async def queue(self) -> dict[str, Any]:
         """Who waits where, for how long, and why."""
         return (await self._current()).queue()
+
+    async def scale(self) -> dict[str, Any]:
+        """How many replicas each pool should have, and why."""
+        await self._current()
+        return self.scaling.described()
 
     async def usage(self) -> dict[str, Any]:
         """What was used with each API key, day by day."""
@@ -238,6 +249,7 @@ class SchedulerActor:
 
     def shutdown(self) -> None:
         """Send what was said, close every connection, end the log."""
+        self.scaling.stop()
         if not self._started.done():
             self._started.cancel()
         elif self._live is not None:
@@ -270,13 +282,14 @@ class SchedulerActor:
         live = LiveScheduler(settings.scheduler, parts)
         await live.start(self._surroundings.host())
         self._live = live
+        self.scaling.follow(live.core)
         if self._keeper is not None:
             self._keeper.start()
         self._usage.start()
 
     def _more_metrics(self) -> str:
         kept = "" if self._keeper is None else self._keeper.exposition()
-        return kept + self._usage.ledger.exposition()
+        return kept + self._usage.ledger.exposition() + self.scaling.exposition()
 
     def _make_keeper(self) -> StateKeeper | None:
         settings = self._settings

@@ -18,6 +18,10 @@ class SchedulerDeployment(SchedulerActor):
         application = serve.get_replica_context().app_name
         super().__init__(replace(settings, scope=f"{application}/{settings.scope}"))
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """The replicas that its pools should have, see `serving.autoscaling`."""
+        return self.scaling.statistics()
+
     async def __del__(self) -> None:  # type: ignore[override]  # Serve awaits it
         """Serve calls this on the loop at the end of the replica's life."""
         if hasattr(self, "_live"):

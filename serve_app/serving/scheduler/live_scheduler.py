@@ -20,8 +20,17 @@ from typing import Any
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass
 from serve_app.routing.adaptive_b_short import BShortChanged
+from serve_app.routing.replica import ReplicaSpec
 from serve_app.scheduling import Scheduler, SchedulerSettings
-from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportFresh, ReportStale
+from serve_app.scheduling.commands import (
+    Command,
+    Conclude,
+    ContextLearned,
+    Dispatch,
+    EngineSilent,
+    ReportFresh,
+    ReportStale,
+)
 from serve_app.scheduling.decision_log import Decision, RunHeader
 from serve_app.scheduling.events import DispatchFailed, Event, ReplicaLost, ReplicaReported, Woke
 from serve_app.scheduling.learned_state import take_over
@@ -88,7 +97,7 @@ class LiveScheduler:
         self._metrics = SchedulerMetrics(settings.model, options.incarnation)
         self._page = CachedPage(self._status_for_metrics, self._render)
         self._gateways = GatewaySessions(self, options.channel.gateway_grace_s)
-        self._replicas = ReplicaRegistry(self.feed, self._gateways.tell_all, self._waiting_at)
+        self._replicas = ReplicaRegistry(self.feed, self._gateways.tell_all)
         timeouts = {priority: settings.queue_timeout_s.of(priority) for priority in PriorityClass}
         identity = Identity(
             secrets=self._secrets,
@@ -186,6 +195,7 @@ class LiveScheduler:
             "replicas": {
                 replica_id: {
                     **asdict(spec),
+                    **self._context_of(replica_id, spec),
                     "in_flight": in_flight.get(replica_id, 0),
                     "report": asdict(report) if report else None,
                     "stale": replica_id in self._stale,
@@ -193,6 +203,14 @@ class LiveScheduler:
                 for replica_id, (spec, report) in self._replicas.reports().items()
             },
         }
+
+    def _context_of(self, replica_id: str, spec: ReplicaSpec) -> dict[str, int | None]:
+        """The context limit of a replica that does not tell it, as far as it has been learned."""
+        if spec.tells_context:
+            return {}
+        state = self.core.ledger.get(replica_id)
+        learned = state.context.limit_tokens if state is not None and state.context is not None else None
+        return {"max_model_len": None, "learned_context_tokens": learned}
 
     def queue(self) -> dict[str, Any]:
         """Who waits where, for how long, and why."""
@@ -242,9 +260,6 @@ class LiveScheduler:
     def queue_timeout_s(self, priority: PriorityClass) -> float:
         """Return how long a request of this class waits when it names no time."""
         return self._settings.queue_timeout_s.of(priority)
-
-    def _waiting_at(self, pool: str) -> int:
-        return self.core.queue.waiting_at[pool]
 
     def knows_replica(self, replica_id: str) -> bool:
         """Whether the replica is connected; then gateways know it, too."""
@@ -310,6 +325,12 @@ class LiveScheduler:
             case ReportFresh(replica_id=replica_id):
                 self._stale.discard(replica_id)
                 logger.info("event=report_fresh replica=%s", replica_id)
+            case EngineSilent(replica_id=replica_id, silent_s=silent_s) if silent_s:
+                logger.warning("event=engine_silent replica=%s silent_s=%.1f", replica_id, silent_s)
+            case EngineSilent(replica_id=replica_id):
+                logger.info("event=engine_answers replica=%s", replica_id)
+            case ContextLearned(replica_id=replica_id, context_tokens=context_tokens):
+                logger.info("event=context_learned replica=%s context_tokens=%s", replica_id, context_tokens)
             case BShortChanged():
                 self._metrics.on_b_short_change()
                 logger.info(

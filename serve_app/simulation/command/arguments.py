@@ -19,7 +19,7 @@ from serve_app.simulation.command.workload_arguments import (
     trace_choice,
 )
 from serve_app.simulation.direct import Balance
-from serve_app.simulation.estimate_noise import LengthNoise
+from serve_app.simulation.disturbances.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import EngineChanges, FleetSettings
 from serve_app.simulation.fleet_file import fleet_of_file
 from serve_app.simulation.partitions import LEARNED, PRIOR, PartitionSource, partition_source

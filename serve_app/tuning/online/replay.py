@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 from serve_app.tuning.objective.objective import Reward, reward_of
 from serve_app.tuning.twin.digital_twin import DigitalTwin, TwinPlan
+from serve_app.tuning.twin.rests import resting
 from serve_app.workloads.trace import Trace
 
 LEAD_SLICES = 2
 """Slices that are played as a lead before each slice of a task."""
 MAX_REQUESTS = 30_000
 """Requests simulated for one task at most: some fifteen seconds of a core."""
-_REST_EVERY = 2_000
-"""Events of the scheduler between two rests: some 50 ms of work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +69,10 @@ def replay(task: ReplayTask, rest: Callable[[], object] = lambda: None) -> Repla
     Args:
         rest: called now and then; a driver that may use only a share of a core waits there.
     """
-    events = 0
-
-    def count_event(_: object) -> None:
-        nonlocal events
-        events += 1
-        if events % _REST_EVERY == 0:
-            rest()
-
+    on_event = resting(rest)
     twin, expected, requests = DigitalTwin(task.plan), list[Reward](), 0
     for arrivals in task.slices:
-        records = twin.serve(task.plan.space.current, arrivals, count_event)
+        records = twin.serve(task.plan.space.current, arrivals, on_event)
         requests += len(records)
         measured = [record for record in records if record.arrived_at >= task.lead_s]
         expected.append(reward_of(measured, task.plan.objective))

@@ -12,14 +12,13 @@ from typing import Any
 
 from serve_app.metrics.first_tokens import first_token_figures
 from serve_app.tuning.twin.digital_twin import DigitalTwin, TwinPlan
+from serve_app.tuning.twin.rests import resting
 from serve_app.workloads.trace import Trace
 
 _LEAST_REQUESTS = 200
 _MOST_REQUESTS = 2_000
 """Simulated for each of the two ways: a second or two of a core."""
 _EVERY_S = 60.0
-_REST_EVERY = 2_000
-"""Events of the scheduler between two rests: some 50 ms of work."""
 
 Figures = Mapping[str, Mapping[str, Any]]
 
@@ -52,20 +51,13 @@ def forecast(task: ForecastTask, rest: Callable[[], object] = lambda: None) -> F
     Args:
         rest: called now and then; a driver that may use only a share of a core waits there.
     """
-    events = 0
-
-    def count_event(_: object) -> None:
-        nonlocal events
-        events += 1
-        if events % _REST_EVERY == 0:
-            rest()
-
+    on_event = resting(rest)
     found = []
     for share in (1.0, 0.0):
         tunable = task.plan.tunable
         scheduler = replace(tunable.scheduler, active_share=share)
         twin = DigitalTwin(replace(task.plan, tunable=replace(tunable, scheduler=scheduler)))
-        records = twin.serve(task.plan.space.current, task.arrivals, count_event)
+        records = twin.serve(task.plan.space.current, task.arrivals, on_event)
         measured = records[round(task.plan.settings.warm_up_ratio * len(records)) :]
         found.append(
             first_token_figures(

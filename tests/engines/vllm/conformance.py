@@ -75,7 +75,7 @@ ASSEMBLED: list[tuple[str, dict[str, Any]]] = [
 
 
 def without_ids(value: Any) -> Any:
-    """An answer without ids, times, signatures, and what streams of vLLM lack: nulls, `system_fingerprint`."""
+    """An answer without ids, times, signatures, and what streams lack: nulls and `system_fingerprint`."""
     left_out = {"id", "created", "created_at", "signature", "system_fingerprint"}
     if isinstance(value, dict):
         kept = {key: without_ids(item) for key, item in value.items() if key not in left_out}

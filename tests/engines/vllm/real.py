@@ -28,6 +28,8 @@ ARGS = {
     "dtype": "float32",
     "enforce_eager": True,
 }
+# Else random weights write spaces for ever where a schema lets them.
+COMPACT_JSON = {"structured_outputs_config": {"disable_any_whitespace": True, "backend": "xgrammar"}}
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import pytest_asyncio
@@ -25,9 +27,10 @@ from serve_app.errors import EngineError, SettingsError
 from serve_app.request import PriorityClass, Request
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities, EnginePrioritySettings
 from serve_app.serving.gateway.answer.assembly import AnswerAssembly
-from serve_app.serving.gateway.request.splice import with_priority
+from serve_app.serving.gateway.request.splice import append_fields, priority_field
 from tests.builders import request
 from tests.engines.servers import free_port, served, until
+from tests.engines.vllm.adapters import write_adapter
 from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, counter
 from tests.engines.vllm.clients.plain_http import small_questions
 from tests.engines.vllm.conformance import (
@@ -38,9 +41,10 @@ from tests.engines.vllm.conformance import (
     choice_form,
     without_ids,
 )
-from tests.engines.vllm.in_front import Heard, in_front_of
+from tests.engines.vllm.in_front import Front, Heard, in_front_of
 from tests.engines.vllm.real import (
     ARGS,
+    COMPACT_JSON,
     ENV,
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
@@ -71,14 +75,10 @@ PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest_asyncio.fixture(scope="class", loop_scope="class")
 async def tiny() -> AsyncIterator[Running]:
-    args = {
-        **ARGS,
-        "num_gpu_blocks_override": KV_BLOCKS,
-        "scheduling_policy": "priority",
-        # Else random weights write spaces for ever where a schema lets them.
-        "structured_outputs_config": {"disable_any_whitespace": True, "backend": "xgrammar"},
-    }
-    async with running(TINY, args=args, stall_timeout_s=STALL_TIMEOUT_S) as started:
+    own = {"num_gpu_blocks_override": KV_BLOCKS, "scheduling_policy": "priority"}
+    args = {**ARGS, **COMPACT_JSON, **own}
+    env = {**ENV, "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+    async with running(TINY, args=args, env=env, stall_timeout_s=STALL_TIMEOUT_S) as started:
         yield started
 
 
@@ -256,7 +256,9 @@ class TestTinyEngine:
 
         async def ask(request: Request, max_tokens: int) -> None:
             own = {"model": "m", "prompt": "Hi", "max_tokens": max_tokens, "ignore_eos": True, "priority": -9}
-            body = with_priority(json.dumps(own).encode(), priorities.on_dispatch(request))
+            priority = priorities.on_dispatch(request)
+            assert priority is not None
+            body = append_fields(json.dumps(own).encode(), [priority_field(priority)])
             answer = await tiny.client.post("/v1/completions", content=body, headers=JSON)
             assert answer.status_code == 200, answer.text
             ended.append(request.request_id)
@@ -279,6 +281,32 @@ class TestTinyEngine:
         # Only running requests ended before; no waiting one did. In order of arrival it would be 12 and 13.
         assert ended.index("c0") <= MAX_NUM_SEQS
         assert ended.index("b0") <= MAX_NUM_SEQS + 1
+
+    async def test_responses_are_kept_under_the_names_that_the_gateway_gives(self, tiny: Running) -> None:
+        path, asked = "/v1/responses", {"model": "m", "input": "Hi", "max_output_tokens": 8}
+        async with in_front_of(tiny.engine, tiny.limits) as front:
+            first = (await front.http.post(path, json=asked)).json()
+            assert re.fullmatch("resp_[0-9a-f]{40}", first["id"])
+            again = (await front.http.get(f"{path}/{first['id']}")).json()
+            assert (again["id"], again["output"]) == (first["id"], first["output"])
+            then = await front.http.post(path, json={**asked, "previous_response_id": first["id"]})
+            assert then.json()["usage"]["input_tokens"] > first["usage"]["input_tokens"] + 8, then.text
+            long = {**asked, "max_output_tokens": 400, "ignore_eos": True, "background": True}
+            queued = (await front.http.post(path, json=long)).json()
+            assert queued["status"] == "queued"
+            assert front.world.live.status()["replicas"]["r"]["in_flight"] == 1
+            ended = await front.http.post(f"{path}/{queued['id']}/cancel")
+            assert ended.json()["status"] == "cancelled", ended.text
+            await until(lambda: is_free(front))
+            queued = (await front.http.post(path, json={**long, "max_output_tokens": 20})).json()
+            await until(lambda: is_free(front))
+            found = (await front.http.get(f"{path}/{queued['id']}")).json()
+            assert (found["status"], found["usage"]["output_tokens"]) == ("incomplete", 20)
+            streamed = await front.http.post(path, json={**asked, "background": True, "stream": True})
+            told = typed_events(streamed)
+            response_id = told[0]["response"]["id"]
+            replayed = await front.http.get(f"{path}/{response_id}?stream=true&starting_after=1")
+            assert typed_events(replayed) == told[2:]
 
     async def test_a_full_kv_cache_costs_time_and_nothing_else(self, tiny: Running) -> None:
         """Sequences are preempted and computed again, which no client may see."""
@@ -356,6 +384,41 @@ async def test_smollm2_knows_the_capital_of_france_and_leaves_no_process() -> No
         await started.engine.check_health()
 
 
+async def test_adapters_are_listed_and_used_and_come_and_go(tmp_path: Path) -> None:
+    for name in ("sql", "later"):
+        write_adapter(TINY, tmp_path / name)
+    args = {
+        **ARGS,
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "lora_modules": [f"sql={tmp_path / 'sql'}"],
+    }
+    env = {**ENV, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    asked = {"prompt": "Hi", "max_tokens": 8, "temperature": 0.0}
+    async with running(TINY, args=args, env=env) as tiny, in_front_of(tiny.engine, tiny.limits) as front:
+
+        async def lists(*names: str) -> bool:
+            found = (await front.http.get("/v1/models")).json()["data"]
+            return [model["id"] for model in found] == ["m", *names]
+
+        await until(lambda: lists("sql"))
+        base = await front.http.post("/v1/completions", json={**asked, "model": "m"})
+        adapted = await front.http.post("/v1/completions", json={**asked, "model": "sql"})
+        assert adapted.status_code == 200, adapted.text
+        assert adapted.json()["model"] == "sql"
+        assert adapted.json()["choices"][0]["text"] != base.json()["choices"][0]["text"]
+        later = {"lora_name": "later", "lora_path": str(tmp_path / "later")}
+        assert (await tiny.client.post("/v1/load_lora_adapter", json=later)).status_code == 200
+        await until(lambda: lists("later", "sql"))
+        answer = await front.http.post("/v1/completions", json={**asked, "model": "later"})
+        assert answer.status_code == 200, answer.text
+        gone = {"lora_name": "sql"}
+        assert (await tiny.client.post("/v1/unload_lora_adapter", json=gone)).status_code == 200
+        await until(lambda: lists("later"))
+        answer = await front.http.post("/v1/completions", json={**asked, "model": "sql"})
+        assert answer.status_code == 404
+
+
 async def test_an_engine_whose_core_cannot_start_raises_and_leaves_no_process() -> None:
     # One block of the KV cache holds no sequence of 512 tokens, which only the core finds out.
     args = {**ARGS, "num_gpu_blocks_override": 1}
@@ -391,6 +454,16 @@ async def test_a_server_that_was_started_by_hand_is_an_endpoint_like_any_other()
             assert (found["max_model_len"], found["models"]) == (MAX_MODEL_LEN, ["m"])
             assert int(str(found["kv_tokens"])) > MAX_MODEL_LEN
             await _use(fleet)
+
+
+def typed_events(answer: httpx.Response) -> list[Any]:
+    """The data of a stream of the Responses API, which has no end mark."""
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines]
+
+
+async def is_free(front: Front) -> bool:
+    return bool(front.world.live.status()["replicas"]["r"]["in_flight"] == 0)
 
 
 async def _use(fleet: WatchedFleet) -> None:

@@ -1,8 +1,7 @@
 import asyncio
 from dataclasses import replace
 
-from serve_app.request import PriorityClass
-from tests.serving.channel.harness import FAST, Simulation, granted, submission, until
+from tests.serving.channel.harness import FAST, Simulation, granted, until
 
 
 async def test_a_change_is_reported_and_no_change_is_repeated_only_as_a_sign_of_life(
@@ -110,33 +109,3 @@ async def test_a_half_open_channel_is_noticed_and_the_replica_joins_again(world:
     assert asyncio.get_running_loop().time() - began > FAST.dead_after_s / 2
     wire.mute_up = wire.mute_down = False
     await until(lambda: world.reported("s1"))
-
-
-async def test_replicas_are_told_their_share_of_what_waits_for_their_pool(world: Simulation) -> None:
-    clients = [(await world.replica(name, seats=1))[0] for name in ("s1", "s2")]
-    other, _ = await world.replica("l1", pool="long")
-    gateway = await world.gateway()
-    asked = [asyncio.create_task(gateway.acquire(submission(f"r{number}"))) for number in range(30)]
-    batch = asyncio.create_task(gateway.acquire(submission("batch", priority=PriorityClass.BATCH)))
-    await until(lambda: world.live.core.queue.waiting_at["short"] > 0)
-    waiting = world.live.core.queue.waiting_at["short"]
-    assert 10 < waiting < 30
-    await until(lambda: [client.queued for client in clients] == [waiting / 2, waiting / 2])
-    assert other.queued == 0.0
-    for task in (*asked, batch):
-        task.cancel()
-    await asyncio.gather(*asked, batch, return_exceptions=True)
-    await until(lambda: not any(client.queued for client in clients))
-
-
-async def test_a_replica_without_a_scheduler_counts_no_queue(world: Simulation) -> None:
-    client, _ = await world.replica("s1", seats=1)
-    gateway = await world.gateway()
-    asked = [asyncio.create_task(gateway.acquire(submission(f"r{number}"))) for number in range(20)]
-    await until(lambda: client.queued > 0)
-    world.kill()
-    await until(lambda: not client.is_connected)
-    assert client.queued == 0.0
-    for task in asked:
-        task.cancel()
-    await asyncio.gather(*asked, return_exceptions=True)

@@ -86,12 +86,3 @@ async def test_a_gateway_that_joins_in_the_same_turn_gets_the_present_table(worl
     assert [entry.open for entry in registry.table.entries] == [True]
     registry.on_stale("s0")
     assert [entry.open for entry in registry.table.entries] == [False]
-
-
-async def test_the_share_of_a_queue_counts_a_replica_that_registers_again_once(world: Simulation) -> None:
-    registry = world.live._replicas
-    join(registry, 0)
-    link = join(registry, 0)
-    assert registry._joined["short"] == 1
-    registry.on_loss("s0", link)  # type: ignore[arg-type]
-    assert registry._joined["short"] == 0

@@ -152,8 +152,6 @@ async def test_a_replica_of_the_version_before_gets_requests(world: Simulation) 
     )
     saturated = version_5.ReplicaReport(received=0, waiting=99, running=8, kv_usage_ratio=0.9)
     replica.say(version_5.Register(spec, address), version_5.Report(saturated))
-    # Some have come in before the first report, the rest waits.
-    assert 0 < (await replica.hear(version_5.Queued)).requests < 40
     first, _ = await asyncio.wait(asked, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
     grant = first.pop().result()
     assert isinstance(grant, Grant)
@@ -268,9 +266,9 @@ async def test_a_replica_speaks_the_version_before_to_a_scheduler_that_is_upgrad
     assert (await conversation.hear(version_5.Register)).spec.max_num_seqs == 8
     assert (await conversation.hear(version_5.Report)).report.running == 0
     conversation.say(version_5.Queued(2.5))
-    await until(lambda: client.queued == 2.5)
     double.engine_failure = "it is dead"
     assert "it is dead" in (await conversation.hear(version_5.EngineFailed)).reason
+    assert client.is_connected
     await client.close()
 
 

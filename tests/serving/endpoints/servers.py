@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.routing.pools import RoutingSettings
 from serve_app.serving.endpoints.kept import KeptChoices
 from serve_app.serving.endpoints.settings import RemoteSettings
 from serve_app.serving.endpoints.watcher import EndpointWatcher
@@ -39,6 +40,7 @@ class VllmLike(Engine):
         api_key: asked for; empty for none.
         kv_usage, others: what other clients do to it.
         hangs: it computes nothing any more.
+        is_mute: it hung while it was idle: its metrics tell of no request.
         metrics_status: of its metrics page.
         seen: the headers of the last request that was no control request.
     """
@@ -49,7 +51,7 @@ class VllmLike(Engine):
         self.api_key = ""
         self.kv_usage = 0.0
         self.others = 0
-        self.steps, self.hangs = 0, False
+        self.steps, self.hangs, self.is_mute = 0, False, False
         self.metrics_status = 200
         self.scrapes = 0
 
@@ -60,7 +62,8 @@ class VllmLike(Engine):
             await _answer(send, 401, b'{"error":"Unauthorized"}')
         elif path == "/metrics":
             self.scrapes += 1
-            page = METRICS.replace("RUNNING", str(self.running + self.others)).replace("WAITING", "0")
+            running = 0 if self.is_mute else self.running + self.others
+            page = METRICS.replace("RUNNING", str(running)).replace("WAITING", "0")
             page = page.replace("STEPS", str(self.steps if self.hangs else self.scrapes))
             page = page.replace("KV_USAGE", str(self.kv_usage))
             await _answer(send, self.metrics_status, page.encode())
@@ -107,16 +110,27 @@ async def watched(
     kept: KeptChoices | None = None,
     start: bool = True,
     model: str = MODEL,
+    long: str = "",
     **settings: Any,
 ) -> AsyncIterator[WatchedFleet]:
-    """A fleet of the endpoints that are named."""
-    world = Simulation(scheduler_settings(model=model), CHANNEL)
+    """A fleet of the endpoints that are named.
+
+    Args:
+        long: the endpoint of a second pool; empty for none.
+    """
+    pools = (POOL, "long") if long else (POOL,)
+    world = Simulation(scheduler_settings(model=model, routing=RoutingSettings(pools=pools)), CHANNEL)
     async with AsyncExitStack() as stack:
         await world.begin()
         stack.push_async_callback(world.close)
         remote = RemoteSettings(endpoints=endpoints, **{"start_timeout_s": 5.0, **settings})
         watcher = EndpointWatcher(POOL, remote, CHANNEL, world.locate_for_replica, kept or KeptChoices(None))
         stack.push_async_callback(watcher.close)
+        if long:
+            of_long = RemoteSettings(endpoints=(long,), start_timeout_s=5.0)
+            other = EndpointWatcher("long", of_long, CHANNEL, world.locate_for_replica, KeptChoices(None))
+            stack.push_async_callback(other.close)
+            await other.start()
         client = await world.gateway()
 
         async def described() -> list[dict[str, object]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.engines.engine import Scope, Send
 from serve_app.errors import EngineError
 from serve_app.serving.endpoints.kept import KeptChoices
 from serve_app.serving.state.store import StateStore
@@ -190,6 +191,39 @@ async def test_one_that_hangs_gets_nothing_until_it_goes_on() -> None:
         assert "has computed nothing for" in str(fleet.watcher.described()[0]["reason"])
         engine.hangs = False
         await until(lambda: len(fleet.open()) == 1, "it goes on")
+
+
+async def test_one_that_hung_while_it_was_idle_keeps_what_it_has_and_gets_nothing_more() -> None:
+    async def never(_scope: Scope, _parsed: dict[str, Any], _send: Send) -> None:
+        await asyncio.Event().wait()
+
+    engine = VllmLike()
+    engine.hangs = engine.is_mute = True
+    engine.answers += [never] * 9
+    async with serving(engine) as url, watched(url, stall_timeout_s=0.5) as fleet:
+        await until(lambda: len(fleet.open()) == 1, "it serves")
+        stuck = [asyncio.create_task(fleet.ask(stream=True)) for _ in range(2)]
+        state = fleet.world.live.core.ledger[fleet.open()[0]]
+        await until(lambda: state.answers.hangs, "its hang is noticed")
+        late = {"x-queue-timeout-s": "0.5"}
+        body = {"model": MODEL, "prompt": "hello", "stream": True}
+        assert (await fleet.http.post("/v1/completions", json=body, headers=late)).status_code == 504
+        assert len(engine.bodies) == 2
+        other = await fleet.endpoint()
+        await fleet.http.post("/admin/endpoints", json={"url": other})
+        await until(lambda: len(fleet.open()) == 2, "another serves")
+        answers = await asyncio.gather(*(fleet.ask(stream=True) for _ in range(6)))
+        assert [answer.status_code for answer in answers] == [200] * 6
+        assert len(engine.bodies) == 2
+        engine.hangs = engine.is_mute = False
+        await until(lambda: not state.answers.hangs, "it goes on")
+        engine.answers.clear()
+        await fleet.http.request("DELETE", "/admin/endpoints", json={"url": other})
+        assert (await fleet.ask(stream=True)).status_code == 200
+        assert len(engine.bodies) == 3
+        for task in stuck:
+            task.cancel()
+        await asyncio.gather(*stuck, return_exceptions=True)
 
 
 async def test_an_endpoint_whose_cache_is_full_gets_nothing() -> None:

@@ -63,6 +63,10 @@ class Engine:
         work.result()
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        if scope["path"].startswith("/v1/audio/"):
+            usage = {"type": "duration", "seconds": 30}
+            await reply_json(send, 200, {"text": "hello", "usage": usage})
+            return
         parsed = json.loads(body or b"{}")
         if self.answers:
             await self.answers.popleft()(scope, parsed, send)
@@ -316,6 +320,12 @@ class FakeDispatcher:
             ReplicaAddress(replica_id=f"r{port}", pool="short", host="127.0.0.1", port=port, token=TOKEN)
             for port in self.ports
         )
+
+    def all_replicas(self) -> tuple[ReplicaAddress, ...]:
+        return self.replicas()
+
+    def adapters(self) -> dict[str, frozenset[str]]:
+        return {}
 
     async def exposition(self) -> str:
         return self.page

@@ -106,7 +106,13 @@ async def _replica(world: Simulation, replica_id: str, engine: ASGIApp, port: in
 
 def _place(double: ReplicaDouble, engine: ASGIApp, port: int) -> None:
     """Let a replica listen where its engine does, and report what the engine has got."""
-    double.address = replace(double.address, host="127.0.0.1", port=port, token=TOKEN)
+    double.address = replace(
+        double.address,
+        host="127.0.0.1",
+        port=port,
+        token=TOKEN,
+        names_responses=not isinstance(engine, Engine),
+    )
     if isinstance(engine, Engine):
         double.counts = lambda: ReplicaReport(
             received=len(engine.bodies), waiting=0, running=engine.running, kv_usage_ratio=0.0

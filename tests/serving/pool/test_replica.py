@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -18,7 +19,6 @@ from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.pool.autoscaling import KV_USAGE, ONGOING
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
 from serve_app.serving.pool.server import ReplicaServerSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
@@ -86,6 +86,11 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.02)
 
 
+def reported_running(live: LiveScheduler) -> int:
+    reports = [report for _, report in live._replicas.reports().values()]
+    return sum(report.running or 0 for report in reports if report is not None)
+
+
 async def test_a_replica_joins_serves_what_is_granted_and_drains(
     live: LiveScheduler, gateway: GatewayClient
 ) -> None:
@@ -95,8 +100,7 @@ async def test_a_replica_joins_serves_what_is_granted_and_drains(
     assert (grant.dispatch.pool, grant.dispatch.replica_id) == ("short", "replica-1")
     async with httpx.AsyncClient(headers={"x-replica-token": grant.address.token}) as http:
         running = asyncio.create_task(http.post(url(grant), json=body(400), timeout=30))
-        await until(lambda: replica.record_autoscaling_stats()[ONGOING] == 1.0)
-        await until(lambda: replica.record_autoscaling_stats()[KV_USAGE] > 0)
+        await until(lambda: reported_running(live) == 1)
 
         stopping = asyncio.create_task(replica.stop())
         await until(lambda: not gateway.replicas())
@@ -112,6 +116,21 @@ async def test_a_replica_joins_serves_what_is_granted_and_drains(
     gateway.finish("first", Outcome.COMPLETED)
 
 
+async def test_adapters_that_its_engine_lists_are_told_as_they_come_and_go(
+    live: LiveScheduler, gateway: GatewayClient
+) -> None:
+    engine = EmulatedEngine(replace(ENGINE, lora_modules=("sql",)))
+    replica = PoolReplica("replica-1", "127.0.0.1", settings(), engine, locator(live))
+    await replica.start()
+    await until(lambda: dict(gateway.adapters()) == {"sql": {"replica-1"}})
+    engine._names.load(b'{"lora_name": "later"}')
+    engine._names.unload(b'{"lora_name": "sql"}')
+    await until(lambda: dict(gateway.adapters()) == {"later": {"replica-1"}})
+    await until(lambda: len(gateway.replicas()) == 1)
+    await replica.stop()
+    await until(lambda: not gateway.adapters())
+
+
 async def test_a_drain_ends_in_time_though_an_answer_does_not(
     live: LiveScheduler, gateway: GatewayClient
 ) -> None:
@@ -122,7 +141,7 @@ async def test_a_drain_ends_in_time_though_an_answer_does_not(
     grant = await granted(gateway, "endless")
     async with httpx.AsyncClient(headers={"x-replica-token": grant.address.token}) as http:
         running = asyncio.create_task(http.post(url(grant), json=body(2_000), timeout=30))
-        await until(lambda: replica.record_autoscaling_stats()[ONGOING] == 1.0)
+        await until(lambda: reported_running(live) == 1)
         await asyncio.wait_for(replica.stop(), 10)
         (cut,) = await asyncio.gather(running, return_exceptions=True)
     assert isinstance(cut, httpx.HTTPError) or (isinstance(cut, httpx.Response) and cut.status_code >= 500)

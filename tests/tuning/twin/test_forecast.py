@@ -65,6 +65,18 @@ def test_forecasts_are_due_while_not_all_is_scheduled_and_the_twin_is_right() ->
     assert forecasts.document(200.0) is None, "of no use any more"
 
 
+def test_of_many_requests_the_latest_are_played() -> None:
+    chosen = plan()
+    own = chosen.traffic.requests
+    requests = tuple(replace(own[number % len(own)]) for number in range(2_400))
+    many = replace(chosen, traffic=replace(chosen.traffic, requests=requests))
+    found = Forecasts().due(0.0, "", lambda: many, 0.0)
+    assert found is not None
+    assert len(requests) > len(found.arrivals.requests) == 2_000
+    assert found.arrivals.requests[0] is requests[-2_000]
+    assert found.arrivals.requests[-1] is requests[-1]
+
+
 def test_a_production_that_only_observes_forecasts_what_scheduling_then_does() -> None:
     fleet = FleetSettings(profile="laptop", replicas={"all": 1})
     trace = scale_to_rate(choose_trace(TraceChoice(name="paper-mix", requests=1_500), 0), 25.0)

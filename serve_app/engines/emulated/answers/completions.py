@@ -5,6 +5,7 @@ and their order are those of vLLM: a chunk with the role, a chunk per token with
 one, the usage when it was asked for, `[DONE]`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -94,7 +95,7 @@ class EmulatedAnswer(Protocol):
         """The answer as one JSON object."""
 
 
-class _ChoicesAnswer:
+class _ChoicesAnswer(ABC):
     """What the two completion APIs share: choices, as one object or in chunks.
 
     A subclass states the objects' names in OpenAI's API, the format of a chunk, and the text of a whole
@@ -144,8 +145,9 @@ class _ChoicesAnswer:
         ]
         return encode({**common(head, self._kind), "choices": choices, "usage": head.usage()})
 
+    @abstractmethod
     def _content(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """The text of a choice, as its object holds it."""
 
 
 class ChatAnswer(_ChoicesAnswer):

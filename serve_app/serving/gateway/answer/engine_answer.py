@@ -3,7 +3,7 @@
 | answer                             | meaning                                                           |
 |------------------------------------|-------------------------------------------------------------------|
 | 2xx                                | the answer                                                        |
-| 400 that speaks of the context     | TOO_LONG: a longer pool may take it                               |
+| 400, 422 that speak of the context | TOO_LONG: a longer pool may take it                               |
 | 401, 403                           | UNREACHABLE: the replica does not know the gateway                |
 | 429, 503                           | BUSY; UNREACHABLE while it drains: it has not looked at it        |
 | 501                                | the engine cannot do this at all: the client's to know            |
@@ -17,16 +17,12 @@ import re
 
 import msgspec
 
+from serve_app.engines.adapters.refusals import TYPE_OF_LLAMA_CPP, is_too_long
 from serve_app.errors import Outcome
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.gateway.upstream.response import HeaderList, UpstreamError
 
 DRAINING_HEADER = b"x-replica-draining"
-# vLLM's wordings, from its renderers, its input processor and its token limits.
-_TOO_LONG = re.compile(
-    r"maximum context length|longer than the maximum model length"
-    r"|cannot be greater than `?max_(model_len|total_tokens)"
-)
 # What vLLM answers to all that it was working on when its core process died.
 _DEAD = re.compile(r"EngineCore encountered an issue|EngineDeadError")
 _MESSAGE_CHARACTERS = 500
@@ -35,13 +31,18 @@ _MESSAGE_CHARACTERS = 500
 class TooLongError(UpstreamError):
     """The engine's context limit is below the request's length; carries the engine's own words.
 
+    Args:
+        context_tokens: that limit, where the engine names it beside its words.
+
     Attributes:
         message: as the engine put it.
         param: the field that the engine named.
     """
 
-    def __init__(self, message: str, param: str | None) -> None:
-        super().__init__(DispatchFailure.TOO_LONG, message)
+    def __init__(self, message: str, param: str | None, context_tokens: int | None = None) -> None:
+        # The scheduler reads the limit from these words (`refusals`).
+        named = f"{message} (n_ctx={context_tokens})" if context_tokens else message
+        super().__init__(DispatchFailure.TOO_LONG, named)
         self.message = message
         self.param = param
 
@@ -50,12 +51,22 @@ class _Detail(msgspec.Struct):
     message: str = ""
     param: str | None = None
     code: int | str | None = None
+    type: str | None = None
+    n_ctx: int | None = None
+
+    @property
+    def is_too_long(self) -> bool:
+        return (
+            self.code == "context_length_exceeded"
+            or self.type == TYPE_OF_LLAMA_CPP
+            or is_too_long(self.message)
+        )
 
 
 class _Flat(_Detail):
-    """vLLM nests the error as OpenAI does; older releases did not."""
+    """vLLM nests the error as OpenAI does; older releases did not. TGI has the words alone there."""
 
-    error: _Detail | None = None
+    error: _Detail | str | None = None
 
 
 _decoder = msgspec.json.Decoder(_Flat)
@@ -66,10 +77,8 @@ def failure_of(status: int, headers: HeaderList, body: bytes) -> UpstreamError |
     if status < 400:
         return None
     detail = _detail(body)
-    if status == 400:
-        if detail.code == "context_length_exceeded" or _TOO_LONG.search(detail.message):
-            return TooLongError(detail.message, detail.param)
-        return None
+    if status in (400, 422):
+        return TooLongError(detail.message, detail.param, detail.n_ctx) if detail.is_too_long else None
     failure = _failure_of_status(status, headers)
     if failure is None:
         return None
@@ -113,4 +122,6 @@ def _detail(body: bytes) -> _Detail:
         found = _decoder.decode(body)
     except (ValueError, RecursionError):
         return _Detail(message=body[:_MESSAGE_CHARACTERS].decode("utf-8", "replace"))
+    if isinstance(found.error, str):
+        return _Detail(message=found.error)
     return found.error or found

@@ -25,6 +25,7 @@ _TYPE_AND_CODE: dict[Outcome, tuple[str, str | None]] = {
     Outcome.REJECTED_INVALID: ("invalid_request_error", None),
     Outcome.REJECTED_UNAUTHORISED: ("invalid_request_error", "invalid_api_key"),
     Outcome.REJECTED_UNKNOWN_MODEL: ("invalid_request_error", "model_not_found"),
+    Outcome.REJECTED_UNKNOWN_RESPONSE: ("invalid_request_error", "response_not_found"),
     Outcome.REJECTED_BODY_TOO_LARGE: ("invalid_request_error", "body_too_large"),
     Outcome.REJECTED_TOO_LONG: ("invalid_request_error", "context_length_exceeded"),
     Outcome.REJECTED_QUEUE_FULL: ("rate_limit_error", "queue_full"),

@@ -3,13 +3,13 @@
 import os
 from collections.abc import Mapping
 from dataclasses import field
-from pathlib import Path
 
 from serve_app.api_keys.record import is_tenant_name
 from serve_app.errors import SettingsError
 from serve_app.rate_limits import KeyTerms
 from serve_app.request import PriorityClass
 from serve_app.serving.gateway.keys.caller import KeyPermissions
+from serve_app.serving.gateway.keys.secret import check_one_place, read_secret
 from serve_app.settings_base import settings
 
 
@@ -40,12 +40,7 @@ class ApiKey:
     def __post_init__(self) -> None:
         if not is_tenant_name(self.tenant):
             raise SettingsError(f"keys[].tenant must be a short printable name, got {self.tenant!r}")
-        given = [name for name in ("key", "env", "file") if getattr(self, name)]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise SettingsError(
-                f"the key of tenant {self.tenant} needs exactly one of key, env, file; got {found}"
-            )
+        check_one_place(self, self._name)
         if self.default_class not in self.allowed_classes:
             raise SettingsError(
                 f"the key of tenant {self.tenant} has default_class {self.default_class}, which its "
@@ -58,15 +53,11 @@ class ApiKey:
         Raises:
             SettingsError: the environment variable or file is missing or empty.
         """
-        if self.key:
-            return self.key
-        if self.env:
-            found, place = environment.get(self.env, ""), f"environment variable {self.env}"
-        else:
-            found, place = _file_content(self.file or "", self.tenant), f"file {self.file}"
-        if not found.strip():
-            raise SettingsError(f"the key of tenant {self.tenant} is empty: put it into {place}")
-        return found.strip()
+        return read_secret(self, self._name, environment)
+
+    @property
+    def _name(self) -> str:
+        return f"the key of tenant {self.tenant}"
 
     @property
     def permissions(self) -> KeyPermissions:
@@ -78,10 +69,3 @@ class ApiKey:
             allowed_classes=self.allowed_classes,
             may_act_for_tenants=self.may_act_for_tenants,
         )
-
-
-def _file_content(path: str, tenant: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as exc:
-        raise SettingsError(f"the key of tenant {tenant} cannot be read from {path}: {exc.strerror}") from exc

@@ -30,6 +30,9 @@ class ParsedBody:
         priority: vLLM's field, lower is sooner; None when the body has none.
         user: the end user that the body names.
         opening: how the prompt begins; empty for embeddings.
+        keeps_responses: what it asks for may be kept by its engine, and referred to later.
+        previous_response: id of the response that it goes on from.
+        background: its engine is to work on after its answer.
     """
 
     spec: RequestSpec
@@ -41,6 +44,9 @@ class ParsedBody:
     priority: int | None = None
     user: str | None = None
     opening: Opening = NO_OPENING
+    keeps_responses: bool = False
+    previous_response: str | None = None
+    background: bool = False
 
 
 T = TypeVar("T")

@@ -114,6 +114,9 @@ def completion_opening(body: CompletionFields) -> Opening:
 
 def responses_opening(body: ResponsesFields) -> Opening:
     """How the input of a Responses request begins."""
+    if body.previous_response_id:
+        # It begins with what an engine has kept, which is not known here.
+        return Opening(b"responses", salt=body.cache_salt or "")
     pieces = OpeningPieces()
     pieces.add_raw(body.tools)
     pieces.add("system", body.instructions)

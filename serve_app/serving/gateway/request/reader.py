@@ -12,15 +12,16 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Submission
 from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.forward import ForwardJob
 from serve_app.serving.gateway.keys.caller import Caller
 from serve_app.serving.gateway.keys.file_keys import FileKeys
 from serve_app.serving.gateway.keys.keyring import Keyring
 from serve_app.serving.gateway.request import headers as heads
 from serve_app.serving.gateway.request.held_bodies import BodyBudget, HeldBody
 from serve_app.serving.gateway.request.incoming import IncomingRequest
+from serve_app.serving.gateway.request.job import ForwardJob, ResponseTerms
 from serve_app.serving.gateway.request.parse import ParsedBody
 from serve_app.serving.gateway.request.prefix import NO_OPENING, PrefixSettings, engine_salt, prefix_hashes
+from serve_app.serving.gateway.request.served_models import ServedModels
 from serve_app.serving.gateway.request.splice import (
     AS_STREAM,
     NO_PRIORITY,
@@ -30,7 +31,7 @@ from serve_app.serving.gateway.request.splice import (
     usage_field,
 )
 from serve_app.serving.gateway.request.structure import check_structure
-from serve_app.serving.gateway.routes.table import SCHEDULED, api_of
+from serve_app.serving.gateway.routes.table import FORMS, SCHEDULED, api_of
 from serve_app.serving.gateway.settings import GatewaySettings
 
 # Longer bodies are checked and parsed on a thread. Below, the change of threads costs more than the 5 ms at
@@ -45,11 +46,11 @@ class RequestReader:
         bodies: the memory for bodies.
     """
 
-    def __init__(self, settings: GatewaySettings, gateway_id: str) -> None:
+    def __init__(self, settings: GatewaySettings, models: ServedModels, gateway_id: str) -> None:
         self._settings = settings
+        self._models = models
         file_keys = FileKeys(Path(settings.keys_file)) if settings.keys_file is not None else None
         self._keyring = Keyring(settings.keys, file_keys=file_keys)
-        self._models = {model.name for model in settings.models}
         self._gateway_id = gateway_id
         self._numbers = itertools.count(1)
         self.bodies = BodyBudget(settings.max_held_body_bytes)
@@ -161,13 +162,20 @@ class RequestReader:
 
     def _job_of(self, incoming: IncomingRequest, caller: Caller, held: HeldBody) -> ForwardJob:
         """Check a body, and make the job of it; also called on a thread of its own."""
-        body = held.data
-        check_structure(body)
-        endpoint = SCHEDULED[incoming.path]
-        parsed = endpoint.parse(body)
-        self.check_model(parsed.spec.model, caller)
+        body, form = held.data, FORMS.get(incoming.path)
+        if form is not None:
+            parsed, announced = form.parse(body, incoming.headers.get(b"content-type", b"")), None
+        else:
+            check_structure(body)
+            endpoint = SCHEDULED[incoming.path]
+            parsed, announced = endpoint.parse(body), endpoint.announced
+        found = self._models.find(parsed.spec.model, caller)
         settings = self._settings.prefix
         submission = _submission(incoming, caller, parsed, settings)
+        if found.adapter is not None:
+            # Prefixes were hashed under the adapter's name: it has a cache of its own.
+            spec = replace(submission.spec, model=found.model.name, adapter=found.adapter)
+            submission = replace(submission, spec=spec)
         fields = _fields(parsed, body)
         assembles = self._settings.assemble_answers and parsed.may_be_assembled
         if assembles:
@@ -184,7 +192,29 @@ class RequestReader:
             body=held,
             hide_usage=parsed.asks_usage and not parsed.shows_usage,
             assembles=assembles,
-            announced=endpoint.announced,
+            # Whoever lets work go on in the background wants to know its id at once.
+            announced=None if parsed.background else announced,
+            response=self._response(incoming, caller, parsed),
+            is_form=form is not None,
+        )
+
+    def owner(self, incoming: IncomingRequest, caller: Caller) -> str:
+        """The tenant to whom kept responses belong; nobody is told apart by the end user that a body names.
+
+        Raises:
+            RequestRefused: as for every request of that tenant.
+        """
+        return caller.tenant(incoming.headers.get(b"x-tenant"), None)
+
+    def _response(
+        self, incoming: IncomingRequest, caller: Caller, parsed: ParsedBody
+    ) -> ResponseTerms | None:
+        if not parsed.keeps_responses:
+            return None
+        return ResponseTerms(
+            owner=self.owner(incoming, caller),
+            previous=parsed.previous_response,
+            background=parsed.background,
         )
 
     def forwarded(self, incoming: IncomingRequest) -> bytes:
@@ -194,21 +224,6 @@ class RequestReader:
             RequestRefused: a header contains a line break.
         """
         return heads.forwarded(incoming.scope["headers"], incoming.headers)
-
-    def check_model(self, model: str, caller: Caller) -> None:
-        """Refuse a model that is not served, or not to this caller.
-
-        Raises:
-            RequestRefused: it is not; says which ones are, of those that the caller may use.
-        """
-        if model not in self._models:
-            served = ", ".join(sorted(filter(caller.may_use, self._models)))
-            raise RequestRefused(
-                Outcome.REJECTED_UNKNOWN_MODEL,
-                f"the model {model[:100]!r} is not served here; models: {served}",
-                param="model",
-            )
-        caller.check_model(model)
 
 
 def _fields(parsed: ParsedBody, body: bytes) -> list[bytes]:

@@ -53,9 +53,9 @@ def salt_field(salt: str) -> bytes:
     return b'"cache_salt":' + msgspec.json.encode(salt)
 
 
-def with_priority(body: bytes, value: int | None) -> bytes:
-    """A body with a priority in place of its own; the very same bytes for None."""
-    return body if value is None else append_fields(body, [priority_field(value)])
+def response_id_field(response_id: str) -> bytes:
+    """The field by which vLLM names a response; a client's own would let it overwrite another's."""
+    return b'"request_id":' + msgspec.json.encode(response_id)
 
 
 def append_fields(body: bytes, fields: list[bytes]) -> bytes:

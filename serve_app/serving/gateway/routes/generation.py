@@ -66,22 +66,8 @@ def read_completion(body: CompletionFields) -> ParsedBody:
 def read_responses(body: ResponsesFields) -> ParsedBody:
     """What a request of the Responses API asks for.
 
-    Raises:
-        RequestRefused: it needs what one engine has kept.
+    How long the conversation is that an engine has kept is not known here, so only the new input counts.
     """
-    if body.background:
-        raise RequestRefused(
-            Outcome.REJECTED_INVALID,
-            "background responses cannot be fetched again through this gateway: leave `background` out",
-            param="background",
-        )
-    if body.previous_response_id:
-        raise RequestRefused(
-            Outcome.REJECTED_INVALID,
-            "previous_response_id names an answer that one engine has kept, and requests go to any: send the "
-            "whole conversation as `input`",
-            param="previous_response_id",
-        )
     return ParsedBody(
         spec=RequestSpec(
             model=body.model,
@@ -93,4 +79,7 @@ def read_responses(body: ResponsesFields) -> ParsedBody:
         priority=body.priority,
         user=body.safety_identifier or body.user,
         opening=responses_opening(body),
+        keeps_responses=True,
+        previous_response=body.previous_response_id,
+        background=bool(body.background),
     )

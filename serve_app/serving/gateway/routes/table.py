@@ -27,6 +27,7 @@ from serve_app.serving.gateway.request.bodies import (
     ResponsesFields,
 )
 from serve_app.serving.gateway.request.parse import BodyParser, ParsedBody
+from serve_app.serving.gateway.routes.audio import AudioFields, read_audio
 from serve_app.serving.gateway.routes.generation import read_chat, read_completion, read_responses
 from serve_app.serving.gateway.routes.messages import CountTokensFields, MessagesFields, read_messages
 from serve_app.serving.gateway.routes.pooling import (
@@ -72,6 +73,17 @@ class ScheduledRoute(ModelRoute):
     announced: Announcements | None
 
 
+@dataclass(frozen=True, slots=True)
+class FormRoute(ModelRoute):
+    """One whose requests are scheduled and come as forms with a file; they reach the engine unchanged.
+
+    Attributes:
+        parse: makes of a body and its content type what scheduling needs; raises `RequestRefused`.
+    """
+
+    parse: Callable[[bytes, bytes], ParsedBody]
+
+
 def _scheduled(
     summary: str,
     fields: type[BodyFields],
@@ -102,6 +114,11 @@ SCHEDULED: Mapping[str, ScheduledRoute] = {
         ("/v1/rerank", "/v2/rerank", "/rerank"),
         _scheduled("documents in the order of what they say of a query", RerankFields, read_rerank),
     ),
+}
+
+FORMS: Mapping[str, FormRoute] = {
+    "/v1/audio/transcriptions": FormRoute("the text of a sound", AudioFields, OPENAI, read_audio),
+    "/v1/audio/translations": FormRoute("the text of a sound in English", AudioFields, OPENAI, read_audio),
 }
 
 # Of these any replica is asked, of the model that the body names.

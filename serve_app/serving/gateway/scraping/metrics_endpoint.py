@@ -11,18 +11,18 @@ import hmac
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
-from pathlib import Path
 
-from serve_app.errors import SettingsError
 from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.scheduler_client import SchedulerClient
 from serve_app.serving.gateway.answer.responses import ForbiddenError
 from serve_app.serving.gateway.keys.caller import Caller
+from serve_app.serving.gateway.keys.secret import check_one_place, read_secret
 from serve_app.serving.gateway.scraping.exposition import merge
 from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.settings_base import settings
 
 METRICS_TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+_METRICS_KEY = "gateway.advanced.metrics_key"
 
 
 @settings(block="metrics_key")
@@ -40,12 +40,7 @@ class MetricsKey:
     file: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("key", "env", "file") if getattr(self, name)]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise SettingsError(
-                f"gateway.advanced.metrics_key needs exactly one of key, env, file; got {found}"
-            )
+        check_one_place(self, _METRICS_KEY)
 
     def secret(self, environment: Mapping[str, str] = os.environ) -> str:
         """The secret, from wherever it is kept.
@@ -53,20 +48,7 @@ class MetricsKey:
         Raises:
             SettingsError: the environment variable or file is missing or empty.
         """
-        if self.key:
-            return self.key
-        if self.env:
-            found, place = environment.get(self.env, ""), f"environment variable {self.env}"
-        else:
-            place = f"file {self.file}"
-            try:
-                found = Path(self.file or "").read_text(encoding="utf-8")
-            except OSError as exc:
-                reason = f"gateway.advanced.metrics_key cannot be read from {place}: {exc.strerror}"
-                raise SettingsError(reason) from exc
-        if not found.strip():
-            raise SettingsError(f"gateway.advanced.metrics_key is empty: put it into {place}")
-        return found.strip()
+        return read_secret(self, _METRICS_KEY, environment)
 
 
 class MetricsEndpoint:

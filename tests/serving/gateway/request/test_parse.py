@@ -8,6 +8,7 @@ import pytest
 from serve_app.request import TextCategory
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.request.parse import ParsedBody, parse_model
+from serve_app.serving.gateway.request.prefix import prefix_hashes
 from serve_app.serving.gateway.routes.table import SCHEDULED
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -172,7 +173,7 @@ def test_of_a_key_given_twice_the_last_counts_as_in_the_engine() -> None:
         (COMPLETIONS, b'{"model":"m"}', "prompt", "prompt is missing"),
         (EMBEDDINGS, b'{"model":"m"}', "input", "input is missing"),
         (RESPONSES, b'{"model":"m"}', "input", "input is missing"),
-        (RESPONSES, b'{"model":"m","input":"x","background":true}', "background", "leave `background` out"),
+        (RESPONSES, b'{"model":"m","input":"x","background":5}', "background", "expected `bool | null`"),
         (
             CHAT,
             b'{"model":"m","messages":[],"max_tokens":"many"}',
@@ -215,8 +216,18 @@ def test_values_that_vllm_coerces_are_taken() -> None:
         parse(CHAT, messages=[], max_tokens=5.5)
 
 
-def test_an_answer_that_another_engine_may_have_kept_is_not_referred_to() -> None:
-    with pytest.raises(RequestRefused, match="previous_response_id") as refused:
-        parse(RESPONSES, input="go on", previous_response_id="resp_1")
-    assert refused.value.param == "previous_response_id"
-    assert parse(RESPONSES, input="go on", previous_response_id=None).spec.model == "m"
+def test_a_request_says_what_it_refers_to() -> None:
+    parsed = parse(RESPONSES, input="go on", previous_response_id="resp_1", background=True)
+    assert (parsed.previous_response, parsed.background, parsed.keeps_responses) == ("resp_1", True, True)
+    parsed = parse(RESPONSES, input="go on", previous_response_id=None)
+    assert (parsed.previous_response, parsed.background, parsed.keeps_responses) == (None, False, True)
+    assert not parse(CHAT, messages=[]).keeps_responses
+
+
+def test_a_prompt_that_begins_with_what_an_engine_keeps_has_no_known_beginning() -> None:
+    text = "word " * 400
+    alone = parse(RESPONSES, input=text, cache_salt="s").opening
+    goes_on = parse(RESPONSES, input=text, cache_salt="s", previous_response_id="resp_1").opening
+    assert prefix_hashes(alone, model="m")
+    assert not prefix_hashes(goes_on, model="m")
+    assert goes_on.salt == "s"

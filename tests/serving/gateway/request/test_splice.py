@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.request.splice import append_fields, priority_field, usage_field, with_priority
+from serve_app.serving.gateway.request.splice import append_fields, priority_field, usage_field
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=8),
@@ -53,8 +53,8 @@ def test_the_clients_bytes_reach_the_engine_as_they_are() -> None:
 @given(bodies, st.none() | st.integers(-9, 9), spaces)
 def test_a_priority_replaces_the_clients_own(body: dict[str, Any], own: int | None, space: str) -> None:
     written = (json.dumps({"priority": own, **body}) + space).encode()
-    assert json.loads(with_priority(written, 2_000_001)) == {**body, "priority": 2_000_001}
-    assert with_priority(written, None) is written
+    assert json.loads(append_fields(written, [priority_field(2_000_001)])) == {**body, "priority": 2_000_001}
+    assert append_fields(written, []) is written
 
 
 @pytest.mark.parametrize("body", [b"", b"  ", b"[1]"])

@@ -1,4 +1,4 @@
-from serve_app.routing.concurrency import ConcurrencyLimit, ConcurrencyRule
+from serve_app.routing.observed.concurrency import ConcurrencyLimit, ConcurrencyRule
 
 RULE = ConcurrencyRule(start=10, late_factor=2.0, slack_s=0.5, increase_ratio=0.01, least_increase=0.2)
 

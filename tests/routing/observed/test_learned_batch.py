@@ -1,6 +1,6 @@
 import pytest
 
-from serve_app.routing.learned_batch import LearnedBatch
+from serve_app.routing.observed.learned_batch import LearnedBatch
 from serve_app.routing.replica import ReplicaReport
 
 

@@ -1,0 +1,130 @@
+{{/* The name of everything that the release makes. KubeRay appends to it, and names end at 63 characters. */}}
+{{- define "ewsjf.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- $both := contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) -}}
+{{- default $both .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "ewsjf.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* What pods are chosen by. KubeRay gives pods `app.kubernetes.io` labels of its own, so these are others. */}}
+{{- define "ewsjf.selector" -}}
+ewsjf/release: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "ewsjf.image" -}}
+{{ printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
+{{- end -}}
+
+{{/* Empty where KubeRay is to choose. */}}
+{{- define "ewsjf.serviceAccount" -}}
+{{ .Values.serviceAccountName | default (.Values.discoverEndpoints | ternary (include "ewsjf.fullname" .) "") }}
+{{- end -}}
+
+{{- define "ewsjf.redis" -}}
+{{ include "ewsjf.fullname" . }}-redis
+{{- end -}}
+
+{{/* Seconds that gateways let open answers go on; the application's own default where it says nothing. */}}
+{{- define "ewsjf.gatewayDrain" -}}
+{{ dig "gateways" "drain_timeout_s" 600.0 .Values.application | ceil | int }}
+{{- end -}}
+
+{{/*
+How long Ray lets a node drain after SIGTERM: the longest drain of anything on it, and half a minute for an engine to end.
+Ray's own 30 s would cut what the application still lets go on.
+*/}}
+{{- define "ewsjf.nodeDrain" -}}
+{{- $longest := include "ewsjf.gatewayDrain" . | int -}}
+{{- range .Values.application.models -}}
+{{- range .pools -}}
+{{- $longest = max $longest (dig "drain_timeout_s" 600.0 . | ceil | int) -}}
+{{- end -}}
+{{- end -}}
+{{ add $longest 30 }}
+{{- end -}}
+
+{{/* The environment of `ray start` on every node: serve_app/launch/serve.env, and Ray's own limit for drains. */}}
+{{- define "ewsjf.environment" -}}
+- {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
+- {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
+- {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ max 1800 (add (include "ewsjf.nodeDrain" . | int) 60) | quote }}}
+- {name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, value: "10"}
+- {name: RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S, value: "86400"}
+- {name: RAY_SERVE_HAPROXY_RETRY_ON, value: "conn-failure\n    timeout http-request 30s"}
+- {name: RAY_SERVE_HAPROXY_INGRESS_RETRY_ON, value: conn-failure}
+- {name: RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S, value: "2"}
+- {name: RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE, value: "1"}
+- {name: RAY_SERVE_SLOW_STARTUP_WARNING_S, value: "300"}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: RAY_worker_niceness, value: "0"}
+- {name: RAY_raylet_start_wait_time_s, value: "120"}
+- {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ include "ewsjf.nodeDrain" . | quote }}}
+{{- with .Values.environment }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* What pods of the head and of every group have in common. Takes `root` and `group`. */}}
+{{- define "ewsjf.pod" -}}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .root.Values.podSecurityContext }}
+securityContext: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with include "ewsjf.serviceAccount" .root }}
+serviceAccountName: {{ . }}
+{{- end }}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "volumes" }}
+{{- with get $.group $key }}
+{{ $key }}: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* What the Ray containers have in common. Takes `root` and `group`. */}}
+{{- define "ewsjf.container" -}}
+name: ray
+image: {{ include "ewsjf.image" .root }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+env: {{ include "ewsjf.environment" .root | nindent 2 }}
+{{- with .root.Values.secretName }}
+envFrom: [{secretRef: {name: {{ . }}}}]
+{{- end }}
+{{- with .group.volumeMounts }}
+volumeMounts: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Fails where no node can hold a replica, which would wait for ever. */}}
+{{- define "ewsjf.checkPools" -}}
+{{- range $model := .Values.application.models -}}
+{{- range $pool := $model.pools -}}
+{{- if not (dig "engine" "remote" dict $pool) -}}
+{{- $gpus := dig "resources" "num_gpus" 0.0 $pool -}}
+{{- $cpus := dig "resources" "num_cpus" 1.0 $pool -}}
+{{- $wanted := keys (dig "resources" "custom" dict $pool) -}}
+{{- with dig "resources" "accelerator_type" "" $pool }}{{ $wanted = append $wanted (printf "accelerator_type:%s" .) }}{{ end -}}
+{{- $holds := false -}}
+{{- range $group := $.Values.workers -}}
+{{- $offers := append (keys (default dict $group.resources)) (printf "group_%s" $group.name) -}}
+{{- $hasAll := true -}}
+{{- range $wanted }}{{ if not (has . $offers) }}{{ $hasAll = false }}{{ end }}{{ end -}}
+{{- if and $hasAll (le (float64 $gpus) (float64 (default 0 $group.gpus))) (le (float64 $cpus) (float64 $group.cpus)) -}}
+{{- $holds = true -}}
+{{- end -}}
+{{- end -}}
+{{- if not (or $holds (and (not $wanted) (eq (float64 $gpus) 0.0) (le (float64 $cpus) (float64 $.Values.head.cpus)))) -}}
+{{- fail (printf "pool %s of %s: no group of workers has nodes for %v GPUs and %v CPUs%s; change workers, or the pool's resources" $pool.name $model.name $gpus $cpus ($wanted | empty | ternary "" (printf " with %s" (join " and " $wanted)))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

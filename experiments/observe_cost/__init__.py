@@ -1,0 +1,1 @@
+"""The cost of observing, and what the twin told of scheduling before it began."""

@@ -1,0 +1,1 @@
+"""Two pools against three context tiers of the same price."""

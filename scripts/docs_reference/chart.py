@@ -1,0 +1,101 @@
+"""The values of the Helm chart: their schema, which holds the application's settings, and the page."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from docs_reference.markdown import code, document, sentence, table
+from docs_reference.settings_tree import Block, blocks
+
+CHART = Path(__file__).resolve().parents[2] / "configs" / "helm"
+SCHEMA = CHART / "values.schema.json"
+
+_INTRODUCTION = """
+# Chart reference
+
+Values of the Helm chart in `configs/helm`. [Kubernetes](../kubernetes.md) tells how it is installed.
+
+- `[]` stands for each entry of a list. A list that you give replaces the default one as a whole.
+- A key that is unknown, or a value of another type, is refused by Helm before anything is made.
+- Below `application` stand the settings of the [configuration reference](configuration.md), as in a file
+  under `args`.
+"""
+
+Schema = dict[str, Any]
+
+
+def values_schema() -> str:
+    """The chart's schema as it stands in its file, with the application's settings as the code has them."""
+    schema: Schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    properties = schema["properties"]
+    about = properties["application"]["description"]
+    properties["application"] = {"description": about, **application_schema(blocks())}
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def application_schema(found: Iterator[Block]) -> Schema:
+    """The names that an application's arguments may have, and where.
+
+    Values are not looked at: that is the work of `check`, which explains what is wrong with one.
+    """
+    root = _block()
+    for block in found:
+        inside = _place(root, block.path)
+        inside.setdefault("properties", {})
+        if not any(key in inside for key in ("additionalProperties", "items")):
+            inside["additionalProperties"] = False
+        for setting in block.settings:
+            _place(root, setting.path)
+    return root
+
+
+def _block() -> Schema:
+    return {"additionalProperties": False, "properties": {}}
+
+
+def _place(root: Schema, path: str) -> Schema:
+    """The schema of one path, made with all that leads to it."""
+    here = root
+    for step in filter(None, path.split(".")):
+        name, brackets = re.fullmatch(r"(\w+)((?:\[\])*)", step).groups()  # type: ignore[union-attr]
+        if name == "NAME":
+            inner = here.get("additionalProperties")
+            here["additionalProperties"] = here = inner if isinstance(inner, dict) else {}
+        else:
+            if name == "advanced":
+                here.setdefault("properties", {}).setdefault("advanced", _block())
+            here = here.setdefault("properties", {}).setdefault(name, {})
+        for _ in range(len(brackets) // 2):
+            here = here.setdefault("items", {})
+    return here
+
+
+def chart_page() -> str:
+    """The reference of the chart's values."""
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    rows = (
+        (code(path), _default(found), sentence(text)) for path, text, found in _values(schema, defaults, "")
+    )
+    return document(_INTRODUCTION, table(("Value", "Default", "Meaning"), rows))
+
+
+def _values(schema: Schema, default: Any, path: str) -> Iterator[tuple[str, str, Any]]:
+    for name, inner in schema.get("properties", {}).items():
+        here = f"{path}.{name}".lstrip(".")
+        found = default.get(name) if isinstance(default, Mapping) else None
+        if here != "application" and (inner.get("properties") or inner.get("items", {}).get("properties")):
+            if "description" in inner:
+                yield here, inner["description"], None
+            listed = "[]" if "items" in inner else ""
+            yield from _values(inner.get("items", inner), None if listed else found, f"{here}{listed}")
+        elif "description" in inner:
+            yield here, inner["description"], None if here == "application" else found
+
+
+def _default(value: Any) -> str:
+    return "" if value is None or value in ("", [], {}) else code(json.dumps(value))

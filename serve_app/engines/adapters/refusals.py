@@ -1,0 +1,61 @@
+"""How engines word that a request is too long for their context, and the limit that their words state.
+
+| engine | words |
+|---|---|
+| vLLM | `maximum context length is N tokens`, `maximum model length of N`, `max_model_len=N` |
+| SGLang | `longer than the model's context length (N tokens)`, `maximum context length of N tokens` |
+| llama.cpp | `exceeds the available context size (N tokens)`; earlier N is in a field `n_ctx` only |
+| llama-cpp-python | `exceed context window of N` |
+| TGI | `inputs must have less than N tokens`, `max_new_tokens must be <= N` |
+| TensorRT-LLM | `not exceed max_num_tokens (N)`, `max_seq_len (N)`, `exceeds maximum input length (N)` |
+| Ollama | `the input length exceeds the context length`: it does not say which, and mostly cuts instead |
+
+Some of these limits are on the prompt alone. As limits on prompt and answer they are too low, never too high.
+"""
+
+import re
+
+TYPE_OF_LLAMA_CPP = "exceed_context_size_error"
+
+_COUNT = r"(\d{1,3}(?:,\d{3})+|\d+)"
+# Each with the limit in the one group that matches.
+_STATED = re.compile(
+    "|".join(
+        (
+            rf"maximum context length(?: is| of)? \(?{_COUNT}",
+            rf"maximum model length of {_COUNT}",
+            rf"cannot be greater than `?max_(?:model_len|total_tokens)`?\s*(?:=|of|:)?\s*\(?{_COUNT}",
+            rf"model's context length \({_COUNT} tokens\)",
+            rf"exceeds the available context size \({_COUNT} tokens\)",
+            rf"\bn_ctx={_COUNT}",
+            rf"exceed context window of {_COUNT}",
+            rf"`?inputs`? must have less than {_COUNT} tokens",
+            rf"`?max_new_tokens`? must be <= {_COUNT}",
+            rf"should not exceed max_(?:num_tokens|seq_len|input_len) \({_COUNT}\)",
+            rf"default_max_tokens`? \(-?\d+\) = max_seq_len \({_COUNT}\)",
+            rf"[Pp]rompt length \(\d+\) exceeds maximum (?:input|sequence) length \({_COUNT}\)",
+        )
+    )
+)
+# Where the limit is missing, or in a release to come stands elsewhere.
+_UNSTATED = re.compile(
+    r"maximum context length|longer than the maximum model length"
+    r"|cannot be greater than `?max_(?:model_len|total_tokens)"
+    r"|longer than the model's context length"
+    r"|exceeds the available context size"
+    r"|input length exceeds the context length"
+)
+
+
+def is_too_long(message: str) -> bool:
+    """Whether an engine's error says that the request is too long for its context."""
+    return _UNSTATED.search(message) is not None or _STATED.search(message) is not None
+
+
+def stated_context(message: str) -> int | None:
+    """The context limit that such an error states, in tokens; None where it states none."""
+    match = _STATED.search(message)
+    if match is None:
+        return None
+    stated = next(int(group.replace(",", "")) for group in match.groups() if group is not None)
+    return stated or None

@@ -1,0 +1,63 @@
+"""The number of replicas of every pool of a model, decided together once a second."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from serve_app.scaling.forecast import LoadForecast, RecentLoad
+from serve_app.scaling.gpu_budget import PoolNeed, share_gpus
+from serve_app.scaling.observation import PoolView
+from serve_app.scaling.pool_scaler import PoolDecision, PoolScaler
+from serve_app.scaling.settings import ScalingSettings
+
+
+class FleetScaler:
+    """Decides for all pools of a model.
+
+    Args:
+        tpot_limit_s: TPOT above which engines get nothing more; None is no limit.
+        forecast: makes the forecast of one pool's load.
+    """
+
+    def __init__(
+        self,
+        settings: ScalingSettings,
+        tpot_limit_s: float | None = None,
+        forecast: Callable[[], LoadForecast] = RecentLoad,
+    ) -> None:
+        self._settings = settings
+        self._pools = {
+            name: PoolScaler(pool, tpot_limit_s, forecast()) for name, pool in settings.pools.items()
+        }
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """The pools that it decides for."""
+        return tuple(self._pools)
+
+    def decide(self, views: Mapping[str, PoolView], now: float) -> dict[str, PoolDecision]:
+        """What every pool should have.
+
+        Args:
+            views: one for each pool.
+            now: seconds; never less than at the call before.
+        """
+        decisions = {name: scaler.decide(views[name], now) for name, scaler in self._pools.items()}
+        needs = {
+            name: PoolNeed(
+                replicas=decision.replicas,
+                needed=decision.needed,
+                least=self._pools[name].least,
+                gpus=self._settings.pools[name].gpus,
+            )
+            for name, decision in decisions.items()
+        }
+        given = share_gpus(needs, self._settings.gpu_budget)
+        for name, scaler in self._pools.items():
+            scaler.settle(given[name], now)
+            if given[name] < decisions[name].replicas:
+                reason = f"{decisions[name].reason}; the GPU budget leaves no more"
+                decisions[name] = replace(decisions[name], replicas=given[name], reason=reason)
+        return decisions
+
+    def __repr__(self) -> str:
+        return f"<FleetScaler {', '.join(f'{name} {each.desired}' for name, each in self._pools.items())}>"

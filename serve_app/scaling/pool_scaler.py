@@ -1,0 +1,191 @@
+"""The replicas that one pool needs.
+
+Its load is the work that arrives, in engines that it would fill at the measured speed. The pool needs the
+most of:
+
+- load / target utilisation, so that bursts find room;
+- load + backlog / horizon, so that what waits is gone by then. The horizon is as long as an engine takes to
+  start, since no replica that is ordered now helps before;
+- the share of it that is in use now;
+- one more than it has while a request waits for too long and no replica is about to come.
+
+While the speed is unknown, what waits and runs is divided by the slots of a replica. A pool grows at once. It
+shrinks to the most that it has needed during `downscale_delay_s`. It is stopped whole only where its minimum
+is 0 and nothing has waited, run or arrived for so long.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from serve_app.scaling.forecast import LoadForecast
+from serve_app.scaling.observation import PoolView
+from serve_app.scaling.settings import AutoscalingSettings, ScaledPool
+from serve_app.scaling.speed import EngineSpeed, PoolSpeed
+from serve_app.scaling.start_time import StartTime
+
+# A backlog of less than this is no reason for another engine, even if that starts at once.
+_LEAST_HORIZON_S = 30.0
+# What rounding may add to a need that is a whole number.
+_ROUNDING = 1e-6
+_UNBOUNDED = AutoscalingSettings(min_replicas=0, max_replicas=1_000_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolDecision:
+    """What a pool should have, and why.
+
+    Attributes:
+        replicas: the number to run.
+        needed: the need that it follows from, before rounding, delays, bounds and the GPU budget.
+        reason: in words.
+        ready: replicas that take requests now.
+        load: engines that the arrivals fill.
+        backlog_s: seconds of one engine that wait.
+        oldest_wait_s: the longest wait at the head of its queue.
+        start_s: how long an engine takes to start, as far as is known.
+    """
+
+    replicas: int
+    needed: float
+    reason: str
+    ready: int
+    load: float = 0.0
+    backlog_s: float = 0.0
+    oldest_wait_s: float = 0.0
+    start_s: float = 0.0
+
+
+class PoolScaler:
+    """Follows one pool.
+
+    Args:
+        pool: its bounds.
+        tpot_limit_s: TPOT above which its engines get nothing more.
+        forecast: of its load.
+    """
+
+    def __init__(self, pool: ScaledPool, tpot_limit_s: float | None, forecast: LoadForecast) -> None:
+        self._settings = pool.autoscaling or _UNBOUNDED
+        self._tpot_limit_s = tpot_limit_s
+        self._forecast = forecast
+        self._speed = PoolSpeed()
+        self.start_time = StartTime()
+        # Needs of the last `downscale_delay_s`, each greater than all that come after it.
+        self._needs: deque[tuple[float, int]] = deque()
+        self._last: PoolView | None = None
+        self._at = self._born_at = -math.inf
+        self.desired: int | None = None
+
+    @property
+    def least(self) -> int:
+        """The fewest replicas that it may have."""
+        return self._settings.min_replicas
+
+    def decide(self, view: PoolView, now: float) -> PoolDecision:
+        """What the pool should have; time never goes back."""
+        if self._last is None:
+            self._born_at = now
+        self._learn(view, now)
+        needed, reason, load, backlog_s = self._need(view)
+        replicas = self._bounded(view, math.ceil(needed - _ROUNDING), now)
+        if replicas > math.ceil(needed - _ROUNDING):
+            reason = f"{reason}; its minimum or the last {self._settings.downscale_delay_s:g} s ask for more"
+        self._last, self._at = view, now
+        return PoolDecision(
+            replicas=replicas,
+            needed=needed,
+            reason=reason,
+            ready=view.ready,
+            load=load,
+            backlog_s=backlog_s,
+            oldest_wait_s=view.oldest_wait_s,
+            start_s=self.start_time.seconds,
+        )
+
+    def settle(self, replicas: int, now: float) -> None:
+        """So many replicas will be ordered, which the GPU budget may have changed."""
+        if self.desired is not None:
+            self.start_time.on_order(replicas - self.desired, now)
+        self.desired = replicas
+
+    def _learn(self, view: PoolView, now: float) -> None:
+        speed, last = self._speed, self._last
+        if view.ready:
+            speed.slots = view.slots / view.ready
+        if view.stated is not None:
+            speed.state(*view.stated)
+        speed.set_prefill(view.prefill_token_s)
+        self.start_time.on_ready(view.ready, now)
+        if last is None or now <= self._at:
+            return
+        elapsed_s = now - self._at
+        # A new scheduler counts from zero again.
+        prefill_tokens = max(0, view.arrived_prefill_tokens - last.arrived_prefill_tokens)
+        output_tokens = max(0, view.arrived_output_tokens - last.arrived_output_tokens)
+        token_s = view.prefill_token_s or 0.0
+        prefill_ratio = prefill_tokens * token_s / (elapsed_s * max(1, view.ready))
+        for sequences, tpot_s in view.reports:
+            speed.observe(sequences, tpot_s, prefill_ratio)
+        known = speed.now(self._tpot_limit_s)
+        engine_s = 0.0 if known is None else known.seconds(prefill_tokens, output_tokens)
+        self._forecast.observe(engine_s, elapsed_s)
+
+    def _need(self, view: PoolView) -> tuple[float, str, float, float]:
+        speed = self._speed.now(self._tpot_limit_s)
+        start_s = self.start_time.seconds
+        if speed is None:
+            needed, reason, load, backlog_s = (*self._by_slots(view), 0.0, 0.0)
+        else:
+            load = self._forecast.load(start_s)
+            backlog_s = speed.seconds(view.waiting_prefill_tokens, view.waiting_output_tokens)
+            needed, reason = self._by_work(view, load, backlog_s, start_s)
+        coming = max(0, (self.desired or 0) - view.ready)
+        if view.oldest_wait_s > self._settings.target_wait_s and not coming and needed <= view.ready:
+            needed, reason = view.ready + 1.0, f"a request has waited for {view.oldest_wait_s:.1f} s"
+        if view.is_wanted or self._arrived(view):
+            # However little it is, one engine has to do it.
+            needed = max(needed, _ROUNDING * 2)
+        else:
+            needed, reason = 0.0, "nothing waits, runs or arrives"
+        return needed, reason, load, backlog_s
+
+    def _by_work(self, view: PoolView, load: float, backlog_s: float, start_s: float) -> tuple[float, str]:
+        horizon_s = max(_LEAST_HORIZON_S, start_s)
+        return max(
+            (load / self._settings.target_utilization_ratio, f"arrivals fill {load:.2f} engines"),
+            (
+                load + backlog_s / horizon_s,
+                f"{backlog_s:.1f} s of an engine wait, and arrivals fill {load:.2f}",
+            ),
+            (view.full_ratio * view.ready, f"{view.full_ratio:.0%} of its engines is in use"),
+        )
+
+    def _by_slots(self, view: PoolView) -> tuple[float, str]:
+        """Without a known speed: by the number of requests."""
+        requests = view.in_flight + view.waiting_requests
+        slots = max(1.0, self._speed.slots)
+        if not view.ready and self._speed.slots < 1:
+            return float(min(requests, 1)), f"{requests} requests, and no engine has run yet"
+        needed = requests / (slots * self._settings.target_utilization_ratio)
+        return needed, f"{requests} requests for {slots:.0f} slots each; the engines' speed is not known yet"
+
+    def _arrived(self, view: PoolView) -> bool:
+        return self._last is not None and view.arrived_requests > self._last.arrived_requests
+
+    def _bounded(self, view: PoolView, needed: int, now: float) -> int:
+        settings, needs = self._settings, self._needs
+        while needs and needs[-1][1] <= needed:
+            needs.pop()
+        needs.append((now, needed))
+        while needs[0][0] < now - settings.downscale_delay_s:
+            needs.popleft()
+        replicas = max(needs[0][1], settings.min_replicas)
+        if now - self._born_at < settings.downscale_delay_s:
+            # Nothing is known of the time before: what is there has had its reasons.
+            replicas = max(replicas, view.ready)
+        return min(replicas, settings.max_replicas)
+
+    def speed(self) -> EngineSpeed | None:
+        """The measured speed of its engines; None while it is not known."""
+        return self._speed.now(self._tpot_limit_s)

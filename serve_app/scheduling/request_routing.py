@@ -1,0 +1,136 @@
+"""Request routing: the pools that a request may go to, or why it may not even wait for them.
+
+Most requests may go to any replica of several pools (`routing.pools`). A *bound* request refers to what one
+replica keeps, such as an earlier response, and no other can serve it. It waits for that replica alone. While
+the replica is not connected it waits for a grace period, which covers one that reconnects and the start of
+another scheduler. After that it is refused: what it refers to is gone with the replica.
+
+A request for a LoRA adapter goes to pools where some replica lists the adapter. While none does it waits for
+the same time, and is then refused as one for an unknown model.
+"""
+
+from serve_app.errors import Conclusion, Outcome
+from serve_app.request import Destination, Request
+from serve_app.routing.estimation.estimate import TokenEstimate
+from serve_app.routing.ledger import ReplicaLedger
+from serve_app.routing.pools import PoolRouter, least_budget_tokens
+from serve_app.scheduling.admission.admission import Admission, too_long
+from serve_app.scheduling.request import ScheduledRequest
+
+Route = tuple[tuple[str, ...], Conclusion | None]
+"""The pools of a request, its home first, and its refusal where it may not wait for them."""
+
+
+class RequestRouting:
+    """Routes the requests of one model.
+
+    Args:
+        grace_s: how long a bound request waits for a replica that is not connected.
+    """
+
+    def __init__(
+        self, router: PoolRouter, admission: Admission, ledger: ReplicaLedger, grace_s: float
+    ) -> None:
+        self._router = router
+        self._admission = admission
+        self._ledger = ledger
+        self._grace_s = grace_s
+        # What requests need and no connected replica is or holds, by the time when that was noticed.
+        self._missing_since: dict[Destination, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<RequestRouting {self._router} missing={list(self._missing_since)}>"
+
+    def route(self, request: Request, estimate: TokenEstimate, now: float, above_tokens: int = 0) -> Route:
+        """Where a request may go.
+
+        Args:
+            above_tokens: context limit of the longest engine that refused it as too long.
+        """
+        bound_to = request.bound_to
+        if bound_to is not None:
+            return self._route_bound(bound_to, request, estimate, now, above_tokens)
+        if request.spec.adapter is not None:
+            return self._route_adapter(request.spec.adapter, request, estimate, now, above_tokens)
+        pools = self._router.route(request, estimate, above_tokens=above_tokens)
+        if not pools:
+            return pools, too_long(request, estimate, self._router.longest_context())
+        return pools, self._admission.refuse_outage(request, pools, now)
+
+    def route_again(self, scheduled: ScheduledRequest, now: float) -> Route:
+        """The same for a request that has been admitted."""
+        return self.route(scheduled.request, scheduled.estimate, now, scheduled.above_tokens)
+
+    def next_at(self) -> float | None:
+        """When requests have to be refused because their replica has not come back; None while none wait."""
+        first = min(self._missing_since.values(), default=None)
+        return None if first is None else first + self._grace_s
+
+    def is_due(self, now: float) -> bool:
+        """Whether that time has come: waiting requests have to be routed again."""
+        next_at = self.next_at()
+        return next_at is not None and now >= next_at
+
+    def forget_overdue(self, now: float) -> None:
+        """All that wait have been routed again: who comes now for such a replica begins a new grace."""
+        overdue = [each for each, since in self._missing_since.items() if now >= since + self._grace_s]
+        for missing in overdue:
+            del self._missing_since[missing]
+
+    def _route_bound(
+        self, bound_to: str, request: Request, estimate: TokenEstimate, now: float, above_tokens: int
+    ) -> Route:
+        replica = self._ledger.get(bound_to)
+        if replica is None or not replica.joined:
+            # Where it waits does not matter: it goes nowhere before its replica is there.
+            # One that only runs what an earlier scheduler sent it has no pool yet.
+            pool = "" if replica is None else replica.spec.pool
+            pools = (pool,) if pool else self._router.order()[-1:]
+            gone = _gone(bound_to) if self._is_overdue(Destination(bound_to), now) else None
+            return pools, self._admission.refuse_outage(request, pools, now) or gone
+        self._missing_since.pop(Destination(bound_to), None)
+        pools = (replica.spec.pool,)
+        is_too_long = least_budget_tokens(request, estimate) > replica.spec.max_model_len
+        if is_too_long or replica.context_limit <= above_tokens:
+            return pools, too_long(request, estimate, replica.context_limit)
+        return pools, self._admission.refuse_outage(request, pools, now)
+
+    def _route_adapter(
+        self, adapter: str, request: Request, estimate: TokenEstimate, now: float, above_tokens: int
+    ) -> Route:
+        holders = [state for state in self._ledger if state.joined and adapter in state.spec.adapters]
+        routed = self._router.route(request, estimate, above_tokens=above_tokens)
+        missing = Destination(adapter=adapter)
+        if not holders:
+            pools = routed or self._router.order()[-1:]
+            unknown = _unknown_adapter(adapter) if self._is_overdue(missing, now) else None
+            return pools, self._admission.refuse_outage(request, pools, now) or unknown
+        self._missing_since.pop(missing, None)
+        held = {state.spec.pool for state in holders}
+        least = least_budget_tokens(request, estimate)
+        pools = tuple(pool for pool in routed if pool in held) or tuple(
+            pool
+            for pool in self._router.order()
+            if pool in held and max(least, above_tokens + 1) <= (self._ledger.context_limit(pool) or 0)
+        )
+        if not pools:
+            return pools, too_long(request, estimate, max(state.context_limit for state in holders))
+        return pools, self._admission.refuse_outage(request, pools, now)
+
+    def _is_overdue(self, missing: Destination, now: float) -> bool:
+        return now >= self._missing_since.setdefault(missing, now) + self._grace_s
+
+
+def _unknown_adapter(adapter: str) -> Conclusion:
+    return Conclusion(
+        Outcome.REJECTED_UNKNOWN_MODEL,
+        f"no engine lists the adapter {adapter[:100]!r} any more: load it, or ask for its base model",
+    )
+
+
+def _gone(replica_id: str) -> Conclusion:
+    return Conclusion(
+        Outcome.REJECTED_UNKNOWN_RESPONSE,
+        f"what this request refers to was kept by replica {replica_id} alone, which is gone: send the whole "
+        "conversation",
+    )

@@ -1,0 +1,133 @@
+"""Autoscaling in the scheduler's process: looks at the live scheduler once a second, and keeps the decision.
+
+It outlives the live schedulers of its actor, so what was learned of engines stays. The first decision after
+the start of the process has to wait until replicas had time to connect again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from serve_app.scaling import FleetScaler, PoolDecision, ScalingSettings, observe
+from serve_app.scheduling import Scheduler
+from serve_app.serving.autoscaling import statistics
+
+logger = logging.getLogger("ray.serve")
+
+_INTERVAL_S = 1.0
+# Replicas find a new scheduler within seconds.
+_SETTLING_S = 6.0
+
+_GAUGES: tuple[tuple[str, str, Callable[[PoolDecision], float]], ...] = (
+    ("ewsjf_desired_replicas", "Replicas that a pool should have.", lambda each: each.replicas),
+    ("ewsjf_pool_load_engines", "Engines that a pool's arrivals fill.", lambda each: each.load),
+    ("ewsjf_pool_backlog_seconds", "Work that waits, in seconds of one engine.", lambda each: each.backlog_s),
+)
+
+
+class LiveScaling(Collector):
+    """Decides for the pools of one model.
+
+    Args:
+        tpot_limit_s: TPOT above which engines get nothing more; None is no limit.
+    """
+
+    def __init__(self, model: str, settings: ScalingSettings, tpot_limit_s: float | None) -> None:
+        self._model = model
+        self._settings = settings
+        self._scaler = FleetScaler(settings, tpot_limit_s)
+        self._loop = asyncio.get_running_loop()
+        self._begins_at = self._loop.time() + _SETTLING_S
+        self._decisions: dict[str, PoolDecision] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._core: Scheduler | None = None
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def __repr__(self) -> str:
+        return f"<LiveScaling {self._scaler}>"
+
+    def follow(self, core: Scheduler) -> None:
+        """Look at this scheduler from now on."""
+        self._core = core
+        if self._timer is None:
+            self._timer = self._loop.call_later(_INTERVAL_S, self._tick)
+
+    def stop(self) -> None:
+        """Decide no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def statistics(self) -> dict[str, float]:
+        """What Serve is to do, for `serving.autoscaling`; empty before the first decision."""
+        scaled = {
+            name: decision.replicas
+            for name, decision in self._decisions.items()
+            if self._settings.pools[name].autoscaling is not None
+        }
+        return statistics(scaled)
+
+    def described(self) -> dict[str, Any]:
+        """The last decision, for people and for those who scale fleets of their own."""
+        return {
+            "model": self._model,
+            "gpu_budget": self._settings.gpu_budget,
+            "pools": {
+                name: {
+                    "desired_replicas": decision.replicas,
+                    **{key: value for key, value in asdict(decision).items() if key != "replicas"},
+                    "scaled_by": "ewsjf" if self._settings.pools[name].autoscaling else "others",
+                }
+                for name, decision in self._decisions.items()
+            },
+        }
+
+    def exposition(self) -> str:
+        """The metrics of the last decision, in the Prometheus text format."""
+        return generate_latest(self._registry).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families; prometheus_client asks for them at each page."""
+        for name, text, value in _GAUGES:
+            family = GaugeMetricFamily(name, text, labels=("model", "pool"))
+            for pool, decision in self._decisions.items():
+                family.add_metric((self._model, pool), value(decision))
+            yield family
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(_INTERVAL_S, self._tick)
+        now = self._loop.time()
+        if self._core is None or now < self._begins_at:
+            return
+        try:
+            decisions = self._scaler.decide(observe(self._core, self._scaler.pools, now), now)
+        except Exception:
+            # Whoever is served now stays served: a fault here must not end the scheduler.
+            logger.exception("event=scaling_failed model=%s", self._model)
+            return
+        for name, decision in decisions.items():
+            self._tell(name, decision)
+        self._decisions = decisions
+
+    def _tell(self, name: str, decision: PoolDecision) -> None:
+        before = self._decisions.get(name)
+        if before is None or before.replicas == decision.replicas:
+            return
+        if self._settings.pools[name].autoscaling is None:
+            return
+        logger.info(
+            "event=pool_scaled model=%s pool=%s replicas=%d before=%d ready=%d reason=%r",
+            self._model,
+            name,
+            decision.replicas,
+            before.replicas,
+            decision.ready,
+            decision.reason,
+        )

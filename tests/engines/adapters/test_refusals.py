@@ -1,0 +1,46 @@
+"""The words of engines that refuse what is too long for them."""
+
+import json
+
+import pytest
+
+from serve_app.engines.adapters.refusals import is_too_long, stated_context
+from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of
+from tests.engines.adapters.recorded_refusals import REFUSALS
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_every_engine_is_understood_and_its_limit_is_read(name: str) -> None:
+    status, body, limit = REFUSALS[name]
+    failure = failure_of(status, [], json.dumps(body).encode())
+    assert isinstance(failure, TooLongError)
+    assert failure.failure is DispatchFailure.TOO_LONG
+    assert stated_context(str(failure)) == limit
+    # The client hears the engine's own words.
+    said = body.get("error", body)
+    assert failure.message == (said if isinstance(said, str) else said["message"])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "temperature must be positive",
+        "`max_new_tokens` must be strictly positive",
+        "max_tokens must be at least 1, got 0",
+        "the context is too noisy",
+    ],
+)
+def test_other_refusals_are_not_taken_for_it(message: str) -> None:
+    assert not is_too_long(message)
+    assert stated_context(message) is None
+    for status in (400, 422):
+        assert failure_of(status, [], json.dumps({"error": {"message": message}}).encode()) is None
+
+
+def test_numbers_may_be_written_with_commas() -> None:
+    assert stated_context("the maximum context length is 131,072 tokens, you asked for 200,000") == 131_072
+
+
+def test_a_limit_of_nothing_is_none() -> None:
+    assert stated_context("exceeds the available context size (0 tokens)") is None

@@ -1,0 +1,84 @@
+"""Responses that the emulated engine keeps: gone on from, looked at, streamed again, cancelled."""
+
+import asyncio
+
+import openai
+import pytest
+from openai.types.responses import ResponseIncompleteEvent
+
+from tests.engines.servers import Served
+
+
+async def test_a_response_can_be_looked_at_and_gone_on_from(engine: Served) -> None:
+    create = engine.sdk.responses.create
+    first = await create(model="tiny", input="Tell me a story.", max_output_tokens=20)
+    found = await engine.sdk.responses.retrieve(first.id)
+    assert (found.id, found.output_text, found.usage) == (first.id, first.output_text, first.usage)
+    alone = await create(model="tiny", input="And then?", max_output_tokens=5)
+    second = await create(model="tiny", input="And then?", previous_response_id=first.id, max_output_tokens=5)
+    tokens = [each.usage.input_tokens for each in (first, alone, second) if each.usage]
+    assert tokens[2] > tokens[0] + tokens[1]
+
+
+async def test_the_client_may_name_a_response(engine: Served) -> None:
+    named = await engine.sdk.responses.create(
+        model="tiny", input="x", max_output_tokens=2, extra_body={"request_id": "resp_mine"}
+    )
+    assert named.id == "resp_mine"
+    assert (await engine.sdk.responses.retrieve("resp_mine")).output_text == named.output_text
+
+
+async def test_a_stream_is_kept_as_well(engine: Served) -> None:
+    stream = await engine.sdk.responses.create(model="tiny", input="x", max_output_tokens=8, stream=True)
+    last = [event async for event in stream][-1]
+    assert isinstance(last, ResponseIncompleteEvent)
+    assert (await engine.sdk.responses.retrieve(last.response.id)).output_text == last.response.output_text
+
+
+async def test_work_in_the_background_goes_on_and_ends(engine: Served) -> None:
+    queued = await engine.sdk.responses.create(model="tiny", input="x", max_output_tokens=30, background=True)
+    assert (queued.status, queued.output) == ("queued", [])
+    found = queued
+    for _ in range(500):
+        found = await engine.sdk.responses.retrieve(queued.id)
+        if found.status != "queued":
+            break
+        await asyncio.sleep(0.02)
+    assert found.status in ("completed", "incomplete")
+    assert found.usage is not None
+
+
+async def test_a_stream_in_the_background_can_be_had_again_from_any_event(engine: Served) -> None:
+    stream = await engine.sdk.responses.create(
+        model="tiny", input="x", max_output_tokens=30, background=True, stream=True
+    )
+    async for event in stream:
+        assert event.type == "response.created"
+        response_id = event.response.id
+        break
+    await stream.close()
+    again = await engine.sdk.responses.retrieve(response_id, stream=True, starting_after=3)
+    numbers = [event.sequence_number async for event in again]
+    assert numbers == list(range(4, numbers[-1] + 1))
+    assert numbers[-1] > 20
+
+
+async def test_work_in_the_background_can_be_cancelled_once(engine: Served) -> None:
+    queued = await engine.sdk.responses.create(
+        model="tiny", input="x", max_output_tokens=5_000, background=True, extra_body={"ignore_eos": True}
+    )
+    assert (await engine.sdk.responses.cancel(queued.id)).status == "cancelled"
+    assert (await engine.sdk.responses.retrieve(queued.id)).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        await engine.sdk.responses.cancel(queued.id)
+
+
+async def test_what_is_not_kept_is_not_found(engine: Served) -> None:
+    unkept = await engine.sdk.responses.create(model="tiny", input="x", max_output_tokens=2, store=False)
+    for response_id in (unkept.id, "resp_never"):
+        with pytest.raises(openai.NotFoundError, match=f"Response with id '{response_id}' not found"):
+            await engine.sdk.responses.retrieve(response_id)
+    with pytest.raises(openai.NotFoundError, match="not found"):
+        await engine.sdk.responses.create(model="tiny", input="x", previous_response_id=unkept.id)
+    with pytest.raises(openai.BadRequestError, match="when `store` is true"):
+        await engine.sdk.responses.create(model="tiny", input="x", background=True, store=False)

@@ -1,0 +1,164 @@
+"""Any number of pools with any contexts and costs: where requests are sent, at the level of events.
+
+- `sends_to_the_smallest_that_fits`: to the pool with the shortest context that holds the request, of pools
+  that are alike to the cheapest; when that has no capacity, to the next one that also holds it.
+- `sends_nowhere_that_does_not_fit`: never to another, whatever is full.
+- `two_pools_as_before`: two pools are served as they were when there could be no more.
+- `finds_the_pool_that_takes_it`: where contexts are not told, refusals lead to a pool that takes the request.
+"""
+
+import math
+from collections import Counter
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from serve_app.routing.pools import RoutingSettings
+from serve_app.routing.replica import UNTOLD_CONTEXT
+from serve_app.scheduling.commands import Command
+from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
+from serve_app.scheduling.events import DispatchFailed, DispatchFailure, Finished
+from tests.builders import ManualDriver, concluded, dispatched, request
+from tests.routing.test_pools import estimate
+from tests.routing.test_two_pools import as_two_pools_were_routed
+
+OUTPUT = 10
+# Requests that a replica takes before its next report.
+ROOM = BackpressureSettings().target_waiting
+
+contexts = st.lists(st.integers(50, 20_000), min_size=1, max_size=7).map(sorted)
+# Few different contexts, so that costs decide.
+alike = st.lists(st.sampled_from([500, 4_000, 16_000]), min_size=1, max_size=7).map(sorted)
+costs = st.lists(st.floats(0.1, 10.0), min_size=7, max_size=7)
+prompts = st.lists(st.integers(1, 21_000), min_size=1, max_size=30)
+
+
+def fleet(limits: list[int], costs: list[float], **routing: Any) -> ManualDriver:
+    """One replica in each pool, which are named after their places."""
+    pools = tuple(f"p{place}" for place in range(len(limits)))
+    settings = RoutingSettings(
+        pools=pools, **{"b_short_tokens": limits[0], "costs": tuple(costs[: len(pools)]), **routing}
+    )
+    driver = ManualDriver(routing=settings)
+    for pool, limit in zip(pools, limits, strict=True):
+        driver.join(f"{pool}/1", pool, max_model_len=limit, kv_tokens=None, max_num_seqs=None)
+    return driver
+
+
+def sent_to(commands: list[Command]) -> list[str]:
+    """The pools that requests were sent to."""
+    return [replica_id.partition("/")[0] for _, replica_id in dispatched(commands)]
+
+
+@given(limits=contexts | alike, costs=costs, prompts=prompts)
+def test_sends_to_the_smallest_that_fits(limits: list[int], costs: list[float], prompts: list[int]) -> None:
+    driver, sent = fleet(limits, costs), Counter[str]()
+    ranked = sorted(range(len(limits)), key=lambda place: (limits[place], costs[place], place))
+    for number, prompt_tokens in enumerate(prompts):
+        commands = driver.arrive(f"r{number}", prompt_tokens=prompt_tokens, max_output_tokens=OUTPUT)
+        fitting = [f"p{place}" for place in ranked if prompt_tokens + OUTPUT <= limits[place]]
+        open_pools = [pool for pool in fitting if sent[pool] < ROOM]
+        found = sent_to(commands)
+        assert found == (open_pools[:1] if fitting else found)
+        # What is too long for all by its budget goes to the longest, if its prompt may yet fit there.
+        assert fitting or not found or prompt_tokens < limits[-1]
+        sent.update(found)
+        if fitting and not found:
+            # The next one may wait behind it.
+            return
+
+
+@given(
+    limits=contexts | alike,
+    costs=costs,
+    prompts=prompts,
+    b_short=st.floats(0.0, 1.0),
+    spill=st.booleans(),
+)
+def test_sends_nowhere_that_does_not_fit(
+    limits: list[int], costs: list[float], prompts: list[int], b_short: float, spill: bool
+) -> None:
+    driver = fleet(limits, costs, b_short_tokens=max(1, math.floor(b_short * limits[0])), spill=spill)
+    for number, prompt_tokens in enumerate(prompts):
+        driver.arrive(f"r{number}", prompt_tokens=prompt_tokens, max_output_tokens=OUTPUT)
+        # Some room becomes free, so that those that wait go on.
+        commands = [*driver.feed(Finished("r0", Outcome.COMPLETED)), *driver.report("p0/1", received=None)]
+        for request_id, replica_id in dispatched(commands):
+            limit = limits[int(replica_id.partition("/")[0].removeprefix("p"))]
+            budget = driver.find(request_id).estimate.budget_tokens
+            assert budget <= limit or (limit == limits[-1] and budget > limits[-1])
+
+
+@given(
+    short=st.integers(50, 5_000),
+    beyond=st.integers(0, 5_000),
+    b_short=st.floats(0.0, 1.0),
+    prompts=prompts,
+    spill=st.booleans(),
+)
+def test_two_pools_as_before(
+    short: int, beyond: int, b_short: float, prompts: list[int], spill: bool
+) -> None:
+    border = max(1, math.floor(b_short * short))
+    limits = {"short": short, "long": short + beyond}
+    driver = ManualDriver(routing=RoutingSettings(b_short_tokens=border, spill=spill))
+    for pool, limit in limits.items():
+        driver.join(f"{pool}/1", pool, max_model_len=limit, kv_tokens=None, max_num_seqs=None)
+    sent = Counter[str]()
+    for number, prompt_tokens in enumerate(prompts):
+        wanted = request(f"r{number}", prompt_tokens=prompt_tokens, max_output_tokens=OUTPUT)
+        before = as_two_pools_were_routed(
+            dict(limits), wanted, estimate(prompt_tokens, OUTPUT), 0, spill=spill, b_short_tokens=border
+        )
+        commands = driver.arrive(f"r{number}", prompt_tokens=prompt_tokens, max_output_tokens=OUTPUT)
+        open_pools = [pool for pool in before if sent[pool] < ROOM]
+        assert sent_to(commands) == open_pools[:1]
+        assert concluded(commands) == ([] if before else [(f"r{number}", "rejected_too_long")])
+        sent.update(open_pools[:1])
+        if before and not open_pools:
+            return
+
+
+@given(
+    limits=st.lists(st.integers(50, 20_000), min_size=1, max_size=5),
+    told=st.lists(st.booleans(), min_size=5, max_size=5),
+    states=st.booleans(),
+    prompts=st.lists(st.integers(1, 20_000), min_size=1, max_size=12),
+)
+def test_finds_the_pool_that_takes_it(
+    limits: list[int], told: list[bool], states: bool, prompts: list[int]
+) -> None:
+    # Only those that tell are in order: nobody knows the others.
+    shown = [limit if tells else UNTOLD_CONTEXT for limit, tells in zip(limits, told, strict=False)]
+    places = sorted(range(len(limits)), key=lambda place: shown[place])
+    limits, shown = [limits[place] for place in places], [shown[place] for place in places]
+    driver = fleet(shown, [1.0] * len(limits), b_short_tokens=20_010)
+    refused = Counter[tuple[str, int]]()
+    for number, prompt_tokens in enumerate(prompts):
+        request_id = f"r{number}"
+        commands = driver.arrive(request_id, prompt_tokens=prompt_tokens, max_output_tokens=OUTPUT)
+        while (scheduled := driver.scheduler.find(request_id)) is not None:
+            replica_id = scheduled.replica_id
+            assert replica_id is not None
+            limit = limits[int(replica_id.partition("/")[0].removeprefix("p"))]
+            if prompt_tokens + OUTPUT <= limit:
+                usage = Usage(prompt_tokens=prompt_tokens, output_tokens=OUTPUT)
+                commands = driver.feed(Finished(request_id, Outcome.COMPLETED, usage))
+                continue
+            refused[replica_id, prompt_tokens] += 1
+            failed = DispatchFailed(
+                request_id, replica_id, DispatchFailure.TOO_LONG, "", limit if states else None
+            )
+            commands = driver.feed(failed)
+        fits_somewhere = prompt_tokens + OUTPUT <= max(limits)
+        assert concluded(commands) == [
+            (request_id, "completed" if fits_somewhere else "rejected_too_long")
+        ], (limits, shown)
+        for place in range(len(limits)):
+            driver.report(f"p{place}/1", received=None)
+    if max(prompts) + OUTPUT <= max(limits):
+        # What a longer pool takes is refused once by each at most.
+        assert max(refused.values(), default=0) <= 1

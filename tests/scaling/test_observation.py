@@ -1,0 +1,71 @@
+"""What is seen of a real scheduler."""
+
+import pytest
+
+from serve_app.request import PriorityClass
+from serve_app.scaling import observe
+from serve_app.scheduling.events import FirstToken
+from tests.builders import ManualDriver, two_pools
+
+POOLS = ("short", "long")
+
+
+def test_an_idle_pool_shows_its_capacity() -> None:
+    view = observe(two_pools().scheduler, POOLS, 0.0)["short"]
+    assert (view.ready, view.slots, view.in_flight, view.is_wanted) == (1, 8.0, 0, False)
+    assert view.full_ratio == 0.0
+
+
+def test_work_is_counted_where_it_is_at_home_whether_it_waits_runs_or_was_refused() -> None:
+    driver = two_pools(max_waiting=3)
+    for number in range(20):
+        driver.arrive(f"r{number}", prompt_tokens=100)
+    driver.arrive("long", prompt_tokens=900)
+    seen = observe(driver.scheduler, POOLS, driver.now)
+    assert seen["short"].arrived_requests == 20
+    assert seen["short"].arrived_prefill_tokens == 2_000
+    assert seen["long"].arrived_requests == 1
+    assert 0 < seen["short"].waiting_requests <= 3
+    assert seen["short"].waiting_prefill_tokens == 100 * seen["short"].waiting_requests
+    assert seen["short"].is_wanted
+
+
+def test_batch_work_wakes_a_pool_and_adds_nothing_else() -> None:
+    driver = ManualDriver(on_demand_pools=("short", "long"))
+    driver.arrive("r1", prompt_tokens=100, priority=PriorityClass.BATCH)
+    view = observe(driver.scheduler, POOLS, driver.now)["short"]
+    assert view.is_wanted
+    assert (view.arrived_requests, view.waiting_requests, view.oldest_wait_s) == (0, 0, 0.0)
+
+
+def test_the_longest_wait_is_that_of_the_oldest_head() -> None:
+    driver = ManualDriver(on_demand_pools=("short", "long"))
+    driver.arrive("r1", prompt_tokens=100)
+    driver.now += 4.0
+    driver.arrive("r2", prompt_tokens=100)
+    assert observe(driver.scheduler, POOLS, driver.now)["short"].oldest_wait_s == 4.0
+
+
+def test_a_full_cache_counts_as_full_slots() -> None:
+    driver = ManualDriver()
+    driver.join("s1", "short", max_model_len=1_000, kv_tokens=1_000, max_num_seqs=64)
+    driver.arrive("r1", prompt_tokens=390, max_output_tokens=10)
+    view = observe(driver.scheduler, POOLS, driver.now)["short"]
+    assert view.full_ratio == pytest.approx(0.4, abs=0.01)
+    assert view.slots == pytest.approx(2.5, abs=0.1)
+
+
+def test_reports_tell_sequences_and_their_tpot() -> None:
+    driver = two_pools()
+    driver.arrive("r1", prompt_tokens=100)
+    driver.feed(FirstToken("r1"))
+    driver.report("s1", after_s=0.2, running=1, tpot_s=0.02, received=1)
+    assert observe(driver.scheduler, POOLS, driver.now)["short"].reports == ((1, 0.02),)
+
+
+def test_a_replica_that_drains_is_not_ready_and_what_it_has_still_counts() -> None:
+    driver = two_pools()
+    driver.arrive("r1", prompt_tokens=100)
+    driver.report("s1", after_s=0.2, running=1, received=1, draining=True)
+    view = observe(driver.scheduler, POOLS, driver.now)["short"]
+    assert (view.ready, view.in_flight, view.is_wanted) == (0, 1, True)

@@ -1,0 +1,66 @@
+"""Endpoints that do not tell their context: over HTTP, their refusals teach it."""
+
+import asyncio
+import logging
+
+import pytest
+
+from tests.engines.adapters.recorded_refusals import CONTEXT, REFUSALS
+from tests.engines.servers import serving
+from tests.serving.channel.harness import until
+from tests.serving.gateway.builders import MODEL, replies
+
+from .servers import VllmLike, watched
+
+
+def silent() -> VllmLike:
+    """An engine that tells its load, and not its context."""
+    engine = VllmLike()
+    engine.models = {"data": [{"id": MODEL}]}
+    return engine
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+async def test_a_refusal_goes_to_the_longer_pool_unseen_and_is_the_last(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, refusal, stated = REFUSALS[name]
+    small, large = silent(), VllmLike()
+    large.models["data"][0]["max_model_len"] = 32_768
+    small.answers.append(replies(status, refusal))
+    caplog.set_level(logging.INFO, logger="ray.serve")
+    async with serving(small) as one, serving(large) as two, watched(one, long=two) as fleet:
+        await until(lambda: len(fleet.open()) == 2, "both serve")
+        # About 3,000 tokens, which the border between the pools would send to the small one.
+        for _ in range(2):
+            answer = await fleet.ask(prompt="one two " * 1_500)
+            assert (answer.status_code, answer.headers["x-pool"]) == (200, "long"), answer.text
+        short = await fleet.ask()
+        assert (short.status_code, short.headers["x-pool"]) == (200, "short")
+        replica = fleet.world.live.status()["replicas"][fleet.watcher.described()[0]["replica"]]
+    assert (len(small.bodies), len(large.bodies)) == (2, 2)
+    told = [record.getMessage() for record in caplog.records if "context_learned" in record.getMessage()]
+    assert replica["max_model_len"] is None
+    if stated is not None:
+        assert replica["learned_context_tokens"] == CONTEXT
+        assert len(told) == 1
+    else:
+        # The engine of the longer pool has counted seven tokens.
+        assert 0 < replica["learned_context_tokens"] < 10_000
+        assert 1 <= len(told) <= 2
+
+
+async def test_with_one_pool_the_client_hears_the_engines_own_words() -> None:
+    status, refusal, _ = REFUSALS["llama.cpp"]
+    engine = silent()
+    engine.answers.extend([replies(status, refusal)] * 2)
+    async with serving(engine) as url, watched(url) as fleet:
+        await until(lambda: len(fleet.open()) == 1, "it serves")
+        for _ in range(2):
+            answer = await fleet.ask(prompt="one two " * 1_500)
+            assert answer.status_code == 400
+            assert "exceeds the available context size (1024 tokens)" in answer.json()["error"]["message"]
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+        await asyncio.sleep(0)
+        assert (await fleet.ask()).status_code == 200
+    assert len(engine.bodies) == 3

@@ -1,0 +1,229 @@
+"""Responses that replicas keep, through a gateway: each request gets to the replica that it needs."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
+from serve_app.serving.channel import gateway_client
+from serve_app.serving.gateway import ApiKey
+from tests.serving.channel.harness import scheduler_settings
+
+from .builders import MODEL, Engine, FakeDispatcher, eventually, gateway, serving
+from .fleet import Fleet, fleet_of, gathered
+
+CREATE = "/v1/responses"
+ASKED: dict[str, Any] = {"model": MODEL, "input": "Tell me more.", "max_output_tokens": 4}
+
+
+async def started(stack: AsyncExitStack, **settings: Any) -> EmulatedEngine:
+    engine = EmulatedEngine(
+        EmulatedEngineSettings(served_model_names=(MODEL,), speed_up=4.0, embedding_dimensions=8, **settings)
+    )
+    await engine.start()
+    stack.push_async_callback(engine.stop)
+    return engine
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        engines = [(await started(stack)).app for _ in range(3)]
+        yield await stack.enter_async_context(fleet_of(engines))
+
+
+async def test_a_conversation_stays_on_the_replica_that_keeps_it(fleet: Fleet) -> None:
+    firsts = await gathered(*(fleet.http.post(CREATE, json=ASKED) for _ in range(9)))
+    assert len({first.headers["x-replica"] for first in firsts}) > 1
+    for first in firsts:
+        response_id = first.json()["id"]
+        again = await fleet.http.get(f"{CREATE}/{response_id}")
+        assert again.json() == first.json()
+        assert again.headers["x-replica"] == first.headers["x-replica"]
+        for _ in range(3):
+            then = await fleet.http.post(CREATE, json={**ASKED, "previous_response_id": response_id})
+            assert then.status_code == 200, then.text
+            assert then.headers["x-replica"] == first.headers["x-replica"]
+            response_id = then.json()["id"]
+        assert then.json()["usage"]["input_tokens"] > 3 * first.json()["usage"]["input_tokens"]
+
+
+async def test_the_client_of_openai_finds_everything_where_it_expects_it(fleet: Fleet) -> None:
+    sdk = openai.AsyncOpenAI(base_url=f"{fleet.http.base_url}/v1", api_key="none", max_retries=0)
+    stream = await sdk.responses.create(**ASKED, stream=True, background=True)
+    events = [event async for event in stream]
+    response_id = events[0].response.id
+    later = await sdk.responses.retrieve(response_id, stream=True, starting_after=2)
+    assert [event.sequence_number async for event in later] == [event.sequence_number for event in events[3:]]
+    long = {**ASKED, "max_output_tokens": 900, "extra_body": {"ignore_eos": True}}
+    queued = await sdk.responses.create(**long, background=True)
+    assert (await sdk.responses.cancel(queued.id)).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel"):
+        await sdk.responses.cancel(queued.id)
+    with pytest.raises(openai.NotFoundError, match="was never kept, or is another tenant's") as missing:
+        await sdk.responses.retrieve("resp_0123")
+    assert (missing.value.code, missing.value.param) == ("response_not_found", "response_id")
+    with pytest.raises(openai.NotFoundError, match="Send the whole conversation") as gone:
+        await sdk.responses.create(**ASKED, previous_response_id="resp_0123")
+    assert (gone.value.code, gone.value.param) == ("response_not_found", "previous_response_id")
+    await sdk.close()
+
+
+async def test_a_second_gateway_finds_what_the_first_has_passed_on(fleet: Fleet) -> None:
+    first = (await fleet.http.post(CREATE, json=ASKED)).json()
+    other = await fleet.world.gateway("g2")
+    await eventually(lambda: len(other.all_replicas()) == 3)
+    fleet.gateway._stored._schedulers = {MODEL: other}
+    fleet.gateway._services.holders._remembered.clear()
+    assert (await fleet.http.get(f"{CREATE}/{first['id']}")).json() == first
+
+
+async def test_tenants_read_and_go_on_from_their_own_responses_alone() -> None:
+    async with AsyncExitStack() as stack:
+        engine = await started(stack)
+        keys = (ApiKey(tenant="a", key="ka"), ApiKey(tenant="b", key="kb", may_act_for_tenants=True))
+        fleet = await stack.enter_async_context(fleet_of([engine.app], keys=keys))
+        a, b = ({"authorization": f"Bearer k{tenant}"} for tenant in "ab")
+        made = (await fleet.http.post(CREATE, json=ASKED, headers=a)).json()["id"]
+        asked = {**ASKED, "previous_response_id": made}
+        for headers, status in ((a, 200), (b, 404), ({**b, "x-tenant": "a"}, 200), ({}, 401)):
+            found = await fleet.http.get(f"{CREATE}/{made}", headers=headers)
+            assert found.status_code == status
+            found = await fleet.http.post(f"{CREATE}/{made}/cancel", headers=headers)
+            assert found.status_code == (400 if status == 200 else status)
+            found = await fleet.http.post(CREATE, json=asked, headers=headers)
+            assert found.status_code == status
+        # A name made of the digest of its own responses and of another's random digits is nobody's.
+        own = (await fleet.http.post(CREATE, json=ASKED, headers=b)).json()["id"]
+        forged = own[:21] + made[21:]
+        found = await fleet.http.get(f"{CREATE}/{forged}", headers=b)
+        assert found.status_code == 404
+        # And nobody overwrites another's by naming it.
+        named = {**ASKED, "request_id": made, "input": "overwritten"}
+        before = (await fleet.http.get(f"{CREATE}/{made}", headers=a)).json()
+        assert (await fleet.http.post(CREATE, json=named, headers=b)).json()["id"] != made
+        assert (await fleet.http.get(f"{CREATE}/{made}", headers=a)).json() == before
+
+
+async def test_when_the_replica_is_gone_the_answer_says_so_and_no_other_is_asked(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_client, "_LATELY_S", 1.0)
+    first = await fleet.http.post(CREATE, json=ASKED)
+    lost = next(each for each in fleet.doubles if each.spec.replica_id == first.headers["x-replica"])
+    lost.engine_failure = "it has died"
+    await eventually(lambda: len(fleet.client.all_replicas()) == 2)
+    made = first.json()["id"]
+    answers = [
+        await fleet.http.get(f"{CREATE}/{made}"),
+        await fleet.http.post(CREATE, json={**ASKED, "previous_response_id": made}),
+    ]
+    for answer in answers:
+        assert answer.status_code == 404
+        assert "the replica that kept it is gone" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_replica_that_is_away_for_a_moment_is_waited_for(fleet: Fleet) -> None:
+    first = await fleet.http.post(CREATE, json=ASKED)
+    lost = next(each for each in fleet.doubles if each.spec.replica_id == first.headers["x-replica"])
+    lost.engine_failure = "it does not answer"
+    await eventually(lambda: len(fleet.client.replicas()) == 2)
+    asked = {**ASKED, "previous_response_id": first.json()["id"]}
+    waiting = asyncio.create_task(fleet.http.post(CREATE, json=asked))
+    await asyncio.sleep(0.5)
+    assert not waiting.done()
+    lost.engine_failure = ""
+    answer = await waiting
+    assert answer.status_code == 200
+    assert answer.headers["x-replica"] == lost.spec.replica_id
+
+
+async def test_a_replica_that_stays_away_is_not_waited_for_beyond_the_grace() -> None:
+    settings = scheduler_settings(model=MODEL, no_replica_grace_s=0.5)
+    async with AsyncExitStack() as stack:
+        engines = [(await started(stack)).app for _ in range(2)]
+        fleet = await stack.enter_async_context(fleet_of(engines, settings=settings))
+        first = await fleet.http.post(CREATE, json=ASKED)
+        lost = next(each for each in fleet.doubles if each.spec.replica_id == first.headers["x-replica"])
+        lost.engine_failure = "it has died"
+        await eventually(lambda: len(fleet.client.replicas()) == 1)
+        asked = {**ASKED, "previous_response_id": first.json()["id"]}
+        answer = await fleet.http.post(CREATE, json=asked)
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == ("response_not_found", "previous_response_id")
+        assert f"kept by replica {lost.spec.replica_id} alone, which is gone" in error["message"]
+
+
+async def test_work_in_the_background_counts_until_it_ends(fleet: Fleet) -> None:
+    long = {**ASKED, "max_output_tokens": 200, "ignore_eos": True, "background": True}
+    queued = await fleet.http.post(CREATE, json=long)
+    assert queued.json()["status"] == "queued"
+    at = queued.headers["x-replica"]
+    assert fleet.core.ledger[at].in_flight == 1
+    assert fleet.gateway.in_flight == 1
+    await eventually(lambda: fleet.core.ledger[at].in_flight == 0, within_s=20)
+    assert fleet.gateway.in_flight == 0
+    found = (await fleet.http.get(f"{CREATE}/{queued.json()['id']}")).json()
+    assert found["usage"]["output_tokens"] == 200
+
+
+async def test_work_in_the_background_counts_when_its_client_has_left_its_stream(fleet: Fleet) -> None:
+    long = {**ASKED, "max_output_tokens": 200, "ignore_eos": True, "background": True, "stream": True}
+    async with fleet.http.stream("POST", CREATE, json=long) as stream:
+        at = stream.headers["x-replica"]
+        async for line in stream.aiter_lines():
+            if found := re.search(r'"id":\s*"(resp_\w+)"', line):
+                break
+    assert found is not None
+    await asyncio.sleep(0.3)
+    assert fleet.core.ledger[at].in_flight == 1
+    await eventually(lambda: fleet.core.ledger[at].in_flight == 0, within_s=20)
+    kept = (await fleet.http.get(f"{CREATE}/{found[1]}")).json()
+    assert kept["usage"]["output_tokens"] == 200
+
+
+async def test_responses_that_an_engine_names_are_remembered() -> None:
+    engines = [Engine(), Engine()]
+    async with fleet_of(engines) as fleet:
+        made = await fleet.http.post(CREATE, json=ASKED)
+        assert b"request_id" not in engines[0].bodies[0] if engines[0].bodies else engines[1].bodies[0]
+        assert made.json()["id"] == "r"
+        at = made.headers["x-replica"]
+        for _ in range(4):
+            found = await fleet.http.get(f"{CREATE}/r?stream=true&starting_after=3")
+            assert found.headers["x-replica"] == at
+            then = await fleet.http.post(CREATE, json={**ASKED, "previous_response_id": "r", "stream": True})
+            assert then.headers["x-replica"] == at
+
+
+async def test_a_grant_for_another_replica_is_given_back_unused() -> None:
+    """As a scheduler of an older release might decide."""
+    engines = [Engine(), Engine()]
+    async with AsyncExitStack() as stack:
+        kept_at, elsewhere = [await stack.enter_async_context(serving(engine)) for engine in engines]
+        dispatcher = FakeDispatcher([kept_at, elsewhere])
+        front = await stack.enter_async_context(serving(gateway(dispatcher)))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}"))
+        assert (await http.post(CREATE, json=ASKED)).json()["id"] == "r"
+        dispatcher.script.append(elsewhere)
+        refused = await http.post(CREATE, json={**ASKED, "previous_response_id": "r"})
+        assert refused.status_code == 503
+        assert "the scheduler is of a release" in refused.json()["error"]["message"]
+        assert dispatcher.submissions[-1].bound_to == f"r{kept_at}"
+        assert not engines[1].bodies
+        assert not dispatcher.held
+
+
+async def test_deleting_is_not_offered(fleet: Fleet) -> None:
+    made = (await fleet.http.post(CREATE, json=ASKED)).json()["id"]
+    refused = await fleet.http.delete(f"{CREATE}/{made}")
+    assert refused.status_code == 405
+    assert (await fleet.http.get(f"{CREATE}/{made}/cancel")).status_code == 405

@@ -1,0 +1,73 @@
+"""How a scheduler's numbers pass through Serve's controller."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from ray.serve.config import AutoscalingConfig
+
+from serve_app.scaling import AutoscalingSettings
+from serve_app.serving.autoscaling import (
+    PoolPolicy,
+    SchedulerPolicy,
+    pool_config,
+    scheduler_config,
+    statistics,
+)
+
+
+@dataclass
+class Context:
+    app_name: str | None = "app"
+    target_num_replicas: int = 2
+    running_replicas: Sequence[Any] = ()
+    current_time: float | None = 1_000.0
+    raw_metrics: Mapping[str, Mapping[Any, Sequence[Any]]] | None = field(default_factory=dict)
+
+
+def recorded(at: float, **replicas: int) -> Mapping[str, Mapping[Any, Sequence[Any]]]:
+    return {
+        name: {
+            "replica": [
+                SimpleNamespace(timestamp=at - 5, value=99),
+                SimpleNamespace(timestamp=at, value=value),
+            ]
+        }
+        for name, value in statistics(replicas).items()
+    }
+
+
+def wanted(pool: str, context: Context, scheduler: str = "scheduler-m") -> int:
+    return PoolPolicy(scheduler=scheduler, pool=pool)(context)[0]
+
+
+def test_a_pool_gets_what_its_scheduler_wants_and_stays_as_it_is_without() -> None:
+    scheduler = SchedulerPolicy(scheduler="scheduler-m")
+    assert wanted("short", Context(app_name="fresh")) == 2
+    assert scheduler(Context(app_name="fresh", raw_metrics=recorded(999.0, short=5, long=0))) == (1, {})
+    assert wanted("short", Context(app_name="fresh")) == 5
+    assert wanted("long", Context(app_name="fresh")) == 0
+    assert wanted("short", Context(app_name="other")) == 2
+    assert wanted("short", Context(app_name="fresh"), "scheduler-n") == 2
+
+
+def test_numbers_that_are_too_old_change_nothing() -> None:
+    scheduler = SchedulerPolicy(scheduler="scheduler-m")
+    scheduler(Context(app_name="old", raw_metrics=recorded(900.0, short=5)))
+    assert wanted("short", Context(app_name="old")) == 2
+    scheduler(Context(app_name="old", raw_metrics={}))
+    assert wanted("short", Context(app_name="old", current_time=910.0)) == 5
+
+
+def test_serve_takes_the_settings_and_makes_the_policies() -> None:
+    settings = AutoscalingSettings(min_replicas=0, max_replicas=4)
+    config = AutoscalingConfig(**pool_config(settings, "scheduler-m", "short"))
+    assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (0, 0, 4)
+    assert (config.upscale_delay_s, config.downscale_delay_s) == (0, 0)
+    policy = config.policy.get_policy()
+    assert policy(**config.policy.policy_kwargs) == PoolPolicy(scheduler="scheduler-m", pool="short")
+    of_scheduler = AutoscalingConfig(**scheduler_config("scheduler-m"))
+    assert of_scheduler.policy.get_policy()(**of_scheduler.policy.policy_kwargs) == SchedulerPolicy(
+        scheduler="scheduler-m"
+    )
