@@ -21,8 +21,9 @@ These requests wait in the queue, count against limits and are placed by their e
 is generated, the prompt alone decides the pool. Events of the last column begin a stream before an engine has
 computed anything: none of them counts as the first token.
 
-Tests ask each of them twice: through everything in front of a vLLM engine on the CPU, and directly. Both
-answers are the same, without ids and times. Small encoders of random weights rank and embed there.
+Tests ask each one that takes text twice: through everything in front of a vLLM engine on the CPU, and
+directly. Both answers are the same, without ids and times. Small encoders of random weights rank and embed
+there.
 """
 _UNSCHEDULED = """
 ## Asked of any replica

@@ -22,5 +22,5 @@ def test_every_cell_has_a_check_and_every_check_a_cell() -> None:
 
 
 def test_every_scheduled_endpoint_is_held_against_an_engine() -> None:
-    """As the page of endpoints says."""
+    """As the page of endpoints says; forms carry sounds, which no engine of these tests understands."""
     assert held() == set(SCHEDULED)
