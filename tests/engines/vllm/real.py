@@ -89,11 +89,14 @@ def tokens_of_its_own(number: int, count: int) -> Prompt:
 
 
 @contextlib.asynccontextmanager
-async def open_streams(client: httpx.AsyncClient, prompts: Sequence[Prompt]) -> AsyncIterator[None]:
+async def open_streams(
+    client: httpx.AsyncClient, prompts: Sequence[Prompt], priority: int = 0
+) -> AsyncIterator[None]:
     """Keep a stream of each prompt open; some wait for their first token, and all are cut at the end."""
+    fixed = {"model": "m", "max_tokens": 200, "stream": True, "ignore_eos": True, "priority": priority}
 
     async def read(prompt: Prompt) -> None:
-        body = {"model": "m", "prompt": prompt, "max_tokens": 200, "stream": True, "ignore_eos": True}
+        body = {**fixed, "prompt": prompt}
         while True:  # a quick machine ends a stream before its load was looked at
             async with client.stream("POST", "/v1/completions", json=body) as answer:
                 async for _ in answer.aiter_raw():

@@ -301,21 +301,25 @@ class TestTinyEngine:
         """Sequences are preempted and computed again, which no client may see."""
         before = await preemptions(tiny)
 
+        async def begun() -> bool:
+            return (await tiny.engine.load()).running > 0
+
         async def preempted() -> bool:
             return await preemptions(tiny) > before
 
         # Two blocks each, and soon a third: three sequences are too many.
         prompts = [tokens_of_its_own(number, 2 * BLOCK_TOKENS - 16) for number in range(14)]
+        lengths = range(20, 32)
         async with in_front_of(tiny.engine, tiny.limits) as front:
-            # Past the scheduler, which would not fill the cache. Those that come later are preempted.
-            async with open_streams(tiny.client, prompts[:2]):
-                await until(lambda: runs(tiny, 2), ANSWER_TIMEOUT_S)
-                answers = [
-                    front.start(stream=bool(length % 2), tokens=length, prompt=prompt)
-                    for length, prompt in enumerate(prompts[2:], start=40)
-                ]
+            answers = [
+                front.start(stream=bool(length % 2), tokens=length, prompt=prompt)
+                for length, prompt in zip(lengths, prompts[2:], strict=True)
+            ]
+            await until(begun, ANSWER_TIMEOUT_S)
+            # Past the scheduler, which would not fill the cache, and more urgent: so ours are preempted.
+            async with open_streams(tiny.client, prompts[:2], priority=-1):
                 await until(preempted, ANSWER_TIMEOUT_S)
-            assert [await one for one in answers] == [Heard("answered", length) for length in range(40, 52)]
+            assert [await one for one in answers] == [Heard("answered", length) for length in lengths]
 
     async def test_an_engine_that_hangs_gets_nothing_more_and_goes_on_where_it_was(
         self, tiny: Running
