@@ -56,7 +56,13 @@ class FleetScaler:
             scaler.settle(given[name], now)
             if given[name] < decisions[name].replicas:
                 reason = f"{decisions[name].reason}; the GPU budget leaves no more"
-                decisions[name] = replace(decisions[name], replicas=given[name], reason=reason)
+                decisions[name] = replace(
+                    # What it has beyond this is another pool's by now.
+                    decisions[name],
+                    replicas=given[name],
+                    reason=reason,
+                    may_shrink=True,
+                )
         return decisions
 
     def __repr__(self) -> str:
