@@ -84,11 +84,6 @@ class PoolScaler:
         self._found = 0
         self.desired: int | None = None
 
-    @property
-    def least(self) -> int:
-        """The fewest replicas that it may have."""
-        return self._settings.min_replicas
-
     def decide(self, view: PoolView, now: float) -> PoolDecision:
         """What the pool should have; time never goes back."""
         if self._last is None:
