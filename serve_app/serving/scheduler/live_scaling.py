@@ -1,7 +1,7 @@
 """Autoscaling in the scheduler's process: looks at the live scheduler once a second, and keeps the decision.
 
-It outlives the live schedulers of its actor, so what was learned of engines stays. The first decision after
-the start of the process has to wait until replicas had time to connect again.
+It outlives the live schedulers of its actor, so what was learned of engines stays. The first decision has to
+wait until replicas had time to connect to the first live scheduler.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class LiveScaling(Collector):
             for name, decision in self._decisions.items()
             if self._settings.pools[name].autoscaling is not None
         }
-        return statistics(scaled)
+        return statistics(scaled, {name for name in scaled if not self._decisions[name].may_shrink})
 
     def described(self) -> dict[str, Any]:
         """The last decision, for people and for those who scale fleets of their own."""
