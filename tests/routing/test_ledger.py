@@ -91,13 +91,12 @@ def test_whether_a_pool_is_alive_costs_the_same_in_a_large_fleet(monkeypatch: py
     assert made.has_alive("short")
     assert made.has_alive("long")
     looks = 0
-    is_alive = ReplicaState.is_alive.fget
-    assert is_alive is not None
+    is_alive: property = vars(ReplicaState)["is_alive"]
 
     def counted(state: ReplicaState) -> bool:
         nonlocal looks
         looks += 1
-        return bool(is_alive(state))
+        return bool(is_alive.__get__(state))
 
     monkeypatch.setattr(ReplicaState, "is_alive", property(counted))
     for _report in range(100):
