@@ -86,6 +86,9 @@ class ReplicaLedger:
             gap_s = now - state.reported_at
             state.report_gap_s += _REPORT_GAP_WEIGHT * (gap_s - state.report_gap_s)
         was_stale = state.stale
+        state.tpot_s = state.tpot_s if report.tpot_s is None else report.tpot_s
+        if state.tpot_s is None:
+            report = replace(report, tpot_s=state.pace.tpot_s(now))
         state.report, state.reported_at, state.stale = report, now, False
         state.suspended = state.suspended and now < state.suspended_until
         if state.batch is not None:
@@ -93,7 +96,6 @@ class ReplicaLedger:
         if report.computes:
             state.answers.on_sign(now)
         state.gated = self._backpressure.gates(state)
-        state.tpot_s = state.tpot_s if report.tpot_s is None else report.tpot_s
         self._fresh[replica_id] = now
         self._fresh.move_to_end(replica_id)
         self.open.update(state, now)
@@ -143,6 +145,10 @@ class ReplicaLedger:
         if state.in_flight_limit is not None and state.concurrency is not None:
             state.concurrency.observe(tokens, seconds, now, in_flight=state.in_flight, streamed=streamed)
             self.open.update(state, now)
+
+    def observe_pace(self, replica_id: str, tpot_s: float, now: float) -> None:
+        """A streamed answer has ended that had this time per output token; see `measured_pace`."""
+        self._replicas[replica_id].pace.note(tpot_s, now)
 
     def on_context_learned(self) -> None:
         """The context limit that was learned of a replica is another one."""

@@ -7,6 +7,7 @@ from serve_app.routing.observed.answer_watch import AnswerWatch
 from serve_app.routing.observed.concurrency import InFlightLimit
 from serve_app.routing.observed.learned_batch import LearnedBatch
 from serve_app.routing.observed.learned_context import LearnedContext
+from serve_app.routing.observed.measured_pace import MeasuredPace
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 
@@ -66,6 +67,7 @@ class ReplicaState:
         version: changes with its capacity; see `open_replicas`.
         batch: its largest batch, learned where it does not state one; None while nothing is known.
         context: its context limit, learned where it does not state one.
+        pace: its time per output token as answers show it; counts while it does not report one.
         answers: whether it answers what it is sent.
         concurrency: the limit of requests in flight; counts while it tells neither its queue nor its batch.
         recent_adapters: LoRA adapters that it was sent requests for, the last first.
@@ -101,6 +103,7 @@ class ReplicaState:
     batch: LearnedBatch | None = None
     answers: AnswerWatch = field(default_factory=AnswerWatch)
     context: LearnedContext | None = None
+    pace: MeasuredPace = field(default_factory=MeasuredPace)
     concurrency: InFlightLimit | None = None
     recent_adapters: tuple[str, ...] = ()
 

@@ -60,6 +60,7 @@ class ScheduledRequest:
         dispatch_number: requests that replica had been sent by then, this one included.
         prefilled_alone: no other prefill was under way on that replica when it was sent.
         started: its answer has begun.
+        started_at: when that was heard of; None where an earlier scheduler heard of it.
         charged: service that its tenant was charged for it.
         key_charge: tokens that the limit of its key was charged; None where there is no such limit.
         usage: what the engine counted, once it is over.
@@ -95,6 +96,7 @@ class ScheduledRequest:
     dispatch_number: int = 0
     prefilled_alone: bool = False
     started: bool = False
+    started_at: float | None = None
     charged: float = 0.0
     key_charge: int | None = None
     usage: Usage | None = None

@@ -4,13 +4,11 @@ import json
 import re
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.chart.rendered import CHART, container, groups, only, render, values_of
 from tests.docs.code import check_promql
 from tests.docs.documents import ROOT
-from tests.docs.marks import BlockError
 
 DOCS_URL = "https://example.com/docs"
 WATCHED = {
@@ -112,7 +110,6 @@ def test_fleets_scale_by_the_pool_that_they_serve() -> None:
         assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1")
 
 
-@pytest.mark.xfail(raises=BlockError, reason="schedulers do not export ewsjf_desired_replicas yet")
 def test_fleets_scale_by_a_metric_that_exists() -> None:
     for scaled in render(values_of("servers_outside")):
         if scaled["kind"] == "ScaledObject":

@@ -1,8 +1,8 @@
 """Requests that refer to what one replica keeps: they go there, or nowhere."""
 
 from serve_app.errors import Outcome
-from serve_app.scheduling.events import DispatchFailed, DispatchFailure, Finished, ReplicaLost, Woke
-from tests.builders import ManualDriver, concluded, dispatched, fill, one_replica, the_conclusion
+from serve_app.scheduling.events import DispatchFailed, DispatchFailure, Finished, ReplicaLost, Resumed, Woke
+from tests.builders import ManualDriver, concluded, dispatched, fill, one_replica, request, the_conclusion
 
 GRACE_S = 5.0
 
@@ -70,6 +70,14 @@ def test_a_new_scheduler_waits_for_the_replica_to_register() -> None:
     assert dispatched(driver.join("s1", "only")) == [("r", "s1")]
 
 
+def test_a_replica_that_only_runs_what_an_earlier_scheduler_sent_it_is_waited_for() -> None:
+    driver = one_replica("s2")
+    driver.feed(Resumed(request("before"), "s1", started=True))
+    assert driver.arrive("r", bound_to="s1") == []
+    assert driver.find("r").pools == ("only",)
+    assert dispatched(driver.join("s1", "only")) == [("r", "s1")]
+
+
 def test_it_is_too_long_by_the_limit_of_its_own_replica() -> None:
     driver = one_replica("s1", limits={"max_model_len": 500})
     driver.join("s2", "only", max_model_len=4_000)
@@ -95,3 +103,16 @@ def test_capacity_is_kept_for_it_on_its_own_replica() -> None:
     assert [each.replica.spec.replica_id for each in kept if each.scheduled.request.bound_to] in ([], ["s1"])
     driver.feed(Finished("small0", Outcome.COMPLETED))
     assert driver.find("large").replica_id == "s1"
+
+
+def test_a_replica_of_a_pool_that_is_no_longer_configured_keeps_nothing_that_can_be_had() -> None:
+    """As one that still drains after the application was deployed with other pools."""
+    driver = two_replicas()
+    driver.join("old", "removed", adapters=("sql",))
+    end = the_conclusion(driver.arrive("r", bound_to="old"))
+    assert end.outcome is Outcome.REJECTED_UNKNOWN_RESPONSE
+    assert "which is gone" in end.message
+    # What it lists is no adapter of this application any more: the request waits as for one that nobody has.
+    assert driver.arrive("adapted", adapter="sql") == []
+    assert driver.scheduler.find("adapted") is not None
+    assert dispatched(driver.arrive("other")) != []

@@ -134,7 +134,7 @@ _INSTEAD = {
     "waiting": "the length of its queue: it gets no more requests at once than their latency allows",
     "running": "the size of its present batch: requests sent and not answered are counted instead",
     "kv_usage_ratio": "how full its KV cache is: only what requests are expected to need counts",
-    "token_gaps": "the time per output token: no limit is set on it",
+    "token_gaps": "the time per output token: it is measured from the answers that it streams",
     "max_model_len": "its context limit (max_model_len): it is learned from what the server refuses",
     "kv_tokens": "the size of its KV cache (kv_tokens): the number of requests is the only limit",
     "max_num_seqs": "the size of its batch (max_num_seqs): it is learned while the server is busy",

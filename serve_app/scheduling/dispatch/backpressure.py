@@ -17,6 +17,9 @@ output token is above a limit, and has not clearly fallen since. Its KV cache is
 tokens under way are more seconds of prefill than a limit. KV use alone is not enough: it is low while prefill
 is saturated.
 
+The time per output token of an engine that does not report it is measured from its streamed answers
+(`routing.observed.measured_pace`).
+
 An engine whose reports do not say what waits has a limit of requests in flight instead, which its latency
 moves (`routing.observed.concurrency`). Where the size of its batch is known, that is the limit.
 

@@ -58,7 +58,7 @@ class InFlight:
         if _owes(scheduled):
             replica.answers.on_end()
         replica.answers.on_sign(now)
-        scheduled.started = True
+        scheduled.started, scheduled.started_at = True, now
         if scheduled.request.spec.streamed:
             self._observe_latency(scheduled, scheduled.prefill_tokens, now)
         self._prefills.on_first_token(scheduled, now)
@@ -67,7 +67,9 @@ class InFlight:
 
     def complete(self, scheduled: ScheduledRequest, usage: Usage | None, now: float) -> None:
         """Its answer is complete; `release` follows."""
-        if usage is not None and not scheduled.request.spec.streamed:
+        if usage is not None and scheduled.request.spec.streamed:
+            self._observe_pace(scheduled, usage.output_tokens, now)
+        elif usage is not None:
             work = usage.output_tokens + scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
             self._observe_latency(scheduled, work, now)
         assert scheduled.replica_id is not None
@@ -85,13 +87,21 @@ class InFlight:
         if _owes(scheduled):
             self._ledger[scheduled.replica_id].answers.on_end()
         self._ledger.release(scheduled.replica_id, scheduled.hold, now, started=scheduled.started, ran=ran)
-        scheduled.replica_id, scheduled.hold, scheduled.started = None, NOTHING, False
+        scheduled.replica_id, scheduled.hold = None, NOTHING
+        scheduled.started, scheduled.started_at = False, None
 
     def _observe_latency(self, scheduled: ScheduledRequest, tokens: int, now: float) -> None:
         """An answer has begun, with its first token or as a whole."""
         assert scheduled.replica_id is not None
         streamed, seconds = scheduled.request.spec.streamed, now - scheduled.dispatched_at
         self._ledger.observe_latency(scheduled.replica_id, tokens, seconds, now, streamed=streamed)
+
+    def _observe_pace(self, scheduled: ScheduledRequest, output_tokens: int, now: float) -> None:
+        """A stream has ended. Of several choices at once nobody knows which took how long."""
+        began_at, replica_id = scheduled.started_at, scheduled.replica_id
+        if began_at is None or replica_id is None or scheduled.request.spec.choices != 1 or output_tokens < 2:
+            return
+        self._ledger.observe_pace(replica_id, (now - began_at) / (output_tokens - 1), now)
 
 
 def _owes(scheduled: ScheduledRequest) -> bool:

@@ -43,6 +43,7 @@ from tests.engines.vllm.conformance import (
 )
 from tests.engines.vllm.in_front import Front, Heard, in_front_of
 from tests.engines.vllm.real import (
+    ANSWER_TIMEOUT_S,
     ARGS,
     COMPACT_JSON,
     ENV,
@@ -60,6 +61,7 @@ from tests.engines.vllm.real import (
     preemptions,
     running,
     runs,
+    tokens_of_its_own,
 )
 from tests.serving.endpoints.servers import WatchedFleet, watched
 
@@ -146,7 +148,7 @@ class TestTinyEngine:
         assert answer.json()["choices"][0]["finish_reason"] == "length"
 
     async def test_the_load_shows_what_runs_and_what_waits(self, tiny: Running) -> None:
-        async with open_streams(tiny.client, MAX_NUM_SEQS + 2):
+        async with open_streams(tiny.client, ["Hi"] * (MAX_NUM_SEQS + 2)):
 
             async def is_full() -> bool:
                 load = await tiny.engine.load()
@@ -163,7 +165,7 @@ class TestTinyEngine:
         await until(tiny.is_idle)
 
     async def test_a_client_that_leaves_frees_its_place_within_a_second(self, tiny: Running) -> None:
-        async with open_streams(tiny.client, 1):
+        async with open_streams(tiny.client, ["Hi"]):
             await until(lambda: runs(tiny, 1))
         await until(tiny.is_idle, timeout_s=1.0)
         assert await tiny.engine.load() == EngineLoad(
@@ -311,14 +313,22 @@ class TestTinyEngine:
     async def test_a_full_kv_cache_costs_time_and_nothing_else(self, tiny: Running) -> None:
         """Sequences are preempted and computed again, which no client may see."""
         before = await preemptions(tiny)
+
+        async def preempted() -> bool:
+            return await preemptions(tiny) > before
+
+        # Two blocks each, and soon a third: three sequences are too many.
+        prompts = [tokens_of_its_own(number, 2 * BLOCK_TOKENS - 16) for number in range(14)]
         async with in_front_of(tiny.engine, tiny.limits) as front:
-            lengths = range(390, 402)
-            answers = [front.start(stream=bool(length % 2), tokens=length) for length in lengths]
-            # Past the scheduler, which would not fill the cache.
-            past = {"prompt": "Hi", "max_tokens": 500, "ignore_eos": True}
-            await asyncio.gather(*(tiny.post("/v1/completions", **past) for _ in range(3)))
-            assert [await one for one in answers] == [Heard("answered", length) for length in lengths]
-        assert await preemptions(tiny) > before
+            # Past the scheduler, which would not fill the cache. Those that come later are preempted.
+            async with open_streams(tiny.client, prompts[:2]):
+                await until(lambda: runs(tiny, 2), ANSWER_TIMEOUT_S)
+                answers = [
+                    front.start(stream=bool(length % 2), tokens=length, prompt=prompt)
+                    for length, prompt in enumerate(prompts[2:], start=40)
+                ]
+                await until(preempted, ANSWER_TIMEOUT_S)
+            assert [await one for one in answers] == [Heard("answered", length) for length in range(40, 52)]
 
     async def test_an_engine_that_hangs_gets_nothing_more_and_goes_on_where_it_was(
         self, tiny: Running
@@ -482,6 +492,6 @@ async def _use(fleet: WatchedFleet) -> None:
     too_long = await client.post("/v1/completions", json={"model": "m", "prompt": "word " * 600})
     assert too_long.status_code == 400
     assert too_long.json()["error"]["message"].startswith("This model's maximum context length is 512 tokens")
-    async with open_streams(client, MAX_NUM_SEQS + 2):
+    async with open_streams(client, ["Hi"] * (MAX_NUM_SEQS + 2)):
         await until(lambda: load_is(MAX_NUM_SEQS, 2))
     await until(lambda: load_is(0, 0), timeout_s=10.0)

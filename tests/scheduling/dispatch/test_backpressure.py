@@ -1,7 +1,10 @@
 from typing import Any
 
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from serve_app.scheduling.commands import Command
 from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
-from serve_app.scheduling.events import FirstToken, Woke
+from serve_app.scheduling.events import Finished, FirstToken, Woke
 from tests.builders import ManualDriver, dispatched, one_replica
 
 
@@ -74,3 +77,49 @@ def test_an_answer_that_is_not_streamed_teaches_nothing_of_prefills() -> None:
     driver.arrive("r", prompt_tokens=100, streamed=False)
     driver.feed(FirstToken("r"), after_s=30.0)
     assert driver.scheduler.prefill_costs.shared.observations == 0
+
+
+def stream(driver: ManualDriver, request_id: str, seconds: float, output_tokens: int = 3) -> None:
+    """An answer whose tokens after the first take so long together."""
+    assert dispatched(driver.arrive(request_id)) == [(request_id, "r1")]
+    driver.feed(FirstToken(request_id))
+    usage = Usage(prompt_tokens=40, output_tokens=output_tokens)
+    driver.feed(Finished(request_id, Outcome.COMPLETED, usage), after_s=seconds)
+
+
+def without_metrics(driver: ManualDriver) -> list[Command]:
+    return driver.report("r1", received=None, waiting=None, running=None, kv_usage_ratio=None)
+
+
+def test_the_pace_of_an_engine_that_does_not_tell_it_is_measured_from_its_streams() -> None:
+    driver = make_driver(tpot_gate_s=0.15)
+    for number in range(3):
+        stream(driver, f"slow{number}", 0.4)
+    assert dispatched(driver.arrive("runs")) == [("runs", "r1")]
+    without_metrics(driver)
+    # 0.2 s for each token.
+    assert driver.arrive("waits") == []
+    # Once nothing runs there, it may show that it is faster now.
+    driver.feed(Finished("runs", Outcome.CANCELLED))
+    assert dispatched(without_metrics(driver)) == [("waits", "r1")]
+
+
+def test_a_measured_pace_is_forgotten_when_no_answer_has_ended_for_long() -> None:
+    driver = make_driver(tpot_gate_s=0.15)
+    for number in range(3):
+        stream(driver, f"slow{number}", 0.4)
+    driver.arrive("runs")
+    without_metrics(driver)
+    assert driver.arrive("waits") == []
+    driver.now += 10.0
+    assert dispatched(without_metrics(driver)) == [("waits", "r1")]
+
+
+def test_what_an_engine_reports_counts_more_than_what_is_measured() -> None:
+    driver = make_driver(tpot_gate_s=0.15)
+    driver.report("r1", running=1, tpot_s=0.05)
+    for number in range(3):
+        stream(driver, f"slow{number}", 0.4)
+    driver.arrive("runs")
+    driver.report("r1", running=1, tpot_s=None)
+    assert dispatched(driver.arrive("next")) == [("next", "r1")]

@@ -1,0 +1,112 @@
+"""Autoscaling beside a live scheduler."""
+
+import asyncio
+import logging
+
+import pytest
+
+from serve_app.scaling import AutoscalingSettings, ScaledPool, ScalingSettings
+from serve_app.scheduling import Scheduler
+from serve_app.serving.scheduler import live_scaling
+from serve_app.serving.scheduler.live_scaling import LiveScaling
+from tests.builders import ManualDriver, settings
+
+BOUNDS = AutoscalingSettings(min_replicas=0, max_replicas=3)
+POOLS = ScalingSettings(pools={"short": ScaledPool(autoscaling=BOUNDS), "long": ScaledPool()})
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_scaling, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(live_scaling, "_SETTLING_S", 0.05)
+
+
+def waiting(count: int) -> Scheduler:
+    """A scheduler without replicas, for which so many short requests wait."""
+    driver = ManualDriver(on_demand_pools=("short", "long"))
+    for number in range(count):
+        driver.arrive(f"r{number}", prompt_tokens=100)
+    return driver.scheduler
+
+
+async def decided(scaling: LiveScaling) -> None:
+    async with asyncio.timeout(5):
+        while not scaling.described()["pools"]:  # noqa: ASYNC110 - it has no event of its own
+            await asyncio.sleep(0.005)
+
+
+async def test_nothing_is_ordered_before_replicas_had_time_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_scaling, "_SETTLING_S", 0.5)
+    scaling = LiveScaling("m", POOLS, None)
+    scaling.follow(waiting(1))
+    await asyncio.sleep(0.03)
+    assert scaling.statistics() == {}
+    await decided(scaling)
+    scaling.stop()
+
+
+async def test_that_time_begins_with_the_first_scheduler_however_long_its_state_took_to_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_scaling, "_SETTLING_S", 0.5)
+    scaling = LiveScaling("m", POOLS, None)
+    await asyncio.sleep(0.6)
+    scaling.follow(waiting(1))
+    await asyncio.sleep(0.03)
+    assert scaling.statistics() == {}
+    scaling.stop()
+
+
+async def test_a_request_without_a_replica_orders_one_and_every_pool_is_described() -> None:
+    scaling = LiveScaling("m", POOLS, None)
+    scaling.follow(waiting(1))
+    await decided(scaling)
+    # Serve is told of the pools that it scales; others read the page.
+    assert scaling.statistics() == {"least_replicas:short": 1.0}
+    pools = scaling.described()["pools"]
+    assert (pools["short"]["desired_replicas"], pools["short"]["scaled_by"]) == (1, "ewsjf")
+    assert (pools["long"]["desired_replicas"], pools["long"]["scaled_by"]) == (0, "others")
+    assert "no engine has run yet" in pools["short"]["reason"]
+    assert 'ewsjf_desired_replicas{model="m",pool="short"} 1.0' in scaling.exposition()
+    assert 'ewsjf_desired_replicas{model="m",pool="long"} 0.0' in scaling.exposition()
+    scaling.stop()
+
+
+async def test_another_live_scheduler_is_followed_and_a_change_is_logged_with_its_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="ray.serve")
+    logging.getLogger("ray.serve").propagate = True
+    scaling = LiveScaling("m", POOLS, None)
+    scaling.follow(Scheduler(settings()))
+    await decided(scaling)
+    assert scaling.statistics() == {"least_replicas:short": 0.0}
+    scaling.follow(waiting(2))
+    async with asyncio.timeout(5):
+        while scaling.statistics() != {"least_replicas:short": 1.0}:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    scaling.stop()
+    # Ray may have given the logger a second handler that ends here.
+    records = {id(record): record.getMessage() for record in caplog.records}
+    (line,) = [message for message in records.values() if "pool_scaled" in message]
+    assert "pool=short replicas=1 before=0 ready=0" in line
+
+
+async def test_a_fault_in_the_decision_is_logged_and_keeps_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("ray.serve").propagate = True
+    scaling = LiveScaling("m", POOLS, None)
+    scaling.follow(waiting(1))
+    await decided(scaling)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(live_scaling, "observe", broken)
+    await asyncio.sleep(0.05)
+    assert scaling.statistics() == {"least_replicas:short": 1.0}
+    assert any("scaling_failed" in record.getMessage() for record in caplog.records)
+    scaling.stop()
