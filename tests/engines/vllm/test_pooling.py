@@ -11,8 +11,8 @@ import pytest_asyncio
 
 from tests.engines.vllm.held import EMBED, EMBEDDED, QUERY, RANK, RANKED, SCORE, TEXTS, same_answer
 from tests.engines.vllm.in_front import Front, in_front_of
-from tests.engines.vllm.pooling_models import MAX_TOKENS, WIDTH, make_embedding, make_ranking
-from tests.engines.vllm.real import ARGS, TINY, Running, running
+from tests.engines.vllm.real import ARGS, QUICK_START, TINY, Running, running
+from tests.engines.vllm.weights.pooling_models import MAX_TOKENS, WIDTH, make_embedding, make_ranking
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 async def pooled(make: Callable[[Path, Path], Path], folder: Path) -> AsyncIterator[tuple[Running, Front]]:
     args = {**ARGS, "max_model_len": MAX_TOKENS}
     async with (
-        running(make(folder, TINY), args=args) as started,
+        running(make(folder, TINY), args=args, env=QUICK_START) as started,
         in_front_of(started.engine, started.limits) as front,
     ):
         yield started, front
