@@ -21,7 +21,7 @@ from serve_app.serving.autoscaling import gateway_config, pool_config, scheduler
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.endpoints.deployment import WATCHER_DEPLOYMENT_OPTIONS, EndpointsDeployment
 from serve_app.serving.gateway.deployment import GatewayDeployment
-from serve_app.serving.gateway.hot import gateway_cold, gateway_hot
+from serve_app.serving.gateway.settings import gateway_cold, gateway_hot
 from serve_app.serving.pool.deployment import HEALTH_CHECK_PERIOD_S, PoolDeployment
 from serve_app.serving.pool.replica import PoolReplicaSettings
 from serve_app.serving.scheduler.actor import SCHEDULER_DEPLOYMENT_OPTIONS, SchedulerActorSettings

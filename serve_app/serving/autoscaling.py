@@ -44,6 +44,7 @@ class GatewayScaling:
 
     # Two or more keep the endpoint up when one dies.
     min_replicas: Annotated[int, at_least(1)] = 1
+    # The most that there may be; set it above `min_replicas`.
     max_replicas: Annotated[int, at_least(1)] = 2
     # How long fewer gateways must have been enough before one drains.
     downscale_delay_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 300.0

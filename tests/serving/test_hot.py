@@ -10,7 +10,7 @@ from ray.serve import Deployment
 from experiments.rollouts.run import changed_args
 from serve_app.app import application_of
 from serve_app.errors import SettingsError
-from serve_app.serving.gateway.hot import gateway_hot, with_hot_gateway
+from serve_app.serving.gateway.settings import gateway_hot, with_hot_gateway
 from serve_app.serving.hot import with_hot_settings
 from serve_app.serving.scheduler.actor import SchedulerActorSettings
 from serve_app.settings.loading import load_settings, settings_of

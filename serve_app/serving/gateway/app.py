@@ -33,7 +33,6 @@ from serve_app.serving.gateway.endpoint_admin import (
     PoolWatcher,
 )
 from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
-from serve_app.serving.gateway.hot import with_hot_gateway
 from serve_app.serving.gateway.mode_admin import MODE_METHODS, MODE_PATH, ModeAdmin
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.incoming import IncomingRequest
@@ -45,7 +44,7 @@ from serve_app.serving.gateway.routes.table import FORMS, QUESTIONS, SCHEDULED, 
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.scraping.engine_pages import ENGINES_PATH, EnginePages
 from serve_app.serving.gateway.scraping.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
-from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
+from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, with_hot_gateway
 from serve_app.serving.gateway.stored.background import BackgroundWork
 from serve_app.serving.gateway.stored.holders import ResponseHolders
 from serve_app.serving.gateway.stored.stored_responses import StoredResponses, method_of
@@ -149,7 +148,7 @@ class Gateway:
         """Serve by other settings from now on; requests that have been read go on as they are.
 
         Args:
-            user_config: any of the hot settings, see `hot`; those left out stay as they are.
+            user_config: any of the hot settings; those left out stay as they are.
 
         Raises:
             SettingsError: one is unknown, cold or out of range, or a key cannot be read; nothing changes.

@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.errors import SettingsError
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.hot import gateway_hot
+from serve_app.serving.gateway.settings import gateway_hot
 
 from .builders import MODEL, Engine, FakeDispatcher, serving
 
