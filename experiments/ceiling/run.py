@@ -62,7 +62,7 @@ class CeilingSettings:
 def play(settings: CeilingSettings, context: Context) -> Iterator[Measurement]:
     """One fleet after the other, then the queue that grows."""
     for replicas in settings.replicas:
-        key = {"part": "events", "replicas": replicas}
+        key: dict[str, Any] = {"part": "events", "replicas": replicas}
         if not context.has(key):
             yield _row(settings, key, _events(settings, replicas))
     for waiting in settings.waiting:
