@@ -158,7 +158,7 @@ def _endpoints(
 
 def _scale(pool: PoolSettings, scheduler_name: str) -> dict[str, Any]:
     if pool.autoscaling is None:
-        return {"num_replicas": pool.replicas or 1}
+        return {"num_replicas": pool.fixed_replicas}
     return {"autoscaling_config": pool_config(pool.autoscaling, scheduler_name, pool.name)}
 
 

@@ -1,7 +1,8 @@
 """Which tests share a process when `scripts/test` runs them in two: those that serve an application do.
 
 They wait most of their time, for processes of Ray, and share one application. The other process goes through
-the other files meanwhile, and helps with what is left.
+the other files meanwhile, and helps with what is left. So it is with real engines, whose starts take half a
+minute each, mostly on one core.
 """
 
 import pytest

@@ -20,6 +20,10 @@ _SCHEDULED = """
 These requests wait in the queue, count against limits and are placed by their estimated tokens. Where nothing
 is generated, the prompt alone decides the pool. Events of the last column begin a stream before an engine has
 computed anything: none of them counts as the first token.
+
+Tests ask each one that takes text twice: through everything in front of a vLLM engine on the CPU, and
+directly. Both answers are the same, without ids and times. Small encoders of random weights rank and embed
+there.
 """
 _UNSCHEDULED = """
 ## Asked of any replica

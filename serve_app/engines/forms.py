@@ -43,10 +43,12 @@ class Form:
     Attributes:
         fields: by name; of two with the same name the last.
         files: likewise.
+        repeated: names that occur more than once. Of those some servers take the first, and some the last.
     """
 
     fields: dict[str, str] = field(default_factory=dict)
     files: dict[str, UploadedFile] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)
 
 
 def read_form(body: bytes, content_type: bytes) -> Form:
@@ -59,6 +61,10 @@ def read_form(body: bytes, content_type: bytes) -> Form:
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
         raise FormError("content-type must be multipart/form-data with a boundary")
+    # Servers decode the names of fields by it, so that a field would have another name there.
+    charset = options.get(b"charset", b"utf-8")
+    if charset.lower() not in (b"utf-8", b"utf8"):
+        raise FormError(f"its charset must be utf-8 or left out, got {charset[:40].decode('latin-1')!r}")
     reader = _FormReader()
     try:
         parser = MultipartParser(boundary, reader.callbacks())
@@ -114,6 +120,8 @@ class _FormReader:
     def _end_headers(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
+        if self._name in self.form.fields or self._name in self.form.files:
+            self.form.repeated.add(self._name)
         if b"filename" in options:
             self._file = self.form.files[self._name] = UploadedFile()
 

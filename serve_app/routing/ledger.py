@@ -54,6 +54,8 @@ class ReplicaLedger:
         self._told_limits: dict[str, int] = {}
         # Replicas with a fresh report, the oldest report first; reports arrive in the order of time.
         self._fresh: OrderedDict[str, float] = OrderedDict()
+        # A live replica of each pool, as it was found last; it may have died since.
+        self._alive: dict[str, ReplicaState | None] = {}
         self._next_order = 0
 
     # Replicas
@@ -240,7 +242,12 @@ class ReplicaLedger:
 
     def has_alive(self, pool: str) -> bool:
         """Whether a replica of a pool is connected, reports and does not drain."""
-        return any(state.is_alive for state in self._replicas.values() if state.spec.pool == pool)
+        # It is asked at each report, and the replica that was found before mostly still is.
+        found = self._alive.get(pool)
+        if found is None or not found.is_alive or found.spec.pool != pool:
+            members = (state for state in self._replicas.values() if state.spec.pool == pool)
+            found = self._alive[pool] = next((state for state in members if state.is_alive), None)
+        return found is not None
 
     @property
     def joined(self) -> int:

@@ -42,22 +42,32 @@ class FleetScaler:
             now: seconds; never less than at the call before.
         """
         decisions = {name: scaler.decide(views[name], now) for name, scaler in self._pools.items()}
-        needs = {
-            name: PoolNeed(
-                replicas=decision.replicas,
-                needed=decision.needed,
-                least=self._pools[name].least,
-                gpus=self._settings.pools[name].gpus,
-            )
-            for name, decision in decisions.items()
-        }
+        needs = {name: self._need(name, decision) for name, decision in decisions.items()}
         given = share_gpus(needs, self._settings.gpu_budget)
         for name, scaler in self._pools.items():
             scaler.settle(given[name], now)
+            if self._settings.pools[name].replicas is not None:
+                # What it would need is told; what it takes of the budget is what it has.
+                continue
             if given[name] < decisions[name].replicas:
                 reason = f"{decisions[name].reason}; the GPU budget leaves no more"
-                decisions[name] = replace(decisions[name], replicas=given[name], reason=reason)
+                decisions[name] = replace(
+                    # What it has beyond this is another pool's by now.
+                    decisions[name],
+                    replicas=given[name],
+                    reason=reason,
+                    may_shrink=True,
+                )
         return decisions
+
+    def _need(self, name: str, decision: PoolDecision) -> PoolNeed:
+        pool = self._settings.pools[name]
+        return PoolNeed(
+            replicas=decision.replicas if pool.replicas is None else pool.replicas,
+            needed=decision.needed,
+            least=pool.least,
+            gpus=pool.gpus,
+        )
 
     def __repr__(self) -> str:
         return f"<FleetScaler {', '.join(f'{name} {each.desired}' for name, each in self._pools.items())}>"

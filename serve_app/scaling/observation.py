@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from serve_app.request import PriorityClass
 from serve_app.routing.replica_state import ReplicaState
 from serve_app.scheduling import Scheduler
+from serve_app.scheduling.request import ScheduledRequest
 
 # Prefills from which their learned cost is no longer mostly its prior.
 _LEARNED = 8
@@ -20,7 +21,7 @@ class PoolView:
         arrived_requests, arrived_prefill_tokens, arrived_output_tokens: since the scheduler began.
         waiting_requests, waiting_prefill_tokens, waiting_output_tokens: in the queue.
         is_wanted: something waits for it or runs on it, of whatever class.
-        oldest_wait_s: the longest wait of the heads in its queue.
+        oldest_wait_s: the longest wait of the heads in its queue that another replica could serve.
         in_flight: requests on its replicas, wherever they are at home.
         slots: sequences that its ready replicas run when they are full, by batch or by KV cache.
         full_ratio: share of the slots or of the KV cache in use, whichever is more (0-1).
@@ -87,10 +88,26 @@ def _view(scheduler: Scheduler, pool: str, oldest_wait_s: float, waits: bool) ->
 def _oldest_waits(scheduler: Scheduler, now: float) -> dict[str, float]:
     oldest: dict[str, float] = {}
     for head, _ in scheduler.queue.sub_queue_heads():
-        if head.request.priority is not PriorityClass.BATCH:
-            home = head.pools[0]
+        home = head.pools[0]
+        if head.request.priority is not PriorityClass.BATCH and _is_helped(scheduler, head, home):
             oldest[home] = max(oldest.get(home, 0.0), now - head.request.arrived_at)
     return oldest
+
+
+def _is_helped(scheduler: Scheduler, head: ScheduledRequest, pool: str) -> bool:
+    """Whether another replica of a pool could serve a request.
+
+    Only one replica keeps what a bound request refers to. A LoRA adapter that was loaded into some engines
+    will not be in a new one.
+    """
+    wanted = head.request.destination
+    if wanted.replica_id is not None:
+        return False
+    return wanted.adapter is None or all(
+        wanted.adapter in state.spec.adapters
+        for state in scheduler.ledger
+        if state.spec.pool == pool and state.is_alive
+    )
 
 
 def _mean_tokens(ready: list[ReplicaState], waiting_tokens: int, waiting_requests: int) -> float:

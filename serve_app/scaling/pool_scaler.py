@@ -12,6 +12,9 @@ most of:
 While the speed is unknown, what waits and runs is divided by the slots of a replica. A pool grows at once. It
 shrinks to the most that it has needed during `downscale_delay_s`. It is stopped whole only where its minimum
 is 0 and nothing has waited, run or arrived for so long.
+
+A scaler that is younger than that knows nothing of the time before. Replicas may be there that have not
+connected yet, or whose engines are starting. So it lets none be stopped, however few it sees.
 """
 
 import math
@@ -44,6 +47,7 @@ class PoolDecision:
         backlog_s: seconds of one engine that wait.
         oldest_wait_s: the longest wait at the head of its queue.
         start_s: how long an engine takes to start, as far as is known.
+        may_shrink: False while more replicas than these are to be left as they are.
     """
 
     replicas: int
@@ -54,6 +58,7 @@ class PoolDecision:
     backlog_s: float = 0.0
     oldest_wait_s: float = 0.0
     start_s: float = 0.0
+    may_shrink: bool = True
 
 
 class PoolScaler:
@@ -75,12 +80,9 @@ class PoolScaler:
         self._needs: deque[tuple[float, int]] = deque()
         self._last: PoolView | None = None
         self._at = self._born_at = -math.inf
+        # The most replicas that were seen at once while it was young.
+        self._found = 0
         self.desired: int | None = None
-
-    @property
-    def least(self) -> int:
-        """The fewest replicas that it may have."""
-        return self._settings.min_replicas
 
     def decide(self, view: PoolView, now: float) -> PoolDecision:
         """What the pool should have; time never goes back."""
@@ -101,6 +103,7 @@ class PoolScaler:
             backlog_s=backlog_s,
             oldest_wait_s=view.oldest_wait_s,
             start_s=self.start_time.seconds,
+            may_shrink=not self._is_young(now),
         )
 
     def settle(self, replicas: int, now: float) -> None:
@@ -181,10 +184,14 @@ class PoolScaler:
         while needs[0][0] < now - settings.downscale_delay_s:
             needs.popleft()
         replicas = max(needs[0][1], settings.min_replicas)
-        if now - self._born_at < settings.downscale_delay_s:
-            # Nothing is known of the time before: what is there has had its reasons.
-            replicas = max(replicas, view.ready)
+        if self._is_young(now):
+            # What is there has had its reasons, and a report that is late for a moment is no reason.
+            self._found = max(self._found, view.ready)
+            replicas = max(replicas, self._found)
         return min(replicas, settings.max_replicas)
+
+    def _is_young(self, now: float) -> bool:
+        return now - self._born_at < self._settings.downscale_delay_s
 
     def speed(self) -> EngineSpeed | None:
         """The measured speed of its engines; None while it is not known."""

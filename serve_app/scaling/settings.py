@@ -45,11 +45,18 @@ class ScaledPool:
 
     Attributes:
         autoscaling: its bounds; None for a pool that others scale: then nothing bounds what is asked for.
+        replicas: that it has at any time, where it is not scaled at all.
         gpus: of one replica.
     """
 
     autoscaling: AutoscalingSettings | None = None
+    replicas: int | None = None
     gpus: float = 0.0
+
+    @property
+    def least(self) -> int:
+        """Replicas that it has in any case."""
+        return self.autoscaling.min_replicas if self.autoscaling is not None else self.replicas or 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +72,9 @@ class ScalingSettings:
     gpu_budget: float | None = None
 
     def __post_init__(self) -> None:
-        least = sum(
-            pool.gpus * pool.autoscaling.min_replicas
-            for pool in self.pools.values()
-            if pool.autoscaling is not None
-        )
+        least = sum(pool.gpus * pool.least for pool in self.pools.values())
         if self.gpu_budget is not None and least > self.gpu_budget:
             raise ValueError(
-                f"gpu_budget of {self.gpu_budget:g} is below the {least:g} GPUs of the pools' min_replicas: "
-                "raise it, or lower them"
+                f"gpu_budget of {self.gpu_budget:g} is below the {least:g} GPUs that its pools have "
+                "at least: raise it, or lower their min_replicas and replicas"
             )

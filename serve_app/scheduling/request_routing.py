@@ -90,6 +90,9 @@ class RequestRouting:
             return pools, self._admission.refuse_outage(request, pools, now) or gone
         self._missing_since.pop(Destination(bound_to), None)
         pools = (replica.spec.pool,)
+        if pools[0] not in self._router.order():
+            # It drains: the application was deployed anew, and has no such pool any more.
+            return self._router.order()[-1:], _gone(bound_to)
         is_too_long = least_budget_tokens(request, estimate) > replica.spec.max_model_len
         if is_too_long or replica.context_limit <= above_tokens:
             return pools, too_long(request, estimate, replica.context_limit)
@@ -98,11 +101,16 @@ class RequestRouting:
     def _route_adapter(
         self, adapter: str, request: Request, estimate: TokenEstimate, now: float, above_tokens: int
     ) -> Route:
-        holders = [state for state in self._ledger if state.joined and adapter in state.spec.adapters]
+        order = self._router.order()
+        holders = [
+            state
+            for state in self._ledger
+            if state.joined and adapter in state.spec.adapters and state.spec.pool in order
+        ]
         routed = self._router.route(request, estimate, above_tokens=above_tokens)
         missing = Destination(adapter=adapter)
         if not holders:
-            pools = routed or self._router.order()[-1:]
+            pools = routed or order[-1:]
             unknown = _unknown_adapter(adapter) if self._is_overdue(missing, now) else None
             return pools, self._admission.refuse_outage(request, pools, now) or unknown
         self._missing_since.pop(missing, None)
@@ -110,7 +118,7 @@ class RequestRouting:
         least = least_budget_tokens(request, estimate)
         pools = tuple(pool for pool in routed if pool in held) or tuple(
             pool
-            for pool in self._router.order()
+            for pool in order
             if pool in held and max(least, above_tokens + 1) <= (self._ledger.context_limit(pool) or 0)
         )
         if not pools:

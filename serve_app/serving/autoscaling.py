@@ -6,10 +6,11 @@ numbers as its autoscaling statistics, which Serve sends to its controller. Ther
 each deployment, all in one process: the scheduler's policy keeps the numbers, those of its pools return them.
 
 Serve's own delays are off, because the decision has them. While the last numbers are too old, such as
-between two schedulers, every pool stays as it is.
+between two schedulers, every pool stays as it is. A scheduler that has just started tells the *least* that a
+pool should have: nothing is stopped then.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -19,7 +20,7 @@ from serve_app.scaling import AutoscalingSettings
 _STALE_AFTER_S = 35.0
 _LOOK_BACK_S = 2.0
 _INTERVAL_S = 1.0
-_PREFIX = "desired_replicas:"
+_DESIRED, _LEAST = "desired_replicas:", "least_replicas:"
 
 
 class _Point(Protocol):
@@ -44,6 +45,7 @@ class ServeContext(Protocol):
 class _PoolOrder:
     replicas: int
     at: float
+    is_least: bool
 
 
 class ScalingOrders:
@@ -74,13 +76,16 @@ class SchedulerPolicy:
 
     def __call__(self, context: ServeContext) -> tuple[int, dict[str, Any]]:
         """One replica, and no state of our own."""
-        newest: dict[str, _Point] = {}
+        newest: dict[str, _PoolOrder] = {}
         for name, by_replica in (context.raw_metrics or {}).items():
-            points = [points[-1] for points in by_replica.values() if points]
-            if name.startswith(_PREFIX) and points:
-                newest[name.removeprefix(_PREFIX)] = max(points, key=lambda point: point.timestamp)
-        for pool, point in newest.items():
-            order = _PoolOrder(round(point.value), point.timestamp)
+            kind, colon, pool = name.partition(":")
+            if kind + colon not in (_DESIRED, _LEAST):
+                continue
+            for point in (points[-1] for points in by_replica.values() if points):
+                order = _PoolOrder(round(point.value), point.timestamp, kind + colon == _LEAST)
+                if pool not in newest or order.at > newest[pool].at:
+                    newest[pool] = order
+        for pool, order in newest.items():
             ScalingOrders.keep((context.app_name, self.scheduler), pool, order)
         return 1, {}
 
@@ -104,12 +109,20 @@ class PoolPolicy:
             return context.target_num_replicas, {}
         if context.current_time - order.at > _STALE_AFTER_S:
             return context.target_num_replicas, {}
+        if order.is_least:
+            return max(order.replicas, context.target_num_replicas), {}
         return order.replicas, {}
 
 
-def statistics(replicas: Mapping[str, int]) -> dict[str, float]:
-    """A scheduler's numbers as the statistics that it records."""
-    return {f"{_PREFIX}{pool}": float(count) for pool, count in replicas.items()}
+def statistics(replicas: Mapping[str, int], least: Container[str] = ()) -> dict[str, float]:
+    """A scheduler's numbers as the statistics that it records.
+
+    Args:
+        least: pools of which nothing is to be stopped.
+    """
+    return {
+        f"{_LEAST if pool in least else _DESIRED}{pool}": float(count) for pool, count in replicas.items()
+    }
 
 
 def scheduler_config(scheduler: str) -> dict[str, Any]:

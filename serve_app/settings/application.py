@@ -54,7 +54,9 @@ class WrittenModel:
     def scaling(self) -> ScalingSettings:
         """What is known of its pools for autoscaling."""
         pools = {
-            pool.name: ScaledPool(autoscaling=pool.autoscaling, gpus=pool.gpus_of_a_replica)
+            pool.name: ScaledPool(
+                autoscaling=pool.autoscaling, replicas=pool.fixed_replicas, gpus=pool.gpus_of_a_replica
+            )
             for pool in self.pools
         }
         return ScalingSettings(pools=pools, gpu_budget=self.gpu_budget)

@@ -143,6 +143,12 @@ class PoolSettings:
         return max(self.resources.num_gpus, bundles)
 
     @property
+    def fixed_replicas(self) -> int | None:
+        """Replicas that it has at any time; None where it is scaled, here or by others."""
+        scaled = self.autoscaling is not None or self.engine.remote is not None
+        return None if scaled else self.replicas or 1
+
+    @property
     def starts_on_demand(self) -> bool:
         """Whether it may be without any replica until a request waits for one."""
         return self.autoscaling is not None and self.autoscaling.min_replicas == 0

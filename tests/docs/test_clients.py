@@ -1,7 +1,9 @@
-"""The table of clients says what the tests with real engines show, cell by cell."""
+"""The tables of clients and endpoints say what the tests with real engines show."""
 
+from serve_app.serving.gateway.routes.table import SCHEDULED
 from tests.docs.documents import ROOT
 from tests.engines.vllm.clients import CHECKS
+from tests.engines.vllm.held import held
 
 
 def test_every_cell_has_a_check_and_every_check_a_cell() -> None:
@@ -17,3 +19,8 @@ def test_every_cell_has_a_check_and_every_check_a_cell() -> None:
     }
     assert set(found.values()) == {"yes"}
     assert set(found) == set(CHECKS)
+
+
+def test_every_scheduled_endpoint_is_held_against_an_engine() -> None:
+    """As the page of endpoints says; forms carry sounds, which no engine of these tests understands."""
+    assert held() == set(SCHEDULED)

@@ -1,18 +1,23 @@
-"""vLLM's own server with the demo model, for tests with real engines."""
+"""vLLM's own server with the demo model, and what is asked of it, for tests with real engines."""
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
+import yaml
 
 from experiments.common.application import free_port
 from experiments.common.vllm_server import Option, VllmServer, VllmServerSettings, started_vllm
-from tests.e2e.served import ROOT
+from tests.e2e.served import ROOT, Served
 
 MODEL = "SmolLM2-135M-Instruct"
 # Engines start in a minute each on an idle machine, and share two cores.
 ENGINE_START_S = 420.0
+# About 3,000 tokens of English.
+LONG = (ROOT / "LICENSE").read_text()[:11_000] + "\nWhat is the capital of France?"
 
 needs_model = pytest.mark.skipif(
     not (ROOT / "models" / MODEL).is_dir(), reason="scripts/fetch_demo_model has not been run"
@@ -31,3 +36,35 @@ def vllm_server(log: Path, names: tuple[str, ...] = (MODEL,), **options: Option)
     with started_vllm(settings, free_port(), log) as server:
         server.wait_until_healthy()
         yield server
+
+
+def shipped(name: str) -> dict[str, Any]:
+    """The arguments in one of our configurations."""
+    content = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
+    args: dict[str, Any] = content["applications"][0]["args"]
+    return args
+
+
+def sdk(app: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", timeout=300, max_retries=0)
+
+
+def ask(client: openai.OpenAI, text: str, **options: Any) -> tuple[str, Any]:
+    """The pool that served it, and the completion."""
+    raw = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=[{"role": "user", "content": text}], max_tokens=20, temperature=0, **options
+    )
+    return raw.headers["x-pool"], raw.parse()
+
+
+def check_capital_of_france(client: openai.OpenAI) -> None:
+    _, answer = ask(client, "What is the capital of France?")
+    assert "Paris" in (answer.choices[0].message.content or "")
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=20,
+        temperature=0,
+        stream=True,
+    )
+    assert "Paris" in "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)

@@ -1,7 +1,9 @@
 """The ledger by itself: queries over replicas, and replicas that leave. Histories are in tests/properties."""
 
+import pytest
+
 from serve_app.routing.ledger import ReplicaLedger
-from serve_app.routing.replica_state import Hold
+from serve_app.routing.replica_state import Hold, ReplicaState
 from tests.builders import report, spec
 from tests.routing.prefix.test_affinity import NoBackpressure
 
@@ -61,3 +63,43 @@ def test_the_marks_of_a_replica_are_in_its_text() -> None:
     assert repr(made["a"]).endswith(" stale suspended>")
     made.lose("a", 0.0)
     assert " lost stale" in repr(made["a"])
+
+
+def test_a_pool_is_alive_as_long_as_any_of_its_replicas_is() -> None:
+    made = ledger("a", "b")
+    assert made.has_alive("short")
+    made.lose("a", 1.0)
+    assert made.has_alive("short")
+    made.report("b", report(draining=True), 1.0)
+    assert not made.has_alive("short")
+    made.report("b", report(), 2.0)
+    assert made.has_alive("short")
+    made.join(spec("b", "long"), 3.0)
+    made.report("b", report(), 3.0)
+    assert not made.has_alive("short")
+    assert made.has_alive("long")
+
+
+def test_whether_a_pool_is_alive_costs_the_same_in_a_large_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ledger(*(f"s{number}" for number in range(200)))
+    for number in range(200):
+        made.join(spec(f"l{number}", "long"), 0.0)
+    # Only the last replica of each pool is alive: finding it takes a look at all others.
+    made.report("l199", report(), 0.0)
+    for number in range(199):
+        made.lose(f"s{number}", 0.0)
+    assert made.has_alive("short")
+    assert made.has_alive("long")
+    looks = 0
+    is_alive: property = vars(ReplicaState)["is_alive"]
+
+    def counted(state: ReplicaState) -> bool:
+        nonlocal looks
+        looks += 1
+        return bool(is_alive.__get__(state))
+
+    monkeypatch.setattr(ReplicaState, "is_alive", property(counted))
+    for _report in range(100):
+        assert made.has_alive("short")
+        assert made.has_alive("long")
+    assert looks <= 400

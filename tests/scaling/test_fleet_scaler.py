@@ -40,3 +40,16 @@ def test_the_budget_leaves_a_pool_less_than_it_needs_and_says_so() -> None:
     fleet.decide({"short": IDLE, "long": IDLE}, 0.0)
     decisions = fleet.decide({"short": IDLE, "long": busy(180)}, 1.0)
     assert {name: each.replicas for name, each in decisions.items()} == {"short": 1, "long": 2}
+
+
+def test_a_pool_of_a_fixed_size_takes_its_share_of_the_budget_whatever_it_would_need() -> None:
+    bounds = AutoscalingSettings(min_replicas=1, max_replicas=8)
+    pools = {"short": ScaledPool(replicas=4, gpus=1), "long": ScaledPool(autoscaling=bounds, gpus=1)}
+    settings = ScalingSettings(pools=pools, gpu_budget=6)
+    for short in (replace(IDLE, ready=4), replace(busy(900), ready=4)):
+        fleet = FleetScaler(settings)
+        fleet.decide({"short": short, "long": IDLE}, 0.0)
+        decisions = fleet.decide({"short": short, "long": busy(600)}, 1.0)
+        assert decisions["long"].replicas == 2
+        # What it would need is still told.
+        assert decisions["short"].replicas != 4 or short.waiting_requests == 0

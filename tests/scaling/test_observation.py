@@ -5,7 +5,7 @@ import pytest
 from serve_app.request import PriorityClass
 from serve_app.scaling import observe
 from serve_app.scheduling.events import FirstToken
-from tests.builders import ManualDriver, two_pools
+from tests.builders import ManualDriver, fill, two_pools
 
 POOLS = ("short", "long")
 
@@ -69,3 +69,16 @@ def test_a_replica_that_drains_is_not_ready_and_what_it_has_still_counts() -> No
     driver.report("s1", after_s=0.2, running=1, received=1, draining=True)
     view = observe(driver.scheduler, POOLS, driver.now)["short"]
     assert (view.ready, view.in_flight, view.is_wanted) == (0, 1, True)
+
+
+def test_waits_that_another_replica_would_not_end_are_no_reason_for_one() -> None:
+    driver = ManualDriver()
+    driver.join("s1", "short", adapters=("both", "sql"))
+    driver.join("s2", "short", adapters=("both",))
+    fill(driver, bound_to="s1")
+    fill(driver, "g", bound_to="s2")
+    driver.arrive("bound", prompt_tokens=100, bound_to="s1")
+    driver.arrive("loaded on one", prompt_tokens=100, adapter="sql")
+    assert observe(driver.scheduler, POOLS, 9.0)["short"].oldest_wait_s == 0.0
+    driver.arrive("loaded on all", prompt_tokens=100, adapter="both")
+    assert observe(driver.scheduler, POOLS, 9.0)["short"].oldest_wait_s == 9.0

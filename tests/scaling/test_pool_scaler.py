@@ -71,6 +71,17 @@ def test_a_request_that_waits_too_long_adds_one_replica_and_no_more_until_that_h
     assert pool.look(ready=2, slots=20.0, **late).replicas == 3
 
 
+def test_a_new_scaler_keeps_what_it_finds_though_reports_are_late_for_a_moment() -> None:
+    pool = Pool()
+    assert pool.look(ready=4).replicas == 4
+    # All reports are late at once, as when the scheduler's machine was held up.
+    late = pool.look(ready=0, slots=0.0, stated=None)
+    assert (late.replicas, late.may_shrink) == (4, False)
+    assert pool.look(58, ready=4, slots=40.0).replicas == 4
+    settled = pool.look(2)
+    assert (settled.replicas, settled.may_shrink) == (1, True)
+
+
 def test_a_pool_shrinks_to_the_most_that_it_has_needed_lately() -> None:
     pool = Pool()
     pool.look(61)

@@ -26,3 +26,8 @@ def test_a_budget_below_the_minimum_of_the_pools_is_refused() -> None:
     assert ScalingSettings(pools={"long": pool}, gpu_budget=8).gpu_budget == 8
     with pytest.raises(ValueError, match="gpu_budget of 6 is below the 8 GPUs"):
         ScalingSettings(pools={"long": pool}, gpu_budget=6)
+
+
+def test_pools_of_a_fixed_size_count_as_their_size() -> None:
+    with pytest.raises(ValueError, match="gpu_budget of 6 is below the 8 GPUs"):
+        ScalingSettings(pools={"long": ScaledPool(replicas=2, gpus=4.0)}, gpu_budget=6)

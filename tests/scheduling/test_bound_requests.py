@@ -103,3 +103,16 @@ def test_capacity_is_kept_for_it_on_its_own_replica() -> None:
     assert [each.replica.spec.replica_id for each in kept if each.scheduled.request.bound_to] in ([], ["s1"])
     driver.feed(Finished("small0", Outcome.COMPLETED))
     assert driver.find("large").replica_id == "s1"
+
+
+def test_a_replica_of_a_pool_that_is_no_longer_configured_keeps_nothing_that_can_be_had() -> None:
+    """As one that still drains after the application was deployed with other pools."""
+    driver = two_replicas()
+    driver.join("old", "removed", adapters=("sql",))
+    end = the_conclusion(driver.arrive("r", bound_to="old"))
+    assert end.outcome is Outcome.REJECTED_UNKNOWN_RESPONSE
+    assert "which is gone" in end.message
+    # What it lists is no adapter of this application any more: the request waits as for one that nobody has.
+    assert driver.arrive("adapted", adapter="sql") == []
+    assert driver.scheduler.find("adapted") is not None
+    assert dispatched(driver.arrive("other")) != []

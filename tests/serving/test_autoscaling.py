@@ -26,7 +26,7 @@ class Context:
     raw_metrics: Mapping[str, Mapping[Any, Sequence[Any]]] | None = field(default_factory=dict)
 
 
-def recorded(at: float, **replicas: int) -> Mapping[str, Mapping[Any, Sequence[Any]]]:
+def recorded(at: float, *, least: bool = False, **replicas: int) -> Mapping[str, Mapping[Any, Sequence[Any]]]:
     return {
         name: {
             "replica": [
@@ -34,7 +34,7 @@ def recorded(at: float, **replicas: int) -> Mapping[str, Mapping[Any, Sequence[A
                 SimpleNamespace(timestamp=at, value=value),
             ]
         }
-        for name, value in statistics(replicas).items()
+        for name, value in statistics(replicas, {} if not least else replicas).items()
     }
 
 
@@ -50,6 +50,17 @@ def test_a_pool_gets_what_its_scheduler_wants_and_stays_as_it_is_without() -> No
     assert wanted("long", Context(app_name="fresh")) == 0
     assert wanted("short", Context(app_name="other")) == 2
     assert wanted("short", Context(app_name="fresh"), "scheduler-n") == 2
+
+
+def test_a_new_scheduler_starts_replicas_and_stops_none_until_it_knows_the_pools() -> None:
+    scheduler = SchedulerPolicy(scheduler="scheduler-m")
+    # Two replicas were ordered at deployment, and their engines take minutes to start.
+    scheduler(Context(app_name="new", raw_metrics=recorded(990.0, least=True, short=0, long=3)))
+    assert wanted("short", Context(app_name="new")) == 2
+    assert wanted("long", Context(app_name="new")) == 3
+    both = {**recorded(990.0, least=True, short=0), **recorded(991.0, short=1)}
+    scheduler(Context(app_name="new", raw_metrics=both))
+    assert wanted("short", Context(app_name="new")) == 1
 
 
 def test_numbers_that_are_too_old_change_nothing() -> None:

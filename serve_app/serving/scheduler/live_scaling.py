@@ -1,11 +1,12 @@
 """Autoscaling in the scheduler's process: looks at the live scheduler once a second, and keeps the decision.
 
-It outlives the live schedulers of its actor, so what was learned of engines stays. The first decision after
-the start of the process has to wait until replicas had time to connect again.
+It outlives the live schedulers of its actor, so what was learned of engines stays. The first decision has to
+wait until replicas had time to connect to the first live scheduler.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -43,7 +44,7 @@ class LiveScaling(Collector):
         self._settings = settings
         self._scaler = FleetScaler(settings, tpot_limit_s)
         self._loop = asyncio.get_running_loop()
-        self._begins_at = self._loop.time() + _SETTLING_S
+        self._begins_at = math.inf
         self._decisions: dict[str, PoolDecision] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._core: Scheduler | None = None
@@ -55,6 +56,8 @@ class LiveScaling(Collector):
 
     def follow(self, core: Scheduler) -> None:
         """Look at this scheduler from now on."""
+        if self._core is None:
+            self._begins_at = self._loop.time() + _SETTLING_S
         self._core = core
         if self._timer is None:
             self._timer = self._loop.call_later(_INTERVAL_S, self._tick)
@@ -72,7 +75,7 @@ class LiveScaling(Collector):
             for name, decision in self._decisions.items()
             if self._settings.pools[name].autoscaling is not None
         }
-        return statistics(scaled)
+        return statistics(scaled, {name for name in scaled if not self._decisions[name].may_shrink})
 
     def described(self) -> dict[str, Any]:
         """The last decision, for people and for those who scale fleets of their own."""

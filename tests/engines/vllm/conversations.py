@@ -7,7 +7,7 @@ from typing import Any
 
 import anthropic
 
-from tests.engines.vllm.scripted import TOOL_NAME, TOOL_SCHEMA
+from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
 
 TURNS = 5
 _FILES = "\n".join(f"- source/module_{n}.py holds part {n} of the program, and its tests." for n in range(80))
@@ -25,7 +25,7 @@ class AgentTurn:
     Attributes:
         content: its blocks, without ids and signatures.
         events: types of the stream's events, runs of deltas as one.
-        prompt_tokens: read from the cache or not.
+        prompt_tokens: read from the cache, written to it, or neither.
     """
 
     content: list[dict[str, Any]]
@@ -70,13 +70,14 @@ async def converse(client: anthropic.AsyncAnthropic, task: str) -> list[AgentTur
 
 def _turn(message: Any, events: list[str]) -> AgentTurn:
     usage = message.usage
+    parts = (usage.input_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens)
     return AgentTurn(
         content=[
             block.model_dump(exclude_none=True, exclude={"id", "signature"}) for block in message.content
         ],
         stop_reason=message.stop_reason,
         events=events,
-        prompt_tokens=usage.input_tokens + (usage.cache_read_input_tokens or 0),
+        prompt_tokens=sum(part or 0 for part in parts),
         output_tokens=usage.output_tokens,
     )
 

@@ -33,7 +33,7 @@ RANKED: list[Case] = [
     ("/pooling", {"input": TEXTS, "task": "classify"}),
 ]
 
-EMBED: dict[str, Any] = {"texts": TEXTS, "input_type": "search_document", "embedding_types": ["float"]}
+EMBED: dict[str, Any] = {"texts": TEXTS, "embedding_types": ["float"]}
 EMBEDDED: list[Case] = [
     ("/v1/embeddings", {"input": TEXTS}),
     ("/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"}),

@@ -14,6 +14,7 @@ from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, Ups
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
 from serve_app.serving.pool.server import ReplicaServerSettings
 from tests.engines.servers import serving
+from tests.engines.vllm.real import ANSWER_TIMEOUT_S, Prompt
 from tests.serving.channel.harness import FAST, Simulation, scheduler_settings
 
 
@@ -38,13 +39,13 @@ class Front:
     world: Simulation
     http: httpx.AsyncClient
 
-    def start(self, *, stream: bool, tokens: int) -> "asyncio.Task[Heard]":
+    def start(self, *, stream: bool, tokens: int, prompt: Prompt = "Hi") -> "asyncio.Task[Heard]":
         """Send a request; each test gives every request a length of its own, by which answers are known."""
-        return asyncio.create_task(self.ask(stream=stream, tokens=tokens))
+        return asyncio.create_task(self.ask(stream=stream, tokens=tokens, prompt=prompt))
 
-    async def ask(self, *, stream: bool, tokens: int) -> Heard:
+    async def ask(self, *, stream: bool, tokens: int, prompt: Prompt = "Hi") -> Heard:
         """The answer to a request."""
-        body = {"model": "m", "prompt": "Hi", "max_tokens": tokens, "stream": stream, "ignore_eos": True}
+        body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
         url, document = "/v1/completions", {**body, "return_token_ids": True}
         if not stream:
             answer = await self.http.post(url, json=document)
@@ -93,13 +94,15 @@ async def in_front_of(
         stack.push_async_callback(replica.stop)
         served = GatewaySettings(
             models=(ServedModel(name="m", max_model_len=limits.max_model_len),),
-            upstream=UpstreamSettings(silence_timeout_s=120.0),
+            upstream=UpstreamSettings(silence_timeout_s=ANSWER_TIMEOUT_S),
         )
         gateway = Gateway(served, {"m": await world.gateway()}, "g1")
         stack.callback(gateway.close)
         url = await stack.enter_async_context(serving(gateway))
         http = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None))
+            httpx.AsyncClient(
+                base_url=url, timeout=ANSWER_TIMEOUT_S, limits=httpx.Limits(max_connections=None)
+            )
         )
         yield Front(replica, world, http)
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,20 @@ ARGS = {
 }
 # Else random weights write spaces for ever where a schema lets them.
 COMPACT_JSON = {"structured_outputs_config": {"disable_any_whitespace": True, "backend": "xgrammar"}}
-ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+# One thread is enough for small models. Threads of several engines would wait for each other, spinning.
+ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+}
+# The model runs in the process of vLLM's scheduler. One process less imports vLLM, which is most of a start.
+QUICK_START = {**ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# Nobody waits so long but for a defect, however busy the machine is; a test has twice this time.
+ANSWER_TIMEOUT_S = 300.0
+
+Prompt = str | list[int]
+"""Text, or the ids of its tokens."""
 
 
 @dataclass
@@ -60,24 +73,36 @@ async def running(model: Path, **settings: Any) -> AsyncIterator[Running]:
     engine = VllmEngine(VllmEngineSettings(model=str(model), **given))
     limits = await engine.start()
     try:
-        async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
+        async with serving(engine.app) as url, _client(url) as client:
             yield Running(engine, limits, client)
     finally:
         await engine.stop()
 
 
-@contextlib.asynccontextmanager
-async def open_streams(client: httpx.AsyncClient, count: int) -> AsyncIterator[None]:
-    """Keep so many streams open, some of which wait for their first token; all are cut at the end."""
+def _client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=ANSWER_TIMEOUT_S)
 
-    async def read() -> None:
-        body = {"model": "m", "prompt": "Hi", "max_tokens": 200, "stream": True, "ignore_eos": True}
+
+def tokens_of_its_own(number: int, count: int) -> Prompt:
+    """A prompt of so many tokens, of which no block is in the prefix cache for another number."""
+    return [1_000 + number] * count
+
+
+@contextlib.asynccontextmanager
+async def open_streams(
+    client: httpx.AsyncClient, prompts: Sequence[Prompt], priority: int = 0
+) -> AsyncIterator[None]:
+    """Keep a stream of each prompt open; some wait for their first token, and all are cut at the end."""
+    fixed = {"model": "m", "max_tokens": 200, "stream": True, "ignore_eos": True, "priority": priority}
+
+    async def read(prompt: Prompt) -> None:
+        body = {**fixed, "prompt": prompt}
         while True:  # a quick machine ends a stream before its load was looked at
             async with client.stream("POST", "/v1/completions", json=body) as answer:
                 async for _ in answer.aiter_raw():
                     pass
 
-    reading = [asyncio.create_task(read()) for _ in range(count)]
+    reading = [asyncio.create_task(read(prompt)) for prompt in prompts]
     try:
         yield
     finally:

@@ -14,8 +14,8 @@ from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, counter
 from tests.engines.vllm.conversations import TURNS, converse
 from tests.engines.vllm.held import GENERATED, same_answer
 from tests.engines.vllm.in_front import in_front_of
-from tests.engines.vllm.real import ARGS, TINY, Running, running
-from tests.engines.vllm.scripted import make_scripted
+from tests.engines.vllm.real import ARGS, QUICK_START, TINY, Running, running
+from tests.engines.vllm.weights.scripted import make_scripted
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 
@@ -32,7 +32,7 @@ async def agent(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runni
         "tool_call_parser": "hermes",
         "reasoning_parser": "deepseek_r1",
     }
-    async with running(Path(model), args=args) as started:
+    async with running(Path(model), args=args, env=QUICK_START) as started:
         yield started
 
 

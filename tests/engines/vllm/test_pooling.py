@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.engines.vllm.held import QUERY, RANK, RANKED, SCORE, TEXTS, same_answer
+from tests.engines.vllm.held import EMBED, EMBEDDED, QUERY, RANK, RANKED, SCORE, TEXTS, same_answer
 from tests.engines.vllm.in_front import Front, in_front_of
-from tests.engines.vllm.pooling_models import MAX_TOKENS, make_ranking
-from tests.engines.vllm.real import ARGS, TINY, Running, running
+from tests.engines.vllm.real import ARGS, QUICK_START, TINY, Running, running
+from tests.engines.vllm.weights.pooling_models import MAX_TOKENS, WIDTH, make_embedding, make_ranking
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 async def pooled(make: Callable[[Path, Path], Path], folder: Path) -> AsyncIterator[tuple[Running, Front]]:
     args = {**ARGS, "max_model_len": MAX_TOKENS}
     async with (
-        running(make(folder, TINY), args=args) as started,
+        running(make(folder, TINY), args=args, env=QUICK_START) as started,
         in_front_of(started.engine, started.limits) as front,
     ):
         yield started, front
@@ -33,6 +33,12 @@ Pair = tuple[Running, Front]
 @pytest_asyncio.fixture(scope="class", loop_scope="class")
 async def ranking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     async with pooled(make_ranking, tmp_path_factory.mktemp("ranking")) as pair:
+        yield pair
+
+
+@pytest_asyncio.fixture(scope="class", loop_scope="class")
+async def embedding(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    async with pooled(make_embedding, tmp_path_factory.mktemp("embedding")) as pair:
         yield pair
 
 
@@ -76,3 +82,21 @@ class TestRankingEngine:
         answer = await front.http.post("/rerank", json={"model": "m", **RANK, "documents": ["word " * 900]})
         assert answer.status_code == 400
         assert "maximum context length" in answer.json()["error"]["message"]
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestEmbeddingEngine:
+    @pytest.mark.parametrize(("path", "body"), EMBEDDED)
+    async def test_its_answers_come_through_unchanged(
+        self, embedding: Pair, path: str, body: dict[str, Any]
+    ) -> None:
+        await both(embedding, path, body)
+
+    async def test_a_vector_is_of_the_models_width_and_the_same_on_every_path(self, embedding: Pair) -> None:
+        openai = await both(embedding, "/v1/embeddings", {"input": TEXTS})
+        cohere = await both(embedding, "/v2/embed", EMBED)
+        vectors = [item["embedding"] for item in openai["data"]]
+        assert {len(vector) for vector in vectors} == {WIDTH}
+        for mine, other in zip(cohere["embeddings"]["float"], vectors, strict=True):
+            assert mine == pytest.approx(other, abs=1e-5)
+        assert openai["usage"]["prompt_tokens"] > len(TEXTS)

@@ -1,36 +1,26 @@
-"""A real vLLM engine on the CPU: in this process, and as a server of its own that is an endpoint.
-
-One engine takes about 4 GB, so each fixture starts one for its class and ends it before the next one starts.
-"""
+"""A real vLLM engine on the CPU, which serves in this process and at last is killed."""
 
 import asyncio
-import contextlib
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import pytest_asyncio
 
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.engines.engine import EngineLoad
-from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings, check_vllm_args
+from serve_app.engines.vllm.engine import VllmEngineSettings, check_vllm_args
 from serve_app.errors import EngineError, SettingsError
 from serve_app.request import PriorityClass, Request
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities, EnginePrioritySettings
 from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.request.splice import append_fields, priority_field
 from tests.builders import request
-from tests.engines.servers import free_port, served, until
-from tests.engines.vllm.adapters import write_adapter
+from tests.engines.servers import served, until
 from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, counter
 from tests.engines.vllm.clients.plain_http import small_questions
 from tests.engines.vllm.conformance import (
@@ -43,16 +33,15 @@ from tests.engines.vllm.conformance import (
 )
 from tests.engines.vllm.in_front import Front, Heard, in_front_of
 from tests.engines.vllm.real import (
+    ANSWER_TIMEOUT_S,
     ARGS,
     COMPACT_JSON,
     ENV,
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
-    SMOLLM2,
     TINY,
     Running,
     engine_core,
-    engine_processes,
     events,
     hangs,
     knows_its_tpot,
@@ -60,8 +49,8 @@ from tests.engines.vllm.real import (
     preemptions,
     running,
     runs,
+    tokens_of_its_own,
 )
-from tests.serving.endpoints.servers import WatchedFleet, watched
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 
@@ -146,7 +135,7 @@ class TestTinyEngine:
         assert answer.json()["choices"][0]["finish_reason"] == "length"
 
     async def test_the_load_shows_what_runs_and_what_waits(self, tiny: Running) -> None:
-        async with open_streams(tiny.client, MAX_NUM_SEQS + 2):
+        async with open_streams(tiny.client, ["Hi"] * (MAX_NUM_SEQS + 2)):
 
             async def is_full() -> bool:
                 load = await tiny.engine.load()
@@ -163,7 +152,7 @@ class TestTinyEngine:
         await until(tiny.is_idle)
 
     async def test_a_client_that_leaves_frees_its_place_within_a_second(self, tiny: Running) -> None:
-        async with open_streams(tiny.client, 1):
+        async with open_streams(tiny.client, ["Hi"]):
             await until(lambda: runs(tiny, 1))
         await until(tiny.is_idle, timeout_s=1.0)
         assert await tiny.engine.load() == EngineLoad(
@@ -311,14 +300,26 @@ class TestTinyEngine:
     async def test_a_full_kv_cache_costs_time_and_nothing_else(self, tiny: Running) -> None:
         """Sequences are preempted and computed again, which no client may see."""
         before = await preemptions(tiny)
+
+        async def begun() -> bool:
+            return (await tiny.engine.load()).running > 0
+
+        async def preempted() -> bool:
+            return await preemptions(tiny) > before
+
+        # Two blocks each, and soon a third: three sequences are too many.
+        prompts = [tokens_of_its_own(number, 2 * BLOCK_TOKENS - 16) for number in range(14)]
+        lengths = range(20, 32)
         async with in_front_of(tiny.engine, tiny.limits) as front:
-            lengths = range(390, 402)
-            answers = [front.start(stream=bool(length % 2), tokens=length) for length in lengths]
-            # Past the scheduler, which would not fill the cache.
-            past = {"prompt": "Hi", "max_tokens": 500, "ignore_eos": True}
-            await asyncio.gather(*(tiny.post("/v1/completions", **past) for _ in range(3)))
+            answers = [
+                front.start(stream=bool(length % 2), tokens=length, prompt=prompt)
+                for length, prompt in zip(lengths, prompts[2:], strict=True)
+            ]
+            await until(begun, ANSWER_TIMEOUT_S)
+            # Past the scheduler, which would not fill the cache, and more urgent: so ours are preempted.
+            async with open_streams(tiny.client, prompts[:2], priority=-1):
+                await until(preempted, ANSWER_TIMEOUT_S)
             assert [await one for one in answers] == [Heard("answered", length) for length in lengths]
-        assert await preemptions(tiny) > before
 
     async def test_an_engine_that_hangs_gets_nothing_more_and_goes_on_where_it_was(
         self, tiny: Running
@@ -365,97 +366,6 @@ class TestTinyEngine:
         assert (await tiny.post("/v1/completions", **body)).status_code == 500
 
 
-async def test_smollm2_knows_the_capital_of_france_and_leaves_no_process() -> None:
-    async with running(SMOLLM2) as started:
-        # 1 GiB at 30 layers, 3 heads of 64 and float32, in blocks of which one is vLLM's own.
-        assert started.limits.kv_tokens == (2**30 // (30 * 2 * 3 * 64 * 4) // 128 - 1) * 128
-        # The priority is taken though this engine ignores it.
-        question = {"messages": PARIS, "max_tokens": 12, "temperature": 0, "priority": 5}
-        answer = await started.post("/v1/chat/completions", **question)
-        assert "Paris" in answer.json()["choices"][0]["message"]["content"]
-        stream = await started.post("/v1/chat/completions", **question, stream=True)
-        said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in events(stream))
-        assert "Paris" in said
-        processes = engine_processes()
-        assert len(processes) >= 2
-    _, alive = psutil.wait_procs(processes, timeout=5)
-    assert alive == []
-    with pytest.raises(EngineError, match=r"call start\(\) first"):
-        await started.engine.check_health()
-
-
-async def test_adapters_are_listed_and_used_and_come_and_go(tmp_path: Path) -> None:
-    for name in ("sql", "later"):
-        write_adapter(TINY, tmp_path / name)
-    args = {
-        **ARGS,
-        "enable_lora": True,
-        "max_lora_rank": 8,
-        "lora_modules": [f"sql={tmp_path / 'sql'}"],
-    }
-    env = {**ENV, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    asked = {"prompt": "Hi", "max_tokens": 8, "temperature": 0.0}
-    async with running(TINY, args=args, env=env) as tiny, in_front_of(tiny.engine, tiny.limits) as front:
-
-        async def lists(*names: str) -> bool:
-            found = (await front.http.get("/v1/models")).json()["data"]
-            return [model["id"] for model in found] == ["m", *names]
-
-        await until(lambda: lists("sql"))
-        base = await front.http.post("/v1/completions", json={**asked, "model": "m"})
-        adapted = await front.http.post("/v1/completions", json={**asked, "model": "sql"})
-        assert adapted.status_code == 200, adapted.text
-        assert adapted.json()["model"] == "sql"
-        assert adapted.json()["choices"][0]["text"] != base.json()["choices"][0]["text"]
-        later = {"lora_name": "later", "lora_path": str(tmp_path / "later")}
-        assert (await tiny.client.post("/v1/load_lora_adapter", json=later)).status_code == 200
-        await until(lambda: lists("later", "sql"))
-        answer = await front.http.post("/v1/completions", json={**asked, "model": "later"})
-        assert answer.status_code == 200, answer.text
-        gone = {"lora_name": "sql"}
-        assert (await tiny.client.post("/v1/unload_lora_adapter", json=gone)).status_code == 200
-        await until(lambda: lists("later"))
-        answer = await front.http.post("/v1/completions", json={**asked, "model": "sql"})
-        assert answer.status_code == 404
-
-
-async def test_an_engine_whose_core_cannot_start_raises_and_leaves_no_process() -> None:
-    # One block of the KV cache holds no sequence of 512 tokens, which only the core finds out.
-    args = {**ARGS, "num_gpu_blocks_override": 1}
-    engine = VllmEngine(VllmEngineSettings(model=str(TINY), args=args, env=ENV))
-    with pytest.raises(EngineError, match=r"vLLM could not start .*its own log lines above have the cause"):
-        await engine.start()
-    _, alive = psutil.wait_procs(engine_processes(), timeout=10)
-    assert alive == []
-
-
-@contextlib.contextmanager
-def vllm_server() -> Iterator[str]:
-    """A vLLM server, started on the command line; yields its base URL before it listens."""
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={TINY}"]
-    command += ["--served-model-name=m", f"--port={port}", "--dtype=float32", "--enforce-eager"]
-    command += [f"--max-model-len={MAX_MODEL_LEN}", f"--max-num-seqs={MAX_NUM_SEQS}", "--api-key=secret"]
-    server = subprocess.Popen(command, env={**os.environ, **ENV}, start_new_session=True)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-        server.send_signal(signal.SIGINT)
-        _, alive = psutil.wait_procs(processes, timeout=30)
-        for process in alive:
-            process.kill()
-
-
-async def test_a_server_that_was_started_by_hand_is_an_endpoint_like_any_other() -> None:
-    with vllm_server() as base_url:
-        async with watched(base_url, api_key="secret", start_timeout_s=300.0, model="m") as fleet:
-            (found,) = fleet.watcher.described()
-            assert (found["max_model_len"], found["models"]) == (MAX_MODEL_LEN, ["m"])
-            assert int(str(found["kv_tokens"])) > MAX_MODEL_LEN
-            await _use(fleet)
-
-
 def typed_events(answer: httpx.Response) -> list[Any]:
     """The data of a stream of the Responses API, which has no end mark."""
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
@@ -464,24 +374,3 @@ def typed_events(answer: httpx.Response) -> list[Any]:
 
 async def is_free(front: Front) -> bool:
     return bool(front.world.live.status()["replicas"]["r"]["in_flight"] == 0)
-
-
-async def _use(fleet: WatchedFleet) -> None:
-    client = fleet.http
-
-    async def load_is(running: int, waiting: int) -> bool:
-        (replica,) = fleet.world.live.status()["replicas"].values()
-        report = replica.get("report") or {}
-        return (report.get("running"), report.get("waiting")) == (running, waiting)
-
-    body = {"model": "m", "messages": PARIS, "max_tokens": 5}
-    answer = await client.post("/v1/chat/completions", json=body)
-    assert answer.json()["usage"]["completion_tokens"] == 5
-    stream = await client.post("/v1/chat/completions", json={**body, "stream": True})
-    assert [choice["finish_reason"] for choice in events(stream)[-1]["choices"]] == ["length"]
-    too_long = await client.post("/v1/completions", json={"model": "m", "prompt": "word " * 600})
-    assert too_long.status_code == 400
-    assert too_long.json()["error"]["message"].startswith("This model's maximum context length is 512 tokens")
-    async with open_streams(client, MAX_NUM_SEQS + 2):
-        await until(lambda: load_is(MAX_NUM_SEQS, 2))
-    await until(lambda: load_is(0, 0), timeout_s=10.0)

@@ -140,3 +140,56 @@ async def test_what_is_no_form_or_a_part_of_one_is_refused(fleet: Fleet) -> None
         refused = await fleet.http.post(PATHS[0], content=broken, headers={"content-type": kind.decode()})
         assert refused.status_code == 400, (broken[:40], kind)
         assert "is no form" in refused.json()["error"]["message"]
+
+
+def _two_models(second_name: bytes = b"model", more: bytes = b"") -> bytes:
+    """A form that names the model twice, the second time under another name or in another way."""
+    parts = (b'name="model"', MODEL.encode()), (b'name="' + second_name + b'"' + more, b"another")
+    written = [b"Content-Disposition: form-data; " + name + b"\r\n\r\n" + value for name, value in parts]
+    written.append(b'Content-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nx')
+    return b"".join(b"--b\r\n" + part + b"\r\n" for part in written) + b"--b--\r\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "types", "words"),
+    [
+        # Starlette decodes names by the charset of the header: this one is `model` in UTF-7.
+        (_two_models(b"+AG0AbwBkAGUAbA-"), ["multipart/form-data; boundary=b; charset=utf-7"], "charset"),
+        # Of two headers an engine takes the first, and a gateway the last.
+        (
+            _two_models(b"other"),
+            ["multipart/form-data; boundary=c", "multipart/form-data; boundary=b"],
+            "content-type twice",
+        ),
+        # Some engines take the first of two fields, others the last.
+        (_two_models(), ["multipart/form-data; boundary=b"], "model is given twice"),
+        (_two_models(more=b'; filename="x"'), ["multipart/form-data; boundary=b"], "model is given twice"),
+    ],
+)
+async def test_a_form_that_an_engine_might_read_otherwise_is_refused(
+    body: bytes, types: list[str], words: str
+) -> None:
+    engine = Engine()
+    async with AsyncExitStack() as stack:
+        dispatcher = FakeDispatcher([await stack.enter_async_context(serving(engine))])
+        front = await stack.enter_async_context(serving(gateway(dispatcher)))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}"))
+        headers = [("content-type", each) for each in types]
+        refused = await http.post(PATHS[0], content=body, headers=headers)
+    assert refused.status_code == 400
+    assert words in refused.json()["error"]["message"]
+    assert engine.bodies == []
+
+
+def test_fields_that_are_lists_may_be_repeated_and_utf_8_may_be_said() -> None:
+    body = b"".join(
+        b'--b\r\nContent-Disposition: form-data; name="' + name + b'"\r\n\r\n' + value + b"\r\n"
+        for name, value in (
+            (b"timestamp_granularities[]", b"word"),
+            (b"timestamp_granularities[]", b"segment"),
+            (b"model", b"m"),
+            (b'file"; filename="a.wav', b"x"),
+        )
+    )
+    parsed = read_audio(body + b"--b--\r\n", b"multipart/form-data; boundary=b; charset=UTF-8")
+    assert parsed.spec.model == "m"

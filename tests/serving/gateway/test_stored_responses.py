@@ -4,15 +4,18 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from serve_app.api_keys.file import changed_keys
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.serving.channel import gateway_client
 from serve_app.serving.gateway import ApiKey
+from tests.api_keys.test_file import record
 from tests.serving.channel.harness import scheduler_settings
 
 from .builders import MODEL, Engine, FakeDispatcher, eventually, gateway, serving
@@ -227,3 +230,44 @@ async def test_deleting_is_not_offered(fleet: Fleet) -> None:
     refused = await fleet.http.delete(f"{CREATE}/{made}")
     assert refused.status_code == 405
     assert (await fleet.http.get(f"{CREATE}/{made}/cancel")).status_code == 405
+
+
+async def test_a_key_for_an_adapter_alone_gets_back_what_it_made(tmp_path: Path) -> None:
+    found, secret = record(models=("sql",))
+    changed_keys(tmp_path / "keys.json", lambda _: [found])
+
+    class Adapted(FakeDispatcher):
+        def adapters(self) -> dict[str, frozenset[str]]:
+            return {"sql": frozenset(each.replica_id for each in self.all_replicas())}
+
+    async with AsyncExitStack() as stack:
+        dispatcher = Adapted([await stack.enter_async_context(serving(Engine()))])
+        front = await stack.enter_async_context(
+            serving(gateway(dispatcher, keys_file=str(tmp_path / "keys.json")))
+        )
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}"))
+        http.headers["authorization"] = f"Bearer {secret}"
+        made = await http.post(CREATE, json={**ASKED, "model": "sql"})
+        assert made.status_code == 200, made.text
+        assert (await http.get(f"{CREATE}/{made.json()['id']}")).status_code == 200
+
+
+async def test_nobody_takes_over_a_response_by_naming_his_own_like_it() -> None:
+    """Also where engines name responses, but obey a client that does."""
+    async with AsyncExitStack() as stack:
+        engine = await started(stack)
+        keys = (ApiKey(tenant="a", key="ka"), ApiKey(tenant="b", key="kb"))
+        dispatcher = FakeDispatcher([await stack.enter_async_context(serving(engine.app))])
+        front = await stack.enter_async_context(serving(gateway(dispatcher, keys=keys)))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}"))
+        a, b = ({"authorization": f"Bearer k{tenant}"} for tenant in "ab")
+        made = (await http.post(CREATE, json=ASKED, headers=a)).json()["id"]
+        # Not kept, so that the engine goes on to have the other one under this name.
+        named = {**ASKED, "request_id": made, "store": False}
+        own = (await http.post(CREATE, json=named, headers=b)).json()["id"]
+        assert own != made
+        assert (await http.get(f"{CREATE}/{made}", headers=b)).status_code == 404
+        assert (await http.get(f"{CREATE}/{made}", headers=a)).status_code == 200
+        # Whoever names his own still finds it.
+        own = (await http.post(CREATE, json={**ASKED, "request_id": "mine"}, headers=b)).json()["id"]
+        assert (await http.get(f"{CREATE}/{own}", headers=b)).status_code == 200

@@ -145,6 +145,7 @@ class ResponsesFields(GenerationFields, kw_only=True):
     max_output_tokens: TokenLimit | None = None
     background: bool | None = None
     previous_response_id: str | None = None
+    request_id: msgspec.Raw = ABSENT
     tools: msgspec.Raw = ABSENT
     text: msgspec.Raw = ABSENT
 

@@ -147,6 +147,20 @@ def refuse_encoded_body(encoding: bytes | None) -> None:
         raise _bad_value("content-encoding", encoding.decode("latin-1"), "no compression of request bodies")
 
 
+def content_type(raw: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The content type of a body that is read by it; empty where there is none.
+
+    Raises:
+        RequestRefused: there are two, and an engine might read the body by the other one.
+    """
+    given = [value for name, value in raw if name == b"content-type"]
+    if len(given) > 1:
+        raise RequestRefused(
+            Outcome.REJECTED_INVALID, "the request has the header content-type twice: send it once"
+        )
+    return given[0] if given else b""
+
+
 def forwarded(raw: Iterable[tuple[bytes, bytes]], headers: Mapping[bytes, bytes]) -> bytes:
     """The lines of a client's headers that go on to the replica, each with its line end.
 

@@ -18,11 +18,13 @@ class ResponseTerms:
         owner: the tenant whose response it will be.
         previous: id of the response that it goes on from.
         background: the engine works on after its answer, or after its client has left.
+        is_named: its client gives it a name, which must be replaced: it might be another tenant's.
     """
 
     owner: str
     previous: str | None = None
     background: bool = False
+    is_named: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ class ParsedBody:
         keeps_responses: what it asks for may be kept by its engine, and referred to later.
         previous_response: id of the response that it goes on from.
         background: its engine is to work on after its answer.
+        names_response: it gives its response a name, which some engines take.
     """
 
     spec: RequestSpec
@@ -47,6 +48,7 @@ class ParsedBody:
     keeps_responses: bool = False
     previous_response: str | None = None
     background: bool = False
+    names_response: bool = False
 
 
 T = TypeVar("T")

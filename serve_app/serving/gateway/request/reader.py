@@ -164,7 +164,7 @@ class RequestReader:
         """Check a body, and make the job of it; also called on a thread of its own."""
         body, form = held.data, FORMS.get(incoming.path)
         if form is not None:
-            parsed, announced = form.parse(body, incoming.headers.get(b"content-type", b"")), None
+            parsed, announced = form.parse(body, heads.content_type(incoming.scope["headers"])), None
         else:
             check_structure(body)
             endpoint = SCHEDULED[incoming.path]
@@ -215,6 +215,7 @@ class RequestReader:
             owner=self.owner(incoming, caller),
             previous=parsed.previous_response,
             background=parsed.background,
+            is_named=parsed.names_response,
         )
 
     def forwarded(self, incoming: IncomingRequest) -> bytes:

@@ -39,7 +39,7 @@ def read_audio(body: bytes, content_type: bytes) -> ParsedBody:
     """What a request about a sound asks for.
 
     Raises:
-        RequestRefused: it is no form, or lacks its model or its file.
+        RequestRefused: it is no form, lacks its model or its file, or has a field twice.
     """
     try:
         form = read_form(body, content_type)
@@ -47,6 +47,9 @@ def read_audio(body: bytes, content_type: bytes) -> ParsedBody:
         raise RequestRefused(
             Outcome.REJECTED_INVALID, f"the body is no form: {error}. Send multipart/form-data"
         ) from error
+    for name in AudioFields.__struct_fields__:
+        if name in form.repeated:
+            raise RequestRefused(Outcome.REJECTED_INVALID, f"{name} is given twice: send it once", param=name)
     model, upload = form.fields.get("model"), form.files.get("file")
     if not model:
         raise _missing("model")

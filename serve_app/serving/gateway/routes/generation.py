@@ -82,4 +82,5 @@ def read_responses(body: ResponsesFields) -> ParsedBody:
         keeps_responses=True,
         previous_response=body.previous_response_id,
         background=bool(body.background),
+        names_response=bool(memoryview(body.request_id)),
     )

@@ -59,14 +59,12 @@ class ResponseHolders:
     def __repr__(self) -> str:
         return f"<ResponseHolders remembered={len(self._remembered)}>"
 
-    def name(self, owner: str, replica: ReplicaAddress) -> str | None:
-        """The name of a new response; None where the engine names it.
+    def name(self, owner: str, replica: ReplicaAddress) -> str:
+        """A name for a new response.
 
         Args:
             owner: the tenant that may refer to it.
         """
-        if not replica.names_responses:
-            return None
         return f"resp_{_digest(owner, replica.replica_id)}{secrets.token_hex(_RANDOM_BYTES)}"
 
     def remember(self, response_id: str, owner: str, replica_id: str) -> None:

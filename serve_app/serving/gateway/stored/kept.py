@@ -30,25 +30,31 @@ class KeptResponse:
     def name(self, replica: ReplicaAddress) -> str | None:
         """The name that it gets on a replica; None where the engine names it."""
         self._replica = replica
-        name = self._holders.name(self._terms.owner, replica)
-        self.response_id = name or ""
-        return name
+        self.response_id = ""
+        if not (replica.names_responses or self._terms.is_named):
+            return None
+        self.response_id = self._holders.name(self._terms.owner, replica)
+        return self.response_id
 
     def on_answer(self, body: bytes) -> None:
         """The engine has answered in one piece."""
-        if self._terms.background or not self.response_id:
+        if self._terms.background or self._may_be_named_otherwise:
             self._note(answered_response(body))
 
     def on_first_events(self, events: bytes) -> None:
         """The engine's stream has begun."""
-        if self._terms.background or not self.response_id:
+        if self._terms.background or self._may_be_named_otherwise:
             self._note(announced_response(events))
+
+    @property
+    def _may_be_named_otherwise(self) -> bool:
+        return self._replica is not None and not self._replica.names_responses
 
     def _note(self, response: AnsweredResponse) -> None:
         if not response.id:
             return
         assert self._replica is not None, "it has been sent"
-        if not self.response_id:
+        if response.id != self.response_id:
             self._holders.remember(response.id, self._terms.owner, self._replica.replica_id)
         # An engine may have named it otherwise.
         self.response_id = response.id

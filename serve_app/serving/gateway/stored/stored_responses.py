@@ -89,8 +89,12 @@ class StoredResponses:
             await self._pass_on(replica, incoming)
 
     def _replicas(self, caller: Caller) -> list[ReplicaAddress]:
-        # Names of one model share a scheduler.
-        schedulers = {id(client): client for name, client in self._schedulers.items() if caller.may_use(name)}
+        # Names of one model share a scheduler, and its adapters, too: a key may be for one of those alone.
+        schedulers = {
+            id(client): client
+            for name, client in self._schedulers.items()
+            if any(caller.may_use(each) for each in (name, *client.adapters()))
+        }
         return [replica for client in schedulers.values() for replica in client.all_replicas()]
 
     def _holder(

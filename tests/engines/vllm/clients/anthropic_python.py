@@ -16,7 +16,7 @@ from tests.engines.vllm.clients.counter import (
     Counter,
     keeps_to,
 )
-from tests.engines.vllm.scripted import TOOL_NAME, TOOL_SCHEMA
+from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
 
 SHORT: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 8}
 CALL: Any = {

@@ -21,7 +21,7 @@ from tests.engines.vllm.clients.counter import (
     Counter,
     keeps_to,
 )
-from tests.engines.vllm.scripted import TOOL_NAME, TOOL_SCHEMA
+from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
 
 FOLDER = Path(__file__).with_name("javascript")
 # For JavaScript, parameters that the client does not know are sent as they are.

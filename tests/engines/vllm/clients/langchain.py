@@ -15,7 +15,7 @@ from tests.engines.vllm.clients.counter import (
     Counter,
     keeps_to,
 )
-from tests.engines.vllm.scripted import TOOL_NAME, TOOL_SCHEMA
+from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
 
 ASK = "What is the capital of France?"
 # LangChain names a schema and a tool by its title.

@@ -1,4 +1,4 @@
-"""Backpressure by the reports of a real vLLM engine, and the engine's own order by priority."""
+"""A real vLLM server that was started by hand: answers, backpressure by its reports, its own priorities."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from experiments.common.vllm_server import VllmServer
-from tests.e2e.real_vllm import ENGINE_START_S, needs_model, vllm_server
+from tests.e2e.real_vllm import (
+    ENGINE_START_S,
+    LONG,
+    MODEL,
+    check_capital_of_france,
+    needs_model,
+    sdk,
+    shipped,
+    vllm_server,
+)
+from tests.e2e.real_vllm import ask as ask_for_text
 from tests.e2e.served import Served, serve
 
 SEQUENCES, TARGET = 4, 3
@@ -22,7 +32,7 @@ pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(900), needs_model]
 
 
 def model(name: str, url: str, **scheduler: Any) -> dict[str, Any]:
-    """A model in front of the server, which serves it under this name."""
+    """One more model in front of the server, which serves it under this name."""
     return {
         "name": name,
         "pools": [
@@ -40,21 +50,27 @@ def model(name: str, url: str, **scheduler: Any) -> dict[str, Any]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
     options: dict[str, Any] = {"max_num_seqs": SEQUENCES, "scheduling_policy": "priority"}
-    with vllm_server(log, ("bounded", "prioritised"), **options) as started:
+    with vllm_server(log, (MODEL, "bounded", "prioritised"), **options) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def app(server: VllmServer) -> Iterator[Served]:
-    args = {
-        "models": [
-            model("bounded", server.url, backpressure={"target_waiting": TARGET}),
-            model("prioritised", server.url, engine_priority={"enabled": True}),
-        ],
-        "gateways": {"num_cpus": 0.1},
-    }
+    """As configs/remote.yaml has it, with two models beside its own: so one application serves all tests."""
+    args = shipped("remote")
+    args["models"][0]["pools"][0]["engine"]["remote"]["endpoints"] = [server.url]
+    args["models"] += [
+        model("bounded", server.url, backpressure={"target_waiting": TARGET}),
+        model("prioritised", server.url, engine_priority={"enabled": True}),
+    ]
     with serve(args, start_timeout_s=ENGINE_START_S) as served:
         yield served
+
+
+def test_a_real_server_started_by_hand_serves_behind_a_remote_pool(app: Served) -> None:
+    with sdk(app) as client:
+        check_capital_of_france(client)
+        assert ask_for_text(client, LONG)[1].usage.prompt_tokens > 2_048
 
 
 async def test_the_queue_of_a_real_engine_stays_at_its_target(app: Served, server: VllmServer) -> None:

@@ -1,0 +1,1 @@
+"""Models that are written for tests: no model hub has them."""
