@@ -142,10 +142,14 @@ def serve_config(
 
 def free_port() -> int:
     """A port that nobody listens on now, below those that the kernel gives out by itself."""
-    for port in range(_PORTS.start + os.getpid() % 1_000, _PORTS.stop):
-        if is_free(port):
-            return port
+    for port in free_ports():
+        return port
     raise BenchError(f"no free port between {_PORTS.start:,} and {_PORTS.stop:,}")
+
+
+def free_ports() -> Iterator[int]:
+    """One after the other, each like that of `free_port`."""
+    return (port for port in range(_PORTS.start + os.getpid() % 1_000, _PORTS.stop) if is_free(port))
 
 
 def _environment() -> dict[str, str]:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
 from serve_app.checking.capacity import check_capacity
 from serve_app.checking.document import Document, UnreadableError
 from serve_app.checking.engines import check_engines
@@ -68,7 +70,19 @@ def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = No
     found.warnings += [document.mistake(where, sentence) for sentence in check_capacity(found.settings, card)]
     if on_this_machine:
         found.mistakes += _machine_mistakes(document, found.settings)
+        found.mistakes += [document.mistake(where, sentence) for sentence in _state(found.settings)]
     return found
+
+
+def _state(settings: AppSettings) -> Iterator[str]:
+    """Whether this machine has the client of the store of learned state."""
+    if settings.state_uri is None:
+        return
+    try:
+        fsspec.get_filesystem_class(fsspec.utils.get_protocol(settings.state_uri))
+    except (ImportError, ValueError) as exc:
+        # fsspec names the package.
+        yield f"state_uri {settings.state_uri} cannot be used here: {exc}"
 
 
 def _exposure(document: Document, settings: AppSettings) -> Iterator[Mistake]:

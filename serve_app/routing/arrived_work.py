@@ -1,7 +1,8 @@
 """The work that has arrived so far, by the pool where it is at home: counters that only grow.
 
-Whoever wants a rate reads them twice. Requests that are refused count as well: a fleet that is too small
-refuses most of what it should grow for. Batch requests do not, since they use the capacity that others leave.
+Whoever wants a rate reads them twice. Requests that are refused for want of capacity count as well: a fleet
+that is too small refuses most of what it should grow for. Those that are refused for what they are do not, as
+beyond the limits of a key. Batch requests do not either, since they use the capacity that others leave.
 """
 
 from collections.abc import Iterable, Sequence

@@ -63,16 +63,18 @@ class ReplicaLedger:
     def join(self, spec: ReplicaSpec, now: float) -> None:
         """Add a replica, or one that returns with what it still runs. It opens with its first report."""
         state = self._replicas.get(spec.replica_id)
+        is_same = state is not None and state.joined and _differ_by_adapters(state.spec, spec)
         if state is None:
             state = self._add(spec, now)
         state.spec, state.joined, state.report, state.stale = spec, True, None, False
         state.suspended_until, state.suspensions, state.faults = 0.0, 0, 0
         state.answers.join(spec.stall_timeout_s)
-        unknown = spec.max_num_seqs is None
-        state.batch = LearnedBatch() if unknown else None
-        # It may be a server that was restarted with another limit.
-        state.context = None if spec.tells_context else LearnedContext()
-        state.concurrency = self.make_in_flight_limit() if unknown else None
+        if not is_same:
+            # It may be a server that was restarted with another limit.
+            unknown = spec.max_num_seqs is None
+            state.batch = LearnedBatch() if unknown else None
+            state.context = None if spec.tells_context else LearnedContext()
+            state.concurrency = self.make_in_flight_limit() if unknown else None
         state.kv_budget = self._kv_budget(spec)
         self._fresh.pop(spec.replica_id, None)
         self.open.update(state, now)
@@ -332,6 +334,11 @@ class ReplicaLedger:
 
 def _unknown_spec(replica_id: str) -> ReplicaSpec:
     return ReplicaSpec(replica_id=replica_id, pool="", max_model_len=1, kv_tokens=1, max_num_seqs=1)
+
+
+def _differ_by_adapters(before: ReplicaSpec, after: ReplicaSpec) -> bool:
+    """Whether an engine has loaded or unloaded adapters, and goes on otherwise as it was."""
+    return before.adapters != after.adapters and replace(before, adapters=after.adapters) == after
 
 
 def _count_prefill(state: ReplicaState, hold: Hold, by: int) -> None:

@@ -222,7 +222,8 @@ class Scheduler:
         estimate = self.estimator.estimate(request)
         pools, refusal = self._routing.route(request, estimate, now)
         if refusal := self.admission.refuse(request, estimate, refusal, now):
-            self.arrived.add(pools, request, estimate)
+            if refusal.outcome is Outcome.REJECTED_NO_REPLICA:
+                self.arrived.add(pools, request, estimate)
             self._conclude(request, refusal)
             return None
         self._sequence += 1

@@ -71,6 +71,17 @@ def test_every_mistake_has_its_line(check: Check) -> None:
     assert len(told) == 3
 
 
+@pytest.mark.parametrize(
+    ("uri", "says"), [("gs://bucket/ewsjf", "install gcsfs"), ("nosuch://bucket", "nosuch")]
+)
+def test_a_store_whose_client_is_missing_is_named(check: Check, uri: str, says: str) -> None:
+    text = local(**{"# state_uri__/var/lib/ewsjf": f"state_uri: {uri}"})
+    status, told = check(text)
+    assert status == 2
+    assert any(f"state_uri {uri} cannot be used here" in line and says in line for line in told), told
+    assert check(text.replace(uri, "s3://bucket/ewsjf"))[0] == 0
+
+
 def test_a_misspelt_profile_names_the_nearest_one(check: Check) -> None:
     text = local(profile__laptop="profile: labtop")
     status, told = check(text)

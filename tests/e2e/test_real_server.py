@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(900), needs_model]
 
 
 def model(name: str, url: str, **scheduler: Any) -> dict[str, Any]:
-    """One more model in front of the server, which serves it under this name."""
+    """A model in front of the server, which serves it under this name."""
     return {
         "name": name,
         "pools": [
@@ -56,19 +56,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
 
 @pytest.fixture(scope="module")
 def app(server: VllmServer) -> Iterator[Served]:
-    """As configs/remote.yaml has it, with two models beside its own: so one application serves all tests."""
-    args = shipped("remote")
-    args["models"][0]["pools"][0]["engine"]["remote"]["endpoints"] = [server.url]
-    args["models"] += [
-        model("bounded", server.url, backpressure={"target_waiting": TARGET}),
-        model("prioritised", server.url, engine_priority={"enabled": True}),
-    ]
+    args = {
+        "models": [
+            model("bounded", server.url, backpressure={"target_waiting": TARGET}),
+            model("prioritised", server.url, engine_priority={"enabled": True}),
+        ],
+        "gateways": {"num_cpus": 0.1},
+    }
     with serve(args, start_timeout_s=ENGINE_START_S) as served:
         yield served
 
 
-def test_a_real_server_started_by_hand_serves_behind_a_remote_pool(app: Served) -> None:
-    with sdk(app) as client:
+def test_a_real_server_started_by_hand_serves_behind_a_remote_pool(server: VllmServer) -> None:
+    args = shipped("remote")
+    args["models"][0]["pools"][0]["engine"]["remote"]["endpoints"] = [server.url]
+    with serve(args) as app, sdk(app) as client:
         check_capital_of_france(client)
         assert ask_for_text(client, LONG)[1].usage.prompt_tokens > 2_048
 

@@ -5,7 +5,7 @@ import pytest
 from serve_app.request import PriorityClass
 from serve_app.scaling import observe
 from serve_app.scheduling.events import FirstToken
-from tests.builders import ManualDriver, fill, two_pools
+from tests.builders import ManualDriver, fill, key, two_pools
 
 POOLS = ("short", "long")
 
@@ -82,3 +82,14 @@ def test_waits_that_another_replica_would_not_end_are_no_reason_for_one() -> Non
     assert observe(driver.scheduler, POOLS, 9.0)["short"].oldest_wait_s == 0.0
     driver.arrive("loaded on all", prompt_tokens=100, adapter="both")
     assert observe(driver.scheduler, POOLS, 9.0)["short"].oldest_wait_s == 9.0
+
+
+def test_refusals_that_more_replicas_would_not_prevent_are_no_load() -> None:
+    driver = two_pools()
+    terms = key(requests_per_minute=2)
+    for number in range(50):
+        driver.arrive(f"limited{number}", prompt_tokens=100, key=terms)
+    driver.arrive("of another model", model="other")
+    driver.arrive("too long", prompt_tokens=10**6)
+    seen = observe(driver.scheduler, POOLS, driver.now)
+    assert (seen["short"].arrived_requests, seen["long"].arrived_requests) == (2, 0)

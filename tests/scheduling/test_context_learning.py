@@ -123,3 +123,17 @@ def test_a_known_cache_of_an_engine_without_a_told_context_is_a_limit() -> None:
     driver = ManualDriver(routing=RoutingSettings(pools=("only",)))
     driver.join("s1", "only", max_model_len=UNTOLD_CONTEXT, kv_tokens=10_000)
     assert driver.scheduler.ledger["s1"].kv_budget <= 10_000
+
+
+def test_an_adapter_that_is_loaded_does_not_end_what_was_learned_of_its_engine() -> None:
+    driver = fleet()
+    limits = {"max_model_len": UNTOLD_CONTEXT, "kv_tokens": None, "max_num_seqs": None}
+    driver.join("s1", "short", **limits)
+    arrive(driver, "a", 5_000)
+    refuse(driver, "a", 4_096)
+    limit = driver.scheduler.ledger["s1"].concurrency
+    driver.join("s1", "short", **limits, adapters=("sql",))
+    state = driver.scheduler.ledger["s1"]
+    assert state.spec.adapters == ("sql",)
+    assert state.concurrency is limit
+    assert driver.scheduler.ledger.context_limit("short") == 4_096

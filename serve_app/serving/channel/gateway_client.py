@@ -171,8 +171,7 @@ class GatewayClient:
 
     def all_replicas(self) -> tuple[ReplicaAddress, ...]:
         """All replicas of the last table, also while nobody is connected, and those that left it lately."""
-        since = self._loop.time() - _LATELY_S
-        self._left = {name: (address, at) for name, (address, at) in self._left.items() if at > since}
+        self._forget_left()
         return (*self._table.values(), *(address for address, _ in self._left.values()))
 
     def adapters(self) -> Mapping[str, frozenset[str]]:
@@ -224,12 +223,18 @@ class GatewayClient:
         else:
             raise ChannelError(f"a scheduler does not say {type(message).__name__} to a gateway")
 
+    def _forget_left(self) -> None:
+        since = self._loop.time() - _LATELY_S
+        self._left = {name: (address, at) for name, (address, at) in self._left.items() if at > since}
+
     def _take_table(self, table: ReplicaTable) -> None:
         before, now = self._table, self._loop.time()
         self._table = {entry.address.replica_id: entry.address for entry in table.entries}
         self._left |= {name: (address, now) for name, address in before.items() if name not in self._table}
         for name in self._table:
             self._left.pop(name, None)
+        # Also where nobody asks for them.
+        self._forget_left()
         holders: dict[str, set[str]] = {}
         for entry in table.entries:
             for adapter in entry.adapters:

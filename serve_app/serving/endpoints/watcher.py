@@ -84,6 +84,7 @@ class EndpointWatcher:
 
     async def close(self) -> None:
         """Take all endpoints from the scheduler. What runs there goes on."""
+        self._kept.close()
         for task in self._following:
             task.cancel()
         if self._following:

@@ -1,22 +1,17 @@
 """The schedule of learned state: it is read at the start, and written periodically and at the end.
 
-Its owner runs on an event loop and must not wait for a file system. So each call to the store has a thread of
-its own, one at a time, and a time limit. A call that hangs is abandoned, and no other begins until it
-returns. The threads are daemons, so that a call that hangs does not keep the process alive.
-
 While a store is unreachable, nothing is kept. That is logged once until the store answers again, and counted.
 """
 
 import asyncio
 import contextvars
 import logging
-import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from serve_app.serving.state.calls import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StoreCalls
 from serve_app.serving.state.store import StateError, StateStore
 
 logger = logging.getLogger("ray.serve")
@@ -24,9 +19,6 @@ logger = logging.getLogger("ray.serve")
 Answer = TypeVar("Answer")
 Document = Mapping[str, Any]
 
-# A local file takes milliseconds, an object store a tenth of a second; a start waits no longer than this.
-_LOAD_TIMEOUT_S = 5.0
-_SAVE_TIMEOUT_S = 20.0
 # Serve ends a replica five seconds after it was told to stop.
 _LAST_SAVE_TIMEOUT_S = 3.0
 
@@ -47,7 +39,7 @@ class StateKeeper:
     ) -> None:
         self._store, self._take, self._interval_s = store, take, interval_s
         self._loop = asyncio.get_running_loop()
-        self._under_way: asyncio.Future[Any] | None = None
+        self._calls = StoreCalls(store)
         self._is_unreachable = False
         self._task: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry()
@@ -70,7 +62,7 @@ class StateKeeper:
     async def load(self) -> Document | None:
         """The last saved state; None when there is none, it cannot be used, or the store is unreachable."""
         try:
-            return await self._call(self._store.load, _LOAD_TIMEOUT_S)
+            return await self._call(self._store.load, LOAD_TIMEOUT_S)
         except StateError as exc:
             self._failed("load", exc)
             return None
@@ -82,7 +74,7 @@ class StateKeeper:
         # In an empty context: Serve cancels a task that was started in the context of a request with it.
         self._task = self._loop.create_task(self._run(), context=contextvars.Context())
 
-    async def save(self, timeout_s: float = _SAVE_TIMEOUT_S) -> None:
+    async def save(self, timeout_s: float = SAVE_TIMEOUT_S) -> None:
         """Save the present state."""
         try:
             document = self._take()
@@ -103,7 +95,7 @@ class StateKeeper:
     def refused(self, reason: str) -> None:
         """Set aside a loaded state that cannot be used, without waiting for it."""
         self._failures["restore"].inc()
-        self._in_thread(lambda: self._store.refuse(reason))
+        self._calls.begin(lambda: self._store.refuse(reason))
 
     def exposition(self) -> str:
         """Return the metrics in the Prometheus text format."""
@@ -128,41 +120,8 @@ class StateKeeper:
         Raises:
             StateError: there is no answer in time.
         """
-        before = self._under_way
-        if before is not None:
-            await asyncio.wait({before}, timeout=timeout_s)
-            if not before.done():
-                raise StateError(f"an earlier call has not returned from {self._store.path} yet")
-        future = self._in_thread(work)
-        await asyncio.wait({future}, timeout=timeout_s)
-        if not future.done():
-            raise StateError(f"no answer from {self._store.path} within {timeout_s:g} s")
-        answer = future.result()
+        answer = await self._calls.answer(work, timeout_s)
         if self._is_unreachable:
             logger.info("event=state_reachable path=%s", self._store.path)
         self._is_unreachable = False
         return answer
-
-    def _in_thread(self, work: Callable[[], Answer]) -> asyncio.Future[Answer]:
-        loop, future = self._loop, self._loop.create_future()
-
-        def run() -> None:
-            try:
-                answer = work()
-            except BaseException as exc:  # noqa: BLE001 - the caller gets it
-                tell(partial(future.set_exception, exc))
-            else:
-                tell(partial(future.set_result, answer))
-
-        def tell(what: Callable[[], None]) -> None:
-            try:
-                loop.call_soon_threadsafe(what)
-            except RuntimeError:
-                # The event loop has ended meanwhile, and with it the caller.
-                logger.debug("event=state_answer_dropped path=%s", self._store.path)
-
-        self._under_way = future
-        # An error after the time limit was reported as a time-out already.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        threading.Thread(target=run, name="learned-state", daemon=True).start()
-        return future

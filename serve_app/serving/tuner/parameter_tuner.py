@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from serve_app.scheduling import SchedulerSettings
 from serve_app.serving.scheduler.learned_queues import Observed
+from serve_app.serving.state.calls import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StoreCalls
 from serve_app.serving.state.store import StateError, StateStore
 from serve_app.tuning.online.outcome_window import record_of
 from serve_app.tuning.online.parameter_loop import Observation, ParameterLoop
@@ -69,7 +70,8 @@ class ParameterTuner:
         replayer: Replayer | None = None,
         fitter: Fitter | None = None,
     ) -> None:
-        self._model, self._settings, self._store = model, settings, store
+        self._model, self._settings = model, settings
+        self._kept = None if store is None else (store, StoreCalls(store))
         self.queues = RefineAndPruneSettings()
         self._loop: ParameterLoop | None = None
         self._incarnation: int | None = None
@@ -110,19 +112,22 @@ class ParameterTuner:
 
     async def load(self) -> None:
         """Read the state of an earlier tuner; call it once, before the first update."""
-        if self._store is None:
+        if self._kept is None:
             return
+        store, calls = self._kept
         try:
-            self._saved = await asyncio.to_thread(self._store.load)
+            self._saved = await calls.answer(store.load, LOAD_TIMEOUT_S)
         except StateError as error:
             logger.warning("event=tuner_state_unreachable model=%s reason=%r", self._model, error)
 
     async def save(self) -> None:
         """Store the state that a restart needs."""
-        if self._store is None or self._loop is None:
+        if self._kept is None or self._loop is None:
             return
+        store, calls = self._kept
+        state = self._loop.state()
         try:
-            await asyncio.to_thread(self._store.save, self._loop.state())
+            await calls.answer(lambda: store.save(state), SAVE_TIMEOUT_S)
             self._store_is_unreachable = False
         except StateError as error:
             if not self._store_is_unreachable:

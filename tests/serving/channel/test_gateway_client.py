@@ -5,6 +5,7 @@ import pytest
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.channel import gateway_client
 from serve_app.serving.channel.scheduler_client import Grant
 from tests.serving.channel.harness import Simulation, granted, refused, submission, until
 
@@ -122,6 +123,19 @@ async def test_the_table_shows_who_takes_requests_and_is_empty_without_a_schedul
     world.kill()
     await until(lambda: not gateway.is_connected)
     assert gateway.replicas() == ()
+
+
+async def test_replicas_that_have_left_are_forgotten_though_nobody_asks_for_them(
+    world: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_client, "_LATELY_S", 0.0)
+    gateway = await world.gateway()
+    for number in range(5):
+        client, _ = await world.replica(f"s{number}")
+        await until(lambda: len(gateway.replicas()) == 1)
+        await client.close()
+        await until(lambda: not gateway._table)
+    assert len(gateway._left) <= 1
 
 
 async def test_the_exposition_comes_over_the_channel_and_is_empty_when_nobody_answers(

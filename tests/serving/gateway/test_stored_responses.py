@@ -271,3 +271,29 @@ async def test_nobody_takes_over_a_response_by_naming_his_own_like_it() -> None:
         # Whoever names his own still finds it.
         own = (await http.post(CREATE, json={**ASKED, "request_id": "mine"}, headers=b)).json()["id"]
         assert (await http.get(f"{CREATE}/{own}", headers=b)).status_code == 200
+
+
+async def test_work_whose_name_nobody_can_ask_for_does_not_keep_its_place_for_ever() -> None:
+    """As of an engine that names responses in a way that fits in no request line."""
+    engine = ScriptedApp(b'{"id": "r\\u2026", "status": "queued"}')
+    async with AsyncExitStack() as stack:
+        dispatcher = FakeDispatcher([await stack.enter_async_context(serving(engine))])
+        app = gateway(dispatcher)
+        front = await stack.enter_async_context(serving(app))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}"))
+        assert (await http.post(CREATE, json={**ASKED, "background": True})).status_code == 200
+        await eventually(lambda: not dispatcher.held, within_s=5)
+        assert dispatcher.outcomes() == ["failed"]
+        assert app.in_flight == 0
+
+
+class ScriptedApp:
+    """Answers everything with one JSON document."""
+
+    def __init__(self, document: bytes) -> None:
+        self.document = document
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": self.document})

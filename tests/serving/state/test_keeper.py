@@ -104,7 +104,7 @@ async def test_an_unreachable_store_is_logged_once_and_counted(
 
 
 async def test_a_store_that_hangs_delays_nothing(store: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_keeper, "_LOAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(state_keeper, "LOAD_TIMEOUT_S", 0.05)
     monkeypatch.setattr(state_keeper, "_LAST_SAVE_TIMEOUT_S", 0.05)
     kept = keeper(store, {"n": 1})
     store.gate.clear()

@@ -1,7 +1,7 @@
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 from serve_app.serving.state import store as state_store
 from serve_app.serving.state.store import StateError, StateStore
+from tests.serving.state.bucket import reached_by_this_process
 
 DOCUMENT: Mapping[str, Any] = {
     "ratios": {"prose": 4.0000000001, "code": 1e-9, "großer Text": 3},
@@ -17,14 +18,16 @@ DOCUMENT: Mapping[str, Any] = {
 }
 
 
-@pytest.fixture(params=["local", "memory", "object store"])
-def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder that is not there yet, on file systems of three kinds."""
-    if request.param == "local":
-        return str(tmp_path / "not" / "there")
+@pytest.fixture(params=["local", "memory", "object store", "bucket"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A folder that is not there yet, on file systems of four kinds."""
+    if request.param == "bucket":
+        with reached_by_this_process(request.getfixturevalue("bucket")) as found:
+            yield found
+        return
     if request.param == "object store":
         monkeypatch.setattr(state_store, "_OBJECT_STORES", frozenset({"memory"}))
-    return f"memory://{tmp_path}/state"
+    yield str(tmp_path / "not" / "there") if request.param == "local" else f"memory://{tmp_path}/state"
 
 
 def written(store: StateStore) -> Any:

@@ -10,6 +10,7 @@ the request on its replica stays taken until it has ended. What cannot be known:
 
 import asyncio
 import contextvars
+import logging
 from collections.abc import Callable
 
 from serve_app.errors import Outcome
@@ -20,6 +21,8 @@ from serve_app.serving.gateway.request.headers import engine_head
 from serve_app.serving.gateway.stored.holders import AnsweredResponse, answered_response
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
 from serve_app.serving.gateway.upstream.response import UpstreamError
+
+logger = logging.getLogger("ray.serve")
 
 # An engine finds it in a table, which costs it about as much as one page of metrics.
 _EVERY_S = 1.0
@@ -71,6 +74,15 @@ class BackgroundWork:
             task.cancel()
 
     async def _follow(self, response_id: str, replica: ReplicaAddress, on_end: OnEnd) -> None:
+        try:
+            end = await self._end_of(response_id, replica)
+        except Exception as error:
+            # Whatever it is, the place must be given back.
+            logger.exception("event=background_fault response=%r", response_id)
+            end = Outcome.FAILED, None, f"in the background: {error!r}"
+        on_end(*end)
+
+    async def _end_of(self, response_id: str, replica: ReplicaAddress) -> tuple[Outcome, Usage | None, str]:
         failures, why = 0, ""
         while failures < _MOST_FAILURES:
             await asyncio.sleep(self._every_s)
@@ -83,14 +95,13 @@ class BackgroundWork:
             if response.is_under_way:
                 failures = 0
             elif response.status in _OUTCOMES:
-                on_end(_OUTCOMES[response.status], usage_of(body), f"in the background: {response.status}")
-                return
+                return _OUTCOMES[response.status], usage_of(body), f"in the background: {response.status}"
             elif status == 404 or response.status:
                 why = f"the engine answered {status} {response.status}"
                 break
             else:
                 failures, why = failures + 1, f"the engine answered {status}"
-        on_end(Outcome.FAILED, None, f"in the background: {why}")
+        return Outcome.FAILED, None, f"in the background: {why}"
 
     async def _look(self, response_id: str, replica: ReplicaAddress) -> tuple[int, bytes]:
         head = engine_head(replica, f"/v1/responses/{response_id}")
