@@ -4,7 +4,8 @@
 
 Each model has one scheduler, one deployment per pool, and a tuner where there is something to learn. All
 models share the gateways, which are the ingress. Arguments of deployments contain nothing random or timed, so
-a second deployment of the same settings changes nothing.
+a second deployment of the same settings changes nothing. Each deployment has a version of its own
+(`serving.versions`): other settings replace the processes that cannot change to them, and no others.
 """
 
 import re
@@ -16,16 +17,18 @@ from ray.serve import Application
 
 from serve_app.engines.vllm.engine import check_vllm_args
 from serve_app.errors import SettingsError
-from serve_app.serving.autoscaling import pool_config, scheduler_config
+from serve_app.serving.autoscaling import gateway_config, pool_config, scheduler_config
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.endpoints.deployment import WATCHER_DEPLOYMENT_OPTIONS, EndpointsDeployment
 from serve_app.serving.gateway.deployment import GatewayDeployment
+from serve_app.serving.gateway.settings import gateway_cold, gateway_hot
 from serve_app.serving.pool.deployment import HEALTH_CHECK_PERIOD_S, PoolDeployment
 from serve_app.serving.pool.replica import PoolReplicaSettings
 from serve_app.serving.scheduler.actor import SCHEDULER_DEPLOYMENT_OPTIONS, SchedulerActorSettings
 from serve_app.serving.scheduler.deployment import SchedulerDeployment
 from serve_app.serving.tuner.deployment import TUNER_DEPLOYMENT_OPTIONS, TunerDeployment
-from serve_app.settings.application import AppSettings, ModelSettings
+from serve_app.serving.versions import ALL_AT_ONCE_PERCENT, with_own_version
+from serve_app.settings.application import AppSettings, GatewayDeploymentSettings, ModelSettings
 from serve_app.settings.loading import settings_of
 from serve_app.settings.pools import PoolSettings
 
@@ -75,14 +78,24 @@ def application_of(settings: AppSettings) -> Application:
     names = {name: model.name for model in settings.models for name in model.names}
     deployment = serve.deployment(
         name="gateway",
-        num_replicas=settings.gateways.replicas,
+        **_gateways(settings.gateways),
         max_ongoing_requests=settings.gateways.max_ongoing_requests,
         graceful_shutdown_timeout_s=settings.gateways.drain_timeout_s,
         ray_actor_options={"num_cpus": settings.gateways.num_cpus},
+        max_surge_percent=ALL_AT_ONCE_PERCENT,
+        user_config=gateway_hot(settings.gateway),
     )(serve.ingress()(GatewayDeployment))
     # Bound to the gateway so that they belong to the application; they communicate by other means.
     others = [*pools.values(), *tuners]
+    scales = settings.gateways.autoscaling is not None
+    with_own_version(deployment, *gateway_cold(settings.gateway), settings.channel, names, scales)
     return deployment.bind(settings.gateway, settings.channel, schedulers, names, endpoints, others)
+
+
+def _gateways(gateways: GatewayDeploymentSettings) -> dict[str, Any]:
+    if gateways.autoscaling is None:
+        return {"num_replicas": gateways.first_replicas}
+    return {"autoscaling_config": gateway_config(gateways.autoscaling)}
 
 
 def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
@@ -101,10 +114,12 @@ def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
         name=name,
         # Mostly idle: a decision takes microseconds.
         ray_actor_options={"num_cpus": 0.1},
+        user_config=actor.hot(),
         **({"autoscaling_config": scheduler_config(name)} if scales else {"num_replicas": 1}),
         **SCHEDULER_DEPLOYMENT_OPTIONS,
     )(SchedulerDeployment)
-    return deployment.bind(actor)
+    # Serve asks only those processes for their numbers that were scaled when they started.
+    return with_own_version(deployment, *actor.cold(), scales).bind(actor)
 
 
 def _tuner(model: ModelSettings, scheduler: Application, state_uri: str | None) -> Application:
@@ -114,6 +129,7 @@ def _tuner(model: ModelSettings, scheduler: Application, state_uri: str | None) 
         ray_actor_options={"num_cpus": 0.1},
         **TUNER_DEPLOYMENT_OPTIONS,
     )(TunerDeployment)
+    with_own_version(deployment, model.name, model.tuner, state_uri)
     return deployment.bind(model.name, model.tuner, scheduler, state_uri)
 
 
@@ -134,10 +150,12 @@ def _pool(model: str, pool: PoolSettings, channel: ChannelSettings, scheduler: A
         graceful_shutdown_timeout_s=pool.drain_timeout_s + _STOP_MARGIN_S,
         # Serve counts no requests here, so it need not wait before the replica drains.
         graceful_shutdown_wait_loop_s=0.1,
+        max_surge_percent=pool.surge_percent,
         **_scale(pool, _deployment_name("scheduler", model)),
         **_resources(pool),
     )(PoolDeployment)
     engine = pool.engine.emulated or pool.engine.vllm
+    with_own_version(deployment, settings, engine)
     return deployment.bind(settings, engine, scheduler)
 
 
@@ -151,6 +169,7 @@ def _endpoints(
         **WATCHER_DEPLOYMENT_OPTIONS,
     )(EndpointsDeployment)
     scope = f"{model.name}/{pool.name}"
+    with_own_version(deployment, scope, pool.name, pool.engine.remote, settings.channel, settings.state_uri)
     return deployment.bind(
         scope, pool.name, pool.engine.remote, settings.channel, scheduler, settings.state_uri
     )

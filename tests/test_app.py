@@ -115,6 +115,31 @@ def test_each_pool_is_scaled_by_its_own_settings_and_our_policy() -> None:
     assert found["long-demo"]._deployment_config.autoscaling_config is None
 
 
+def test_gateways_are_a_fixed_number_or_scaled_and_never_both() -> None:
+    def config(**gateways: Any) -> Any:
+        return deployments(application_of(settings(gateways=gateways)))["gateway"]._deployment_config
+
+    assert config().num_replicas == 1
+    assert config(replicas=3).num_replicas == 3
+    scaled = config(autoscaling={"min_replicas": 2, "max_replicas": 4}).autoscaling_config
+    assert (scaled.min_replicas, scaled.max_replicas) == (2, 4)
+    assert scaled.policy.policy_function == "serve_app.serving.autoscaling:GatewayPolicy"
+    with pytest.raises(SettingsError, match="give replicas or autoscaling, not both"):
+        config(replicas=1, autoscaling={"max_replicas": 4})
+
+
+def test_what_is_replaced_goes_on_until_its_successor_serves() -> None:
+    found = deployments(application_of(settings()))
+    surge = {name: each._deployment_config.max_surge_percent for name, each in found.items()}
+    assert surge == {
+        "gateway": 100,
+        "scheduler-demo": 100,
+        "short-demo": 25,
+        "long-demo": 25,
+        "tuner-demo": 0,
+    }
+
+
 def test_the_gateway_knows_every_name_of_every_model() -> None:
     application = application_of(settings())
     gateway = deployments(application)["gateway"]

@@ -86,7 +86,7 @@ def holder(port: int) -> str:
 
 def _check_cpus(settings: AppSettings) -> Iterator[Found]:
     there = os.cpu_count() or 1
-    asked = settings.gateways.replicas * settings.gateways.num_cpus
+    asked = settings.gateways.first_replicas * settings.gateways.num_cpus
     asked += _CPUS_PER_MODEL * len(settings.models)
     asked += sum(pool.num_cpus * _replicas(pool) for _, pool in _pools(settings))
     if asked > there + 1e-9:

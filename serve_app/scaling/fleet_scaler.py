@@ -34,6 +34,12 @@ class FleetScaler:
         """The pools that it decides for."""
         return tuple(self._pools)
 
+    def change(self, settings: ScalingSettings) -> None:
+        """Decide within other bounds from now on; what was learned of the same pools stays."""
+        self._settings = settings
+        for name, scaler in self._pools.items():
+            scaler.change(settings.pools[name])
+
     def decide(self, views: Mapping[str, PoolView], now: float) -> dict[str, PoolDecision]:
         """What every pool should have.
 

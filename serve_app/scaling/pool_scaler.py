@@ -84,6 +84,10 @@ class PoolScaler:
         self._found = 0
         self.desired: int | None = None
 
+    def change(self, pool: ScaledPool) -> None:
+        """Other bounds hold from now on."""
+        self._settings = pool.autoscaling or _UNBOUNDED
+
     def decide(self, view: PoolView, now: float) -> PoolDecision:
         """What the pool should have; time never goes back."""
         if self._last is None:

@@ -2,7 +2,7 @@
 
 These are read for each decision: the weights of the score, the limits of prefill isolation, and the targets
 of backpressure. All others are built into queues, accounts or reservations. They need a new scheduler
-(`user_config`), to which gateways submit their requests again.
+in the same process (`SchedulerActor.reconfigure`), to which gateways submit their requests again.
 """
 
 from dataclasses import fields, replace

@@ -12,6 +12,7 @@ from typing import Annotated
 from serve_app.scaling import ScaledPool, ScalingSettings
 from serve_app.scheduling.policies import learns_queues
 from serve_app.scheduling.settings import SchedulerSettings, WrittenScheduler
+from serve_app.serving.autoscaling import GatewayScaling
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway.settings import GatewaySettings, WrittenGateway
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
@@ -87,14 +88,26 @@ class ModelSettings(WrittenModel):
 class GatewayDeploymentSettings:
     """How many gateways run. Each holds only its own clients' requests, so more may be added any time."""
 
-    # One gateway carries some thousand requests/s; two or more keep the endpoint up when one dies.
-    replicas: Annotated[int, at_least(1)] = 1
+    # A fixed number, 1 when not given; or give `autoscaling`. One gateway carries some thousand requests/s;
+    # two or more keep the endpoint up when one dies.
+    replicas: Annotated[int | None, at_least(1)] = None
+    # As many as their processor time needs.
+    autoscaling: GatewayScaling | None = None
     # CPU cores that Ray sets aside for each gateway: a reservation, no limit.
     num_cpus: Annotated[float, NOT_NEGATIVE] = 0.5
     # Connections held open by one gateway, waiting requests included. Past it Serve itself answers 503.
     max_ongoing_requests: Annotated[int, at_least(1), ADVANCED] = 10_000
     # Answers still open when a gateway is replaced get so long to end.
     drain_timeout_s: Annotated[float, POSITIVE] = 600.0
+
+    def __post_init__(self) -> None:
+        if self.replicas is not None and self.autoscaling is not None:
+            raise ValueError("gateways: give replicas or autoscaling, not both")
+
+    @property
+    def first_replicas(self) -> int:
+        """Gateways at deployment."""
+        return self.autoscaling.min_replicas if self.autoscaling is not None else self.replicas or 1
 
 
 @settings

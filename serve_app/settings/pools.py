@@ -1,5 +1,6 @@
 """Settings of one pool: its engine, its resources, its replicas."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import field, fields, replace
 from typing import Annotated, Any, Literal
@@ -11,7 +12,15 @@ from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.scaling import AutoscalingSettings
 from serve_app.serving.endpoints.settings import RemoteSettings
 from serve_app.serving.pool.server import ReplicaServerSettings
-from serve_app.settings_base import ADVANCED, FINITE_POSITIVE, NOT_NEGATIVE, POSITIVE, at_least, settings
+from serve_app.settings_base import (
+    ADVANCED,
+    FINITE_POSITIVE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    at_least,
+    settings,
+)
 
 # A few engines cost their watcher next to nothing, and two hundred less than half a core.
 _WATCHER_CPUS = 0.1
@@ -122,6 +131,10 @@ class PoolSettings:
     # Longer than nearly every answer: cutting one costs its client all of it, waiting costs only a late
     # scale-down.
     drain_timeout_s: Annotated[float, POSITIVE] = 600.0
+    # Replicas that may be there beside the others while a new engine replaces an old one, as a share of them,
+    # and at least one. It needs free GPUs: without any, such a change waits until there are some. 0 stops an
+    # old replica first, and requests that no other can take are refused until the new one serves.
+    surge_ratio: Annotated[float, SHARE, ADVANCED] = 0.25
     # An engine whose loop is blocked for so long is taken for dead and replaced.
     health_check_timeout_s: Annotated[float, POSITIVE] = 30.0
 
@@ -135,6 +148,11 @@ class PoolSettings:
                 f"pool {self.name}: its engines run elsewhere, so leave out replicas and autoscaling: each "
                 "of engine.remote.endpoints is a replica"
             )
+
+    @property
+    def surge_percent(self) -> int:
+        """Ray Serve's `max_surge_percent`."""
+        return math.ceil(100 * self.surge_ratio)
 
     @property
     def gpus_of_a_replica(self) -> float:

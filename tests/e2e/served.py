@@ -160,9 +160,18 @@ def serve(
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[Served]:
     """Serve an application with these settings, and end every process of it afterwards."""
-    config = serve_config("ewsjf", args["models"], BUILD_APP, 0, args["gateways"])
-    config["applications"][0]["args"].update(args)
     with served_application(
-        config, environment=environment or {}, start_timeout_s=start_timeout_s
+        _config(args, 0), environment=environment or {}, start_timeout_s=start_timeout_s
     ) as application:
         yield Served(application)
+
+
+def serve_config_of(served: Served, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that gives a running application these arguments."""
+    return _config(args, int(served.url.rsplit(":", 1)[1]))
+
+
+def _config(args: Mapping[str, Any], port: int) -> dict[str, Any]:
+    config = serve_config("ewsjf", args["models"], BUILD_APP, port, args["gateways"])
+    config["applications"][0]["args"].update(args)
+    return config

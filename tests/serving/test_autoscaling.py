@@ -5,12 +5,17 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from ray.serve.config import AutoscalingConfig
 
 from serve_app.scaling import AutoscalingSettings
 from serve_app.serving.autoscaling import (
+    CPU_CORES,
+    GatewayPolicy,
+    GatewayScaling,
     PoolPolicy,
     SchedulerPolicy,
+    gateway_config,
     pool_config,
     scheduler_config,
     statistics,
@@ -82,3 +87,43 @@ def test_serve_takes_the_settings_and_makes_the_policies() -> None:
     assert of_scheduler.policy.get_policy()(**of_scheduler.policy.policy_kwargs) == SchedulerPolicy(
         scheduler="scheduler-m"
     )
+
+
+def gateways(*cores: float | None, target: int = 1) -> int:
+    """What is wanted with gateways that have used so much; None is one that has not told it yet."""
+    names = [f"g{number}" for number in range(len(cores))]
+    told = {
+        name: [SimpleNamespace(timestamp=at, value=used + (at - 5) / 10) for at in range(11)]
+        for name, used in zip(names, cores, strict=True)
+        if used is not None
+    }
+    # One that has ended is still remembered.
+    gone = {"gone": [SimpleNamespace(timestamp=1.0, value=50.0)]}
+    context = Context(
+        running_replicas=names, target_num_replicas=target, raw_metrics={CPU_CORES: {**told, **gone}}
+    )
+    return GatewayPolicy()(context)[0]
+
+
+def test_gateways_follow_the_processor_time_that_they_use_in_the_mean() -> None:
+    assert gateways(0.0) == 1
+    assert gateways(0.59) == 1
+    assert gateways(0.61) == 2
+    assert gateways(0.6, 0.6, target=2) == 2
+    assert gateways(0.9, 0.9, target=2) == 3
+    assert gateways(0.1, 0.1, 0.1, target=3) == 1
+
+
+def test_gateways_that_tell_nothing_yet_are_no_reason_for_fewer() -> None:
+    assert gateways(0.1, None, target=2) == 2
+    assert gateways(target=2) == 2
+    assert gateways(0.9, None, target=1) == 2
+
+
+def test_serve_takes_the_bounds_of_gateways() -> None:
+    config = AutoscalingConfig(**gateway_config(GatewayScaling(min_replicas=2, max_replicas=5)))
+    assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (2, 2, 5)
+    assert config.downscale_delay_s == 300.0
+    assert config.policy.get_policy()(**config.policy.policy_kwargs) == GatewayPolicy()
+    with pytest.raises(ValueError, match="min_replicas of 3 is above max_replicas of 2: raise the latter"):
+        GatewayScaling(min_replicas=3, max_replicas=2)

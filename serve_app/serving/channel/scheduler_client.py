@@ -70,6 +70,11 @@ class SchedulerClient(Protocol):
     request itself: its place in the queue, or the reservation of a grant on its way, is given back.
     """
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a scheduler hears us now."""
+        ...
+
     async def acquire(self, submission: Submission) -> Grant | Conclusion:
         """Queue a request and wait for its turn."""
         ...

@@ -6,6 +6,8 @@ Read next: `request/reader.py`, how a request becomes a job, and `forward.py`, w
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
 from urllib.parse import parse_qs
 
 from serve_app.engines.engine import Receive, Scope, Send
@@ -42,7 +44,7 @@ from serve_app.serving.gateway.routes.table import FORMS, QUESTIONS, SCHEDULED, 
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.scraping.engine_pages import ENGINES_PATH, EnginePages
 from serve_app.serving.gateway.scraping.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
-from serve_app.serving.gateway.settings import GatewaySettings
+from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, with_hot_gateway
 from serve_app.serving.gateway.stored.background import BackgroundWork
 from serve_app.serving.gateway.stored.holders import ResponseHolders
 from serve_app.serving.gateway.stored.stored_responses import StoredResponses, method_of
@@ -87,7 +89,7 @@ class Gateway:
         missing = [model.name for model in settings.models if model.name not in schedulers]
         if missing:
             raise SettingsError(f"no scheduler for the models {', '.join(missing)}")
-        self._models = settings.models
+        self._settings = settings
         self._http = with_cors(self._serve, settings.cors)
         self._schedulers = schedulers
         self._views = views or {}
@@ -140,7 +142,32 @@ class Gateway:
         }
 
     def __repr__(self) -> str:
-        return f"<Gateway models={len(self._models)} in_flight={self.in_flight} {self._upstream!r}>"
+        return f"<Gateway models={len(self._settings.models)} in_flight={self.in_flight} {self._upstream!r}>"
+
+    def change(self, user_config: Mapping[str, Any]) -> None:
+        """Serve by other settings from now on; requests that have been read go on as they are.
+
+        Args:
+            user_config: any of the hot settings; those left out stay as they are.
+
+        Raises:
+            SettingsError: one is unknown, cold or out of range, or a key cannot be read; nothing changes.
+        """
+        changed = with_hot_gateway(self._settings, user_config)
+        if changed == self._settings:
+            return
+        # What may fail comes first.
+        self._metrics_endpoint.change(changed.metrics_key, asks_for_keys=changed.asks_for_keys)
+        try:
+            self._reader.change(changed)
+        except SettingsError:
+            before = self._settings
+            self._metrics_endpoint.change(before.metrics_key, asks_for_keys=before.asks_for_keys)
+            raise
+        self._http = with_cors(self._serve, changed.cors)
+        self.telemetry.log_requests = changed.log_requests
+        self._services = replace(self._services, queued_comment_s=changed.queued_comment_s)
+        self._settings = changed
 
     @property
     def in_flight(self) -> int:
@@ -294,16 +321,19 @@ class Gateway:
         await send_json(incoming.send, 200, encode({"server_load": self.in_flight}), [])
 
     async def _ready(self, incoming: IncomingRequest) -> None:
-        """Ready when every model has a replica, or starts one for its first request; says which have none."""
-        missing = [
-            model.name
-            for model in self._models
-            if not (model.starts_on_demand or self._schedulers[model.name].replicas())
-        ]
+        """Ready when every model can be served: by a replica, or by one that its first request starts.
+
+        Only a scheduler has a replica started. Without one all models are named, since none is known.
+        """
+        missing = [model.name for model in self._settings.models if not self._can_serve(model)]
         stops = self._stops_for_s is not None
         status = "stopping" if stops else "waiting" if missing else "ready"
         document = {"status": status, "models_without_replica": missing}
         await send_json(incoming.send, 503 if missing or stops else 200, encode(document), [])
+
+    def _can_serve(self, model: ServedModel) -> bool:
+        scheduler = self._schedulers[model.name]
+        return bool(scheduler.replicas()) or (model.starts_on_demand and scheduler.is_connected)
 
     async def _describe_itself(self, incoming: IncomingRequest) -> None:
         await send_json(incoming.send, 200, encode(openapi_document()), [])

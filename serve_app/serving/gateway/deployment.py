@@ -5,6 +5,8 @@ the replica is to stop, Serve waits for the open requests before it calls `__del
 """
 
 import asyncio
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.engines.engine import ASGIApp, Message, Receive, Scope, Send
+from serve_app.errors import SettingsError
+from serve_app.serving.autoscaling import CPU_CORES
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
@@ -23,6 +27,8 @@ from serve_app.serving.gateway.http10 import answer_http10_without_chunks
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.http_heads import serve_connections_with
+
+logger = logging.getLogger("ray.serve")
 
 _REQUEST_ID = b"x-request-id"
 
@@ -65,6 +71,7 @@ class GatewayDeployment:
             for model, pools in endpoints.items()
             for pool, handle in pools.items()
         }
+        self._cpu = CpuMeter()
         self._gateway = Gateway(settings, dispatchers, gateway_id, views, channel.tls, watchers)
         for client in self._clients.values():
             client.start()
@@ -74,6 +81,23 @@ class GatewayDeployment:
         answer_http10_without_chunks()
         serve_connections_with(FrontEndConnection)
         return without_request_id(self._gateway)
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Take other settings; see `Gateway.change`.
+
+        Settings that cannot be are logged, and those of before hold: an error here would make Serve end a
+        gateway that serves well, for one that cannot start.
+        """
+        try:
+            self._gateway.change(user_config)
+        except SettingsError as error:
+            logger.error(  # noqa: TRY400 - the message says all
+                "event=settings_refused reason=%r action='those of before stay in force'", str(error)
+            )
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Cores that this process has used since Serve asked last, see `serving.autoscaling`."""
+        return {CPU_CORES: self._cpu.cores()}
 
     async def open_requests(self) -> int:
         """Requests whose answers are not complete."""
@@ -86,6 +110,19 @@ class GatewayDeployment:
     async def __del__(self) -> None:
         for client in getattr(self, "_clients", {}).values():
             await client.close()
+
+
+class CpuMeter:
+    """How busy this process is."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic(), time.process_time()
+
+    def cores(self) -> float:
+        """Cores that it has used since the last call, or since the meter was made."""
+        (began, used), self._last = self._last, (time.monotonic(), time.process_time())
+        passed_s, used_s = self._last[0] - began, self._last[1] - used
+        return used_s / passed_s if passed_s > 0 else 0.0
 
 
 def without_request_id(app: ASGIApp) -> ASGIApp:

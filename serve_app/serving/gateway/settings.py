@@ -1,8 +1,9 @@
 """Settings of a gateway: what it serves, to whom, and within which limits."""
 
+from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from serve_app.access import is_loopback
 from serve_app.errors import SettingsError
@@ -11,6 +12,7 @@ from serve_app.serving.gateway.keys.settings import ApiKey
 from serve_app.serving.gateway.request.prefix import PrefixSettings
 from serve_app.serving.gateway.scraping.metrics_endpoint import MetricsKey
 from serve_app.serving.gateway.upstream.pool import UpstreamSettings
+from serve_app.serving.hot import hot_settings, with_hot_settings
 from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
 
 MEBIBYTE = 1024 * 1024
@@ -126,3 +128,26 @@ class GatewaySettings(WrittenGateway):
             raise SettingsError("gateway.models is empty: name at least one model")
         if len(set(names)) != len(names):
             raise SettingsError(f"gateway.models names a model twice: {', '.join(names)}")
+
+
+# What needs a new process: the models that it connects to, and its connections to replicas.
+_COLD = ("models", "upstream")
+
+
+def gateway_hot(settings: GatewaySettings) -> dict[str, Any]:
+    """What may change while a gateway runs."""
+    return hot_settings(settings, _COLD)
+
+
+def gateway_cold(settings: GatewaySettings) -> tuple[object, ...]:
+    """What needs a new process: the models that it connects to, and its connections to replicas."""
+    return tuple(getattr(settings, name) for name in _COLD)
+
+
+def with_hot_gateway(settings: GatewaySettings, given: Mapping[str, Any]) -> GatewaySettings:
+    """The same with other hot settings.
+
+    Raises:
+        SettingsError: one is unknown, cold or out of range.
+    """
+    return with_hot_settings(settings, given, _COLD)

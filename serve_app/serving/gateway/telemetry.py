@@ -64,6 +64,9 @@ class Telemetry:
         log_requests: write a line per concluded request.
         upstream_counts: connections opened and requests repeated on a new one, so far.
         held_body_bytes: bytes of the bodies held now.
+
+    Attributes:
+        log_requests: may change at any time.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Telemetry:
         self.registry = CollectorRegistry(auto_describe=True)
         self.in_flight: dict[str, int] = {}
         self._gateway_id = gateway_id
-        self._log_requests = log_requests
+        self.log_requests = log_requests
         self._upstream_counts = upstream_counts
         self._held_body_bytes = held_body_bytes
         self._outcomes: dict[tuple[str, str, str, str], Counter] = {}
@@ -122,7 +125,7 @@ class Telemetry:
         self._outcome_counter(model, record).inc()
         if record.dispatched_at is not None:
             self._observe(model, record)
-        if self._log_requests and logger.isEnabledFor(logging.INFO):
+        if self.log_requests and logger.isEnabledFor(logging.INFO):
             logger.info(_line(concluded))
 
     def exposition(self) -> str:

@@ -22,6 +22,7 @@ from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.learned_state import STATE_KIND, denial, learned_state
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.hot import hot_settings, with_hot_settings
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
 from serve_app.serving.scheduler.kept_usage import KeptUsage
@@ -30,6 +31,7 @@ from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.state.keeper import StateKeeper
 from serve_app.serving.state.store import StateStore
+from serve_app.serving.versions import ALL_AT_ONCE_PERCENT
 from serve_app.tuning.online.rollout_settings import Retune
 
 logger = logging.getLogger("ray.serve")
@@ -43,13 +45,15 @@ SCHEDULER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
     "health_check_timeout_s": 10.0,
     "graceful_shutdown_timeout_s": 5.0,
     "graceful_shutdown_wait_loop_s": 0.1,
+    # The next one takes over from this one, so that nobody waits for a process to start.
+    "max_surge_percent": ALL_AT_ONCE_PERCENT,
 }
 
 # For the last words on the channel and in the log.
 _LAST_WORDS_S = 0.2
-# Settings of the scheduler that may change while the application runs; others need a new deployment.
-_TRIES = ("max_attempts", "max_put_backs")
-_CHANGEABLE = ("policy", "max_waiting", *_TRIES, "no_replica_grace_s", "retry_after_cap_s")
+# What a scheduler is: of another model, or with other pools, it is another one and gets a new process.
+_COLD = ("model",)
+_SCALING = "scaling"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,36 @@ class SchedulerActorSettings:
     state_uri: str | None = None
     state_interval_s: float = 30.0
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
+
+    def hot(self) -> dict[str, Any]:
+        """What may change while the actor runs, as `SchedulerActor.reconfigure` takes it."""
+        scheduler = hot_settings(self.scheduler, _COLD)
+        return {**scheduler, _SCALING: hot_settings(self.scaling, ())}
+
+    def cold(self) -> tuple[object, ...]:
+        """What needs a new process."""
+        scheduler = self.scheduler
+        fixed = (scheduler.model, scheduler.routing.pools, sorted(self.scaling.pools))
+        return (*fixed, self.channel, self.scope, self.decision_log, self.state_uri, self.state_interval_s)
+
+    def with_hot(self, given: Mapping[str, Any]) -> "SchedulerActorSettings":
+        """The same with other hot settings.
+
+        Raises:
+            SettingsError: one is unknown, cold or out of range.
+        """
+        own = {name: value for name, value in given.items() if name != _SCALING}
+        changed = replace(
+            self,
+            scheduler=with_hot_settings(self.scheduler, own, _COLD),
+            scaling=with_hot_settings(self.scaling, given.get(_SCALING, {}), ()),
+        )
+        if changed.cold() != self.cold():
+            raise SettingsError(
+                f"user_config names other pools than the {', '.join(self.scheduler.routing.pools)} of this "
+                "scheduler: set them in the args of the application, which replaces the scheduler"
+            )
+        return changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +136,7 @@ class SchedulerActor:
     """
 
     def __init__(self, settings: SchedulerActorSettings, surroundings: Surroundings | None = None) -> None:
-        self._settings = settings
+        self._deployed = self._settings = settings
         self._surroundings = surroundings or _ray_surroundings()
         self._incarnations = Incarnations(self._surroundings.claims, settings.scope)
         self._loop = asyncio.get_running_loop()
@@ -213,24 +247,24 @@ class SchedulerActor:
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Go on with other settings, as a new incarnation; the gateways bring their requests along.
 
+        Args:
+            user_config: any of the hot settings; those left out are as they were deployed.
+
         Raises:
-            SettingsError: a setting is unknown or cannot be changed in a running application.
+            SettingsError: a setting is unknown, or cannot be changed in a running application.
         """
-        unknown = [key for key in user_config if key not in _CHANGEABLE]
-        if unknown:
-            raise SettingsError(
-                f"user_config of the scheduler has {', '.join(map(repr, unknown))}; "
-                f"what may change while it runs: {', '.join(_CHANGEABLE)}"
-            )
+        changed = self._deployed.with_hot(user_config)
         async with self._changing:
+            before, self._settings = self._settings, changed
+            if changed.scaling != before.scaling:
+                self.scaling.change(changed.scaling)
+            if changed.scheduler == before.scheduler:
+                return
             live = await self._current()
-            changed = replace(self._settings.scheduler, **user_config)
-            if changed != self._settings.scheduler:
-                self._settings = replace(self._settings, scheduler=changed)
-                self._learned = learned_state(live.core)
-                live.stop("its settings have changed")
-                self._started = self._begin()
-                await self._started
+            self._learned = learned_state(live.core)
+            live.stop("its settings have changed")
+            self._started = self._begin()
+            await self._started
 
     async def save(self) -> None:
         """Keep what was learned now, because the application is about to stop."""

@@ -55,12 +55,16 @@ class LiveScaling(Collector):
         return f"<LiveScaling {self._scaler}>"
 
     def follow(self, core: Scheduler) -> None:
-        """Look at this scheduler from now on."""
-        if self._core is None:
-            self._begins_at = self._loop.time() + _SETTLING_S
+        """Look at this scheduler from now on, once replicas had time to find it."""
         self._core = core
+        self._begins_at = self._loop.time() + _SETTLING_S
         if self._timer is None:
             self._timer = self._loop.call_later(_INTERVAL_S, self._tick)
+
+    def change(self, settings: ScalingSettings) -> None:
+        """Decide within other bounds, of the same pools."""
+        self._settings = settings
+        self._scaler.change(settings)
 
     def stop(self) -> None:
         """Decide no more."""

@@ -280,6 +280,7 @@ class FakeDispatcher:
         gate: while it is clear requests wait in the queue.
         events: what the gateway told, in order.
         engine_priority: what grants bring for the engine.
+        is_connected: whether it is there; one that is not knows no replica.
     """
 
     ports: list[int]
@@ -291,6 +292,7 @@ class FakeDispatcher:
     held: set[str] = field(default_factory=set)
     page: str = ""
     engine_priority: int | None = None
+    is_connected: bool = True
 
     def __post_init__(self) -> None:
         self.gate.set()

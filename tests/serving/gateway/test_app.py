@@ -284,6 +284,22 @@ async def test_it_is_ready_when_every_model_has_a_replica(stage: Stage) -> None:
     assert answer.json()["models_without_replica"] == [MODEL]
 
 
+async def test_a_model_that_starts_on_demand_is_ready_as_long_as_a_scheduler_can_start_it() -> None:
+    dispatcher = FakeDispatcher([])
+    served = ServedModel(name=MODEL, starts_on_demand=True)
+    app = Gateway(GatewaySettings(models=(served,)), {MODEL: dispatcher}, "g")
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gw") as http:
+        assert (await http.get("/ready")).status_code == 200
+        dispatcher.is_connected = False
+        answer = await http.get("/ready")
+        assert (answer.status_code, answer.json()["status"]) == (503, "waiting")
+        assert answer.json()["models_without_replica"] == [MODEL]
+        # The process itself is well, and holds what waits until the next scheduler comes.
+        assert (await http.get("/health")).status_code == 200
+    app.close()
+
+
 async def test_tokenize_goes_to_a_replica_without_being_scheduled(stage: Stage) -> None:
     answer = await stage.http.post("/tokenize", json={"model": MODEL, "prompt": "abc"})
     assert answer.json()["count"] == 3

@@ -102,6 +102,17 @@ async def test_other_settings_begin_a_new_incarnation_that_gets_all_requests(
     assert answer.outcome is Outcome.REJECTED_NO_REPLICA
 
 
+async def test_bounds_of_scaling_change_without_a_new_incarnation(cluster: Cluster) -> None:
+    actor = cluster.actor()
+    await actor.check_health()
+    await actor.reconfigure({"scaling": {"gpu_budget": 3.0}})
+    assert actor.scaling.described()["gpu_budget"] == 3.0
+    # What is left out is as it was deployed.
+    await actor.reconfigure({"max_waiting": 5})
+    assert actor.scaling.described()["gpu_budget"] is None
+    assert (await actor.endpoint()).incarnation == 2
+
+
 async def test_the_same_settings_change_nothing(cluster: Cluster) -> None:
     actor = cluster.actor()
     await actor.reconfigure({"max_waiting": scheduler_settings().max_waiting})
@@ -110,9 +121,13 @@ async def test_the_same_settings_change_nothing(cluster: Cluster) -> None:
 
 async def test_a_setting_that_cannot_change_is_refused_by_name(cluster: Cluster) -> None:
     actor = cluster.actor()
-    with pytest.raises(SettingsError, match=r"'model'; what may change while it runs: policy, max_waiting"):
+    with pytest.raises(
+        SettingsError, match=r"'model', .* what may change: .*max_waiting, no_replica_grace_s, .*policy"
+    ):
         await actor.reconfigure({"model": "other"})
-    with pytest.raises(ValueError, match="max_waiting must be at least 1, got 0"):
+    with pytest.raises(SettingsError, match=r"names other pools than the .* of this scheduler"):
+        await actor.reconfigure({"routing": {"pools": ["a", "b", "c"]}})
+    with pytest.raises(ValueError, match=r"max_waiting.* must be at least 1, got 0"):
         await actor.reconfigure({"max_waiting": 0})
     assert (await actor.endpoint()).incarnation == 1
     await actor.check_health()

@@ -53,15 +53,16 @@ class BodyBudget:
 
     Attributes:
         held_bytes: of all bodies held now.
+        max_bytes: what they may take together.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._released: DecayingRate | None = None
         self.held_bytes = 0
 
     def __repr__(self) -> str:
-        return f"<BodyBudget {self.held_bytes:,} of {self._max_bytes:,} bytes>"
+        return f"<BodyBudget {self.held_bytes:,} of {self.max_bytes:,} bytes>"
 
     def take(self, size: int, *, total: int) -> None:
         """Hold so many bytes more, of a body that has `total` with them.
@@ -69,7 +70,7 @@ class BodyBudget:
         Raises:
             RequestRefused: there is no room.
         """
-        limit = self._max_bytes if total <= _SMALL_BYTES else int(self._max_bytes * _SHARE_OF_LARGE)
+        limit = self.max_bytes if total <= _SMALL_BYTES else int(self.max_bytes * _SHARE_OF_LARGE)
         if self.held_bytes + size > limit:
             raise RequestRefused(
                 Outcome.REJECTED_QUEUE_FULL,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from serve_app.engines.engine import Receive, Scope, Send
-from serve_app.errors import Outcome
+from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Submission
 from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.responses import RequestRefused
@@ -49,14 +49,24 @@ class RequestReader:
     def __init__(self, settings: GatewaySettings, models: ServedModels, gateway_id: str) -> None:
         self._settings = settings
         self._models = models
-        file_keys = FileKeys(Path(settings.keys_file)) if settings.keys_file is not None else None
-        self._keyring = Keyring(settings.keys, file_keys=file_keys)
+        self._keyring = _keyring(settings)
         self._gateway_id = gateway_id
         self._numbers = itertools.count(1)
         self.bodies = BodyBudget(settings.max_held_body_bytes)
         # Threads take turns, so more of them make nothing faster; one large body after the other does not
         # hold up the event loop.
         self._large_bodies = ThreadPoolExecutor(1, "large-bodies")
+
+    def change(self, settings: GatewaySettings) -> None:
+        """Read what arrives from now on by other settings of the same models.
+
+        Raises:
+            SettingsError: a key cannot be read; then the settings of before hold.
+        """
+        keyring, before = _keyring(settings), self._keyring
+        self._settings, self._keyring = settings, keyring
+        self.bodies.max_bytes = settings.max_held_body_bytes
+        before.close()
 
     def incoming(self, scope: Scope, receive: Receive, send: Send, path: str, now: float) -> IncomingRequest:
         """Name a request that has just arrived, and note when."""
@@ -286,3 +296,13 @@ def _too_large(limit: int) -> RequestRefused:
         Outcome.REJECTED_BODY_TOO_LARGE,
         f"the body is longer than {limit} bytes: send less, or raise gateway.max_body_bytes",
     )
+
+
+def _keyring(settings: GatewaySettings) -> Keyring:
+    file_keys = FileKeys(Path(settings.keys_file)) if settings.keys_file is not None else None
+    try:
+        return Keyring(settings.keys, file_keys=file_keys)
+    except SettingsError:
+        if file_keys is not None:
+            file_keys.close()
+        raise

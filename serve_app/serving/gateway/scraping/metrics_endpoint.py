@@ -75,10 +75,18 @@ class MetricsEndpoint:
         self._telemetry = telemetry
         # A scheduler stands once under each of its model's names.
         self._schedulers = tuple({id(scheduler): scheduler for scheduler in schedulers}.values())
-        self._digest = None if key is None else _digest(key.secret().encode())
-        self._asks_for_keys = asks_for_keys
+        self.change(key, asks_for_keys=asks_for_keys)
         self._authenticate = authenticate
         self._page = CachedPage(self._gather, self._render)
+
+    def change(self, key: MetricsKey | None, *, asks_for_keys: bool) -> None:
+        """Ask for another key from now on.
+
+        Raises:
+            SettingsError: it cannot be read; then the one of before holds.
+        """
+        self._digest = None if key is None else _digest(key.secret().encode())
+        self._asks_for_keys = asks_for_keys
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:
         """Refuse whoever may not read the page.

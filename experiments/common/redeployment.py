@@ -1,0 +1,84 @@
+"""A served application gets other settings, as `serve deploy` hands them to Ray Serve's controller."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+from experiments.common.application import Application
+from serve_app.bench.connection import BenchError
+
+_TIMEOUT_S = 240.0
+_ADDRESS = "--gcs-address="
+# In a process of its own: this one may belong to several clusters, one after the other.
+_DEPLOY = """
+import json, sys, time
+import ray
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
+
+config = json.load(sys.stdin)
+ray.init(address=sys.argv[1], namespace="serve", log_to_driver=False)
+client = serve.context._connect()
+client.deploy_apps(ServeDeploySchema.model_validate(config))
+name, since = config["applications"][0]["name"], time.monotonic()
+while time.monotonic() < since + float(sys.argv[2]):
+    found = serve.status().applications[name]
+    states = [state for each in found.deployments.values() for state in each.replica_states]
+    if found.status == "DEPLOY_FAILED":
+        sys.exit(f"{found.message}")
+    if found.status == "RUNNING" and set(map(str, states)) <= {"RUNNING"}:
+        sys.exit(0)
+    time.sleep(0.2)
+sys.exit(f"not complete: {found}")
+"""
+
+
+def redeploy(served: Application, config: Mapping[str, Any], timeout_s: float = _TIMEOUT_S) -> None:
+    """Hand a configuration to the controller; returns when it is in force and nothing stops any more.
+
+    Raises:
+        BenchError: it cannot be deployed, or takes too long.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _DEPLOY, gcs_address(served), str(timeout_s)],
+        input=json.dumps(config),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s + 60,
+        env={**os.environ, "RAY_AUTH_MODE": "token"},
+    )
+    if done.returncode:
+        raise BenchError(f"the application was not deployed: {done.stderr.strip()[-2_000:]}")
+
+
+def gcs_address(served: Application) -> str:
+    """Where the cluster of an application is found.
+
+    Raises:
+        BenchError: it does not run.
+    """
+    for process in psutil.Process(served.pid).children(recursive=True):
+        for word in process.cmdline():
+            if word.startswith(_ADDRESS):
+                return word.removeprefix(_ADDRESS)
+    raise BenchError(f"no process of {served.url} tells the address of its cluster")
+
+
+def replica_processes(served: Application) -> dict[str, list[int]]:
+    """The process ids of an application's replicas, by deployment."""
+    found: dict[str, list[int]] = {}
+    prefix = f"ray::ServeReplica:{served.name}:"
+    for process in psutil.Process(served.pid).children(recursive=True):
+        try:
+            title = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if title.startswith(prefix):
+            found.setdefault(title.removeprefix(prefix).split()[0], []).append(process.pid)
+    return found

@@ -1,0 +1,1 @@
+"""What clients hear while an application is redeployed with other settings."""

@@ -1,0 +1,178 @@
+"""What do clients hear while an application is redeployed, and how much longer do they wait?
+
+One application for each case. Steady streamed requests of nearly one length go on all the time, and long
+streams are opened just before the change. What has changed is deployed as `serve deploy` does it.
+"""
+
+import asyncio
+import copy
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import httpx
+import uvloop
+
+from experiments.common.application import BUILD_APP, Application, serve_config, served_application
+from experiments.common.audit import Ended, account, answered_twice, asked
+from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.provenance import generated
+from experiments.common.redeployment import redeploy, replica_processes
+from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
+
+_TIMEOUT_S = 180.0
+_NO_LIMIT = httpx.Limits(max_connections=None)
+_SHORTEST, _LENGTHS = 20, 8
+
+
+@settings
+class RolloutCase:
+    """One kind of change.
+
+    Attributes:
+        what: is changed, in words.
+        changes: values by their path below `args`, such as `models.0.scheduler.max_waiting`.
+        streams: long ones that are open meanwhile.
+    """
+
+    what: str
+    changes: Mapping[str, Any]
+    streams: Annotated[int, at_least(0)] = 0
+
+
+@settings
+class RolloutSettings:
+    """What is played.
+
+    Attributes:
+        before_s: of steady requests before the change, to compare with.
+        stream_tokens: of each long stream.
+        args: of the application that is served first.
+    """
+
+    cases: tuple[RolloutCase, ...]
+    rate_per_s: Annotated[float, POSITIVE]
+    before_s: Annotated[float, POSITIVE]
+    after_s: Annotated[float, NOT_NEGATIVE]
+    stream_tokens: Annotated[int, at_least(1)]
+    args: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class RolloutPlay:
+    """One application under traffic and a change."""
+
+    settings: RolloutSettings
+    case: RolloutCase
+    served: Application
+    config: dict[str, Any]
+    ended: list[Ended] = field(default_factory=list)
+    streams: list[Ended] = field(default_factory=list)
+    changed_at: float = 0.0
+    complete_at: float = 0.0
+
+    async def run(self) -> None:
+        """Send requests from before the change until some time after it."""
+        async with httpx.AsyncClient(base_url=self.served.url, timeout=_TIMEOUT_S, limits=_NO_LIMIT) as http:
+            changing = asyncio.create_task(self._change(http))
+            sent: set[asyncio.Task[None]] = set()
+            number, began = 0, time.monotonic()
+            while not changing.done():
+                await asyncio.sleep(max(0.0, began + number / self.settings.rate_per_s - time.monotonic()))
+                tokens = _SHORTEST + number % _LENGTHS
+                sent.add(asyncio.create_task(self._one(http, f"steady-{number}", tokens, self.ended)))
+                number += 1
+            await changing
+            await asyncio.gather(*sent)
+
+    async def _one(self, http: httpx.AsyncClient, name: str, tokens: int, ended: list[Ended]) -> None:
+        started_s = time.monotonic()
+        end, detail = await asked(http, name, tokens)
+        ended.append(Ended(name, end, started_s, time.monotonic(), detail))
+
+    async def _change(self, http: httpx.AsyncClient) -> None:
+        await asyncio.sleep(self.settings.before_s)
+        tokens = self.settings.stream_tokens
+        streams = [
+            asyncio.create_task(self._one(http, f"stream-{number}", tokens + number, self.streams))
+            for number in range(self.case.streams)
+        ]
+        if streams:
+            await asyncio.sleep(2.0)
+        self.changed_at = time.monotonic()
+        await asyncio.to_thread(redeploy, self.served, self.config)
+        self.complete_at = time.monotonic()
+        await asyncio.gather(*streams)
+        await asyncio.sleep(self.settings.after_s)
+
+
+def play(settings: RolloutSettings, context: Context) -> Iterator[Measurement]:
+    """Each kind of change with an application of its own."""
+    for case in settings.cases:
+        key = {"what": case.what}
+        if context.has(key):
+            continue
+        config = _config(settings.args)
+        with served_application(config) as served:
+            before = replica_processes(served)
+            port = int(served.url.rsplit(":", 1)[1])
+            changed = _config(changed_args(settings.args, case.changes))
+            changed["http_options"]["port"] = port
+            played = RolloutPlay(settings, case, served, changed)
+            uvloop.run(played.run())
+            # Lines of the log come a little later than the answers.
+            time.sleep(2.0)
+            figures = figures_of(played, before, replica_processes(served))
+        yield Measurement(key=key, figures=figures, seeds=(0,), traces=generated("steady traffic"))
+
+
+def changed_args(args: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with other values at these paths."""
+    changed = copy.deepcopy(dict(args))
+    for path, value in changes.items():
+        *steps, last = path.split(".")
+        place: Any = changed
+        for step in steps:
+            place = place[int(step)] if isinstance(place, list) else place.setdefault(step, {})
+        place[last] = value
+    return changed
+
+
+def figures_of(
+    played: RolloutPlay, before: Mapping[str, list[int]], after: Mapping[str, list[int]]
+) -> dict[str, Any]:
+    """How requests ended, how long they took before the change and during it, what was replaced."""
+    calm = [one for one in played.ended if one.ended_s < played.changed_at]
+    during = [one for one in played.ended if calm and one.ended_s >= played.changed_at]
+    details = Counter(f"{one.end}: {one.detail}" for one in (*played.ended, *played.streams) if one.detail)
+    outlived = sum(one.ended_s > played.complete_at for one in played.streams)
+    return {
+        "sent": len(played.ended) + len(played.streams),
+        "ends": account((*played.ended, *played.streams)),
+        "answered_twice": answered_twice(played.served.log_lines("gateway"), ""),
+        "before_s": _percentiles(calm),
+        "during_s": _percentiles(during),
+        "took_s": played.complete_at - played.changed_at,
+        "replaced": sorted(name for name, pids in before.items() if not set(pids) & set(after.get(name, ()))),
+        "processes": {name: [len(pids), len(after.get(name, ()))] for name, pids in before.items()},
+        "streams": len(played.streams),
+        "streams_that_outlived_it": outlived,
+        "slowest_stream_s": max((one.ended_s - one.started_s for one in played.streams), default=0.0),
+        "details": dict(details.most_common(10)),
+    }
+
+
+def _percentiles(ended: list[Ended]) -> dict[str, float]:
+    took = sorted(one.ended_s - one.started_s for one in ended) or [0.0]
+    return {"p50": took[len(took) // 2], "p99": took[int(0.99 * (len(took) - 1))], "worst": took[-1]}
+
+
+def _config(args: Mapping[str, Any]) -> dict[str, Any]:
+    config = serve_config("rollouts", args["models"], BUILD_APP, 0, args["gateways"])
+    config["applications"][0]["args"].update(args)
+    return config
+
+
+EXPERIMENT = Experiment(settings=RolloutSettings, play=play, only_by_name="it takes half an hour: name it")

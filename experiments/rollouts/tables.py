@@ -1,0 +1,30 @@
+"""The tables of this experiment."""
+
+from collections.abc import Sequence
+
+from experiments.common.audit import SUMMARY, summary
+from experiments.common.rows import Row
+from experiments.common.tables import Table, load_note, markdown
+
+_WAITS = ("usual p99, s", "p99 meanwhile", "worst", "complete after, s", "replaced")
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = ([str(row.key["what"]), *summary(row.figures), *_waits(row)] for row in rows)
+    return f"{markdown(['changed', *SUMMARY, *_WAITS], lines)}\n\n{load_note(rows)}".rstrip()
+
+
+def _waits(row: Row) -> list[str]:
+    figures = row.figures
+    return [
+        f"{figures['before_s']['p99']:.2f}",
+        f"{figures['during_s']['p99']:.2f}",
+        f"{figures['during_s']['worst']:.2f}",
+        f"{figures['took_s']:.0f}",
+        ", ".join(name.removesuffix("-demo") for name in figures["replaced"]) or "nothing",
+    ]
+
+
+_NOTE = "Live, emulated engines, one run of each kind"
+
+TABLES = {"headline": Table(text=_table, note=_NOTE)}

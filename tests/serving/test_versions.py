@@ -1,0 +1,93 @@
+"""What Serve's controller makes of two deployments of an application, by its own rules."""
+
+from typing import Any
+
+import pytest
+import ray
+from ray.serve._private.deploy_utils import deploy_args_to_deployment_info, get_deploy_args
+from ray.serve._private.deployment_info import DeploymentInfo
+from ray.serve._private.version import DeploymentVersion
+
+from experiments.rollouts.run import changed_args
+from serve_app.serving.versions import version_of
+from tests.serving.test_hot import ARGS, GATEWAY, LONG, SCHEDULER, SHORT, built
+
+
+class Driver:
+    """In place of a process that is connected to a cluster."""
+
+    def get_job_id(self) -> str:
+        return "01000000"
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get_runtime_context", Driver)
+
+
+def received(args: dict[str, Any], version: str) -> dict[str, DeploymentInfo]:
+    """What arrives at the controller when it has built the application, whose version is this."""
+    found = {}
+    for name, deployment in built(args).items():
+        sent = get_deploy_args(
+            name=name,
+            replica_config=deployment._replica_config,
+            deployment_config=deployment._deployment_config,
+            version=version,
+        )
+        found[name] = deploy_args_to_deployment_info(**sent)
+    return found
+
+
+def of_serve(info: DeploymentInfo) -> DeploymentVersion:
+    return DeploymentVersion(info.version, info.deployment_config, info.replica_config.ray_actor_options)
+
+
+def consequences(path: str, value: object) -> tuple[set[str], set[str]]:
+    """The deployments whose processes are replaced, and those whose processes are handed something."""
+    before, after = received(ARGS, "one"), received(changed_args(ARGS, {path: value}), "two")
+    pairs: dict[str, tuple[Any, Any]] = {
+        name: (of_serve(before[name]), of_serve(after[name])) for name in before
+    }
+    return (
+        {name for name, (old, new) in pairs.items() if old.requires_actor_restart(new)},
+        {name for name, (old, new) in pairs.items() if old.requires_actor_reconfigure(new)},
+    )
+
+
+def test_another_version_of_the_application_alone_changes_nothing() -> None:
+    assert consequences("models.0.name", "demo") == (set(), set())
+
+
+def test_settings_of_a_scheduler_reach_its_process_and_no_other() -> None:
+    assert consequences("models.0.scheduler", {"max_waiting": 9}) == (set(), {SCHEDULER})
+
+
+def test_keys_reach_the_gateways() -> None:
+    keys = [{"tenant": "a", "key": "secret-of-a"}]
+    assert consequences("gateway.keys", keys) == (set(), {GATEWAY})
+
+
+def test_bounds_of_a_pool_reach_the_scheduler_that_decides_within_them() -> None:
+    bounds = {"min_replicas": 2, "max_replicas": 4}
+    assert consequences("models.0.pools.0.autoscaling", bounds) == (set(), {SCHEDULER})
+
+
+def test_another_engine_replaces_its_pool_and_no_other() -> None:
+    engine = {"emulated": {"max_model_len": 2_048, "max_num_seqs": 3}}
+    replaced, _ = consequences("models.0.pools.0.engine", engine)
+    assert replaced == {SHORT}
+    replaced, _ = consequences("models.0.pools.1.resources", {"num_cpus": 3})
+    assert replaced == {LONG}
+
+
+def test_what_was_deployed_is_what_new_processes_begin_with() -> None:
+    info: Any = received(changed_args(ARGS, {"models.0.scheduler": {"max_waiting": 9}}), "two")[SCHEDULER]
+    assert info.deployment_config.user_config["max_waiting"] == 9
+    assert info.replica_config.init_args[0].scheduler.max_waiting == 9
+    assert info.version != "two"
+
+
+def test_a_version_is_the_same_in_every_process_and_differs_with_any_value() -> None:
+    assert version_of({"b": 1, "a": (1.5, None)}) == version_of({"a": [1.5, None], "b": 1})
+    assert len({version_of(1), version_of(2), version_of("1"), version_of(1, None)}) == 4
