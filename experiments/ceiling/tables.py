@@ -27,31 +27,10 @@ def _event_line(row: Row) -> list[str]:
     return [f"{row.key['replicas']:,}", f"{offered:,.0f}", *kinds, *totals]
 
 
-def _waiting(rows: Sequence[Row]) -> str:
-    head = ["waiting", "kB each", "process, MB", "arrival at first", "arrival at last"]
-    return markdown(head, map(_waiting_line, rows), text_columns=0)
-
-
-def _waiting_line(row: Row) -> list[str]:
-    figures = row.figures
-    arrivals = [figures[when]["events_us"]["arrival"] for when in ("first", "last")]
-    return [
-        f"{row.key['waiting']:,}",
-        f"{figures['bytes_per_request'] / 1e3:.1f}",
-        f"{figures['resident_bytes'] / 1e6:,.0f}",
-        *(f"{one['p50']:.0f} / {one['mean']:.0f}" for one in arrivals),
-    ]
-
-
 TABLES = {
     "events": Table(
         where={"part": "events"},
         text=_events,
         note="Microseconds of CPU time, p50 / mean; the last columns follow from the means",
-    ),
-    "waiting": Table(
-        where={"part": "waiting"},
-        text=_waiting,
-        note="An arrival in microseconds of CPU time, p50 / mean, with 10 replicas that take nothing more",
     ),
 }
