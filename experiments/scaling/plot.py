@@ -38,7 +38,7 @@ def draw(rows: Sequence[Row], start_s: float, target: Path) -> None:
         panel.set_title(rule, loc="left", fontsize=10)
         panel.set_ylabel("replicas, paid for")
         panel.grid(alpha=0.3)
-    panels[0].legend(loc="upper right", fontsize=8)
+    panels[0].legend(loc="center left", fontsize=8)
     panels[-1].set_xlabel("minutes")
     figure.tight_layout()
     target.parent.mkdir(exist_ok=True)
@@ -50,7 +50,10 @@ def _phases(panel: object, span_min: float) -> None:
     for number, (short, long) in enumerate(STEPS):
         panel.axvline(number * length, color="#999999", linewidth=0.6, linestyle=":")  # type: ignore[attr-defined]
         text = f"short x{short:g}\nlong x{long:g}"
-        panel.text((number + 0.04) * length, 0.1, text, fontsize=7, color="#555555")  # type: ignore[attr-defined]
+        where = panel.get_xaxis_transform()  # type: ignore[attr-defined]
+        panel.text(  # type: ignore[attr-defined]
+            (number + 0.04) * length, 0.84, text, fontsize=7, color="#555555", transform=where
+        )
 
 
 if __name__ == "__main__":

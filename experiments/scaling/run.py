@@ -25,11 +25,14 @@ from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.run import SloByLength
 from serve_app.simulation.scaled import ScaledFleet, ScaledSimulation, ScalingRule
 from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import Simulation
+from serve_app.simulation.simulation import Simulation, SimulationSettings
 from serve_app.simulation.workload import Disclosure, requests_of
 
-REACTING = "work, reacting"
+REACTING, SEASON = "work, reacting", "work, season"
 SERVE, PEAK, MEAN = "Serve's default", "fixed, at the peak", "fixed, at the mean"
+
+# Replicas report five times a second; once is enough for decisions once a second, and plays faster.
+_SURROUNDINGS = SimulationSettings(report_interval_s=1.0)
 
 
 @settings
@@ -101,6 +104,8 @@ def _all_rules(run: Run) -> dict[str, dict[str, Any]]:
     found = {
         name: _figures(run, work_rule(pools, bounds, forecast), first)
         for name, forecast in forecasts(experiment.span_s / 3).items()
+        # Only the wave has one.
+        if name != SEASON or run.case == "wave"
     }
     serve = ServeDefault(experiment.target_ongoing_requests, bounds, first)
     found[SERVE] = _figures(run, serve, first)
@@ -116,7 +121,7 @@ def _figures(run: Run, rule: ScalingRule, first: Mapping[str, int]) -> dict[str,
     experiment = run.experiment
     fleet = _fleet(experiment)
     trace = traffic(run.case, run.seed, experiment.span_s, short_at=experiment.b_short_tokens)
-    simulation = Simulation(scheduler_settings("ewsjf", fleet.routing, {}), [])
+    simulation = Simulation(scheduler_settings("ewsjf", fleet.routing, {}), [], _SURROUNDINGS)
     scaled = ScaledSimulation(
         simulation,
         ScaledFleet(kinds=_kinds(experiment), first=first, rule=rule, start_s=run.start_s),

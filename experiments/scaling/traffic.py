@@ -14,7 +14,7 @@ from serve_app.workloads.trace import Trace, TraceRequest
 # Multiples of the base rates of short and long requests, one phase after the other.
 STEPS = ((1.0, 1.0), (4.0, 1.0), (1.0, 1.0), (1.0, 4.0), (1.0, 1.0), (0.0, 0.0))
 # Copies of Azure's hour, so that several replicas are needed, each request at its time or a little later.
-_COPIES, _SPREAD_S = 4, 10.0
+_COPIES, _SPREAD_S = 2, 10.0
 # Of the engines of long requests.
 _CONTEXT = 16_384
 
@@ -60,15 +60,15 @@ def traffic(name: str, seed: int, span_s: float, *, short_at: int) -> Trace:
 
     Args:
         name: `azure`, `steps`, `wave` or `bursts`.
-        span_s: seconds for which requests arrive; Azure's hour has its own.
+        span_s: seconds for which requests arrive; of Azure's hour the beginning.
         short_at: the border of the pools, for prompt and answer together.
     """
     if name == "azure":
-        return _azure(seed)
+        return _azure(seed, span_s)
     rng = stream(seed, "lengths")
-    short, long = _SHORT[name](seed, span_s, 6.0), long_steps(seed, span_s, 0.4)
+    short, long = _SHORT[name](seed, span_s, 3.0), long_steps(seed, span_s, 0.25)
     if name != "steps":
-        long = _poisson(lambda _at_s: 0.6, 0.6, span_s, seed + 1_000)
+        long = _poisson(lambda _at_s: 0.4, 0.4, span_s, seed + 1_000)
     requests = [*_requests(short, rng, (230.0, 1.0, 16, 3_000), short_at)]
     requests += _requests(long, rng, (7_000.0, 0.4, short_at + 1, 15_000), None)
     requests.sort(key=lambda one: one.arrival_s)
@@ -88,7 +88,7 @@ def _requests(
     ]
 
 
-def _azure(seed: int) -> Trace:
+def _azure(seed: int, span_s: float) -> Trace:
     rng = stream(seed, "copies")
     hour = choose_trace(TraceChoice(name="azure-conv+azure-code"), 0)
     copies = [
@@ -98,6 +98,7 @@ def _azure(seed: int) -> Trace:
             output_tokens=one.output_tokens,
         )
         for one in hour.requests
+        if one.arrival_s < span_s
         for _ in range(_COPIES)
     ]
     copies.sort(key=lambda one: one.arrival_s)

@@ -1,0 +1,148 @@
+"""How many requests per second can one scheduler do, and what breaks first?
+
+Drives the production scheduler through the events of each request, with tenants, two pools and the queues of
+EWSJF. The engines are a queue each (`engines`), so that nearly all of the time goes into the scheduler. CPU
+time is read around each event, so what other processes do hardly counts. Python's garbage collector works as
+it does in production.
+
+A second part halts the engines: requests arrive, and wait. It shows what an arrival costs then, and how much
+memory a waiting request takes.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from experiments.ceiling.core import KINDS, CorePlay, Costs, median_tokens
+from experiments.ceiling.engines import Engines
+from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.provenance import trace_sources
+from serve_app.metrics.statistics import Distribution
+from serve_app.settings_base import POSITIVE, at_least, settings
+from serve_app.simulation.simulation import SimulatedRequest
+from serve_app.simulation.workload import Disclosure, TraceChoice, at_rate, choose_trace, fit, requests_of
+from serve_app.workloads.trace import Trace
+
+_CONTEXT_TOKENS = 32_768
+_KV_BLOCK_TOKENS = 16
+# Nobody's timeout ends, and yet every request has one, as in production.
+_TIMEOUT_S = 1_000_000.0
+# Replicas of the part in which requests only wait.
+_HALTED_REPLICAS = 10
+# Arrivals of which the cost is measured when so many wait.
+_PROBES = 200
+
+
+@settings
+class CeilingSettings:
+    """What is played.
+
+    Attributes:
+        replicas: sizes of fleets.
+        per_replica_per_s: requests per second for each replica.
+        tenants: how many, by Zipf's law.
+        fill_requests: that arrive before the measurement, for ten replicas; larger fleets get more.
+        requests: that are measured, likewise.
+        waiting: lengths of the queue at which memory and arrivals are measured.
+    """
+
+    replicas: tuple[int, ...]
+    waiting: tuple[int, ...]
+    per_replica_per_s: Annotated[float, POSITIVE] = 10.0
+    tenants: Annotated[int, at_least(1)] = 200
+    fill_requests: Annotated[int, at_least(1)] = 500
+    requests: Annotated[int, at_least(1)] = 1_000
+    report_interval_s: Annotated[float, POSITIVE] = 0.2
+    trace: str = "azure-conv"
+    policy: str = "ewsjf"
+    seed: int = 0
+
+
+def play(settings: CeilingSettings, context: Context) -> Iterator[Measurement]:
+    """One fleet after the other, then the queue that grows."""
+    for replicas in settings.replicas:
+        key: dict[str, Any] = {"part": "events", "replicas": replicas}
+        if not context.has(key):
+            yield _row(settings, key, _events(settings, replicas))
+    for waiting in settings.waiting:
+        key = {"part": "waiting", "waiting": waiting}
+        if not context.has(key):
+            yield _row(settings, key, _waiting(settings, waiting))
+
+
+def _row(settings: CeilingSettings, key: dict[str, Any], figures: dict[str, Any]) -> Measurement:
+    return Measurement(key=key, figures=figures, seeds=(settings.seed,), traces=trace_sources(settings.trace))
+
+
+def _events(settings: CeilingSettings, replicas: int) -> dict[str, Any]:
+    """The costs of a fleet that keeps up."""
+    # More of a large fleet, so that each of its replicas has some.
+    times = max(1.0, (replicas / 10) ** 0.5)
+    fill, measured = round(times * settings.fill_requests), round(times * settings.requests)
+    trace = _trace(settings, fill + measured + 1, settings.per_replica_per_s * replicas)
+    core = _core(settings, replicas, _requests(trace))
+    core.play(fill)
+    costs = core.play(measured)
+    return _figures(costs) | {
+        "offered_per_s": settings.per_replica_per_s * replicas,
+        "reports_per_s": replicas / settings.report_interval_s,
+    }
+
+
+def _figures(costs: Costs) -> dict[str, Any]:
+    spent_us = {kind: [spent / 1_000 for spent in costs.spent_ns[kind]] for kind in KINDS.values()}
+    return {
+        "events_us": {kind: Distribution.of(us).as_json() for kind, us in spent_us.items() if us},
+        "requests": costs.requests,
+        "span_s": costs.span_s,
+        "refused": costs.refused,
+        "longest_wait_s": max(costs.waits_s, default=0.0),
+    }
+
+
+def _waiting(settings: CeilingSettings, waiting: int) -> dict[str, Any]:
+    """Memory, the requests themselves with it, and cost of arrivals while nothing is served."""
+    trace = _trace(settings, 2 * _PROBES + waiting, settings.per_replica_per_s * _HALTED_REPLICAS)
+    before = _resident_bytes()
+    core = _core(settings, _HALTED_REPLICAS, _requests(trace))
+    core.halt()
+    first = core.play(_PROBES)
+    core.play(waiting - _PROBES)
+    after = _resident_bytes()
+    last = core.play(_PROBES)
+    return {
+        "waiting": len(core.scheduler.queue),
+        "bytes_per_request": (after - before) / waiting,
+        "resident_bytes": after,
+        "first": _figures(first),
+        "last": _figures(last),
+    }
+
+
+def _core(settings: CeilingSettings, replicas: int, requests: list[SimulatedRequest]) -> CorePlay:
+    engines = Engines(replicas, requests, report_interval_s=settings.report_interval_s)
+    return CorePlay(engines, policy=settings.policy, b_short_tokens=median_tokens(requests))
+
+
+def _trace(settings: CeilingSettings, count: int, rate_per_s: float) -> Trace:
+    choice = TraceChoice(name=settings.trace, requests=count, tenants=str(settings.tenants))
+    return at_rate(fit(choose_trace(choice, settings.seed), _CONTEXT_TOKENS).trace, rate_per_s)
+
+
+def _requests(trace: Trace) -> list[SimulatedRequest]:
+    return list(requests_of(trace, Disclosure(queue_timeout_s=_TIMEOUT_S), _KV_BLOCK_TOKENS))
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _unavailable() -> str | None:
+    return (
+        None if Path("/proc/self/statm").exists() else "resident memory is read from /proc, which is missing"
+    )
+
+
+EXPERIMENT = Experiment(settings=CeilingSettings, play=play, unavailable=_unavailable)

@@ -1,0 +1,1 @@
+"""Several schedulers for one model, each with leases on a part of the replicas' capacity."""
