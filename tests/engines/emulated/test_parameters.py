@@ -264,7 +264,7 @@ async def test_usual_parameters_and_nulls_are_accepted(engine: Served) -> None:
 
 
 async def test_unknown_routes_and_methods_answer_in_openais_error_format(engine: Served) -> None:
-    answer = await engine.http.post("/v1/audio/transcriptions", json={})
+    answer = await engine.http.post("/v1/audio/speech", json={})
     assert answer.status_code == 404
     assert answer.json()["error"] == {"message": "Not Found", "type": "Not Found", "param": None, "code": 404}
     answer = await engine.http.get("/v1/completions")
