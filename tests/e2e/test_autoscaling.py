@@ -46,7 +46,9 @@ async def test_pools_grow_apart_and_one_that_stands_still_starts_for_its_first_r
             # The long pool has had no request, so it has had no replica.
             await ask(http, 100, prompt="word " * 5_000)
             assert len(app.replicas("long")) == 1
-            (told,) = (await http.get("/debug/scaling")).json()["models"]
+            (told,) = (await http.get("/debug/scaling", headers=app.application.admin_headers())).json()[
+                "models"
+            ]
             assert told["pools"]["long"]["ready"] == 1
             assert 0 < told["pools"]["long"]["start_s"] < 60
             page = (await http.get("/metrics")).text

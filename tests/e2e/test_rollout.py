@@ -61,7 +61,9 @@ async def test_other_settings_replace_only_what_cannot_take_them_and_nobody_noti
         async with httpx.AsyncClient(base_url=app.url) as http:
             answer = await http.get("/health", headers={"origin": "https://a.example"})
             assert answer.headers["access-control-allow-origin"] == "https://a.example"
-            (queue,) = (await http.get("/debug/queue")).json()["models"]
+            (queue,) = (await http.get("/debug/queue", headers=app.application.admin_headers())).json()[
+                "models"
+            ]
             assert queue["max_waiting"] == 7
         engine = changed_args(hot, {"models.0.pools.0.engine.emulated.max_num_seqs": 16})
         assert {end for end, _ in await under_load(app, engine)} == {ENDS[0]}
