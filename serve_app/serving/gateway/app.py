@@ -110,7 +110,6 @@ class Gateway:
             asks_for_keys=settings.asks_for_keys,
             authenticate=self._reader.caller,
         )
-        engine_pages = EnginePages(self._upstream, schedulers, self._metrics_endpoint.check)
         holders = ResponseHolders()
         self._background = BackgroundWork(self._upstream)
         self._services = Services(
@@ -118,28 +117,11 @@ class Gateway:
         )
         self._stored = StoredResponses(self._upstream, schedulers, self._reader, holders)
         self._any_replica = AnyReplica(self._upstream)
-        endpoint_admin = EndpointAdmin(watchers or {}, self._reader)
-        mode_admin = ModeAdmin(self._views, self._reader)
         self._calls: set[ScheduledCall] = set()
         self._call_ended = asyncio.Event()
         # What clients are told once the application stops.
         self._stops_for_s: float | None = None
-        self._routes: dict[str, tuple[str, Handler]] = {
-            **dict.fromkeys((*SCHEDULED, *FORMS), ("POST", self._scheduled)),
-            **dict.fromkeys(UNSCHEDULED, ("POST", self._ask_any)),
-            **dict.fromkeys(QUESTIONS, ("GET", self._ask_of_model)),
-            "/load": ("GET", self._load),
-            "/ping": ("GET", self._health),
-            _MODELS: ("GET", self._list_models),
-            "/health": ("GET", self._health),
-            "/ready": ("GET", self._ready),
-            "/metrics": ("GET", self._metrics),
-            ENGINES_PATH: ("GET", engine_pages.serve),
-            ENDPOINTS_PATH: (", ".join(ENDPOINTS_METHODS), endpoint_admin.serve),
-            MODE_PATH: (", ".join(MODE_METHODS), mode_admin.serve),
-            "/openapi.json": ("GET", self._describe_itself),
-            **DebugPages(self._views, self._reader).routes,
-        }
+        self._routes = self._routing_table(watchers or {})
 
     def __repr__(self) -> str:
         return f"<Gateway models={len(self._settings.models)} in_flight={self.in_flight} {self._upstream!r}>"
@@ -168,6 +150,30 @@ class Gateway:
         self.telemetry.log_requests = changed.log_requests
         self._services = replace(self._services, queued_comment_s=changed.queued_comment_s)
         self._settings = changed
+
+    def _routing_table(
+        self, watchers: Mapping[tuple[str, str], PoolWatcher]
+    ) -> dict[str, tuple[str, Handler]]:
+        """Methods and handler of every path."""
+        engine_pages = EnginePages(self._upstream, self._schedulers, self._metrics_endpoint.check)
+        endpoint_admin = EndpointAdmin(watchers, self._reader)
+        mode_admin = ModeAdmin(self._views, self._reader)
+        return {
+            **dict.fromkeys((*SCHEDULED, *FORMS), ("POST", self._scheduled)),
+            **dict.fromkeys(UNSCHEDULED, ("POST", self._ask_any)),
+            **dict.fromkeys(QUESTIONS, ("GET", self._ask_of_model)),
+            "/load": ("GET", self._load),
+            "/ping": ("GET", self._health),
+            _MODELS: ("GET", self._list_models),
+            "/health": ("GET", self._health),
+            "/ready": ("GET", self._ready),
+            "/metrics": ("GET", self._metrics),
+            ENGINES_PATH: ("GET", engine_pages.serve),
+            ENDPOINTS_PATH: (", ".join(ENDPOINTS_METHODS), endpoint_admin.serve),
+            MODE_PATH: (", ".join(MODE_METHODS), mode_admin.serve),
+            "/openapi.json": ("GET", self._describe_itself),
+            **DebugPages(self._views, self._reader).routes,
+        }
 
     @property
     def in_flight(self) -> int:
