@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,16 @@ _READY_TIMEOUT_S = 120.0
 _POLL_S = 0.2
 # A new head may come so late that raylets would have given up by Ray's own 60 s.
 _PATIENCE = MappingProxyType({"RAY_gcs_rpc_server_reconnect_timeout_s": "600"})
+
+# In a process of its own: this one may belong to several clusters, one after the other.
+_PLACEMENT_GROUPS = """
+import json, sys
+import ray
+from ray.util import placement_group_table
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+print(json.dumps([each for each in placement_group_table().values() if each["state"] == "CREATED"]))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,16 @@ class NodeApplication:
         wanted: int = sum(pool["replicas"] for pool in args["models"][0]["pools"])
         return bool(len(fresh) == wanted and status["gateways"] == args["gateways"]["replicas"])
 
+    def front_ends(self) -> list[str]:
+        """The nodes whose HTTP front end reaches a gateway that is ready."""
+        found = []
+        for name, node in self.cluster.nodes.items():
+            if node.is_up:
+                with contextlib.suppress(OSError):
+                    self.cluster.application(NAME, name).fetched("/ready")
+                    found.append(name)
+        return found
+
     def node_of(self, deployment: str) -> str:
         """The node of a deployment's only replica.
 
@@ -70,6 +92,18 @@ class NodeApplication:
     def nodes_of(self, deployment: str) -> list[str]:
         """The nodes of a deployment's replicas, one entry for each."""
         return sorted(self.cluster.replicas(f"{NAME}:{deployment}").values())
+
+    def placement_groups(self) -> list[dict[str, Any]]:
+        """Ray's own table of those that exist now."""
+        found = subprocess.run(
+            [sys.executable, "-c", _PLACEMENT_GROUPS, self.cluster.address],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=self.cluster.environment(HEAD),
+        )
+        groups: list[dict[str, Any]] = json.loads(found.stdout)
+        return groups
 
     def kill_replica(self, deployment: str) -> int:
         """Kill the process of one replica; its id."""

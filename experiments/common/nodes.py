@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine: each is a `ray start` of its own, and dies like a machine."""
+"""A Ray cluster of several nodes on this machine: each is a `ray start` of its own, and dies like one."""
 
 import contextlib
 import json
@@ -100,7 +100,7 @@ class NodeCluster:
     """Nodes that can be killed and started again; use as a context manager, which leaves no process behind.
 
     Args:
-        workers: besides the head, which has no cores and so runs only Serve's controller and an HTTP front end.
+        workers: besides the head, without cores, where Serve's controller and an HTTP front end run.
         environment: further variables of all nodes, such as the store of Ray's control service.
     """
 
