@@ -91,7 +91,7 @@ async def test_a_connection_whose_stream_outlives_its_gateway_takes_the_next_req
 
 
 async def ask_again_after(app: Served, name: str, tokens: int) -> tuple[list[tuple[str, str]], float]:
-    """A long stream, then a short one on the same connection; how they ended, and how long the second took."""
+    """A long stream, then a short one on its connection; how they ended, and how long the second took."""
     one = httpx.Limits(max_connections=1, keepalive_expiry=None)
     async with httpx.AsyncClient(base_url=app.url, timeout=120, limits=one) as http:
         first = await asked(http, f"{name}-long", tokens)
