@@ -22,6 +22,7 @@ from serve_app.serving.gateway.request.bodies import (
     Prompt,
     ResponsesFields,
 )
+from serve_app.serving.gateway.request.utf8 import Utf8
 
 _NULL = b"null"
 # Templates write roles; those that there are belong to what a message adds to a prompt.
@@ -40,12 +41,14 @@ class PromptMeasure:
 
     Attributes:
         texts: what the model reads as text.
+        utf8: of the texts, as far as it has been made.
     """
 
-    __slots__ = ("media_items", "texts", "tool_bytes")
+    __slots__ = ("media_items", "texts", "tool_bytes", "utf8")
 
-    def __init__(self) -> None:
+    def __init__(self, utf8: Utf8 | None = None) -> None:
         self.texts: list[str] = []
+        self.utf8 = utf8 or Utf8()
         self.media_items = 0
         self.tool_bytes = 0
 
@@ -111,7 +114,9 @@ class PromptMeasure:
 
     def shape(self, *, messages: int = 0, prompts: int = 1, prompt_tokens: int | None = None) -> PromptShape:
         """All that was collected."""
-        text = "".join(self.texts).encode()
+        text: str | bytes = "".join(self.texts)
+        if not text.isascii():
+            text = b"".join([self.utf8.of(each) for each in self.texts])
         return PromptShape(
             text_bytes=len(text),
             category=classify(text) if text else TextCategory.PROSE,
@@ -123,9 +128,9 @@ class PromptMeasure:
         )
 
 
-def chat_shape(body: ChatFields) -> PromptShape:
+def chat_shape(body: ChatFields, utf8: Utf8 | None = None) -> PromptShape:
     """The prompt of a chat completion."""
-    measure = PromptMeasure()
+    measure = PromptMeasure(utf8)
     measure.add_messages(body.messages)
     measure.add_raw(body.tools, body.functions, body.documents, body.response_format)
     return measure.shape(messages=len(body.messages))
@@ -142,9 +147,9 @@ def completion_shape(body: CompletionFields) -> PromptShape:
     return _prompts_shape(measure, body.prompt if body.prompt is not None else "")
 
 
-def responses_shape(body: ResponsesFields) -> PromptShape:
+def responses_shape(body: ResponsesFields, utf8: Utf8 | None = None) -> PromptShape:
     """The input of a Responses request; its items are its messages."""
-    measure = PromptMeasure()
+    measure = PromptMeasure(utf8)
     messages = 1
     if isinstance(body.input, str):
         measure.texts.append(body.input)

@@ -15,6 +15,7 @@ from serve_app.serving.gateway.request.bodies import ABSENT, BodyFields, Content
 from serve_app.serving.gateway.request.parse import ParsedBody
 from serve_app.serving.gateway.request.prefix import Opening, OpeningPieces
 from serve_app.serving.gateway.request.shape import PromptMeasure
+from serve_app.serving.gateway.request.utf8 import Utf8
 
 _BILLING = "x-anthropic-billing-header"
 _MEDIA = frozenset({"image", "document"})
@@ -68,22 +69,23 @@ class CountTokensFields(ModelOnly):
 
 def read_messages(body: MessagesFields) -> ParsedBody:
     """What a message asks for."""
+    utf8 = Utf8()
     return ParsedBody(
         spec=RequestSpec(
             model=body.model,
-            shape=_shape(body),
+            shape=_shape(body, utf8),
             max_output_tokens=body.max_tokens,
             streamed=bool(body.stream),
         ),
         service_tier=body.service_tier,
         priority=body.priority,
         user=body.metadata.user_id if body.metadata is not None else None,
-        opening=_opening(body),
+        opening=_opening(body, utf8),
     )
 
 
-def _shape(body: MessagesFields) -> PromptShape:
-    measure = PromptMeasure()
+def _shape(body: MessagesFields, utf8: Utf8) -> PromptShape:
+    measure = PromptMeasure(utf8)
     results = 0
     for block in _blocks(body.system):
         _add(measure, block)
@@ -106,8 +108,8 @@ def _add(measure: PromptMeasure, block: BlockFields) -> None:
         measure.media_items += 1
 
 
-def _opening(body: MessagesFields) -> Opening:
-    pieces = OpeningPieces()
+def _opening(body: MessagesFields, utf8: Utf8) -> Opening:
+    pieces = OpeningPieces(utf8)
     pieces.add_raw(body.tools)
     pieces.add("system", _content(_blocks(body.system)))
     for message in body.messages:
