@@ -31,7 +31,8 @@ _END_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _OBJECT_STORE_BYTES = 100 * 2**20
 _TAIL_CHARACTERS = 3_000
-_GCS_SERVER = "gcs_server"
+_GCS_SERVER, _RAYLET = "gcs_server", "raylet"
+_ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,13 @@ class RunningNode:
     output: Path
     halted: bool = False
 
-    def processes(self) -> list[psutil.Process]:
-        """All of them but the keeper."""
+    def processes(self, name: str | None = None) -> list[psutil.Process]:
+        """All of them but the keeper, or those of this name."""
         try:
             family = psutil.Process(self.keeper.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
-        return [one for one in family if _is_running(one)]
+        return [one for one in family if _is_running(one, name)]
 
     @property
     def is_up(self) -> bool:
@@ -144,15 +145,18 @@ class NodeCluster:
     def start(self, *names: str) -> None:
         """Start nodes, or start them again after their death; what they kept on disk is lost.
 
+        One that does not start is started again some times, as a supervisor does: Ray itself gives up after
+        fifteen seconds without its agents, which a busy machine may need.
+
         Raises:
             BenchError: one does not start; the message has its last words.
         """
-        for name in names:
-            if name in self.nodes:
-                self.nodes[name].kill()
-            self.nodes[name] = self._begin(name)
-        for name in names:
-            _wait_until_started(self.nodes[name])
+        for left in reversed(range(_ATTEMPTS)):
+            for name in names:
+                if name in self.nodes:
+                    self.nodes[name].kill()
+                self.nodes[name] = self._begin(name)
+            names = tuple(name for name in names if not _has_started(self.nodes[name], last=not left))
 
     def kill(self, name: str) -> None:
         """End every process of a node at once."""
@@ -160,7 +164,7 @@ class NodeCluster:
 
     def kill_control_service(self) -> None:
         """End the head's `gcs_server` alone."""
-        (server,) = (one for one in self.nodes[HEAD].processes() if one.name() == _GCS_SERVER)
+        (server,) = self.nodes[HEAD].processes(_GCS_SERVER)
         server.send_signal(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -254,20 +258,30 @@ class NodeCluster:
         return [*ray, *(f"--{key}={value}" for key, value in options.items())]
 
 
-def _is_running(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process, name: str | None) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
+        return process.status() != psutil.STATUS_ZOMBIE and name in {None, process.name()}
     return False
 
 
-def _wait_until_started(node: RunningNode) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
+def _has_started(node: RunningNode, *, last: bool) -> bool:
+    """Wait until it has, or cannot any more.
+
+    Raises:
+        BenchError: it was the last attempt.
+    """
+    deadline, had_raylet = time.monotonic() + _START_TIMEOUT_S, False
     while time.monotonic() < deadline:
+        has_raylet = bool(node.processes(_RAYLET))
         text = node.output.read_text(encoding="utf-8", errors="replace")
         if _STARTED in text:
-            return
-        if node.keeper.poll() is not None:
-            raise BenchError(f"node {node.spec.name} did not start:\n{text[-_TAIL_CHARACTERS:]}")
+            return True
+        # `ray start` goes on to wait for one that has ended.
+        if node.keeper.poll() is not None or (had_raylet and not has_raylet):
+            break
+        had_raylet = had_raylet or has_raylet
         time.sleep(_POLL_S)
     node.kill()
-    raise BenchError(f"node {node.spec.name} has not started after {_START_TIMEOUT_S:.0f} s:\n{text}")
+    if last:
+        raise BenchError(f"node {node.spec.name} did not start:\n{text[-_TAIL_CHARACTERS:]}")
+    return False

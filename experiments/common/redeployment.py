@@ -64,15 +64,18 @@ def deploy(
     Raises:
         BenchError: it cannot be deployed, or takes too long.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", _DEPLOY, address, str(timeout_s)],
-        input=json.dumps(config),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout_s + 60,
-        env={**os.environ, **environment},
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _DEPLOY, address, str(timeout_s)],
+            input=json.dumps(config),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s + 60,
+            env={**os.environ, **environment},
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise BenchError(f"the application was not deployed within {exc.timeout:.0f} s") from exc
     if done.returncode:
         raise BenchError(f"the application was not deployed: {done.stderr.strip()[-2_000:]}")
 
