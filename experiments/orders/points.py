@@ -80,7 +80,9 @@ def combined(orders: Sequence[Measurement]) -> Measurement:
         figures=figures,
         seeds=first.seeds,
         traces=first.traces,
-        settings={name: value for name, value in (first.settings or {}).items() if name not in _OF_SOME_ORDERS},
+        settings={
+            name: value for name, value in (first.settings or {}).items() if name not in _OF_SOME_ORDERS
+        },
     )
 
 
