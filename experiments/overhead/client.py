@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import uvloop
 
+from experiments.overhead.settings import RequestKind
+from experiments.overhead.system import System
 from serve_app.bench.bodies import BodyFactory, BodySettings
 from serve_app.bench.connection import BenchError, Target
 from serve_app.workloads.trace import TraceRequest
@@ -53,6 +55,21 @@ class Load:
     exact: bool
     clients: int
     seconds: float
+
+
+def load_of(kind: RequestKind, system: System, model: str, clients: int, seconds: float) -> Load:
+    """Requests of a kind, to a system before light engines."""
+    return Load(
+        url=system.url,
+        model=model,
+        body_bytes=kind.body_bytes,
+        shared=kind.shared,
+        stream=kind.chunks > 0,
+        tokens=kind.tokens,
+        exact=False,
+        clients=clients,
+        seconds=seconds,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

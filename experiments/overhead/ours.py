@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from experiments.common.application import BUILD_APP, serve_config, served_application
+from experiments.common.application import BUILD_APP, Application, serve_config, served_application
 from experiments.common.light_endpoint import MODEL
 from experiments.common.light_servers import role_beside_endpoints
 from experiments.common.processes import CpuMeter, ProcessUse, role_of
@@ -14,6 +14,8 @@ from experiments.overhead.system import DIRECT, OURS, Endpoints, System
 
 ALONE = "engine alone"
 REPLICA_MODEL = "instant"
+# Others may keep the machine busy.
+_START_TIMEOUT_S = 600.0
 
 
 @contextlib.contextmanager
@@ -25,14 +27,14 @@ def started_direct(endpoints: Endpoints) -> Iterator[System]:
 @contextlib.contextmanager
 def started_ours(endpoints: Endpoints) -> Iterator[System]:
     """The application before two pools of one light engine each."""
-    with served_application(application(remote_model(endpoints))) as served:
+    with _served(remote_model(endpoints)) as served:
         yield System(OURS, served.url, CpuMeter((served.pid,), role_beside_endpoints))
 
 
 @contextlib.contextmanager
 def started_ours_with_replicas(engine: Mapping[str, Any], advanced: Mapping[str, Any]) -> Iterator[System]:
     """The application with a pool of its own, of one emulated engine."""
-    with served_application(application(replica_model(engine, advanced))) as served:
+    with _served(replica_model(engine, advanced)) as served:
         yield System(OURS, served.url, CpuMeter((served.pid,), role_of))
 
 
@@ -66,6 +68,10 @@ def replica_model(engine: Mapping[str, Any], advanced: Mapping[str, Any]) -> dic
         "name": REPLICA_MODEL,
         "pools": [{"name": "all", "engine": emulated, "resources": {"num_cpus": 0.1}}],
     }
+
+
+def _served(model: Mapping[str, Any]) -> contextlib.AbstractContextManager[Application]:
+    return served_application(application(model), start_timeout_s=_START_TIMEOUT_S)
 
 
 def _alone(process: ProcessUse) -> str:  # noqa: ARG001 - the meter passes it

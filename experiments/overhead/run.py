@@ -10,18 +10,18 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
 
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.light_endpoint import MODEL
-from experiments.common.light_servers import LightServers, started_light_servers
+from experiments.common.light_servers import LightServers
 from experiments.common.processes import calibrate, process_tree
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
-from experiments.overhead.client import Client, Load, Played, started_client
+from experiments.overhead.client import Client, Played, load_of, started_client
 from experiments.overhead.footprint import quick_start_figures
 from experiments.overhead.forwarder import PARSED, RAW
 from experiments.overhead.ours import (
@@ -33,12 +33,11 @@ from experiments.overhead.ours import (
 )
 from experiments.overhead.peers import missing_program, started_forwarder, started_nginx, started_router
 from experiments.overhead.settings import OverheadSettings, RequestKind
-from experiments.overhead.system import DIRECT, OURS, Endpoints, System, next_port
+from experiments.overhead.system import DIRECT, OURS, Endpoints, System, started_light_engines
 from serve_app.command import progress_bar, warn
 from serve_app.errors import SettingsError
 
 REMOTE, REPLICAS = "light", "own replica"
-_SHORT_CONTEXT, _LONG_CONTEXT = 8_192, 4_000_000
 STARTED: Mapping[str, Callable[[Endpoints], AbstractContextManager[System]]] = {
     DIRECT: started_direct,
     "nginx": started_nginx,
@@ -104,19 +103,11 @@ class Player:
         return found
 
     def _sample(self, system: System, kind: RequestKind, clients: int, seconds: float) -> Sample:
-        if self.light is not None:
+        load = load_of(kind, system, self.model, clients, seconds)
+        if self.light is None:
+            load = replace(load, exact=True)
+        else:
             self.light.tell("answer", kind.chunks, kind.pace_ms)
-        load = Load(
-            url=system.url,
-            model=self.model,
-            body_bytes=kind.body_bytes,
-            shared=kind.shared,
-            stream=kind.chunks > 0,
-            tokens=kind.tokens,
-            exact=self.light is None,
-            clients=clients,
-            seconds=seconds,
-        )
         before, client_before, began = system.meter.read(), self._client_cpu_s(), time.monotonic()
         played = self.client.play(load)
         used = system.meter.used_since(before, time.monotonic() - began)
@@ -150,10 +141,7 @@ def play(settings: OverheadSettings, context: Context) -> Iterator[Measurement]:
 
 def _remote(settings: OverheadSettings, client: Client) -> Iterator[Measurement]:
     with ExitStack() as stack:
-        light = stack.enter_context(started_light_servers())
-        endpoints = Endpoints((next_port(), next_port()))
-        for port, context_tokens in zip(endpoints.ports, (_SHORT_CONTEXT, _LONG_CONTEXT), strict=True):
-            light.tell("open", port, context_tokens)
+        light, endpoints = stack.enter_context(started_light_engines())
         systems = [stack.enter_context(STARTED[name](endpoints)) for name in _present(settings.systems)]
         player = Player(settings, client, systems, MODEL, light)
         samples = player.samples(settings.kinds)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from experiments.common.light_servers import LightServers, started_light_servers
 from experiments.common.processes import CpuMeter
 from serve_app.bench.connection import BenchError
 from serve_app.launch.environment import is_free
@@ -16,6 +17,7 @@ from serve_app.launch.environment import is_free
 DIRECT, OURS = "direct", "ours"
 HOST = "127.0.0.1"
 _START_TIMEOUT_S = 60.0
+_SHORT_CONTEXT, _LONG_CONTEXT = 8_192, 4_000_000
 # Above those of applications, below those that the kernel gives out, and others for another play.
 _PORTS = iter(range(21_000 + os.getpid() % 1_000 * 10, 32_000))
 
@@ -45,6 +47,16 @@ class Endpoints:
     def urls(self) -> list[str]:
         """One for each."""
         return [f"http://{HOST}:{port}" for port in self.ports]
+
+
+@contextlib.contextmanager
+def started_light_engines() -> Iterator[tuple[LightServers, Endpoints]]:
+    """Two light engines in one process: of a short and of a long context."""
+    with started_light_servers() as light:
+        endpoints = Endpoints((next_port(), next_port()))
+        for port, context_tokens in zip(endpoints.ports, (_SHORT_CONTEXT, _LONG_CONTEXT), strict=True):
+            light.tell("open", port, context_tokens)
+        yield light, endpoints
 
 
 def next_port() -> int:

@@ -1,15 +1,15 @@
 """An incoming request: its head, and the ASGI channels to its client."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.serving.gateway.answer.client_api import ClientApi
 from serve_app.serving.gateway.answer.responses import HeaderList
 
 
-@dataclass(frozen=True, slots=True)
-class IncomingRequest:
+class IncomingRequest(msgspec.Struct, frozen=True):
     """A request of which only the head has been looked at.
 
     Attributes:

@@ -12,7 +12,6 @@ content is not looked at. All gateways compute the same hashes, and a hash tells
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Annotated
@@ -22,6 +21,7 @@ from blake3 import blake3
 
 from serve_app.routing.prefix.blocks import BLOCK_ENDS, BYTES_PER_TOKEN
 from serve_app.serving.gateway.request.bodies import (
+    ABSENT,
     ChatFields,
     CompletionFields,
     Content,
@@ -52,8 +52,7 @@ class PrefixSettings:
     per_tenant: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
+class Opening(msgspec.Struct, frozen=True):
     """How a prompt begins, as references into its parsed body; nothing is copied before it is hashed.
 
     Attributes:
@@ -187,6 +186,8 @@ class OpeningPieces:
     def add_raw(self, *values: msgspec.Raw) -> None:
         """Definitions, by the bytes of their JSON."""
         for value in values:
+            if value is ABSENT:
+                continue
             piece = bytes(value)
             if piece and piece != _NULL and not self._ended:
                 self.found += ("\0", piece)

@@ -32,6 +32,7 @@ class BlockFields(msgspec.Struct, gc=False):
     content: Content = None
     input: msgspec.Raw = ABSENT
     tool: msgspec.Raw = ABSENT
+    source: msgspec.Raw = ABSENT
 
 
 Blocks = str | list[BlockFields]
@@ -69,23 +70,23 @@ class CountTokensFields(ModelOnly):
 
 def read_messages(body: MessagesFields) -> ParsedBody:
     """What a message asks for."""
-    utf8 = Utf8()
+    measure = PromptMeasure()
     return ParsedBody(
         spec=RequestSpec(
             model=body.model,
-            shape=_shape(body, utf8),
+            shape=_shape(body, measure),
             max_output_tokens=body.max_tokens,
             streamed=bool(body.stream),
         ),
         service_tier=body.service_tier,
         priority=body.priority,
         user=body.metadata.user_id if body.metadata is not None else None,
-        opening=_opening(body, utf8),
+        opening=_opening(body, measure.utf8),
+        measure=measure,
     )
 
 
-def _shape(body: MessagesFields, utf8: Utf8) -> PromptShape:
-    measure = PromptMeasure(utf8)
+def _shape(body: MessagesFields, measure: PromptMeasure) -> PromptShape:
     results = 0
     for block in _blocks(body.system):
         _add(measure, block)
@@ -106,6 +107,7 @@ def _add(measure: PromptMeasure, block: BlockFields) -> None:
     is_empty = not texts and block.content is None and block.input is ABSENT and block.tool is ABSENT
     if block.type in _MEDIA or (is_empty and block.type not in _MAY_BE_EMPTY):
         measure.media_items += 1
+        measure.media_bytes += len(memoryview(block.source))
 
 
 def _opening(body: MessagesFields, utf8: Utf8) -> Opening:

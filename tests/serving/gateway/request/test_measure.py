@@ -13,6 +13,7 @@ from serve_app.routing.estimation.text_category import classify
 from serve_app.routing.prefix.blocks import BLOCK_ENDS
 from serve_app.serving.gateway.request.parse import ParsedBody
 from serve_app.serving.gateway.request.prefix import Opening, prefix_hashes
+from serve_app.serving.gateway.request.utf8 import Utf8
 from serve_app.serving.gateway.routes.table import SCHEDULED
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -121,3 +122,12 @@ def test_other_apis_hash_their_texts_alike(turns: list[tuple[str, str]], system:
     parsed = SCHEDULED[MESSAGES].parse(written(asked, escaped=escaped, indent=None))
     text = f"\0system\0{system}" + "".join(f"\0{role}\0\0text\0{text}" for role, text in turns)
     assert hashes(parsed) == hashes_of(text.encode(), parsed.opening)
+
+
+@given(st.lists(texts, max_size=4))
+def test_escapes_are_not_overrated(said: list[str]) -> None:
+    utf8 = Utf8()
+    for text in said:
+        utf8.of(text)
+    longer = [len(json.dumps(text)) - len(json.dumps(text, ensure_ascii=False).encode()) for text in said]
+    assert 0 <= utf8.escape_bytes() <= sum(longer)
