@@ -24,8 +24,8 @@ MAX_ELEMENTS = 2_500_000
 # Below this many bytes no body can have so many elements that its parsing is noticed: some 5 ms.
 UNCHECKED_BYTES = 64 * 1024
 
-# Of a body that is little but long texts: brackets, quotes and commas, in texts or not. Half a mebibyte with so
-# many, empty messages for the most part, is read in 3 ms.
+# Of a body that is little but long texts: brackets, quotes and commas, in texts or not.
+# Half a mebibyte that has so many, of empty messages for the most part, is read in 3 ms.
 _PLAIN_SIGNS = 10_000
 
 _STRUCTURE = bytes(byte for byte in range(256) if byte not in b"[{,")
