@@ -15,7 +15,8 @@ from serve_app.errors import Outcome, SettingsError
 from serve_app.metrics.record import RequestRecord
 from serve_app.serving.channel.scheduler_client import SchedulerClient
 from serve_app.serving.gateway.answer.client_api import send_refusal
-from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
+from serve_app.serving.gateway.answer.client_stream import StallWatch, exchange_of
+from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.responses import (
     MethodRefused,
     RequestRefused,
@@ -23,7 +24,6 @@ from serve_app.serving.gateway.answer.responses import (
     send_body,
     send_json,
 )
-from serve_app.serving.gateway.answer.stalls import StallWatch
 from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.debug_pages import DebugPages
 from serve_app.serving.gateway.endpoint_admin import (
@@ -235,7 +235,7 @@ class Gateway:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _path(scope)
-        timed = self._stalls.watching(send)
+        timed = self._stalls.watching(send, exchange_of(scope))
         incoming = self._reader.incoming(scope, receive, timed, path, asyncio.get_running_loop().time())
         try:
             handler = self._route(path, scope["method"])
@@ -300,7 +300,7 @@ class Gateway:
         try:
             check_structure(held.data)
             found = self._served.find(parse_model(held.data), caller)
-            with DisconnectWatch(incoming.receive):
+            with incoming.watch():
                 forwarded = self._reader.forwarded(incoming)
                 await self._any_replica.pass_on(found.replicas(), incoming, forwarded, held.data)
         finally:

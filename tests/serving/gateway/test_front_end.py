@@ -2,11 +2,11 @@
 
 import asyncio
 import socket
+from functools import partial
 
-from serve_app.serving.gateway.front_end import FrontEndConnection
 from tests.http_server import listening
 
-from .builders import FakeDispatcher, gateway
+from .builders import FakeDispatcher, InFront, gateway
 
 ASKED = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -15,12 +15,12 @@ async def test_an_idle_connection_stays_open_and_its_peer_is_watched() -> None:
     app = gateway(FakeDispatcher([]))
     made: list[socket.socket] = []
 
-    class Watched(FrontEndConnection):
+    class Watched(InFront):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             made.append(transport.get_extra_info("socket"))
 
-    async with listening(app, protocol=Watched, keep_alive_s=0) as port:
+    async with listening(app, protocol=partial(Watched, app), keep_alive_s=0) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(2):
             writer.write(ASKED)
