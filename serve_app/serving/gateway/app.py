@@ -215,7 +215,8 @@ class Gateway:
             raise stopping(self._stops_for_s)
 
     def close(self) -> None:
-        """Cut all connections to replicas."""
+        """Cut all connections to replicas, and write what is still to be logged."""
+        self.telemetry.flush_log()
         self._background.close()
         self._upstream.close()
         self._reader.close()

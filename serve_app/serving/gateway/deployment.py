@@ -107,6 +107,8 @@ class GatewayDeployment:
     async def __del__(self) -> None:
         for client in getattr(self, "_clients", {}).values():
             await client.close()
+        if (gateway := getattr(self, "_gateway", None)) is not None:
+            gateway.close()
 
 
 class CpuMeter:

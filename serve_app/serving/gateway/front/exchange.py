@@ -139,7 +139,10 @@ class Exchange:
         """Have the app answer, and make up for what it leaves out."""
         try:
             await app(self.scope, self.receive, self.send)
-        except BaseException:
+        except asyncio.CancelledError:
+            # The server ends.
+            await self._fail()
+        except Exception:
             logger.exception("event=front_fault path=%r", self.scope.get("path"))
             await self._fail()
         else:
