@@ -238,6 +238,7 @@ class Gateway:
         path = _path(scope)
         timed = self._stalls.watching(send, exchange_of(scope))
         incoming = self._reader.incoming(scope, receive, timed, path, asyncio.get_running_loop().time())
+        timed.request_id = incoming.client_request_id.encode()
         try:
             handler = self._route(path, scope["method"])
             await handler(incoming)

@@ -94,6 +94,14 @@ async def test_the_head_of_an_answer_comes_with_its_first_piece(stage: Stage) ->
     writer.close()
 
 
+async def test_every_answer_tells_the_id_of_its_request(stage: Stage) -> None:
+    for path in ("/v1/models", "/health", "/nowhere"):
+        for given in ("mine", ""):
+            answer = await stage.http.get(path, headers={"x-request-id": given} if given else {})
+            (told,) = answer.headers.get_list("x-request-id")
+            assert told == given if given else told.startswith("gw")
+
+
 async def test_head_is_answered_without_a_body(stage: Stage) -> None:
     answer = await raw(stage.port, b"HEAD /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     head, _, body = answer.partition(b"\r\n\r\n")

@@ -17,6 +17,7 @@ from serve_app.serving.gateway.answer.disconnect import ClientGone, WatchedExcha
 
 # Under which ASGI's `scope["extensions"]` have a `DirectExchange`.
 EXTENSION = "ewsjf.exchange"
+_REQUEST_ID = b"x-request-id"
 
 
 class DirectExchange(WatchedExchange, Protocol):
@@ -48,9 +49,20 @@ class ClientStream:
 
     Attributes:
         on_room: called when there is room again, after `pass_on` has told of none.
+        request_id: the client's name of its request, which every answer tells; empty while it is not known.
     """
 
-    __slots__ = ("_exchange", "_failure", "_piece", "_send", "_task", "_watch", "on_room", "since")
+    __slots__ = (
+        "_exchange",
+        "_failure",
+        "_piece",
+        "_send",
+        "_task",
+        "_watch",
+        "on_room",
+        "request_id",
+        "since",
+    )
 
     def __init__(self, send: Send, watch: "StallWatch", exchange: DirectExchange | None) -> None:
         self._send = send
@@ -60,6 +72,7 @@ class ClientStream:
         self._piece: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self.on_room: Callable[[], None] | None = None
+        self.request_id = b""
         # When the client stopped reading, or the send that is under way began, in ticks of the watch.
         self.since: int | None = None
 
@@ -68,6 +81,10 @@ class ClientStream:
         if self._failure is not None:
             # A comment that was sent beside the request was the one that nobody read.
             raise self._failure
+        if self.request_id and message["type"] == "http.response.start":
+            headers = message["headers"]
+            if all(name != _REQUEST_ID for name, _ in headers):
+                message["headers"] = [*headers, (_REQUEST_ID, self.request_id)]
         self._task, self.since = asyncio.current_task(), self._watch.ticks
         try:
             if self._piece is not None:
