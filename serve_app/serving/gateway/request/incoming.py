@@ -1,7 +1,8 @@
 """An incoming request: its head, and the ASGI channels to its client."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from serve_app.engines.engine import Receive, Scope
 from serve_app.serving.gateway.answer.client_api import ClientApi
@@ -10,8 +11,7 @@ from serve_app.serving.gateway.answer.disconnect import DisconnectWatch
 from serve_app.serving.gateway.answer.responses import HeaderList
 
 
-@dataclass(frozen=True, slots=True)
-class IncomingRequest:
+class IncomingRequest(msgspec.Struct, frozen=True):
     """A request of which only the head has been looked at.
 
     Attributes:

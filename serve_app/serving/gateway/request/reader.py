@@ -38,6 +38,8 @@ from serve_app.serving.gateway.settings import GatewaySettings
 # Longer bodies are checked and parsed on a thread. Below, the change of threads costs more than the 5 ms at
 # most for which a body of this length occupies the event loop.
 _LARGE_BODY_BYTES = 256 * 1024
+# Of a body that arrives in pieces, those of this length are kept as they are until the last one is there.
+_OWN_PIECE_BYTES = 4 * 1024
 
 
 class RequestReader:
@@ -129,7 +131,8 @@ class RequestReader:
 
     async def _receive(self, incoming: IncomingRequest, held: HeldBody, deadline: asyncio.Timeout) -> None:
         settings, began = self._settings, asyncio.get_running_loop().time()
-        limit, size, collected = settings.max_body_bytes, 0, bytearray()
+        limit, size = settings.max_body_bytes, 0
+        pieces: list[bytes | bytearray] = []
         while True:
             message = await incoming.receive()
             if message["type"] == "http.disconnect":
@@ -140,14 +143,13 @@ class RequestReader:
                 raise _too_large(limit)
             held.grow(len(piece))
             is_last = not message.get("more_body", False)
-            if is_last and not collected:
+            if is_last and not pieces:
                 held.data = piece
                 return
-            # A list would cost a client's small pieces many times their length.
-            collected += piece
+            _collect(pieces, piece)
             deadline.reschedule(began + settings.body_grace_s + size / settings.least_body_bytes_per_s)
             if is_last:
-                held.data = bytes(collected)
+                held.data = b"".join(pieces)
                 return
 
     async def job(self, incoming: IncomingRequest) -> ForwardJob:
@@ -238,6 +240,16 @@ class RequestReader:
             RequestRefused: a header contains a line break.
         """
         return heads.forwarded(incoming.scope["headers"], incoming.headers)
+
+
+def _collect(pieces: list[bytes | bytearray], piece: bytes) -> None:
+    """Keep one more piece of a body; small ones together, as each by itself takes many times its length."""
+    if len(piece) >= _OWN_PIECE_BYTES:
+        pieces.append(piece)
+    elif pieces and isinstance(pieces[-1], bytearray):
+        pieces[-1] += piece
+    elif piece:
+        pieces.append(bytearray(piece))
 
 
 def _fields(parsed: ParsedBody, body: bytes) -> list[bytes]:

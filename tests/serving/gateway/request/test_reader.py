@@ -1,0 +1,67 @@
+"""The collecting of a body, however a server hands it on."""
+
+import asyncio
+import itertools
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.engines.engine import Message
+from serve_app.serving.gateway import GatewaySettings, ServedModel
+from serve_app.serving.gateway.request.reader import RequestReader, _collect
+from serve_app.serving.gateway.request.served_models import ServedModels
+from tests.serving.gateway.builders import FakeDispatcher
+
+CHAT = "/v1/chat/completions"
+MODEL = ServedModel(name="m")
+
+pieces = st.lists(
+    st.integers(0, 3) | st.integers(4_090, 4_100) | st.integers(60_000, 70_000), min_size=1, max_size=8
+)
+
+
+async def unused(_: Any) -> None:
+    raise AssertionError
+
+
+async def collected(sent: list[bytes]) -> tuple[bytes, int]:
+    """What a reader makes of these pieces, and how many bytes it holds for it."""
+    reader = RequestReader(
+        GatewaySettings(models=(MODEL,)), ServedModels((MODEL,), {"m": FakeDispatcher([])}), "g"
+    )
+    left = iter(sent)
+    count = itertools.count(1)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": next(left), "more_body": next(count) < len(sent)}
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+    held = await reader.body(reader.incoming(scope, receive, unused, CHAT, 0.0))
+    body, held_bytes = held.data, reader.bodies.held_bytes
+    held.release()
+    reader.close()
+    return body, held_bytes
+
+
+@given(pieces)
+def test_a_body_in_pieces_is_the_body_that_was_sent(sizes: list[int]) -> None:
+    whole = bytes(range(256)) * 3_000
+    starts = [0, *itertools.accumulate(sizes)]
+    sent = [whole[start:end] for start, end in itertools.pairwise(starts)]
+    body, held_bytes = asyncio.run(collected(sent))
+    assert body == whole[: starts[-1]]
+    assert isinstance(body, bytes)
+    assert held_bytes == len(body)
+
+
+def test_a_body_in_one_piece_is_not_copied() -> None:
+    sent = b"x" * 100_000
+    assert asyncio.run(collected([sent]))[0] is sent
+
+
+def test_small_pieces_take_no_more_than_their_length() -> None:
+    found: list[bytes | bytearray] = []
+    for piece in [b"x"] * 10_000 + [b"y" * 5_000] + [b"z"] * 10_000:
+        _collect(found, piece)
+    assert [len(piece) for piece in found] == [10_000, 5_000, 10_000]
