@@ -1,8 +1,6 @@
 """The gateway's routes, with the official SDK and plain HTTP, over real sockets."""
 
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -13,7 +11,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.request.prefix import PrefixSettings, engine_salt
 
 from .builders import MODEL, TOKEN, Engine, FakeDispatcher, chat, gateway, replies, serving
 from .conftest import Stage, staged
@@ -374,41 +371,6 @@ def test_a_model_without_a_scheduler_stops_the_start() -> None:
 def test_impossible_settings_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         GatewaySettings(**fields)
-
-
-LONG = [{"role": "user", "content": "x" * 600}]
-
-
-@contextlib.asynccontextmanager
-async def staged_with(prefix: PrefixSettings) -> AsyncIterator[Stage]:
-    engine = Engine()
-    async with serving(engine) as port:
-        dispatcher = FakeDispatcher([port])
-        async with staged(engine, dispatcher, gateway(dispatcher, prefix=prefix)) as made:
-            yield made
-
-
-async def test_the_scheduler_is_told_how_a_prompt_begins(stage: Stage) -> None:
-    await stage.http.post(CHAT, json=chat(messages=LONG))
-    assert len(stage.dispatcher.submissions[0].prefix) == 1
-    assert "cache_salt" not in json.loads(stage.engine.bodies[0])
-
-
-async def test_with_prefixes_switched_off_the_scheduler_is_told_nothing_of_them() -> None:
-    async with staged_with(PrefixSettings(enabled=False)) as stage:
-        await stage.http.post(CHAT, json=chat(messages=LONG))
-        assert stage.dispatcher.submissions[0].prefix == ()
-
-
-async def test_tenants_that_are_kept_apart_share_neither_hashes_nor_blocks_of_an_engine() -> None:
-    async with staged_with(PrefixSettings(per_tenant=True)) as stage:
-        for tenant in ("a", "b", "a"):
-            body = chat(messages=LONG, cache_salt="of the client")
-            await stage.http.post(CHAT, json=body, headers={"x-tenant": tenant})
-        first, other, again = (submission.prefix for submission in stage.dispatcher.submissions)
-        assert first == again != other
-        salts = [json.loads(sent)["cache_salt"] for sent in stage.engine.bodies]
-        assert salts == [engine_salt(tenant, "of the client") for tenant in ("a", "b", "a")]
 
 
 async def test_who_is_not_known_gets_401_and_who_may_not_403() -> None:
