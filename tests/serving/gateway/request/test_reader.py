@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from serve_app.engines.engine import Message
 from serve_app.serving.gateway import GatewaySettings, ServedModel
+from serve_app.serving.gateway.answer.client_stream import ClientStream, StallWatch
 from serve_app.serving.gateway.request.reader import RequestReader, _collect
 from serve_app.serving.gateway.request.served_models import ServedModels
 from tests.serving.gateway.builders import FakeDispatcher
@@ -37,7 +38,9 @@ async def collected(sent: list[bytes]) -> tuple[bytes, int]:
         return {"type": "http.request", "body": next(left), "more_body": next(count) < len(sent)}
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    held = await reader.body(reader.incoming(scope, receive, unused, CHAT, 0.0))
+    held = await reader.body(
+        reader.incoming(scope, receive, ClientStream(unused, StallWatch(1.0), None), CHAT, 0.0)
+    )
     body, held_bytes = held.data, reader.bodies.held_bytes
     held.release()
     reader.close()
