@@ -31,13 +31,15 @@ from serve_app.serving.gateway.request.splice import (
     salt_field,
     usage_field,
 )
-from serve_app.serving.gateway.request.structure import check_structure
+from serve_app.serving.gateway.request.structure import check_structure, is_plain
 from serve_app.serving.gateway.routes.table import FORMS, SCHEDULED, api_of
 from serve_app.serving.gateway.settings import GatewaySettings
 
 # Longer bodies are checked and parsed on a thread. Below, the change of threads costs more than the 5 ms at
 # most for which a body of this length occupies the event loop.
 _LARGE_BODY_BYTES = 256 * 1024
+# The same of bodies that are little but long texts. Their memory is dearer on a thread, too.
+_LARGE_TEXT_BYTES = 512 * 1024
 # Of a body that arrives in pieces, those of this length are kept as they are until the last one is there.
 _OWN_PIECE_BYTES = 4 * 1024
 
@@ -162,7 +164,8 @@ class RequestReader:
         caller = self.authenticate(incoming)
         held = await self.body(incoming)
         try:
-            if len(held.data) <= _LARGE_BODY_BYTES:
+            size = len(held.data)
+            if size <= _LARGE_BODY_BYTES or (size <= _LARGE_TEXT_BYTES and is_plain(held.data)):
                 return self._job_of(incoming, caller, held)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._large_bodies, self._job_of, incoming, caller, held)
