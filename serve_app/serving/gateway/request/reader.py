@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.engines.engine import Receive, Scope
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Submission
+from serve_app.serving.gateway.answer.client_stream import ClientStream
 from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.keys.caller import Caller
@@ -30,13 +31,15 @@ from serve_app.serving.gateway.request.splice import (
     salt_field,
     usage_field,
 )
-from serve_app.serving.gateway.request.structure import check_structure
+from serve_app.serving.gateway.request.structure import check_structure, is_plain
 from serve_app.serving.gateway.routes.table import FORMS, SCHEDULED, api_of
 from serve_app.serving.gateway.settings import GatewaySettings
 
 # Longer bodies are checked and parsed on a thread. Below, the change of threads costs more than the 5 ms at
 # most for which a body of this length occupies the event loop.
 _LARGE_BODY_BYTES = 256 * 1024
+# The same of bodies that are little but long texts. Their memory is dearer on a thread, too.
+_LARGE_TEXT_BYTES = 512 * 1024
 # Of a body that arrives in pieces, those of this length are kept as they are until the last one is there.
 _OWN_PIECE_BYTES = 4 * 1024
 
@@ -70,7 +73,9 @@ class RequestReader:
         self.bodies.max_bytes = settings.max_held_body_bytes
         before.close()
 
-    def incoming(self, scope: Scope, receive: Receive, send: Send, path: str, now: float) -> IncomingRequest:
+    def incoming(
+        self, scope: Scope, receive: Receive, send: ClientStream, path: str, now: float
+    ) -> IncomingRequest:
         """Name a request that has just arrived, and note when."""
         headers = dict(scope["headers"])
         own = f"{self._gateway_id}-{next(self._numbers)}"
@@ -159,7 +164,8 @@ class RequestReader:
         caller = self.authenticate(incoming)
         held = await self.body(incoming)
         try:
-            if len(held.data) <= _LARGE_BODY_BYTES:
+            size = len(held.data)
+            if size <= _LARGE_BODY_BYTES or (size <= _LARGE_TEXT_BYTES and is_plain(held.data)):
                 return self._job_of(incoming, caller, held)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._large_bodies, self._job_of, incoming, caller, held)
