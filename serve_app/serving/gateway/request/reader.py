@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.engines.engine import Receive, Scope
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Submission
+from serve_app.serving.gateway.answer.client_stream import ClientStream
 from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.keys.caller import Caller
@@ -72,7 +73,9 @@ class RequestReader:
         self.bodies.max_bytes = settings.max_held_body_bytes
         before.close()
 
-    def incoming(self, scope: Scope, receive: Receive, send: Send, path: str, now: float) -> IncomingRequest:
+    def incoming(
+        self, scope: Scope, receive: Receive, send: ClientStream, path: str, now: float
+    ) -> IncomingRequest:
         """Name a request that has just arrived, and note when."""
         headers = dict(scope["headers"])
         own = f"{self._gateway_id}-{next(self._numbers)}"

@@ -10,7 +10,6 @@ import msgspec
 from serve_app.errors import Outcome
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
-from serve_app.serving.gateway.answer.disconnect import DisconnectWatch
 from serve_app.serving.gateway.answer.engine_answer import failure_of
 from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRefused, send_body
 from serve_app.serving.gateway.keys.caller import Caller
@@ -87,7 +86,7 @@ class StoredResponses:
         held = await self._reader.body(incoming)
         held.release()
         replica = self._holder(found[1], owner, self._replicas(caller), param="response_id")
-        with DisconnectWatch(incoming.receive):
+        with incoming.watch():
             await self._pass_on(replica, incoming)
 
     def _replicas(self, caller: Caller) -> list[ReplicaAddress]:
