@@ -8,6 +8,7 @@ from experiments.bodies.kinds import body_of
 from serve_app.engines.engine import Message
 from serve_app.request import PriorityClass
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
+from serve_app.serving.gateway.answer.client_stream import ClientStream, StallWatch
 from serve_app.serving.gateway.keys.settings import ApiKey
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.prefix import prefix_hashes
@@ -110,7 +111,9 @@ class Reading:
             count -= 1
             return {"type": "http.request", "body": next(left), "more_body": count > 0}
 
-        return self._reader.incoming(scope, receive, _send, self.path, 0.0)
+        return self._reader.incoming(
+            scope, receive, ClientStream(_send, StallWatch(1.0), None), self.path, 0.0
+        )
 
 
 async def _send(message: Message) -> None:

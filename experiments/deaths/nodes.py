@@ -102,6 +102,8 @@ class NodeDeathsPlay:
             served.cluster.nodes[victim].halt()
         else:
             served.cluster.kill(victim)
+        # When it has started again, its front end has not.
+        self.front_ends = [name for name in self.front_ends if name != victim]
 
         def is_whole() -> bool:
             return self._has_all_replicas() and (

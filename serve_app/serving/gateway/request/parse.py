@@ -4,7 +4,7 @@ What is read of the bodies of each endpoint stands in `routes.table`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,8 +18,7 @@ from serve_app.serving.gateway.request.shape import PromptMeasure
 from serve_app.serving.gateway.request.uncounted import uncounted_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedBody:
+class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
     """What the gateway needs to know of a body.
 
     Attributes:
@@ -89,7 +88,7 @@ class BodyParser:
         if not uncounted:
             return parsed
         shape = replace(shape, tool_bytes=shape.tool_bytes + uncounted)
-        return replace(parsed, spec=replace(parsed.spec, shape=shape))
+        return msgspec.structs.replace(parsed, spec=replace(parsed.spec, shape=shape))
 
 
 def parse_model(body: bytes) -> str:

@@ -12,7 +12,6 @@ content is not looked at. All gateways compute the same hashes, and a hash tells
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Annotated
@@ -22,6 +21,7 @@ from blake3 import blake3
 
 from serve_app.routing.prefix.blocks import BLOCK_ENDS, BYTES_PER_TOKEN
 from serve_app.serving.gateway.request.bodies import (
+    ABSENT,
     ChatFields,
     CompletionFields,
     Content,
@@ -43,7 +43,7 @@ _HEADS = {role: f"\0{role}\0".encode() for role in ("system", "developer", "user
 class PrefixSettings:
     """What the gateway tells of how prompts begin."""
 
-    # Costs some 35 microseconds for 10 kB of text. Without it, requests are sent by load alone.
+    # Costs some 20 microseconds for 10 kB of text. Without it, requests are sent by load alone.
     enabled: Annotated[bool, ADVANCED] = True
     # Whoever shares a prefix cache can find out by the time to the first token whether somebody else has sent
     # a text before. With this, tenants share nothing: neither here nor in the engines, which get a
@@ -52,8 +52,7 @@ class PrefixSettings:
     per_tenant: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
+class Opening(msgspec.Struct, frozen=True):
     """How a prompt begins, as references into its parsed body; nothing is copied before it is hashed.
 
     Attributes:
@@ -187,6 +186,8 @@ class OpeningPieces:
     def add_raw(self, *values: msgspec.Raw) -> None:
         """Definitions, by the bytes of their JSON."""
         for value in values:
+            if value is ABSENT:
+                continue
             piece = bytes(value)
             if piece and piece != _NULL and not self._ended:
                 self.found += ("\0", piece)

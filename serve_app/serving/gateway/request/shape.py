@@ -12,6 +12,7 @@ import msgspec
 from serve_app.request import PromptShape, TextCategory
 from serve_app.routing.estimation.text_category import classify
 from serve_app.serving.gateway.request.bodies import (
+    ABSENT,
     ChatFields,
     CompletionFields,
     Content,
@@ -78,6 +79,8 @@ class PromptMeasure:
     def add_raw(self, *pieces: msgspec.Raw) -> None:
         """Count definitions by the bytes of their JSON."""
         for piece in pieces:
+            if piece is ABSENT:
+                continue
             view = memoryview(piece)
             if view and view != _NULL:
                 self.tool_bytes += len(view)
