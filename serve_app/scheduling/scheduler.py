@@ -161,6 +161,7 @@ class Scheduler:
                 f"time went back from {self._now!r} to {now!r}: feed events in the order of one clock"
             )
         self._now = now
+        self.queue.on_time(now)
         commands = self._commands = []
         self._end_overdue(now)
         self._handlers[type(event)](event, now)

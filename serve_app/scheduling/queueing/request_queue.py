@@ -51,6 +51,7 @@ class RequestQueue:
         self._waiting_by_queue: dict[str, int] = {}
         self._returned = 0
         self._insertions = 0
+        self._now = 0.0
         self.resting = RestingRequests()
         self._is_fair = fairness.mode is not FairnessMode.OFF
         self._weights = TenantWeights(fairness)
@@ -59,6 +60,10 @@ class RequestQueue:
         self.urgent_work: defaultdict[str, WaitingWork] = defaultdict(WaitingWork)
         self.waiting_by_key: Counter[str] = Counter()
         self.work: defaultdict[tuple[str, ...], WaitingWork] = defaultdict(WaitingWork)
+
+    def on_time(self, now: float) -> None:
+        """It is `now`, in seconds on the scheduler's clock, for all that follows."""
+        self._now = now
 
     def add(self, scheduled: ScheduledRequest) -> None:
         """Queue a request, at the front if it lost its replica, in no sub-queue while it rests."""
@@ -84,7 +89,7 @@ class RequestQueue:
         tenants = self._tenants[request.priority]
         tenant = tenants[request.tenant]
         self._take_out(scheduled, tenant)
-        self._delay_bound(scheduled).leave(scheduled)
+        self._delay_bound(scheduled).leave(scheduled, self._now)
         scheduled.queued = False
         self._count(scheduled, tenant, -1)
         if not tenant.waiting:
@@ -185,7 +190,7 @@ class RequestQueue:
         tenant = self._tenants[scheduled.request.priority][scheduled.request.tenant]
         self._take_out(scheduled, tenant)
         self._count_at_home(scheduled, -1)
-        self._delay_bound(scheduled).leave(scheduled)
+        self._delay_bound(scheduled).leave(scheduled, self._now)
         scheduled.pools = pools
         self._delay_bound(scheduled).join(scheduled)
         self._count_at_home(scheduled, 1)
