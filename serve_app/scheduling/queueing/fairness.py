@@ -112,14 +112,16 @@ class TenantWeights:
         self._settings = settings
         self._of_keys: dict[str, float] = {}
 
-    def observe(self, request: Request) -> None:
-        """Learn the weight that a request brings."""
-        key = request.submission.key
+    def observe(self, request: Request) -> bool:
+        """Learn the weight that a request brings; whether it is another than before."""
+        key, before = request.submission.key, self._of_keys.get(request.tenant)
         if key is None or key.weight is None:
-            if self._of_keys:
-                self._of_keys.pop(request.tenant, None)
-        else:
-            self._of_keys[request.tenant] = key.weight
+            if before is None:
+                return False
+            del self._of_keys[request.tenant]
+            return True
+        self._of_keys[request.tenant] = key.weight
+        return before != key.weight
 
     def of(self, tenant: str) -> float:
         """Weight of a tenant."""

@@ -10,9 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from serve_app.request import PriorityClass, Request, Usage
+from serve_app.request import ANYWHERE, PriorityClass, Request, Usage
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.queueing.delay_bound import DelayBound, DelayBoundSettings
+from serve_app.scheduling.queueing.fair_work import FairWork
 from serve_app.scheduling.queueing.fairness import FairnessMode, FairnessSettings, FairShares, TenantWeights
 from serve_app.scheduling.queueing.head_groups import HeadGroup, HeadGroups
 from serve_app.scheduling.queueing.resting import RestingRequests
@@ -50,6 +51,7 @@ class RequestQueue:
         work: what waits, by the pools that it may go to.
         resting: those of the waiting requests that are in backoff.
         groups: the heads by what decides where they fit.
+        particular: waiting requests that only some replicas of their pools will do for.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class RequestQueue:
         self.groups = HeadGroups()
         self._is_fair = fairness.mode is not FairnessMode.OFF
         self._weights = TenantWeights(fairness)
+        self._fair_work = {priority: FairWork() for priority in PriorityClass}
         self.shares = {priority: FairShares(fairness, self._weights) for priority in PriorityClass}
         self.waiting_tokens = 0
+        self.particular = 0
         self.urgent_work: defaultdict[str, WaitingWork] = defaultdict(WaitingWork)
         self.waiting_by_key: Counter[str] = Counter()
         self.work: defaultdict[tuple[str, ...], WaitingWork] = defaultdict(WaitingWork)
@@ -92,7 +96,7 @@ class RequestQueue:
         """Queue a request, at the front if it lost its replica, in no sub-queue while it rests."""
         scheduled.length_queue = self._policy.queue_of(scheduled)
         request = scheduled.request
-        self._weights.observe(request)
+        self._observe_weight(request)
         tenants = self._tenants[request.priority]
         tenant = tenants.get(request.tenant)
         if tenant is None:
@@ -184,23 +188,13 @@ class RequestQueue:
         All of the higher classes, and all that its tenant has waiting. From every other tenant of its class,
         as much as that tenant is served meanwhile; without fairness all of it.
         """
-        above = sum(
-            tenant.tokens
-            for priority, tenants in self._tenants.items()
-            if priority.rank < request.priority.rank
-            for tenant in tenants.values()
-        )
-        tenants = self._tenants[request.priority]
-        if not self._is_fair:
-            return above + sum(tenant.tokens for tenant in tenants.values())
-        own = tenants[request.tenant].tokens if request.tenant in tenants else 0
-        weight = self._weights.of(request.tenant)
-        others = sum(
-            min(tenant.tokens, own * self._weights.of(name) / weight + tenant.tokens / tenant.waiting)
-            for name, tenant in tenants.items()
-            if name != request.tenant
-        )
-        return above + own + round(others)
+        ahead = 0
+        for priority, work in self._fair_work.items():
+            if priority is request.priority:
+                weight = self._weights.of(request.tenant)
+                return ahead + (work.ahead(request.tenant, weight) if self._is_fair else work.tokens)
+            ahead += work.tokens
+        return ahead
 
     def spills(self, pools: Sequence[str]) -> list[list[str]]:
         """Which of the pools are the second in a waiting request's preference, which the third, and so on."""
@@ -236,7 +230,7 @@ class RequestQueue:
 
     def charge(self, scheduled: ScheduledRequest) -> None:
         """Charge its tenant the expected service of a request at its dispatch."""
-        self._weights.observe(scheduled.request)
+        self._observe_weight(scheduled.request)
         scheduled.charged = self._fairness.expected_cost(scheduled.estimate, scheduled.cached_tokens)
         self._shares_of(scheduled).charge(scheduled.request.tenant, scheduled.charged)
 
@@ -365,6 +359,16 @@ class RequestQueue:
             for tenant in tenants.values():
                 yield from tenant.sub_queues.values()
 
+    def _observe_weight(self, request: Request) -> None:
+        """Learn the weight that a request brings; where it is another, all that its tenant has waiting."""
+        if self._weights.observe(request):
+            for priority, tenants in self._tenants.items():
+                if (tenant := tenants.get(request.tenant)) is not None:
+                    self._put_work(priority, request.tenant, tenant)
+
+    def _put_work(self, priority: PriorityClass, name: str, tenant: TenantQueues) -> None:
+        self._fair_work[priority].put(name, tenant.tokens, tenant.waiting, self._weights.of(name))
+
     def _count_at_home(self, scheduled: ScheduledRequest, by: int) -> None:
         self.work[scheduled.pools].add(scheduled.estimate, by)
         if scheduled.request.priority is not PriorityClass.BATCH:
@@ -376,6 +380,8 @@ class RequestQueue:
         tenant.waiting += by
         tenant.tokens += tokens
         self.waiting_tokens += tokens
+        self.particular += by * (scheduled.request.destination is not ANYWHERE)
+        self._put_work(scheduled.request.priority, scheduled.request.tenant, tenant)
         if scheduled.returned:
             _note(self._returned, scheduled, by)
         if scheduled.claimed:
