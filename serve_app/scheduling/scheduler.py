@@ -172,10 +172,15 @@ class Scheduler:
 
     def next_wakeup(self) -> float | None:
         """When time alone changes something; None when only an event can."""
-        outage, prefill = self.admission.outages.next_at(), self._prefills.next_at()
-        waiting = (self._expiry.next_at(), self.queue.resting.next_at())
-        times = (*waiting, self.ledger.next_report_expiry(), outage, self._routing.next_at(), prefill)
-        return min((time for time in times if time is not None), default=None)
+        times = [
+            self._expiry.next_at(),
+            self.queue.resting.next_at(),
+            self.ledger.next_report_expiry(),
+            self.admission.outages.next_at(),
+            self._routing.next_at(),
+            self._prefills.next_at(),
+        ]
+        return min([time for time in times if time is not None], default=None)
 
     def find(self, request_id: str) -> ScheduledRequest | None:
         """The request as it stands, None when it is unknown or over."""

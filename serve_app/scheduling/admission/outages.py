@@ -73,10 +73,12 @@ class Outages:
 
     def next_at(self) -> float | None:
         """When requests that wait for some pool must be refused; None while no outage is within its grace."""
-        return min(self._ends_at.values(), default=None)
+        return min(self._ends_at.values()) if self._ends_at else None
 
     def pop_due(self, now: float) -> bool:
         """Whether the grace period of a pool has ended since the last call."""
+        if not self._ends_at:
+            return False
         due = [pool for pool, ends_at in self._ends_at.items() if ends_at <= now]
         for pool in due:
             del self._ends_at[pool]

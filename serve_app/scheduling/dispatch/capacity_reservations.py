@@ -49,6 +49,8 @@ class CapacityReservations:
 
     def prune(self, now: float) -> None:
         """Drop the reservations of requests that no longer wait."""
+        if not self._by_pool:
+            return
         for pool, reservation in list(self._by_pool.items()):
             if not reservation.scheduled.queued or reservation.scheduled.pools[:1] != (pool,):
                 self._drop(pool, now)

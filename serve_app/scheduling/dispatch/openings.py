@@ -20,6 +20,8 @@ from serve_app.scheduling.queueing.request_queue import RequestQueue
 # A tenant that is behind all others by so many average requests has capacity kept for its next one. Where
 # tenants are alike, one is seldom that far behind.
 OWED_REQUESTS = 0.5
+# To look at so few costs no more than to try the groups.
+_FEW_HEADS = 3
 
 
 class Openings:
@@ -41,18 +43,18 @@ class Openings:
             reserves: capacity is reserved for a tenant that is owed it, if its head lacks that.
         """
         limit = self._ledger.context_limit(pool)
+        groups = [group for group in self._queue.groups.at(pool, rank) if group]
         if limit is None:
             return []
+        if sum(map(len, groups)) <= _FEW_HEADS:
+            return groups
         # Whose turn has come before that of the higher classes, need not find an empty queue.
         batch_is_first = self._queue.has_returned or PriorityClass.BATCH in self._floors.owed()
         return [
             group
-            for group in self._queue.groups.at(pool, rank)
-            if group
-            and (
-                self._may_fit(group, pool, limit, now, needs_empty=not batch_is_first)
-                or (reserves and self._is_owed(group, pool, limit, now))
-            )
+            for group in groups
+            if self._may_fit(group, pool, limit, now, needs_empty=not batch_is_first)
+            or (reserves and self._is_owed(group, pool, limit, now))
         ]
 
     def _may_fit(self, group: HeadGroup, pool: str, limit: int, now: float, *, needs_empty: bool) -> bool:

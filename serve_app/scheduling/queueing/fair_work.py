@@ -14,7 +14,11 @@ Sums are of whole numbers, so that they do not drift.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
+
+from serve_app.scheduling.queueing.fairness import TenantWeights
 
 _PER_OCTAVE = 8
 # Of a tenant's mean request, and of its weight.
@@ -22,6 +26,13 @@ _FRACTION_BITS = 32
 _ONE = 1 << _FRACTION_BITS
 # The bucket of those whose turning point is 0, below all others.
 _SINGLE = -(1 << 30)
+
+
+class HasWaiting(Protocol):
+    """A tenant's waiting requests, and their tokens."""
+
+    waiting: int
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -66,20 +77,27 @@ class _Bucket:
 class FairWork:
     """The waiting tenants of one class.
 
+    Args:
+        waiting: what each tenant has waiting; it is looked up when it is asked for.
+
     Attributes:
         tokens: of all that waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Mapping[str, HasWaiting], weights: TenantWeights) -> None:
+        self._waiting = waiting
+        self._weights = weights
+        self._changed: set[str] = set()
         self._tenants: dict[str, _Waiting] = {}
         self._buckets: dict[int, _Bucket] = {}
         self.tokens = 0
 
-    def put(self, tenant: str, tokens: int, waiting: int, weight: float) -> None:
-        """A tenant has so many requests waiting now, with so many tokens in all; none is no tenant."""
-        self._take_out(tenant)
-        if not waiting:
-            return
+    def note(self, tenant: str, tokens: int) -> None:
+        """A tenant has so many more tokens waiting, or less, or another weight."""
+        self.tokens += tokens
+        self._changed.add(tenant)
+
+    def _put(self, tenant: str, tokens: int, waiting: int, weight: float) -> None:
         turns_at = (tokens - tokens / waiting) / weight
         bucket = math.floor(_PER_OCTAVE * math.log2(turns_at)) if turns_at > 0 else _SINGLE
         mean, weight_ratio = (tokens << _FRACTION_BITS) // waiting, round(weight * _ONE)
@@ -87,10 +105,13 @@ class FairWork:
         if bucket not in self._buckets:
             self._buckets[bucket] = _Bucket()
         self._buckets[bucket].add(tenant, one)
-        self.tokens += tokens
 
-    def ahead(self, tenant: str, weight: float) -> int:
-        """Tokens of this class that are served before a request that arrives for a tenant of this weight."""
+    def ahead(self, tenant: str) -> int:
+        """Tokens of this class that are served before a request that arrives for a tenant."""
+        if not self.tokens:
+            return 0
+        self._catch_up()
+        weight = self._weights.of(tenant)
         own_tenant = self._tenants.get(tenant)
         own = 0 if own_tenant is None else own_tenant.tokens
         level = own / weight
@@ -111,11 +132,18 @@ class FairWork:
         # What others have is rounded: its own requests are whole.
         return own + round(tokens - own + partly + own * weights / (weight * _ONE) + means / _ONE)
 
+    def _catch_up(self) -> None:
+        """Most who come to an idle fleet have left before anybody asks for them."""
+        for name in self._changed:
+            self._take_out(name)
+            if (one := self._waiting.get(name)) is not None and one.waiting:
+                self._put(name, one.tokens, one.waiting, self._weights.of(name))
+        self._changed.clear()
+
     def _take_out(self, tenant: str) -> None:
         one = self._tenants.pop(tenant, None)
         if one is None:
             return
-        self.tokens -= one.tokens
         bucket = self._buckets[one.bucket]
         bucket.remove(tenant)
         if not bucket.tenants:

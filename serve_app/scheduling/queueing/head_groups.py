@@ -123,8 +123,8 @@ class HeadGroup:
         """The head that arrived first; None when the group is empty."""
         return self._by_arrival.first()
 
-    def __bool__(self) -> bool:
-        return self._heads > 0
+    def __len__(self) -> int:
+        return self._heads
 
     def __repr__(self) -> str:
         where = "/".join(self.pools)

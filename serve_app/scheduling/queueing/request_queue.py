@@ -26,7 +26,7 @@ from serve_app.scheduling.request import ScheduledRequest
 _FEW_TENANTS = 32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeadQuery:
     """Which heads are asked for.
 
@@ -80,8 +80,11 @@ class RequestQueue:
         self.groups = HeadGroups()
         self._is_fair = fairness.mode is not FairnessMode.OFF
         self._weights = TenantWeights(fairness)
-        self._fair_work = {priority: FairWork() for priority in PriorityClass}
+        self._fair_work = {
+            priority: FairWork(tenants, self._weights) for priority, tenants in self._tenants.items()
+        }
         self.shares = {priority: FairShares(fairness, self._weights) for priority in PriorityClass}
+        self._waiting = 0
         self.waiting_tokens = 0
         self.particular = 0
         self.urgent_work: defaultdict[str, WaitingWork] = defaultdict(WaitingWork)
@@ -191,8 +194,7 @@ class RequestQueue:
         ahead = 0
         for priority, work in self._fair_work.items():
             if priority is request.priority:
-                weight = self._weights.of(request.tenant)
-                return ahead + (work.ahead(request.tenant, weight) if self._is_fair else work.tokens)
+                return ahead + (work.ahead(request.tenant) if self._is_fair else work.tokens)
             ahead += work.tokens
         return ahead
 
@@ -362,12 +364,8 @@ class RequestQueue:
     def _observe_weight(self, request: Request) -> None:
         """Learn the weight that a request brings; where it is another, all that its tenant has waiting."""
         if self._weights.observe(request):
-            for priority, tenants in self._tenants.items():
-                if (tenant := tenants.get(request.tenant)) is not None:
-                    self._put_work(priority, request.tenant, tenant)
-
-    def _put_work(self, priority: PriorityClass, name: str, tenant: TenantQueues) -> None:
-        self._fair_work[priority].put(name, tenant.tokens, tenant.waiting, self._weights.of(name))
+            for work in self._fair_work.values():
+                work.note(request.tenant, 0)
 
     def _count_at_home(self, scheduled: ScheduledRequest, by: int) -> None:
         self.work[scheduled.pools].add(scheduled.estimate, by)
@@ -377,11 +375,12 @@ class RequestQueue:
     def _count(self, scheduled: ScheduledRequest, tenant: TenantQueues, by: int) -> None:
         self._count_at_home(scheduled, by)
         tokens = by * scheduled.estimate.expected_tokens
+        self._waiting += by
         tenant.waiting += by
         tenant.tokens += tokens
         self.waiting_tokens += tokens
         self.particular += by * (scheduled.request.destination is not ANYWHERE)
-        self._put_work(scheduled.request.priority, scheduled.request.tenant, tenant)
+        self._fair_work[scheduled.request.priority].note(scheduled.request.tenant, tokens)
         if scheduled.returned:
             _note(self._returned, scheduled, by)
         if scheduled.claimed:
@@ -401,7 +400,7 @@ class RequestQueue:
         yield from self.resting
 
     def __len__(self) -> int:
-        return len(self._sub_queue_of) + len(self.resting)
+        return self._waiting
 
     def __repr__(self) -> str:
         tenants = len({name for tenants in self._tenants.values() for name in tenants})
