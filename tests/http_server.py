@@ -2,7 +2,7 @@
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import uvicorn
 from uvicorn.lifespan.off import LifespanOff
@@ -13,7 +13,7 @@ from serve_app.serving.http_heads import LimitedHeads
 
 @contextlib.asynccontextmanager
 async def listening(
-    app: ASGIApp, port: int = 0, protocol: type[LimitedHeads] = LimitedHeads, keep_alive_s: int = 5
+    app: ASGIApp, port: int = 0, protocol: Callable[..., LimitedHeads] = LimitedHeads, keep_alive_s: int = 5
 ) -> AsyncIterator[int]:
     """Serve an ASGI app; yields the port. Answers that are open at the end are cut.
 
@@ -22,7 +22,7 @@ async def listening(
     """
     config = uvicorn.Config(
         app,
-        http=protocol,
+        http=protocol,  # type: ignore[arg-type]  # whatever makes a connection
         ws="none",
         lifespan="off",
         log_level="error",

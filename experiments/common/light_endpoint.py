@@ -1,18 +1,29 @@
-"""Light endpoints in a process of their own: they tell their load as vLLM does, and stream short answers.
+"""Light endpoints in a process of their own: they tell their load as vLLM does, and answer at no cost.
 
-Lines on the standard input open and close ports: `open 9001`, `close 9001`.
+Lines on the standard input open and close ports and say what is answered from then on:
+
+    open PORT [CONTEXT]       serves there; CONTEXT is the context limit in tokens
+    close PORT                cuts what is connected there
+    answer CHUNKS PACE_MS     streams of so many chunks, one in each pace; 0 chunks ask for a whole answer
+
+Chunks without a pace are written one by one, as fast as the loop turns. With a pace, one tick writes the next
+chunk of every stream, as the step of an engine does.
 """
 
 import asyncio
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import uvloop
 
 MODEL = "light"
-_TOKENS, _TOKEN_S = 8, 0.002
-_MODELS = b'{"data":[{"id":"light","object":"model","owned_by":"vllm","max_model_len":32768}]}'
+_CHUNKS, _PACE_MS = 8, 2.0
+_CONTEXT_TOKENS = 32_768
+# Of a body, for each token: what a client's words have with common tokenizers.
+_BYTES_PER_TOKEN = 5
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+_OPENING = b'{"id":"chatcmpl-light","object":"chat.completion.chunk","created":1,"model":"light",'
 # A page of vLLM has about so many bytes; nearly all of them are buckets of histograms.
 _PAGE_BYTES = 55_000
 
@@ -25,11 +36,11 @@ def page_with(running: int, steps: int) -> bytes:
         "vllm:num_requests_waiting": 0,
         "vllm:kv_cache_usage_perc": 0.1,
         "vllm:iteration_tokens_total_count": steps,
-        "vllm:inter_token_latency_seconds_sum": steps * _TOKEN_S,
+        "vllm:inter_token_latency_seconds_sum": steps * _PACE_MS / 1_000,
         "vllm:inter_token_latency_seconds_count": steps,
     }
     lines = [f"# TYPE {name} gauge\n{name}{labels} {value}" for name, value in wanted.items()]
-    cache = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100000"} 1.0'
+    cache = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000000"} 1.0'
     return "\n".join([_BUCKETS, *lines, f"# TYPE vllm:cache_config_info gauge\n{cache}", ""]).encode()
 
 
@@ -42,13 +53,54 @@ def _buckets() -> str:
     return "\n".join(lines)
 
 
+def _event(data: bytes) -> bytes:
+    event = b"data: %s\n\n" % data
+    return b"%x\r\n%s\r\n" % (len(event), event)
+
+
 _BUCKETS = _buckets()
+_CHUNK = _event(
+    _OPENING + b'"choices":[{"index":0,"delta":{"content":" w"},"logprobs":null,"finish_reason":null}]}'
+)
+_LAST_CHUNK = _event(
+    _OPENING + b'"choices":[{"index":0,"delta":{"content":" w"},"logprobs":null,"finish_reason":"length"}]}'
+)
+_DONE = _event(b"[DONE]") + b"0\r\n\r\n"
+
+
+class _Answers:
+    """What is answered now, and the clock of the streams that have a pace."""
+
+    def __init__(self) -> None:
+        self.chunks = _CHUNKS
+        self.pace_s = _PACE_MS / 1_000
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[Callable[[], None]] = []
+
+    def next(self, write: Callable[[], None]) -> None:
+        """Have a stream's next chunk written when its time comes."""
+        if not self.pace_s:
+            self._loop.call_soon(write)
+            return
+        if not self._waiting:
+            self._loop.call_later(self.pace_s, self._tick)
+        self._waiting.append(write)
+
+    def _tick(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for write in waiting:
+            write()
 
 
 class _Endpoint:
     """One endpoint: a port, and what runs there."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers: _Answers, context_tokens: int = _CONTEXT_TOKENS) -> None:
+        self.answers = answers
+        self.models = (
+            b'{"object":"list","data":[{"id":"light","object":"model","owned_by":"vllm","max_model_len":%d}]}'
+            % context_tokens
+        )
         self.running = 0
         self.steps = 0
         self.connections: set[_Connection] = set()
@@ -60,7 +112,10 @@ class _Connection(asyncio.Protocol):
     def __init__(self, endpoint: _Endpoint) -> None:
         self._endpoint = endpoint
         self._transport: asyncio.Transport | None = None
-        self._data = b""
+        self._head = b""
+        # Of the body under way: its length, and what is still to come. Its bytes are counted and dropped.
+        self._length = 0
+        self._missing = 0
         self._left = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -77,59 +132,80 @@ class _Connection(asyncio.Protocol):
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        self._data += data
-        head, mark, body = self._data.partition(b"\r\n\r\n")
-        if not mark:
-            return
-        length = next(
-            (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0
-        )
-        if len(body) < length:
-            return
-        self._data = b""
-        if head.startswith(b"POST "):
+        if self._missing:
+            self._missing -= len(data)
+        else:
+            head, mark, body = (self._head + data).partition(b"\r\n\r\n")
+            if not mark:
+                self._head = head
+                return
+            self._head = head
+            self._length = _content_length(head)
+            self._missing = self._length - len(body)
+        if not self._missing:
+            head, self._head = self._head, b""
+            self._answer(head)
+
+    def _answer(self, head: bytes) -> None:
+        path = head.split(b" ", 2)[1]
+        if head.startswith(b"POST ") and path.startswith(b"/v1/"):
+            self._generate()
+        elif path == b"/metrics":
+            self._whole(page_with(self._endpoint.running, self._endpoint.steps))
+        elif path == b"/v1/models":
+            self._whole(self._endpoint.models)
+        elif path == b"/health":
+            self._whole(b"{}")
+        else:
+            self._whole(b"{}", b"404 Not Found")
+
+    def _generate(self) -> None:
+        chunks = self._endpoint.answers.chunks
+        if chunks:
             assert self._transport is not None
             self._endpoint.running += 1
-            self._left = _TOKENS
+            self._left = chunks
             self._transport.write(_STREAM_HEAD)
-            self._token()
-        elif b" /metrics " in head:
-            self._answer(page_with(self._endpoint.running, self._endpoint.steps))
-        elif b" /v1/models " in head:
-            self._answer(_MODELS)
-        else:
-            self._answer(b"{}", b"404 Not Found")
+            self._chunk()
+            return
+        self._endpoint.steps += 1
+        message = b'{"role":"assistant","content":"w"},"logprobs":null,"finish_reason":"length"'
+        self._whole(
+            b'{"id":"chatcmpl-light","object":"chat.completion","created":1,"model":"light","choices":'
+            b'[{"index":0,"message":%s}],%s}' % (message, self._usage(1))
+        )
 
-    def _answer(self, body: bytes, status: bytes = b"200 OK") -> None:
+    def _whole(self, body: bytes, status: bytes = b"200 OK") -> None:
         assert self._transport is not None
-        self._transport.write(b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n" % (status, len(body)) + body)
+        self._transport.write(
+            b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+            % (status, len(body), body)
+        )
 
-    def _token(self) -> None:
+    def _chunk(self) -> None:
         if not self._left or self._transport is None or self._transport.is_closing():
             return
         self._left -= 1
         self._endpoint.steps += 1
-        finish = "null" if self._left else '"length"'
-        event = (
-            '{"id":"x","object":"text_completion","created":1,"model":"light","choices":[{"index":0,'
-            f'"text":" w","logprobs":null,"finish_reason":{finish}}}]}}'
-        )
-        self._event(event)
         if self._left:
-            asyncio.get_running_loop().call_later(_TOKEN_S, self._token)
+            self._transport.write(_CHUNK)
+            self._endpoint.answers.next(self._chunk)
             return
-        usage = '"usage":{"prompt_tokens":20,"completion_tokens":8,"total_tokens":28}'
-        self._event(
-            f'{{"id":"x","object":"text_completion","created":1,"model":"light","choices":[],{usage}}}'
-        )
-        self._event("[DONE]")
-        self._transport.write(b"0\r\n\r\n")
+        usage = _event(_OPENING + b'"choices":[],%s}' % self._usage(self._endpoint.answers.chunks))
+        self._transport.write(_LAST_CHUNK + usage + _DONE)
         self._endpoint.running -= 1
 
-    def _event(self, data: str) -> None:
-        assert self._transport is not None
-        event = f"data: {data}\n\n".encode()
-        self._transport.write(b"%x\r\n%s\r\n" % (len(event), event))
+    def _usage(self, output_tokens: int) -> bytes:
+        prompt_tokens = self._length // _BYTES_PER_TOKEN
+        counts = (prompt_tokens, output_tokens, prompt_tokens + output_tokens)
+        return b'"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % counts
+
+
+def _content_length(head: bytes) -> int:
+    for line in head.lower().split(b"\r\n"):
+        if line.startswith(b"content-length:"):
+            return int(line[15:])
+    return 0
 
 
 async def _serve() -> None:
@@ -137,17 +213,20 @@ async def _serve() -> None:
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     servers: dict[int, tuple[asyncio.Server, _Endpoint]] = {}
+    answers = _Answers()
     while line := await reader.readline():
-        verb, port = line.decode().split()
-        if verb == "open":
-            endpoint = _Endpoint()
-            server = await loop.create_server(partial(_Connection, endpoint), "127.0.0.1", int(port))
-            servers[int(port)] = (server, endpoint)
-        else:
-            server, endpoint = servers.pop(int(port))
-            server.close()
-            for connection in tuple(endpoint.connections):
-                connection.close()
+        match line.decode().split():
+            case ["answer", chunks, pace_ms]:
+                answers.chunks, answers.pace_s = int(chunks), float(pace_ms) / 1_000
+            case ["open", port, *context]:
+                endpoint = _Endpoint(answers, *map(int, context))
+                server = await loop.create_server(partial(_Connection, endpoint), "127.0.0.1", int(port))
+                servers[int(port)] = (server, endpoint)
+            case ["close", port]:
+                server, endpoint = servers.pop(int(port))
+                server.close()
+                for connection in tuple(endpoint.connections):
+                    connection.close()
         print(line.decode().strip(), flush=True)
 
 

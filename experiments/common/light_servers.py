@@ -18,11 +18,11 @@ class LightServers:
 
     process: "subprocess.Popen[str]"
 
-    def tell(self, verb: str, port: int) -> None:
-        """Open or close a port, and wait until that is done."""
+    def tell(self, verb: str, *values: float) -> None:
+        """Say a line of `light_endpoint`, such as `open PORT`, and wait until that is done."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(f"{verb} {port}\n")
+        self.process.stdin.write(f"{' '.join(map(str, (verb, *values)))}\n")
         self.process.stdin.flush()
         self.process.stdout.readline()
 

@@ -79,10 +79,7 @@ class CpuMeter:
 
     def calibrate(self, seconds: float) -> None:
         """Measure for so long what the roles use while nothing is asked of them; it blocks."""
-        before = self.read()
-        time.sleep(seconds)
-        after = self.read()
-        self.idle_per_s = {role: (used - before.get(role, 0.0)) / seconds for role, used in after.items()}
+        calibrate((self,), seconds)
 
     def read(self) -> dict[str, float]:
         """CPU seconds used so far, by role."""
@@ -97,6 +94,16 @@ class CpuMeter:
         return {
             role: used - before.get(role, 0.0) - self.idle_per_s.get(role, 0.0) * seconds
             for role, used in self.read().items()
+        }
+
+
+def calibrate(meters: Sequence[CpuMeter], seconds: float) -> None:
+    """`CpuMeter.calibrate` of several at the same time."""
+    before = [meter.read() for meter in meters]
+    time.sleep(seconds)
+    for meter, began in zip(meters, before, strict=True):
+        meter.idle_per_s = {
+            role: (used - began.get(role, 0.0)) / seconds for role, used in meter.read().items()
         }
 
 

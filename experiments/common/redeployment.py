@@ -19,11 +19,16 @@ _DEPLOY = """
 import json, sys, time
 import ray
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 
 config = json.load(sys.stdin)
 ray.init(address=sys.argv[1], namespace="serve", log_to_driver=False)
-client = serve.context._connect()
+try:
+    client = serve.context._connect()
+except RayServeException:
+    serve.start(proxy_location=config["proxy_location"], http_options=config["http_options"])
+    client = serve.context._connect()
 client.deploy_apps(ServeDeploySchema.model_validate(config))
 name, since = config["applications"][0]["name"], time.monotonic()
 while time.monotonic() < since + float(sys.argv[2]):
@@ -44,15 +49,33 @@ def redeploy(served: Application, config: Mapping[str, Any], timeout_s: float = 
     Raises:
         BenchError: it cannot be deployed, or takes too long.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", _DEPLOY, gcs_address(served), str(timeout_s)],
-        input=json.dumps(config),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout_s + 60,
-        env={**os.environ, "RAY_AUTH_MODE": "token"},
-    )
+    deploy(gcs_address(served), config, {"RAY_AUTH_MODE": "token"}, timeout_s)
+
+
+def deploy(
+    address: str, config: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float = _TIMEOUT_S
+) -> None:
+    """The same for any cluster; one without Ray Serve gets it.
+
+    Args:
+        address: of Ray's control service.
+        environment: how Ray lets this machine in.
+
+    Raises:
+        BenchError: it cannot be deployed, or takes too long.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _DEPLOY, address, str(timeout_s)],
+            input=json.dumps(config),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s + 60,
+            env={**os.environ, **environment},
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise BenchError(f"the application was not deployed within {exc.timeout:.0f} s") from exc
     if done.returncode:
         raise BenchError(f"the application was not deployed: {done.stderr.strip()[-2_000:]}")
 

@@ -2,6 +2,7 @@
 
 One application for each kind of process, with two gateways and two short replicas. Traffic is steady and
 streamed. As soon as the application is whole again, after a pause, the next process of the kind is killed.
+Whole nodes die in clusters of their own, see `nodes`.
 """
 
 import asyncio
@@ -10,21 +11,20 @@ import json
 import random
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
 import psutil
 import uvloop
 
 from experiments.common.application import BUILD_APP, Application, serve_config, served_application
-from experiments.common.audit import Ended, account, answered_twice, asked
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
-from serve_app.settings_base import POSITIVE, at_least, settings
+from experiments.deaths.nodes import KINDS, play_nodes
+from experiments.deaths.settings import DeathsCase, DeathsSettings
+from experiments.deaths.traffic import LOG_DELAY_S, NO_LIMIT, TIMEOUT_S, Traffic
 
 # How the processes of each kind call themselves, and how many of them there are.
 PROCESSES = {
@@ -36,52 +36,8 @@ PROCESSES = {
     "controller": ("ray::ServeController", 1),
 }
 _REPLICAS = 3
-_TIMEOUT_S = 60.0
 _BACK_TIMEOUT_S = 120.0
 _POLL_S = 0.2
-_NO_LIMIT = httpx.Limits(max_connections=None)
-
-
-class DeathSignal(StrEnum):
-    """What a process gets: SIGKILL ends it, SIGSTOP halts it with its connections open."""
-
-    KILL = "KILL"
-    STOP = "STOP"
-
-
-@settings
-class DeathsCase:
-    """Deaths of one kind.
-
-    Attributes:
-        kind: of process, one of `PROCESSES`.
-        times: how many deaths.
-    """
-
-    kind: str
-    signal: DeathSignal
-    times: Annotated[int, at_least(1)]
-
-    @property
-    def key(self) -> dict[str, Any]:
-        """Of its row."""
-        return {"kind": self.kind, "signal": self.signal.value}
-
-
-@settings
-class DeathsSettings:
-    """What is played.
-
-    Attributes:
-        cases: each with an application of its own.
-        pause_s: mean time from a whole application to the next death.
-        longest_s: a case ends after so long with fewer deaths.
-    """
-
-    cases: tuple[DeathsCase, ...]
-    rate_per_s: Annotated[float, POSITIVE]
-    pause_s: Annotated[float, POSITIVE]
-    longest_s: Annotated[float, POSITIVE]
 
 
 @dataclass(slots=True)
@@ -95,32 +51,15 @@ class DeathsPlay:
     settings: DeathsSettings
     case: DeathsCase
     served: Application
-    ended: list[Ended] = field(default_factory=list)
+    traffic: Traffic | None = None
     back_s: list[float | None] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
     async def run(self) -> None:
         """Send requests until the last death is some time ago."""
-        async with httpx.AsyncClient(base_url=self.served.url, timeout=_TIMEOUT_S, limits=_NO_LIMIT) as http:
-            killing = asyncio.create_task(self._kill_again_and_again())
-            sent: set[asyncio.Task[None]] = set()
-            number = 0
-            while not killing.done():
-                await asyncio.sleep(
-                    max(0.0, self.began + number / self.settings.rate_per_s - time.monotonic())
-                )
-                task = asyncio.create_task(self._one(http, number))
-                sent.add(task)
-                task.add_done_callback(sent.discard)
-                number += 1
-            await killing
-            await asyncio.gather(*sent)
-
-    async def _one(self, http: httpx.AsyncClient, number: int) -> None:
-        name, started_s = f"{self.case.kind}-{number}", time.monotonic()
-        # Neighbours differ in length, so that a swapped answer shows.
-        end, detail = await asked(http, name, 20 + number % 180)
-        self.ended.append(Ended(name, end, started_s, time.monotonic(), detail))
+        async with httpx.AsyncClient(base_url=self.served.url, timeout=TIMEOUT_S, limits=NO_LIMIT) as http:
+            self.traffic = Traffic(self.case.kind, self.settings.rate_per_s, lambda: http)
+            await self.traffic.run_beside(self._kill_again_and_again())
 
     async def _kill_again_and_again(self) -> None:
         chance = random.Random(self.case.kind)  # noqa: S311 - which of several processes, and when
@@ -192,27 +131,18 @@ def play(settings: DeathsSettings, context: Context) -> Iterator[Measurement]:
     for case in settings.cases:
         if context.has(case.key):
             continue
-        with served_application(_config()) as served:
-            played = DeathsPlay(settings, case, served)
-            uvloop.run(played.run())
-            # Lines of the log come a little later than the answers.
-            time.sleep(2.0)
-            figures = figures_of(played)
+        figures = (play_nodes if case.kind in KINDS else _play_processes)(settings, case)
         yield Measurement(key=case.key, figures=figures, seeds=(0,), traces=generated("steady traffic"))
 
 
-def figures_of(played: DeathsPlay) -> dict[str, Any]:
-    """How requests ended, what clients heard besides, and how soon the killed process was replaced."""
-    details = Counter(f"{one.end}: {one.detail}" for one in played.ended if one.detail)
-    return {
-        "deaths": len(played.back_s),
-        "sent": len(played.ended),
-        "ends": account(played.ended),
-        "answered_twice": answered_twice(played.served.log_lines("gateway"), f"{played.case.kind}-"),
-        "back_s": played.back_s,
-        "slowest_s": max(one.ended_s - one.started_s for one in played.ended),
-        "details": dict(details.most_common(10)),
-    }
+def _play_processes(settings: DeathsSettings, case: DeathsCase) -> dict[str, Any]:
+    with served_application(_config()) as served:
+        played = DeathsPlay(settings, case, served)
+        uvloop.run(played.run())
+        # Lines of the log come a little later than the answers.
+        time.sleep(LOG_DELAY_S)
+        assert played.traffic is not None
+        return played.traffic.figures(played.back_s, served.log_lines("gateway"))
 
 
 def _config() -> dict[str, Any]:

@@ -5,7 +5,7 @@ bound on delay, on four kinds of traffic at four loads with one, four and sixtee
 """
 
 from experiments.common.experiment import Experiment
+from experiments.orders.points import play_points
 from experiments.policies.grid import PolicyGrid
-from experiments.policies.measurements import play_grid
 
-EXPERIMENT = Experiment(settings=PolicyGrid, play=play_grid)
+EXPERIMENT = Experiment(settings=PolicyGrid, play=play_points)

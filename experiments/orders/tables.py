@@ -1,60 +1,57 @@
 """The tables of this experiment: ours beside every other order, a line for each kind of traffic and load."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
-from typing import Any
 
 from experiments.common.rows import Row
 from experiments.common.tables import Table, markdown
-from experiments.policies.tables import NOTE, grid_table
+from experiments.orders.points import LONG, SHORT, Order, orders_of
+from experiments.policies.tables import COLUMNS, NOTE
 from serve_app.metrics.confidence import paired_difference_95
 
 _OURS, _BEFORE, _ISOLATED, _DIRECT = "ewsjf", "ewsjf, no bound", "fcfs-isolated", "direct"
-_SHORT, _LONG = "short_ttft_p99_s", "long_ttft_p99_s"
 _WAIT, _GOODPUT = "queue_wait_max_s", "goodput_per_s"
 
 Point = tuple[str, float]
 """Case and load."""
 
 
-def dominating(point: Sequence[Row]) -> list[str]:
+def dominating(point: Sequence[Order]) -> list[str]:
     """The policies that are better than ours in short and long P99 at once.
 
     The mean of the paired differences over seeds counts; `!` marks one whose intervals exclude zero in both.
     """
-    (ours,) = (row for row in point if row.key["policy"] == _OURS)
+    (ours,) = (order for order in point if order.policy == _OURS)
     found = []
-    for row in point:
+    for order in point:
         short, long = (
-            paired_difference_95(row.figures[name], ours.figures[name]) for name in (_SHORT, _LONG)
+            paired_difference_95(order.figures[name], ours.figures[name]) for name in (SHORT, LONG)
         )
         if short.mean < 0 and long.mean < 0:
             is_sure = all(each.high is not None and each.high < 0 for each in (short, long))
-            found.append(f"{row.key['policy']}{'!' if is_sure else ''}")
+            found.append(f"{order.policy}{'!' if is_sure else ''}")
     return found
 
 
-def _points(rows: Sequence[Row]) -> Iterator[tuple[Point, list[Row]]]:
-    points: dict[Point, list[Row]] = {}
-    for row in rows:
-        points.setdefault((str(row.key["case"]), float(row.key["load"])), []).append(row)
+def _points(rows: Sequence[Row]) -> Iterator[tuple[Point, list[Order]]]:
+    points: dict[Point, list[Order]] = {}
+    for order in orders_of(rows):
+        points.setdefault((order.case, order.load), []).append(order)
     for point, there in points.items():
-        if any(row.key["policy"] == _OURS for row in there):
+        if any(order.policy == _OURS for order in there):
             yield point, there
 
 
 def _verdicts(rows: Sequence[Row]) -> str:
     lines = []
     for (case, load), point in _points(rows):
-        of = {str(row.key["policy"]): row.figures for row in point}
-
-        price = fmean(of[_OURS][_LONG]) / fmean(of[_ISOLATED][_LONG]) if _ISOLATED in of else None
+        of = {order.policy: order for order in point}
+        price = of[_OURS].mean(LONG) / of[_ISOLATED].mean(LONG) if _ISOLATED in of else None
         lines.append(
             [
                 case,
                 str(load),
-                _means(of, _SHORT, (_DIRECT, _ISOLATED, _BEFORE, _OURS), 2),
-                _means(of, _LONG, (_DIRECT, _ISOLATED, _BEFORE, _OURS), 1),
+                _means(of, SHORT, (_DIRECT, _ISOLATED, _BEFORE, _OURS), 2),
+                _means(of, LONG, (_DIRECT, _ISOLATED, _BEFORE, _OURS), 1),
                 "-" if price is None else f"{price:.2f}",
                 _means(of, _WAIT, (_ISOLATED, _BEFORE, _OURS), 1),
                 _means(of, _GOODPUT, (_ISOLATED, _BEFORE, _OURS), 2),
@@ -74,9 +71,23 @@ def _verdicts(rows: Sequence[Row]) -> str:
     return markdown(head, lines, text_columns=2)
 
 
-def _means(of: Mapping[str, Mapping[str, Any]], figure: str, policies: Sequence[str], decimals: int) -> str:
+def _means(of: Mapping[str, Order], figure: str, policies: Sequence[str], decimals: int) -> str:
     """The means of some policies, where they were played."""
-    return " / ".join(f"{fmean(of[one][figure]):,.{decimals}f}" if one in of else "-" for one in policies)
+    return " / ".join(f"{of[one].mean(figure):,.{decimals}f}" if one in of else "-" for one in policies)
+
+
+def _all(rows: Sequence[Row]) -> str:
+    lines = [
+        [
+            order.case,
+            str(order.load),
+            order.policy if order.deployable else f"{order.policy} (not deployable)",
+            *(order.interval(one.figure).as_text(one.decimals, one.scale) for one in COLUMNS),
+        ]
+        for order in orders_of(rows)
+    ]
+    head = ["case", "load", "policy", *(one.heading for one in COLUMNS)]
+    return markdown(head, lines, text_columns=3)
 
 
 TABLES = {
@@ -85,5 +96,5 @@ TABLES = {
         note="Llama-2-70B on four H100, simulated, means over seeds. `isolated` is `fcfs-isolated`, and "
         "`before` is ours without the bound on delay; a mark `!` is for intervals that exclude zero",
     ),
-    "all": Table(text=grid_table("case", "load"), note=NOTE),
+    "all": Table(text=_all, note=NOTE),
 }

@@ -1,192 +1,219 @@
-"""What does the application cost per request, beside the same engine with nothing in front of it?
+"""What does the application cost per request, beside other proxies and beside nothing in between?
 
-Closed loops send small requests and streams to the application (HAProxy, gateway, scheduler, one replica) and
-to the same emulated engine alone, in turn, so that both meet the same machine. CPU time is read from the
-processes, less what they use when idle.
+A cheap client sends requests to light engines straight, and through each of several systems in turn: nginx,
+routers written in Rust, a bare forwarder, and the application with everything on. CPU time is read from the
+processes, less what they use when idle in the same round. The application with a replica of its own stands
+beside its emulated engine alone. The quick start is started, and left idle.
 """
 
-import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
 from typing import Any
 
-import uvloop
-
-from experiments.common.application import started_application
-from experiments.common.closed_loop import ClosedLoop, Exchange
 from experiments.common.experiment import Context, Experiment, Measurement
-from experiments.common.processes import CpuMeter, ProcessUse, role_of
+from experiments.common.light_endpoint import MODEL
+from experiments.common.light_servers import LightServers
+from experiments.common.processes import calibrate, process_tree
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
-from experiments.overhead.engine import started_engine
-from serve_app.bench.bodies import BodyFactory, BodySettings
-from serve_app.bench.connection import ConnectionPool, Target
-from serve_app.command import progress_bar
-from serve_app.settings_base import settings
-from serve_app.workloads.trace import TraceRequest
+from experiments.overhead.client import Client, Played, load_of, started_client
+from experiments.overhead.footprint import quick_start_figures
+from experiments.overhead.forwarder import PARSED, RAW
+from experiments.overhead.ours import (
+    REPLICA_MODEL,
+    started_direct,
+    started_engine_alone,
+    started_ours,
+    started_ours_with_replicas,
+)
+from experiments.overhead.peers import missing_program, started_forwarder, started_nginx, started_router
+from experiments.overhead.settings import OverheadSettings, RequestKind
+from experiments.overhead.system import DIRECT, OURS, Endpoints, System, started_light_engines
+from serve_app.command import progress_bar, warn
+from serve_app.errors import SettingsError
 
-MODEL = "instant"
-ALONE = "engine alone"
-_PROMPT_TOKENS = 20
-_SETTLE_S = 5.0
-
-
-@settings
-class RequestKind:
-    """One kind of request.
-
-    Attributes:
-        requests: how many are enough for a figure, by the number of clients.
-    """
-
-    stream: bool
-    output_tokens: int
-    requests: Mapping[int, int]
-
-
-@settings
-class OverheadSettings:
-    """What is played.
-
-    Attributes:
-        engine, engine_advanced: of both, an emulated one.
-        idle_s: for how long the use of idle processes is measured.
-        warm_up_share: of the requests, which are sent before anything is measured.
-    """
-
-    engine: Mapping[str, Any]
-    engine_advanced: Mapping[str, Any]
-    kinds: Mapping[str, RequestKind]
-    repeats: int
-    idle_s: float = 10.0
-    warm_up_share: float = 0.1
-
-    def cells(self) -> list[tuple[str, int, int]]:
-        """Kind, clients and requests of each row."""
-        return [(name, *size) for name, kind in self.kinds.items() for size in kind.requests.items()]
+REMOTE, REPLICAS = "light", "own replica"
+STARTED: Mapping[str, Callable[[Endpoints], AbstractContextManager[System]]] = {
+    DIRECT: started_direct,
+    "nginx": started_nginx,
+    "smg": partial(started_router, "smg"),
+    "vllm-router": partial(started_router, "vllm-router"),
+    f"forwarder, {RAW}": partial(started_forwarder, RAW),
+    f"forwarder, {PARSED}": partial(started_forwarder, PARSED),
+    OURS: started_ours,
+}
+_PROGRAMS = {
+    "nginx": "install the system's package",
+    "smg": "scripts/setup peers",
+    "vllm-router": "scripts/setup peers",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One closed loop.
+    """One turn of a system.
 
     Attributes:
-        first_ms: median time to the first token; to the end, without a stream.
-        reads: pieces in which an answer came, in the mean.
         cpu_ms: by role, per request, less idle use.
+        client_cpu_ms: of the client, per request.
     """
 
-    per_s: float
-    first_ms: float
-    reads: float
+    played: Played
     cpu_ms: Mapping[str, float]
+    client_cpu_ms: float
 
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """Sends to both, and reads what their processes used."""
+    """Sends requests to systems that run, in turn.
+
+    Attributes:
+        light: the engines that are told what to answer; None where engines read it from the request.
+    """
 
     settings: OverheadSettings
-    app_url: str
-    engine_url: str
-    meter: CpuMeter
+    client: Client
+    systems: Sequence[System]
+    model: str
+    light: LightServers | None
 
-    def pair(self, kind: RequestKind, clients: int, requests: int) -> tuple[Sample, Sample]:
-        """Straight to the engine, then through the application."""
-        straight, through = (
-            self._sample(url, kind, clients, requests) for url in (self.engine_url, self.app_url)
-        )
-        return straight, through
+    def samples(self, kinds: Sequence[str]) -> dict[tuple[str, int], dict[str, list[Sample]]]:
+        """By kind and clients, and by system: one for each round."""
+        settings = self.settings
+        cells = [(name, clients) for name in kinds for clients in settings.requests[name].clients]
+        found: dict[tuple[str, int], dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+        # Connections, code paths and learned ratios are warm after it.
+        for name, clients in cells:
+            for system in self.systems:
+                self._sample(system, settings.requests[name], clients, settings.warm_up_s)
+        with progress_bar("overhead", settings.rounds * len(cells)) as advance:
+            for number in range(settings.rounds):
+                calibrate([system.meter for system in self.systems], settings.idle_s)
+                first = number % len(self.systems)
+                for name, clients in cells:
+                    for system in (*self.systems[first:], *self.systems[:first]):
+                        sample = self._sample(system, settings.requests[name], clients, settings.seconds)
+                        found[name, clients][system.name].append(sample)
+                    advance()
+        return found
 
-    def _sample(self, url: str, kind: RequestKind, clients: int, requests: int) -> Sample:
-        before, began = self.meter.read(), time.monotonic()
-        exchanges = uvloop.run(_exchange(url, kind, clients, requests))
-        seconds = time.monotonic() - began
-        used = self.meter.used_since(before, seconds)
+    def _sample(self, system: System, kind: RequestKind, clients: int, seconds: float) -> Sample:
+        load = load_of(kind, system, self.model, clients, seconds)
+        if self.light is None:
+            load = replace(load, exact=True)
+        else:
+            self.light.tell("answer", kind.chunks, kind.pace_ms)
+        before, client_before, began = system.meter.read(), self._client_cpu_s(), time.monotonic()
+        played = self.client.play(load)
+        used = system.meter.used_since(before, time.monotonic() - began)
+        per_request = 1_000 / played.requests
         return Sample(
-            per_s=requests / seconds,
-            first_ms=1_000 * statistics.median(one.first_s for one in exchanges),
-            reads=statistics.fmean(one.reads for one in exchanges),
-            cpu_ms={role: 1_000 * cpu_s / requests for role, cpu_s in sorted(used.items())},
+            played=played,
+            cpu_ms={role: per_request * cpu_s for role, cpu_s in sorted(used.items())},
+            client_cpu_ms=per_request * (self._client_cpu_s() - client_before),
         )
+
+    def _client_cpu_s(self) -> float:
+        return sum(process.cpu_s for process in process_tree(self.client.pid))
 
 
 def play(settings: OverheadSettings, context: Context) -> Iterator[Measurement]:
-    """Every kind with every number of clients, repeat by repeat."""
-    cells = settings.cells()
-    if all(context.has(_key(name, clients)) for name, clients, _ in cells):
-        return
-    with (
-        started_application("overhead", [model(settings)]) as served,
-        started_engine(MODEL, {**settings.engine, **settings.engine_advanced}) as (engine, engine_url),
-    ):
-        meter = CpuMeter((served.pid, engine), lambda one: _role(one, engine))
-        player = Player(settings, served.url, engine_url, meter)
-        # Connections, code paths and learned ratios are warm after it.
-        for name, clients, requests in cells:
-            player.pair(settings.kinds[name], clients, max(clients, round(settings.warm_up_share * requests)))
-        time.sleep(min(_SETTLE_S, settings.idle_s))
-        meter.calibrate(settings.idle_s)
-        samples = _samples(settings, player)
-    idle_ms = {role: 1_000 * used for role, used in sorted(meter.idle_per_s.items())}
-    yield Measurement(key={"idle": True}, figures={"cpu_ms_per_s": idle_ms})
-    for name, clients, _ in cells:
-        yield _measurement(_key(name, clients), samples[name, clients])
+    """Before light engines, then with a replica of its own, then the quick start."""
+    unknown = sorted({*settings.kinds, *settings.replicas.kinds} - settings.requests.keys())
+    unknown += sorted(set(settings.systems) - STARTED.keys())
+    if unknown:
+        raise SettingsError(f"no kind of request or system {', '.join(unknown)}: see config.yaml")
+    with ExitStack() as stack:
+        client = stack.enter_context(started_client())
+        if _lacks(settings, context, REMOTE, settings.kinds):
+            yield from _remote(settings, client)
+        if _lacks(settings, context, REPLICAS, settings.replicas.kinds):
+            yield from _replicas(settings, client)
+    key = _key(settings, {"quick start": True})
+    if settings.quick_start.starts and not context.has(key):
+        yield Measurement(key=key, figures=quick_start_figures(settings.quick_start))
 
 
-def model(settings: OverheadSettings) -> dict[str, Any]:
-    """One pool with the engine."""
-    engine = {"emulated": {**settings.engine, "advanced": dict(settings.engine_advanced)}}
-    return {"name": MODEL, "pools": [{"name": "all", "engine": engine, "resources": {"num_cpus": 0.1}}]}
+def _remote(settings: OverheadSettings, client: Client) -> Iterator[Measurement]:
+    with ExitStack() as stack:
+        light, endpoints = stack.enter_context(started_light_engines())
+        systems = [stack.enter_context(STARTED[name](endpoints)) for name in _present(settings.systems)]
+        player = Player(settings, client, systems, MODEL, light)
+        samples = player.samples(settings.kinds)
+    yield from _measurements(settings, REMOTE, systems, samples)
 
 
-def _samples(
-    settings: OverheadSettings, player: Player
-) -> dict[tuple[str, int], list[tuple[Sample, Sample]]]:
-    cells = settings.cells()
-    samples: dict[tuple[str, int], list[tuple[Sample, Sample]]] = {cell[:2]: [] for cell in cells}
-    with progress_bar("overhead", settings.repeats * len(cells)) as advance:
-        for _repeat in range(settings.repeats):
-            for name, clients, requests in cells:
-                samples[name, clients].append(player.pair(settings.kinds[name], clients, requests))
-                advance()
-    return samples
+def _replicas(settings: OverheadSettings, client: Client) -> Iterator[Measurement]:
+    engine = (settings.replicas.engine, settings.replicas.engine_advanced)
+    with started_engine_alone(*engine) as alone, started_ours_with_replicas(*engine) as ours:
+        player = Player(settings, client, [alone, ours], REPLICA_MODEL, None)
+        samples = player.samples(settings.replicas.kinds)
+    yield from _measurements(settings, REPLICAS, [alone, ours], samples)
 
 
-def _measurement(key: Key, pairs: Sequence[tuple[Sample, Sample]]) -> Measurement:
-    straight, through = zip(*pairs, strict=True)
-    roles = sorted({role for one in through for role in one.cpu_ms} - {ALONE})
-    return Measurement(
-        key=key,
-        figures={
-            "straight_per_s": [one.per_s for one in straight],
-            "per_s": [one.per_s for one in through],
-            "straight_first_ms": [one.first_ms for one in straight],
-            "first_ms": [one.first_ms for one in through],
-            "reads": [one.reads for one in through],
-            "cpu_ms": {role: [one.cpu_ms.get(role, 0.0) for one in through] for role in roles},
-            "alone_cpu_ms": [one.cpu_ms.get(ALONE, 0.0) for one in straight],
-        },
-        traces=generated("requests of one size"),
-    )
+def _present(names: Sequence[str]) -> list[str]:
+    """Those that this machine can start; of the others it is told why they are left out."""
+    present = []
+    for name in names:
+        reason = missing_program(name, _PROGRAMS[name]) if name in _PROGRAMS else ""
+        if reason:
+            warn(f"overhead: {name} is left out: {reason}")
+        else:
+            present.append(name)
+    return present
 
 
-async def _exchange(url: str, kind: RequestKind, clients: int, requests: int) -> list[Exchange]:
-    target = Target.parse(url)
-    bodies = BodyFactory(BodySettings(model=MODEL, stream=kind.stream), target.authority)
-    request = TraceRequest(arrival_s=0.0, prompt_tokens=_PROMPT_TOKENS, output_tokens=kind.output_tokens)
-    return await ClosedLoop(ConnectionPool(target), bodies, request, stream=kind.stream).run(
-        clients, requests
-    )
+def _measurements(
+    settings: OverheadSettings,
+    engines: str,
+    systems: Sequence[System],
+    samples: Mapping[tuple[str, int], Mapping[str, Sequence[Sample]]],
+) -> Iterator[Measurement]:
+    for (name, clients), found in samples.items():
+        yield Measurement(
+            key=_cell_key(settings, engines, name, clients),
+            figures={
+                system.name: {"version": system.version, **_figures(found[system.name])} for system in systems
+            },
+            traces=generated("requests of one size"),
+        )
 
 
-def _key(name: str, clients: int) -> Key:
-    return {"kind": name, "clients": clients}
+def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Lists with one value for each round; times of the first token are comparable within a round."""
+    roles = sorted({role for one in samples for role in one.cpu_ms})
+    return {
+        "requests": sum(one.played.requests for one in samples),
+        "per_s": [one.played.requests / one.played.seconds for one in samples],
+        "first_p50_ms": [one.played.first_p50_ms for one in samples],
+        "first_p99_ms": [one.played.first_p99_ms for one in samples],
+        "reads": fmean(one.played.reads for one in samples),
+        "cpu_ms": {role: [one.cpu_ms.get(role, 0.0) for one in samples] for role in roles},
+        "client_cpu_ms": fmean(one.client_cpu_ms for one in samples),
+    }
 
 
-def _role(process: ProcessUse, engine: int) -> str:
-    return ALONE if process.pid == engine else role_of(process)
+def _lacks(settings: OverheadSettings, context: Context, engines: str, kinds: Sequence[str]) -> bool:
+    """Whether a row is still to be measured."""
+    keys = [
+        _cell_key(settings, engines, name, clients)
+        for name in kinds
+        for clients in settings.requests[name].clients
+    ]
+    return not all(context.has(key) for key in keys)
+
+
+def _cell_key(settings: OverheadSettings, engines: str, name: str, clients: int) -> Key:
+    return _key(settings, {"engines": engines, "kind": name, "clients": clients})
+
+
+def _key(settings: OverheadSettings, key: Key) -> Key:
+    return {**key, "label": settings.label}
 
 
 EXPERIMENT = Experiment(settings=OverheadSettings, play=play)

@@ -1,77 +1,212 @@
 """The tables of this experiment."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
-from experiments.common.rows import ANY, Row
+from experiments.common.rows import ANY, Row, where
 from experiments.common.tables import Table, load_note, markdown
+from experiments.overhead.ours import ALONE
+from experiments.overhead.run import REMOTE, REPLICAS
+from experiments.overhead.system import DIRECT, OURS
 
-_ENGINE = "engine"
+Figures = Mapping[str, Any]
 # Learns beside the requests, now and then: its work is no part of a request.
 _TUNER = "tuner"
-_ROLES = ("gateway", "haproxy", "scheduler", "serve", "ray")
+# `serve` is Serve's controller and proxy managers, `watcher` the replica that reads the light engines' load.
+_ROLES = ("gateway", "scheduler", "haproxy", "serve", "ray", "watcher")
+_ENGINE = "engine"
+_HEADLINE_KINDS = ("small", "stream", "paced", "200 kB", "400 kB", "4 MB")
+_NONE = "-"
 
 
-def _headline(rows: Sequence[Row]) -> str:
-    head = ["request", "clients", "CPU of the layer, ms", "first token straight, ms", "added, ms"]
+def layer_ms(figures: Figures, *without: str) -> float:
+    """CPU milliseconds per request of all processes of a system but the tuner, median over the rounds."""
+    used = [values for role, values in figures["cpu_ms"].items() if role not in (_TUNER, *without)]
+    return float(median(map(sum, zip(*used, strict=True)))) if used else 0.0
+
+
+def added_ms(row: Row, system: str, name: str) -> float | None:
+    """What a system adds to a time of the direct way, median of the differences within a round."""
+    if system not in row.figures or DIRECT not in row.figures:
+        return None
+    pairs = zip(row.figures[system][name], row.figures[DIRECT][name], strict=True)
+    return float(median(through - straight for through, straight in pairs))
+
+
+def _cpu(rows: Sequence[Row]) -> str:
+    """A line for each system, and a column for each kind at its most clients."""
+    cells = [(kind, row) for kind in _HEADLINE_KINDS if (row := _busiest(rows, kind)) is not None]
+    head = ["system", *(f"{kind}, {row.key['clients']} at once" for kind, row in cells)]
     lines = [
-        [str(row.key["kind"]), str(row.key["clients"]), f"{layer_ms(row):.2f}", *_first(row)] for row in rows
+        [_said(rows, system), *(_cpu_cell(row, system) for _, row in cells)]
+        for system in _systems(rows)
+        if system != DIRECT
     ]
     return f"{markdown(head, lines)}\n\n{_circumstances(rows)}"
 
 
-def _parts(rows: Sequence[Row]) -> str:
-    head = [
-        "request",
-        "clients",
-        "straight, 1/s",
-        "through, 1/s",
-        *_ROLES,
-        "all of the layer",
-        _TUNER,
-        _ENGINE,
-    ]
+def _cpu_cell(row: Row, system: str) -> str:
+    return _milliseconds(layer_ms(row.figures[system])) if system in row.figures else _NONE
+
+
+def _first(rows: Sequence[Row]) -> str:
+    """Times to the first token with one client, and requests in a second with many."""
+    kinds = [kind for kind in _HEADLINE_KINDS if where(rows, kind=kind, clients=1)]
+    head = ["system"]
+    head += [f"{kind}, p50 / p99 ms" for kind in kinds]
+    head += [f"{kind}, 1/s" for kind in kinds if _busiest(rows, kind)]
+    lines = []
+    for system in _systems(rows):
+        alone = [row for kind in kinds for row in where(rows, kind=kind, clients=1)]
+        busy = [row for kind in kinds if (row := _busiest(rows, kind)) is not None]
+        lines.append([system, *(_times(row, system) for row in alone), *(_rate(row, system) for row in busy)])
+    return f"{markdown(head, lines)}\n\n{_circumstances(rows)}"
+
+
+def _times(row: Row, system: str) -> str:
+    if system not in row.figures:
+        return _NONE
+    if system == DIRECT:
+        times = [median(row.figures[DIRECT][name]) for name in ("first_p50_ms", "first_p99_ms")]
+        return " / ".join(f"{one:.2f}" for one in times)
+    added = [added_ms(row, system, name) for name in ("first_p50_ms", "first_p99_ms")]
+    return " / ".join(_NONE if one is None else f"{one:+.2f}" for one in added)
+
+
+def _rate(row: Row, system: str) -> str:
+    return f"{median(row.figures[system]['per_s']):,.0f}" if system in row.figures else _NONE
+
+
+def _roles(rows: Sequence[Row]) -> str:
+    """Ours, by the role of each process."""
+    head = ["request", "clients", *_ROLES, "all", _TUNER, "client", "requests/s", "reads"]
+    lines = []
+    for row in rows:
+        figures = row.figures.get(OURS)
+        if figures is not None and row.key["kind"] in _HEADLINE_KINDS:
+            lines.append(
+                [
+                    str(row.key["kind"]),
+                    str(row.key["clients"]),
+                    *(_role(figures, role) for role in _ROLES),
+                    _milliseconds(layer_ms(figures)),
+                    _role(figures, _TUNER),
+                    _milliseconds(figures["client_cpu_ms"]),
+                    f"{median(figures['per_s']):,.0f}",
+                    f"{figures['reads']:.1f}",
+                ]
+            )
+    return f"{markdown(head, lines)}\n\n{_circumstances(rows)}"
+
+
+def _replica(rows: Sequence[Row]) -> str:
+    """The second setting, whose engine is ours."""
+    roles = [role for role in _ROLES if role != "watcher"]
+    share = "replica's own"
+    head = ["request", "clients", *roles, "all of these", share, _ENGINE, ALONE, "added TTFT p50, ms"]
     lines = [
         [
             str(row.key["kind"]),
             str(row.key["clients"]),
-            *(f"{median(row.figures[name]):,.0f}" for name in ("straight_per_s", "per_s")),
-            *(f"{median(row.figures['cpu_ms'].get(role, [0.0])):.2f}" for role in _ROLES),
-            f"{layer_ms(row):.2f}",
-            *(f"{median(row.figures['cpu_ms'].get(role, [0.0])):.2f}" for role in (_TUNER, _ENGINE)),
-            f"{median(row.figures['alone_cpu_ms']):.2f}",
-            f"{median(row.figures['reads']):.1f}",
+            *(_role(row.figures[OURS], role) for role in roles),
+            _milliseconds(layer_ms(row.figures[OURS], _ENGINE)),
+            _milliseconds(_replica_ms(row)),
+            _role(row.figures[OURS], _ENGINE),
+            _role(row.figures[DIRECT], ALONE),
+            _NONE if (added := added_ms(row, OURS, "first_p50_ms")) is None else f"{added:+.2f}",
         ]
         for row in rows
     ]
-    return f"{markdown([*head, _TUNER, _ENGINE, 'engine alone', 'reads'], lines)}\n\n{_circumstances(rows)}"
+    return f"{markdown(head, lines)}\n\n{_circumstances(rows)}"
 
 
-def layer_ms(row: Row) -> float:
-    """CPU milliseconds per request of every process but engine and tuner, median over the repeats."""
-    used = [values for role, values in row.figures["cpu_ms"].items() if role not in (_ENGINE, _TUNER)]
-    return median(map(sum, zip(*used, strict=True)))
+def _replica_ms(row: Row) -> float:
+    """Guard, reports and event loop of a replica: what its engine uses more than alone."""
+    pairs = zip(row.figures[OURS]["cpu_ms"][_ENGINE], row.figures[DIRECT]["cpu_ms"][ALONE], strict=True)
+    return float(median(mine - alone for mine, alone in pairs))
 
 
-def _first(row: Row) -> list[str]:
-    straight, through = row.figures["straight_first_ms"], row.figures["first_ms"]
-    added = median(mine - theirs for mine, theirs in zip(through, straight, strict=True))
-    return [f"{median(straight):.2f}", f"{added:.2f}"]
+def _quick_start(rows: Sequence[Row]) -> str:
+    (figures,) = [row.figures for row in rows]
+    roles = sorted(figures["memory_mb"], key=lambda role: -median(figures["memory_mb"][role]))
+    lines = [
+        [role, *(f"{median(figures[name].get(role, [0.0])):{form}}" for name, form in _OF_ROLES.items())]
+        for role in roles
+    ]
+    totals = {name: median(map(sum, zip(*figures[name].values(), strict=True))) for name in _OF_ROLES}
+    lines.append(["all", *(f"{totals[name]:{form}}" for name, form in _OF_ROLES.items())])
+    start_s, processes = median(figures["start_s"]), median(figures["processes"])
+    said = f"It takes requests {start_s:.1f} s after its start, and has {processes:.0f} processes."
+    return f"{markdown(['role', 'memory, MB', 'idle CPU, cores'], lines)}\n\n{said} {load_note(rows)}"
+
+
+_OF_ROLES = {"memory_mb": ",.0f", "idle_cores": ".3f"}
+
+
+def _steps(rows: Sequence[Row]) -> str:
+    """Ours, from one state of the code to the next."""
+    labels = list(dict.fromkeys(str(row.key["label"]) for row in rows))
+    cells = [
+        (kind, clients)
+        for kind, clients in dict.fromkeys((row.key["kind"], row.key["clients"]) for row in rows)
+        if kind in _HEADLINE_KINDS
+    ]
+    lines = []
+    for label in labels:
+        of_label = where(rows, label=label)
+        found = [where(of_label, kind=kind, clients=clients) for kind, clients in cells]
+        commit = (of_label[0].commit or "unknown")[:7]
+        figures = [_cpu_cell(one[0], OURS) if one else _NONE for one in found]
+        lines.append([label or "now", commit, *figures])
+    head = ["step", "commit", *(f"{kind}, {clients} at once" for kind, clients in cells)]
+    return f"{markdown(head, lines, text_columns=2)}\n\n{load_note(rows)}"
+
+
+def _systems(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row.figures))
+
+
+def _said(rows: Sequence[Row], system: str) -> str:
+    version = next(row.figures[system]["version"] for row in rows if system in row.figures)
+    return f"{system} {version}".rstrip() if not version.startswith("Python") else system
+
+
+def _busiest(rows: Sequence[Row], kind: str) -> Row | None:
+    return max(where(rows, kind=kind), key=lambda row: int(row.key["clients"]), default=None)
+
+
+def _role(figures: Figures, role: str) -> str:
+    return _milliseconds(median(figures["cpu_ms"].get(role, [0.0])))
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 1 else f"{value:.2f}"
 
 
 def _circumstances(rows: Sequence[Row]) -> str:
     settings = rows[0].settings
-    kinds = [
-        f"{name} asks for {kind['output_tokens']}, {'streamed' if kind['stream'] else 'not streamed'}"
-        for name, kind in settings["kinds"].items()
-    ]
-    tokens = f"Of tokens, {'; '.join(kinds)}"
-    return f"Medians of {settings['repeats']} repeats. {tokens}. {load_note(rows)}".rstrip()
+    rounds = f"Medians of {settings['rounds']} rounds of {settings['seconds']:g} s"
+    return f"{rounds}. {load_note(rows)}".rstrip()
 
 
-_NOTE = "Live, one emulated engine; client, engine and application share the machine"
+_NOTE = "Live; client, engines and systems share the machine"
+_CPU_NOTE = f"CPU milliseconds per request, less idle use, without client, engines and tuner. {_NOTE}"
+_NOW = {"label": "", "kind": ANY}
 
 TABLES = {
-    "headline": Table(text=_headline, where={"kind": ANY}, note=_NOTE),
-    "parts": Table(text=_parts, where={"kind": ANY}, note=f"CPU milliseconds per request by role. {_NOTE}"),
+    "headline": Table(text=_cpu, where={**_NOW, "engines": REMOTE}, note=_CPU_NOTE),
+    "first": Table(
+        text=_first,
+        where={**_NOW, "engines": REMOTE},
+        note=f"To the first token, of the direct way and what others add; requests in a second. {_NOTE}",
+    ),
+    "roles": Table(text=_roles, where={**_NOW, "engines": REMOTE}, note=_CPU_NOTE),
+    "replica": Table(text=_replica, where={**_NOW, "engines": REPLICAS}, note=_CPU_NOTE),
+    "quick_start": Table(
+        text=_quick_start,
+        where={"label": "", "quick start": True},
+        note="Live: memory is the sum of proportional set sizes",
+    ),
+    "steps": Table(text=_steps, where={"engines": REMOTE, "label": ANY}, note=_CPU_NOTE),
 }

@@ -5,11 +5,15 @@ streams are opened just before the change. What has changed is deployed as `serv
 """
 
 import asyncio
+import contextlib
 import copy
+import re
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
@@ -20,6 +24,7 @@ from experiments.common.audit import Ended, account, answered_twice, asked
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.common.redeployment import redeploy, replica_processes
+from experiments.rollouts.keys import RotatedKey
 from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
 
 _TIMEOUT_S = 180.0
@@ -33,13 +38,16 @@ class RolloutCase:
 
     Attributes:
         what: is changed, in words.
-        changes: values by their path below `args`, such as `models.0.scheduler.max_waiting`.
+        changes: values by their path below `args`, such as `models.0.scheduler.max_waiting`; nothing is
+            deployed where there are none.
         streams: long ones that are open meanwhile.
+        rotations: how often the key of all clients is replaced.
     """
 
     what: str
-    changes: Mapping[str, Any]
+    changes: Mapping[str, Any] = field(default_factory=dict)
     streams: Annotated[int, at_least(0)] = 0
+    rotations: Annotated[int, at_least(0)] = 0
 
 
 @settings
@@ -68,7 +76,9 @@ class RolloutPlay:
     case: RolloutCase
     served: Application
     config: dict[str, Any]
+    key: RotatedKey
     ended: list[Ended] = field(default_factory=list)
+    late_s: list[float] = field(default_factory=list)
     streams: list[Ended] = field(default_factory=list)
     changed_at: float = 0.0
     complete_at: float = 0.0
@@ -80,7 +90,9 @@ class RolloutPlay:
             sent: set[asyncio.Task[None]] = set()
             number, began = 0, time.monotonic()
             while not changing.done():
-                await asyncio.sleep(max(0.0, began + number / self.settings.rate_per_s - time.monotonic()))
+                planned_at = began + number / self.settings.rate_per_s
+                await asyncio.sleep(max(0.0, planned_at - time.monotonic()))
+                self.late_s.append(time.monotonic() - planned_at)
                 tokens = _SHORTEST + number % _LENGTHS
                 sent.add(asyncio.create_task(self._one(http, f"steady-{number}", tokens, self.ended)))
                 number += 1
@@ -89,7 +101,7 @@ class RolloutPlay:
 
     async def _one(self, http: httpx.AsyncClient, name: str, tokens: int, ended: list[Ended]) -> None:
         started_s = time.monotonic()
-        end, detail = await asked(http, name, tokens)
+        end, detail = await asked(http, name, tokens, headers=self.key.headers)
         ended.append(Ended(name, end, started_s, time.monotonic(), detail))
 
     async def _change(self, http: httpx.AsyncClient) -> None:
@@ -102,7 +114,10 @@ class RolloutPlay:
         if streams:
             await asyncio.sleep(2.0)
         self.changed_at = time.monotonic()
-        await asyncio.to_thread(redeploy, self.served, self.config)
+        if self.case.changes:
+            await asyncio.to_thread(redeploy, self.served, self.config)
+        for _ in range(self.case.rotations):
+            await self.key.rotate(http)
         self.complete_at = time.monotonic()
         await asyncio.gather(*streams)
         await asyncio.sleep(self.settings.after_s)
@@ -114,13 +129,18 @@ def play(settings: RolloutSettings, context: Context) -> Iterator[Measurement]:
         key = {"what": case.what}
         if context.has(key):
             continue
-        config = _config(settings.args)
-        with served_application(config) as served:
+        with contextlib.ExitStack() as stack:
+            key_file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "keys.json"
+            client_key, args = RotatedKey(key_file), settings.args
+            if case.rotations:
+                client_key.create()
+                args = changed_args(args, {"gateway.keys_file": str(key_file)})
+            served = stack.enter_context(served_application(_config(args)))
             before = replica_processes(served)
             port = int(served.url.rsplit(":", 1)[1])
-            changed = _config(changed_args(settings.args, case.changes))
+            changed = _config(changed_args(args, case.changes))
             changed["http_options"]["port"] = port
-            played = RolloutPlay(settings, case, served, changed)
+            played = RolloutPlay(settings, case, served, changed, client_key)
             uvloop.run(played.run())
             # Lines of the log come a little later than the answers.
             time.sleep(2.0)
@@ -147,6 +167,7 @@ def figures_of(
     calm = [one for one in played.ended if one.ended_s < played.changed_at]
     during = [one for one in played.ended if calm and one.ended_s >= played.changed_at]
     details = Counter(f"{one.end}: {one.detail}" for one in (*played.ended, *played.streams) if one.detail)
+    at_gateway = _times_at_gateways(played)
     outlived = sum(one.ended_s > played.complete_at for one in played.streams)
     return {
         "sent": len(played.ended) + len(played.streams),
@@ -154,6 +175,9 @@ def figures_of(
         "answered_twice": answered_twice(played.served.log_lines("gateway"), ""),
         "before_s": _percentiles(calm),
         "during_s": _percentiles(during),
+        "during_at_gateways_s": _shares([at_gateway[one.name] for one in during if one.name in at_gateway]),
+        "client_late_s": _shares(played.late_s),
+        "refused_after_s": played.key.refused_after_s,
         "took_s": played.complete_at - played.changed_at,
         "replaced": sorted(name for name, pids in before.items() if not set(pids) & set(after.get(name, ()))),
         "processes": {name: [len(pids), len(after.get(name, ()))] for name, pids in before.items()},
@@ -164,8 +188,21 @@ def figures_of(
     }
 
 
+def _times_at_gateways(played: RolloutPlay) -> dict[str, float]:
+    """From a request's arrival at its gateway to its end there, by name: without HAProxy and the client."""
+    found = (
+        re.search(r"event=concluded outcome=completed .* e2e_s=(\S+) .*client_request_id=(\S+)", line)
+        for line in played.served.log_lines("gateway")
+    )
+    return {one[2]: float(one[1]) for one in found if one}
+
+
 def _percentiles(ended: list[Ended]) -> dict[str, float]:
-    took = sorted(one.ended_s - one.started_s for one in ended) or [0.0]
+    return _shares([one.ended_s - one.started_s for one in ended])
+
+
+def _shares(values: list[float]) -> dict[str, float]:
+    took = sorted(values) or [0.0]
     return {"p50": took[len(took) // 2], "p99": took[int(0.99 * (len(took) - 1))], "worst": took[-1]}
 
 

@@ -116,4 +116,4 @@ def work_rule(
 ) -> ScalingRule:
     """The product's own rule with a forecast."""
     settings = ScalingSettings(pools={pool: ScaledPool(autoscaling=bounds) for pool in pools})
-    return WorkRule(FleetScaler(settings, None, forecast))
+    return WorkRule(FleetScaler(settings, forecast))

@@ -97,7 +97,7 @@ async def _scheduler() -> object:
 
 
 async def _scaling() -> object:
-    return LiveScaling("model", ScalingSettings(), None)
+    return LiveScaling("model", ScalingSettings())
 
 
 async def _usage() -> object:

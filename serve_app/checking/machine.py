@@ -32,6 +32,7 @@ def check_machine(content: Mapping[str, Any], settings: AppSettings) -> Iterator
     yield from check_port(content)
     yield from _check_cpus(settings)
     yield from _check_gpus(settings)
+    yield from _check_nodes(settings)
     yield from _check_memory(settings)
 
 
@@ -100,12 +101,12 @@ def _check_cpus(settings: AppSettings) -> Iterator[Found]:
 
 
 def _check_gpus(settings: AppSettings) -> Iterator[Found]:
-    asked = sum(pool.resources.num_gpus * _replicas(pool) for _, pool in _pools(settings))
+    asked = sum(pool.gpus_of_a_replica * _replicas(pool) for _, pool in _pools(settings))
     if not asked:
         return
     there = gpu_names()
     if asked > len(there) + 1e-9:
-        first = next(where for where, pool in _pools(settings) if pool.resources.num_gpus)
+        first = next(where for where, pool in _pools(settings) if pool.gpus_of_a_replica)
         yield (
             (*first, "resources", "num_gpus"),
             (
@@ -113,6 +114,19 @@ def _check_gpus(settings: AppSettings) -> Iterator[Found]:
                 "fractions of num_gpus, or a cluster (`--address`)"
             ),
         )
+
+
+def _check_nodes(settings: AppSettings) -> Iterator[Found]:
+    for where, pool in _pools(settings):
+        bundles = len(pool.resources.placement_bundles)
+        if bundles > 1 and pool.resources.placement_strategy == "STRICT_SPREAD":
+            yield (
+                (*where, "resources", "advanced", "placement_strategy"),
+                (
+                    f"STRICT_SPREAD needs {bundles} nodes for each replica, and this is one machine: use a "
+                    "cluster (`--address`)"
+                ),
+            )
 
 
 def gpu_names() -> list[str]:

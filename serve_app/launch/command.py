@@ -67,7 +67,7 @@ def serve(config: Path, *, address: str | None = None, dashboard: bool = False) 
 
 def _environment(folder: Path, host: str, port: int) -> dict[str, str]:
     inherited = environment(os.environ, folder, port)
-    front_end = haproxy_command(folder / "haproxy", host, inherited)
+    front_end = haproxy_command(folder / "h", host, inherited)
     return inherited | front_end | {ADMIN_KEY_VARIABLE: written_admin_key(folder)}
 
 

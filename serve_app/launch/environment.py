@@ -43,7 +43,8 @@ def environment(given: Mapping[str, str], folder: Path, port: int) -> dict[str, 
         folder: of this instance.
         port: on which it listens; no other port is chosen twice.
     """
-    haproxy = folder / "haproxy"
+    # Short: HAProxy takes 97 bytes for the path of a socket, and Serve puts the node's id of 56 into it.
+    haproxy = folder / "h"
     ports = {
         "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
         "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
@@ -62,7 +63,7 @@ def environment(given: Mapping[str, str], folder: Path, port: int) -> dict[str, 
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{haproxy}/admin.sock",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{haproxy}/server-state",
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{haproxy}/metrics.sock",
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{haproxy}/metrics",
         "RAY_SERVE_HAPROXY_MAXCONN": str(_connections()),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(gateways.start),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(gateways.stop - 1),

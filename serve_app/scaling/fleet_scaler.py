@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from serve_app.routing.snapshot import Snapshot, number, section
 from serve_app.scaling.forecast import LoadForecast, RecentLoad
 from serve_app.scaling.gpu_budget import PoolNeed, share_gpus
 from serve_app.scaling.observation import PoolView
@@ -14,20 +15,16 @@ class FleetScaler:
     """Decides for all pools of a model.
 
     Args:
-        tpot_limit_s: TPOT above which engines get nothing more; None is no limit.
         forecast: makes the forecast of one pool's load.
     """
 
     def __init__(
         self,
         settings: ScalingSettings,
-        tpot_limit_s: float | None = None,
         forecast: Callable[[], LoadForecast] = RecentLoad,
     ) -> None:
         self._settings = settings
-        self._pools = {
-            name: PoolScaler(pool, tpot_limit_s, forecast()) for name, pool in settings.pools.items()
-        }
+        self._pools = {name: PoolScaler(pool, forecast()) for name, pool in settings.pools.items()}
 
     @property
     def pools(self) -> tuple[str, ...]:
@@ -39,6 +36,22 @@ class FleetScaler:
         self._settings = settings
         for name, scaler in self._pools.items():
             scaler.change(settings.pools[name])
+
+    def state(self) -> dict[str, object]:
+        """What was learned and cannot be seen again at once, as plain values: the start times of engines."""
+        learned = {name: scaler.start_time.learned_s() for name, scaler in self._pools.items()}
+        return {"start_s": {name: seconds for name, seconds in learned.items() if seconds is not None}}
+
+    def restore(self, state: Snapshot) -> None:
+        """Go on from what `state` returned; pools that are not there any more are left out.
+
+        Raises:
+            ValueError: a value is missing or out of range; nothing was restored then.
+        """
+        kept = section(state, "start_s")
+        found = {name: number(kept, name, at_least=0) for name in kept if name in self._pools}
+        for name, seconds in found.items():
+            self._pools[name].start_time.restore(seconds)
 
     def decide(self, views: Mapping[str, PoolView], now: float) -> dict[str, PoolDecision]:
         """What every pool should have.

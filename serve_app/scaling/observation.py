@@ -18,6 +18,7 @@ class PoolView:
 
     Attributes:
         ready: replicas that take requests.
+        replica_ids: which these are.
         arrived_requests, arrived_prefill_tokens, arrived_output_tokens: since the scheduler began.
         waiting_requests, waiting_prefill_tokens, waiting_output_tokens: in the queue.
         is_wanted: something waits for it or runs on it, of whatever class.
@@ -28,9 +29,11 @@ class PoolView:
         prefill_token_s: seconds per prompt token; None while unknown.
         stated: sequences of a full batch and the TPOT with them, as an engine states them.
         reports: sequences and TPOT of the replicas that have reported both.
+        tpot_limit_s: TPOT above which its engines get nothing more; None is no limit.
     """
 
     ready: int
+    replica_ids: tuple[str, ...] = ()
     arrived_requests: int = 0
     arrived_prefill_tokens: int = 0
     arrived_output_tokens: int = 0
@@ -45,6 +48,7 @@ class PoolView:
     prefill_token_s: float | None = None
     stated: tuple[int, float] | None = None
     reports: tuple[tuple[int, float], ...] = ()
+    tpot_limit_s: float | None = None
 
 
 def observe(scheduler: Scheduler, pools: Iterable[str], now: float) -> dict[str, PoolView]:
@@ -67,6 +71,7 @@ def _view(scheduler: Scheduler, pool: str, oldest_wait_s: float, waits: bool) ->
     held = sum(state.held_tokens for state in ready)
     return PoolView(
         ready=len(ready),
+        replica_ids=tuple(state.spec.replica_id for state in ready),
         arrived_requests=arrived.requests,
         arrived_prefill_tokens=arrived.prefill_tokens,
         arrived_output_tokens=arrived.output_tokens,
@@ -82,6 +87,8 @@ def _view(scheduler: Scheduler, pool: str, oldest_wait_s: float, waits: bool) ->
         prefill_token_s=_prefill_token_s(scheduler, pool, ready),
         stated=_stated(ready),
         reports=tuple(_reports(ready)),
+        # As it is in force, which a tuner may have changed.
+        tpot_limit_s=scheduler.settings.backpressure_in_force.tpot_gate_s,
     )
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from serve_app.scaling.forecast import LoadForecast
 from serve_app.scaling.observation import PoolView
 from serve_app.scaling.settings import AutoscalingSettings, ScaledPool
-from serve_app.scaling.speed import EngineSpeed, PoolSpeed
+from serve_app.scaling.speed import PoolSpeed
 from serve_app.scaling.start_time import StartTime
 
 # A backlog of less than this is no reason for another engine, even if that starts at once.
@@ -66,13 +66,11 @@ class PoolScaler:
 
     Args:
         pool: its bounds.
-        tpot_limit_s: TPOT above which its engines get nothing more.
         forecast: of its load.
     """
 
-    def __init__(self, pool: ScaledPool, tpot_limit_s: float | None, forecast: LoadForecast) -> None:
+    def __init__(self, pool: ScaledPool, forecast: LoadForecast) -> None:
         self._settings = pool.autoscaling or _UNBOUNDED
-        self._tpot_limit_s = tpot_limit_s
         self._forecast = forecast
         self._speed = PoolSpeed()
         self.start_time = StartTime()
@@ -123,7 +121,7 @@ class PoolScaler:
         if view.stated is not None:
             speed.state(*view.stated)
         speed.set_prefill(view.prefill_token_s)
-        self.start_time.on_ready(view.ready, now)
+        self.start_time.on_ready(view.replica_ids, now)
         if last is None or now <= self._at:
             return
         elapsed_s = now - self._at
@@ -134,12 +132,12 @@ class PoolScaler:
         prefill_ratio = prefill_tokens * token_s / (elapsed_s * max(1, view.ready))
         for sequences, tpot_s in view.reports:
             speed.observe(sequences, tpot_s, prefill_ratio)
-        known = speed.now(self._tpot_limit_s)
+        known = speed.now(view.tpot_limit_s)
         engine_s = 0.0 if known is None else known.seconds(prefill_tokens, output_tokens)
         self._forecast.observe(engine_s, elapsed_s)
 
     def _need(self, view: PoolView) -> tuple[float, str, float, float]:
-        speed = self._speed.now(self._tpot_limit_s)
+        speed = self._speed.now(view.tpot_limit_s)
         start_s = self.start_time.seconds
         if speed is None:
             needed, reason, load, backlog_s = (*self._by_slots(view), 0.0, 0.0)
@@ -196,7 +194,3 @@ class PoolScaler:
 
     def _is_young(self, now: float) -> bool:
         return now - self._born_at < self._settings.downscale_delay_s
-
-    def speed(self) -> EngineSpeed | None:
-        """The measured speed of its engines; None while it is not known."""
-        return self._speed.now(self._tpot_limit_s)

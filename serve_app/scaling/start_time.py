@@ -1,15 +1,20 @@
 """How long an engine takes to start, learned from orders and arrivals of replicas."""
 
 from collections import deque
+from collections.abc import Iterable
 
 # Weight of one start in the mean.
 _WEIGHT = 0.3
 # Before the first: a small model on a node that is there.
 _PRIOR_S = 60.0
+# Replicas that are remembered after they have gone; many more than a pool has at a time.
+_KNOWN = 10_000
 
 
 class StartTime:
     """The mean time from an order to a replica that takes requests.
+
+    A replica counts once. One that was gone for a moment, or has found another scheduler, has not started.
 
     Attributes:
         seconds: that mean.
@@ -18,8 +23,9 @@ class StartTime:
     def __init__(self) -> None:
         self.seconds = _PRIOR_S
         self._ordered: deque[float] = deque()
-        self._ready: int | None = None
-        self._seen = False
+        # In the order in which they were last seen; None before the first look.
+        self._known: dict[str, None] | None = None
+        self._is_learned = False
 
     def on_order(self, more: int, now: float) -> None:
         """So many replicas more are ordered; a negative number takes back the last orders."""
@@ -28,14 +34,33 @@ class StartTime:
         for _ in range(min(-more, len(self._ordered))):
             self._ordered.pop()
 
-    def on_ready(self, ready: int, now: float) -> None:
-        """So many replicas take requests now."""
-        came = 0 if self._ready is None else ready - self._ready
-        self._ready = ready
+    def on_ready(self, replica_ids: Iterable[str], now: float) -> None:
+        """These replicas take requests now."""
+        ready = tuple(replica_ids)
+        came = 0 if self._known is None else sum(each not in self._known for each in ready)
+        self._remember(ready)
         for _ in range(min(came, len(self._ordered))):
-            took_s = now - self._ordered.popleft()
-            self.seconds = took_s if not self._seen else self.seconds + _WEIGHT * (took_s - self.seconds)
-            self._seen = True
+            self._learn(now - self._ordered.popleft())
+
+    def learned_s(self) -> float | None:
+        """The mean, to be kept; None while nothing has been learned."""
+        return self.seconds if self._is_learned else None
+
+    def restore(self, seconds: float) -> None:
+        """Go on from what an earlier one has learned."""
+        self.seconds, self._is_learned = seconds, True
+
+    def _learn(self, took_s: float) -> None:
+        self.seconds = took_s if not self._is_learned else self.seconds + _WEIGHT * (took_s - self.seconds)
+        self._is_learned = True
+
+    def _remember(self, ready: tuple[str, ...]) -> None:
+        known = self._known = {} if self._known is None else self._known
+        for each in ready:
+            known.pop(each, None)
+            known[each] = None
+        while len(known) > _KNOWN:
+            del known[next(iter(known))]
 
     def __repr__(self) -> str:
         return f"<StartTime {self.seconds:.1f} s, {len(self._ordered)} ordered>"

@@ -6,6 +6,7 @@ complete head has come. `LimitedHeads` closes both. Bodies are the application's
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http import auto, httptools_impl
@@ -45,6 +46,9 @@ class LimitedHeads(HttpToolsProtocol):
         super().data_received(data)
         if self._head_bytes < 0:
             return
+        if self._head_timer is None:
+            # Most heads come in one piece, and need no timer.
+            self._expect_head()
         # The piece with which a head begins may begin with the body before it, so it counts for nothing. It
         # is a quarter of a mebibyte at most.
         if was_open:
@@ -56,8 +60,6 @@ class LimitedHeads(HttpToolsProtocol):
         """A head begins."""
         super().on_message_begin()
         self._head_bytes = 0
-        if self._head_timer is None:
-            self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header of the head. Those after a body (trailers) are dropped: no app of ours reads them."""
@@ -66,9 +68,13 @@ class LimitedHeads(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A head is complete."""
+        self.head_is_complete()
+        super().on_headers_complete()
+
+    def head_is_complete(self) -> None:
+        """Limit it no more."""
         self._head_bytes = -1
         self._expect_no_head()
-        super().on_headers_complete()
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(self.head_timeout_s, self._give_up)
@@ -83,7 +89,7 @@ class LimitedHeads(HttpToolsProtocol):
             self.transport.close()
 
 
-def serve_connections_with(protocol: type[LimitedHeads]) -> None:
+def serve_connections_with(protocol: Callable[..., LimitedHeads]) -> None:
     """Have uvicorn servers that this process starts from now on use a protocol, Ray Serve's included."""
-    auto.AutoHTTPProtocol = protocol
-    httptools_impl.HttpToolsProtocol = protocol  # type: ignore[misc]
+    auto.AutoHTTPProtocol = protocol  # type: ignore[assignment]
+    httptools_impl.HttpToolsProtocol = protocol  # type: ignore[assignment, misc]

@@ -104,6 +104,37 @@ class ResourceSettings:
     def __post_init__(self) -> None:
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
             raise ValueError(f"resources.num_gpus above 1 must be a whole number, got {self.num_gpus}")
+        if self.placement_bundles:
+            self._check_bundles()
+        elif self.placement_strategy != "PACK":
+            raise ValueError(
+                f"resources.placement_strategy {self.placement_strategy} places nothing by itself: give "
+                "resources.placement_bundles, one for each worker of an engine"
+            )
+
+    def _check_bundles(self) -> None:
+        """Refuse what Ray Serve refuses when it deploys, or what would wait for ever."""
+        for number, bundle in enumerate(self.placement_bundles):
+            if not bundle or min(bundle.values()) <= 0:
+                raise ValueError(
+                    f"resources.placement_bundles[{number}] must name resources with amounts above 0, got "
+                    f"{dict(bundle)}"
+                )
+        first = self.placement_bundles[0]
+        for name, amount in self._of_replica().items():
+            if amount > first.get(name, 0.0):
+                raise ValueError(
+                    f"resources.placement_bundles[0] holds the replica, which asks for {name}: {amount:g}, "
+                    f"and has {name}: {first.get(name, 0.0):g}: raise it, or ask for less in resources"
+                )
+
+    def _of_replica(self) -> dict[str, float]:
+        """What the process of a replica itself asks for, in Ray's words."""
+        asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.custom}
+        if self.accelerator_type is not None:
+            # The share that Ray lets everything of a type take.
+            asked[f"accelerator_type:{self.accelerator_type}"] = 0.001
+        return asked
 
 
 @settings

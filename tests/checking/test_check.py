@@ -160,6 +160,20 @@ def test_gpus_that_are_not_there(check: Check, monkeypatch: pytest.MonkeyPatch) 
     assert "the pools need 2 GPUs and this machine has none" in told[0]
 
 
+def test_an_engine_over_several_nodes_needs_a_cluster(check: Check, tmp_path: Path) -> None:
+    text = local(
+        resources__="resources: {num_cpus: 0.1, advanced: {placement_strategy: STRICT_SPREAD, "
+        "placement_bundles: [{CPU: 1}, {CPU: 1}]}} #"
+    )
+    status, told = check(text)
+    assert status == 2
+    assert told[0].startswith(f"CONFIG:{line_of(text, 'STRICT_SPREAD')}: ")
+    assert "2 nodes for each replica, and this is one machine: use a cluster (`--address`)" in told[0]
+    path = tmp_path / "elsewhere.yaml"
+    path.write_text(text)
+    assert check_file(path, on_this_machine=False).mistakes == []
+
+
 def test_another_machine_is_not_asked_for(tmp_path: Path) -> None:
     for config in sorted((ROOT / "configs").glob("*.yaml")):
         if config.name != "kuberay.yaml":

@@ -1,6 +1,8 @@
 """A redeployment with other settings, and gateways that come and go, under requests that must not notice."""
 
 import asyncio
+import statistics
+import time
 from typing import Any
 
 import httpx
@@ -69,6 +71,35 @@ async def test_other_settings_replace_only_what_cannot_take_them_and_nobody_noti
         assert {end for end, _ in await under_load(app, engine)} == {ENDS[0]}
         after = replica_processes(app.application)
         assert {name for name in before if set(before[name]) != set(after[name])} == {"only-demo"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_a_connection_whose_stream_outlives_its_gateway_takes_the_next_request_at_once() -> None:
+    """HAProxy's old process, which knows the old gateways only, still holds these connections."""
+    pool = changed_args(POOL, {"engine.emulated.max_model_len": 16_384})
+    args = changed_args(ARGS, {"models.0.pools": [pool], "gateways.replicas": 2})
+    with serve(args) as app:
+        users = [asyncio.create_task(ask_again_after(app, f"user-{number}", 7_500)) for number in range(8)]
+        await asyncio.sleep(1)
+        replaced = changed_args(args, {"gateway.advanced.upstream.connect_timeout_s": 4.0})
+        await asyncio.to_thread(redeploy, app.application, serve_config_of(app, replaced))
+        found = await asyncio.gather(*users)
+    assert {end for ends, _ in found for end in ends} == {(ENDS[0], "")}
+    # HAProxy waits for a second before it tries another server.
+    assert statistics.median(took_s for _, took_s in found) < 0.9
+
+
+async def ask_again_after(app: Served, name: str, tokens: int) -> tuple[list[tuple[str, str]], float]:
+    """A long stream, then a short one on its connection; how they ended, and how long the second took."""
+    one = httpx.Limits(max_connections=1, keepalive_expiry=None)
+    async with httpx.AsyncClient(base_url=app.url, timeout=120, limits=one) as http:
+        first = await asked(http, f"{name}-long", tokens)
+        # The gateway of the stream has waited for its end, and leaves within two seconds.
+        await asyncio.sleep(4)
+        began = time.monotonic()
+        second = await asked(http, f"{name}-short", 20)
+        return [first, second], time.monotonic() - began
 
 
 @pytest.mark.slow

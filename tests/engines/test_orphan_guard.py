@@ -95,11 +95,14 @@ async def test_a_child_that_was_there_before_is_left_alone() -> None:
 
 
 def test_release_may_be_called_without_start_and_twice() -> None:
-    guard = OrphanGuard()
+    here, guard = psutil.Process(), OrphanGuard()
+    before = here.children()
     guard.release()
     guard.start()
+    assert len(here.children()) == len(before) + 1
     guard.release()
     guard.release()
+    assert here.children() == before
 
 
 def test_protecting_before_the_start_is_a_mistake() -> None:

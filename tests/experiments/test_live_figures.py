@@ -4,7 +4,6 @@ import pytest
 
 from experiments.common.processes import ProcessUse, role_of
 from experiments.late_users.run import LateUsersSettings, figures_of, scenario
-from experiments.overhead.tables import layer_ms
 from experiments.tuner_cost.run import waits_ms
 from experiments.tuner_cost.tables import TABLES
 from tests.experiments.builders import row
@@ -47,16 +46,6 @@ def test_places_before_the_late_user_are_told_from_those_that_the_engine_had_alr
 )
 def test_a_process_is_known_by_the_part_that_it_plays(name: str, title: str, role: str) -> None:
     assert role_of(ProcessUse(pid=1, parent=0, name=name, title=title, cpu_s=0.0, started=0)) == role
-
-
-def test_the_layer_is_everything_but_engine_and_tuner() -> None:
-    cpu_ms = {
-        "gateway": [1.0, 1.2, 5.0],
-        "ray": [0.1, 0.1, 0.1],
-        "engine": [9.0, 9.0, 9.0],
-        "tuner": [0.0, 7.0, 0.0],
-    }
-    assert layer_ms(row({}, {"cpu_ms": cpu_ms})) == pytest.approx(1.3)
 
 
 def test_waits_are_those_of_answered_requests() -> None:

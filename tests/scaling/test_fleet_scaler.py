@@ -2,8 +2,12 @@
 
 from dataclasses import replace
 
-from serve_app.scaling import AutoscalingSettings, FleetScaler, ScaledPool, ScalingSettings
+import pytest
+
+from serve_app.scaling import AutoscalingSettings, FleetScaler, ScaledPool, ScalingSettings, observe
 from serve_app.scaling.observation import PoolView
+from serve_app.scheduling.events import ReplicaJoined, Retuned
+from tests.builders import ManualDriver, spec
 
 IDLE = PoolView(ready=1, slots=10.0, prefill_token_s=0.001, stated=(10, 0.01))
 
@@ -53,3 +57,39 @@ def test_a_pool_of_a_fixed_size_takes_its_share_of_the_budget_whatever_it_would_
         assert decisions["long"].replicas == 2
         # What it would need is still told.
         assert decisions["short"].replicas != 4 or short.waiting_requests == 0
+
+
+def test_a_gate_that_a_tuner_lowers_makes_engines_slower_and_so_the_load_higher() -> None:
+    driver = ManualDriver()
+    # A full batch of 100 has a TPOT of 100 ms, a single sequence one of 50 ms or so.
+    limits = spec(kv_tokens=10**6, max_num_seqs=100)
+    driver.feed(ReplicaJoined(replace(limits, tpot_s=0.1, prefill_token_s=0.001)))
+    fleet = FleetScaler(ScalingSettings(pools={"short": ScaledPool(autoscaling=AutoscalingSettings())}))
+    for second in range(60):
+        driver.arrive(f"r{second}", prompt_tokens=100, max_output_tokens=100)
+        driver.report(running=1, tpot_s=0.05, after_s=1.0)
+        before = fleet.decide(observe(driver.scheduler, ("short",), driver.now), driver.now)["short"].load
+    now = driver.scheduler.settings
+    driver.feed(Retuned(replace(now, backpressure=replace(now.backpressure, tpot_gate_s=0.06))))
+    for second in range(60, 120):
+        driver.arrive(f"r{second}", prompt_tokens=100, max_output_tokens=100)
+        driver.report(running=1, tpot_s=0.05, after_s=1.0)
+        after = fleet.decide(observe(driver.scheduler, ("short",), driver.now), driver.now)["short"].load
+    assert after > 1.2 * before > 0.0
+
+
+def test_start_times_are_kept_for_the_next_scaler_and_only_of_pools_that_are_still_there() -> None:
+    fleet = scaler()
+    assert fleet.state() == {"start_s": {}}
+    fleet.restore({"start_s": {"short": 42.0, "gone": 7.0}})
+    assert fleet.state() == {"start_s": {"short": 42.0}}
+    decisions = fleet.decide({"short": IDLE, "long": IDLE}, 0.0)
+    assert (decisions["short"].start_s, decisions["long"].start_s) == (42.0, 60.0)
+
+
+def test_a_kept_start_time_that_cannot_be_changes_nothing() -> None:
+    fleet = scaler()
+    for wrong in ({}, {"start_s": 4.0}, {"start_s": {"short": 42.0, "long": -1.0}}):
+        with pytest.raises(ValueError, match="learned state: "):
+            fleet.restore(wrong)
+    assert fleet.state() == {"start_s": {}}

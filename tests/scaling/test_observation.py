@@ -1,10 +1,12 @@
 """What is seen of a real scheduler."""
 
+from dataclasses import replace
+
 import pytest
 
 from serve_app.request import PriorityClass
 from serve_app.scaling import observe
-from serve_app.scheduling.events import FirstToken
+from serve_app.scheduling.events import FirstToken, ReplicaLost, Retuned
 from tests.builders import ManualDriver, fill, key, two_pools
 
 POOLS = ("short", "long")
@@ -93,3 +95,20 @@ def test_refusals_that_more_replicas_would_not_prevent_are_no_load() -> None:
     driver.arrive("too long", prompt_tokens=10**6)
     seen = observe(driver.scheduler, POOLS, driver.now)
     assert (seen["short"].arrived_requests, seen["long"].arrived_requests) == (2, 0)
+
+
+def test_the_gate_is_the_one_in_force_after_a_tuner_has_changed_it() -> None:
+    driver = two_pools()
+    now = driver.scheduler.settings
+    assert observe(driver.scheduler, POOLS, 0.0)["short"].tpot_limit_s == now.backpressure.tpot_gate_s
+    driver.feed(Retuned(replace(now, backpressure=replace(now.backpressure, tpot_gate_s=0.01))))
+    assert observe(driver.scheduler, POOLS, 0.0)["long"].tpot_limit_s == 0.01
+
+
+def test_a_replica_that_is_lost_takes_no_requests_and_comes_back_as_itself() -> None:
+    driver = two_pools()
+    assert observe(driver.scheduler, POOLS, 0.0)["short"].replica_ids == ("s1",)
+    driver.feed(ReplicaLost("s1"))
+    assert observe(driver.scheduler, POOLS, 0.0)["short"].replica_ids == ()
+    driver.join("s1", "short")
+    assert observe(driver.scheduler, POOLS, 0.0)["short"].replica_ids == ("s1",)

@@ -22,7 +22,7 @@ class Pool:
     def __init__(self, **settings: float) -> None:
         bounds = {"min_replicas": 1, "max_replicas": 8, "downscale_delay_s": 60.0} | settings
         autoscaling = AutoscalingSettings(**bounds)  # type: ignore[arg-type]
-        self.scaler = PoolScaler(ScaledPool(autoscaling=autoscaling), None, RecentLoad(1.0))
+        self.scaler = PoolScaler(ScaledPool(autoscaling=autoscaling), RecentLoad(1.0))
         self.now = 0.0
         self.view = IDLE
 
@@ -145,7 +145,7 @@ def test_counters_that_begin_anew_are_no_negative_work() -> None:
 
 
 def test_a_pool_that_others_scale_has_no_bounds() -> None:
-    scaler = PoolScaler(ScaledPool(), None, RecentLoad())
+    scaler = PoolScaler(ScaledPool(), RecentLoad())
     scaler.decide(IDLE, 0.0)
     busy = replace(IDLE, waiting_prefill_tokens=6_000_000, waiting_requests=100, is_wanted=True)
     assert scaler.decide(busy, 1.0).replicas == 100
@@ -168,6 +168,7 @@ views = st.builds(
     prefill_token_s=st.none() | st.floats(1e-6, 1e-2),
     stated=st.none() | st.tuples(st.integers(1, 256), st.floats(1e-3, 1.0)),
     reports=st.lists(st.tuples(st.integers(0, 256), st.floats(1e-4, 5.0)), max_size=4).map(tuple),
+    tpot_limit_s=st.none() | st.floats(0.01, 1.0),
 )
 
 
@@ -175,14 +176,13 @@ views = st.builds(
     st.lists(views, min_size=1, max_size=30),
     st.integers(0, 3),
     st.integers(0, 6),
-    st.none() | st.floats(0.01, 1.0),
 )
 def test_a_decision_is_always_within_its_bounds_and_work_always_has_an_engine(
-    seen: list[PoolView], least: int, more: int, tpot_limit_s: float | None
+    seen: list[PoolView], least: int, more: int
 ) -> None:
     most = max(1, least + more)
     settings = AutoscalingSettings(min_replicas=least, max_replicas=most, downscale_delay_s=5.0)
-    scaler = PoolScaler(ScaledPool(autoscaling=settings), tpot_limit_s, RecentLoad())
+    scaler = PoolScaler(ScaledPool(autoscaling=settings), RecentLoad())
     for second, view in enumerate(seen):
         decision = scaler.decide(view, float(second))
         scaler.settle(decision.replicas, float(second))

@@ -108,6 +108,12 @@ def test_all_faults_are_told_at_once() -> None:
     assert len(told.splitlines()) == 3
 
 
+def spread(*bundles: dict[str, float], **resources: Any) -> dict[str, Any]:
+    """A pool whose engines span several nodes."""
+    advanced = {"placement_bundles": bundles, "placement_strategy": "STRICT_SPREAD"}
+    return pool("long", resources={**resources, "advanced": advanced})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -129,6 +135,20 @@ def test_all_faults_are_told_at_once() -> None:
             "models[0].pools[0].engine: emulated engine",
         ),
         ({"pools": [pool("long", resources={"num_gpus": 1.5})]}, "whole number, got 1.5"),
+        (
+            {"pools": [pool("long", resources={"advanced": {"placement_strategy": "STRICT_SPREAD"}})]},
+            "models[0].pools[0].resources: resources.placement_strategy STRICT_SPREAD places nothing",
+        ),
+        ({"pools": [spread({"GPU": 8}, {"GPU": 8})]}, "which asks for CPU: 1, and has CPU: 0"),
+        (
+            {"pools": [spread({"CPU": 1}, {}, accelerator_type="H100")]},
+            "resources.placement_bundles[1] must name resources with amounts above 0, got {}",
+        ),
+        (
+            {"pools": [spread({"CPU": 1, "GPU": 8}, {"GPU": 8}, accelerator_type="H100")]},
+            "which asks for accelerator_type:H100: 0.001, and has accelerator_type:H100: 0",
+        ),
+        ({"pools": [spread({"CPU": 1}, custom={"rack": 1})]}, "asks for rack: 1, and has rack: 0"),
         ({"pools": [pool("long", autoscaling={"min_replicas": 2})]}, "got min 2, initial None, max 1"),
         ({"pools": [pool("long", replicas=1)], "gpu_budget": 0}, "gpu_budget must be positive"),
         ({"pools": [pool("long", advanced={"server": {"port": 99_999}})]}, "99999"),

@@ -18,6 +18,7 @@ cost for any length.
 """
 
 from dataclasses import dataclass
+from typing import AnyStr
 
 from serve_app.request import TextCategory
 
@@ -46,17 +47,25 @@ _DENSE_BLANKS = 0.05  # minified code and style sheets 0.02, code 0.20 and more
 _CODE_SHARE = 0.05
 
 
-def classify(text: bytes) -> TextCategory:
-    """The category of a UTF-8 text; PROSE when it is empty. Costs at most as much as for 8 KiB."""
+def classify(text: str | bytes) -> TextCategory:
+    """The category of a text; PROSE when it is empty. Costs at most as much as for 8 KiB of UTF-8.
+
+    Args:
+        text: in UTF-8; or as it is, which is as cheap for ASCII and costs its encoding for all others.
+    """
+    if isinstance(text, str):
+        if len(text) > _SAMPLE_BYTES and text.isascii():
+            text = _evenly_spread(text)
+        text = text.encode()
     sample = text if len(text) <= _SAMPLE_BYTES else _evenly_spread(text)
     return _category(sample) if sample else TextCategory.PROSE
 
 
-def _evenly_spread(text: bytes) -> bytes:
+def _evenly_spread(text: AnyStr) -> AnyStr:
     """Slices of a long text, the first at its start, the last at its end; they may split characters."""
     span = len(text) - _SLICE_BYTES
-    starts = (span * index // (_SLICES - 1) for index in range(_SLICES))
-    return b"".join([text[start : start + _SLICE_BYTES] for start in starts])
+    starts = [span * index // (_SLICES - 1) for index in range(_SLICES)]
+    return text[:0].join([text[start : start + _SLICE_BYTES] for start in starts])
 
 
 def _category(sample: bytes) -> TextCategory:

@@ -2,7 +2,8 @@
 
 It parses just enough of a request to have it scheduled, sends the raw body to the granted replica's own port
 and passes the raw answer back. Read `app` (routes), `request.reader` (a body becomes a submission and a job),
-`forward` (the life of a job), then `upstream` (HTTP to a replica) and `answer` (what passes on the way back).
+`forward` (the life of a job), then `upstream` (HTTP to a replica), `answer` (what passes on the way back) and
+`front` (connections from HAProxy).
 """
 
 from serve_app.serving.gateway.app import Gateway

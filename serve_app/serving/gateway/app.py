@@ -15,7 +15,8 @@ from serve_app.errors import Outcome, SettingsError
 from serve_app.metrics.record import RequestRecord
 from serve_app.serving.channel.scheduler_client import SchedulerClient
 from serve_app.serving.gateway.answer.client_api import send_refusal
-from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
+from serve_app.serving.gateway.answer.client_stream import StallWatch, exchange_of
+from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.responses import (
     MethodRefused,
     RequestRefused,
@@ -23,7 +24,6 @@ from serve_app.serving.gateway.answer.responses import (
     send_body,
     send_json,
 )
-from serve_app.serving.gateway.answer.stalls import StallWatch
 from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.debug_pages import DebugPages
 from serve_app.serving.gateway.endpoint_admin import (
@@ -215,7 +215,8 @@ class Gateway:
             raise stopping(self._stops_for_s)
 
     def close(self) -> None:
-        """Cut all connections to replicas."""
+        """Cut all connections to replicas, and write what is still to be logged."""
+        self.telemetry.flush_log()
         self._background.close()
         self._upstream.close()
         self._reader.close()
@@ -235,8 +236,9 @@ class Gateway:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _path(scope)
-        timed = self._stalls.watching(send)
+        timed = self._stalls.watching(send, exchange_of(scope))
         incoming = self._reader.incoming(scope, receive, timed, path, asyncio.get_running_loop().time())
+        timed.request_id = incoming.client_request_id.encode()
         try:
             handler = self._route(path, scope["method"])
             await handler(incoming)
@@ -300,7 +302,7 @@ class Gateway:
         try:
             check_structure(held.data)
             found = self._served.find(parse_model(held.data), caller)
-            with DisconnectWatch(incoming.receive):
+            with incoming.watch():
                 forwarded = self._reader.forwarded(incoming)
                 await self._any_replica.pass_on(found.replicas(), incoming, forwarded, held.data)
         finally:

@@ -1,7 +1,7 @@
 """The gateway as a Ray Serve deployment: the application's ingress, behind Serve's own HTTP front end.
 
-Serve hands every HTTP request to the ASGI app unchanged, and ends the app's task when the client goes. When
-the replica is to stop, Serve waits for the open requests before it calls `__del__`.
+Requests come from HAProxy by connections of our own, see `front`. Without HAProxy, Serve hands every request
+to the ASGI app. When the replica is to stop, Serve waits for the open requests before it calls `__del__`.
 """
 
 import asyncio
@@ -22,11 +22,9 @@ from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import locator
 from serve_app.serving.gateway.app import Gateway
 from serve_app.serving.gateway.endpoint_admin import PoolWatcher
-from serve_app.serving.gateway.front_end import FrontEndConnection
-from serve_app.serving.gateway.http10 import answer_http10_without_chunks
+from serve_app.serving.gateway.front.connection import serve_front_end
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.settings import GatewaySettings
-from serve_app.serving.http_heads import serve_connections_with
 
 logger = logging.getLogger("ray.serve")
 
@@ -78,8 +76,7 @@ class GatewayDeployment:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve serves; called once, after the constructor."""
-        answer_http10_without_chunks()
-        serve_connections_with(FrontEndConnection)
+        serve_front_end(self._gateway)
         return without_request_id(self._gateway)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -110,6 +107,8 @@ class GatewayDeployment:
     async def __del__(self) -> None:
         for client in getattr(self, "_clients", {}).values():
             await client.close()
+        if (gateway := getattr(self, "_gateway", None)) is not None:
+            gateway.close()
 
 
 class CpuMeter:

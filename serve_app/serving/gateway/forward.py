@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
-from functools import partial
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.metrics.record import RequestRecord
@@ -24,8 +23,9 @@ from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
 from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.answer.client_api import send_refusal
-from serve_app.serving.gateway.answer.disconnect import ClientGone, DisconnectWatch
+from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, outcome_of
+from serve_app.serving.gateway.answer.passing import StreamPassing
 from serve_app.serving.gateway.answer.queued_comments import QueuedComments
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
@@ -89,11 +89,9 @@ class ScheduledCall:
         "_owed",
         "_scheduler",
         "_send",
-        "_sending",
         "_services",
         "_started",
         "_streams",
-        "_tail",
         "_usage",
         "_watch",
     )
@@ -103,7 +101,7 @@ class ScheduledCall:
         self._services = services
         self._scheduler = scheduler
         self._send = job.incoming.send
-        self._watch = DisconnectWatch(job.incoming.receive)
+        self._watch = job.incoming.watch()
         self._owed: Grant | None = None
         self._grant: Grant | None = None
         self._attempts = 0
@@ -111,8 +109,6 @@ class ScheduledCall:
         self._engine_failed = False
         self._started = False
         self._streams = False
-        self._sending = False
-        self._tail = b""
         self._outcome: Outcome | None = None
         self._usage: Usage | None = None
         self._granted_at: float | None = None
@@ -296,36 +292,18 @@ class ScheduledCall:
         self._begin_answer()
         self._first_token_at = asyncio.get_running_loop().time()
         self._scheduler.first_token(self._job.submission.request_id)
-        send = self._send
+        client = self._send
         if not await self._has_commented():
-            await send({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
+            await client({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
         self._streams = True
-        response.on_end = partial(self._end_early, response, scanner)
-        try:
-            while not response.at_end:
-                self._sending = True
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-                self._sending = False
-                # With `_end_early` the rest is here already, and there is nothing more to wait for.
-                events = self._tail or await next_events(response, scanner)
-        except UpstreamError as error:
-            events = self._broken(error, scanner)
+        if not response.at_end:
+            events = await StreamPassing(response, scanner, client).run(events)
+        if response.error is not None:
+            events += self._broken(response.error, scanner)
         else:
             self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
-        finally:
-            response.on_end = None
         self._streams = False
-        await send({"type": "http.response.body", "body": events, "more_body": False})
-
-    def _end_early(self, response: UpstreamResponse, scanner: StreamScanner) -> None:
-        """The engine has ended while its client is still reading: the place is free from now on."""
-        if not self._sending:
-            return
-        if response.error is not None:
-            self._settle(Outcome.FAILED, scanner.usage, detail=str(response.error))
-            return
-        self._tail = scanner.feed(response.take()) + scanner.flush()
-        self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        await client({"type": "http.response.body", "body": events, "more_body": False})
 
     def _may_retry(self, failure: UpstreamError) -> bool:
         """Whether a failure may be mended elsewhere; an engine's own error only once."""

@@ -14,6 +14,7 @@ from prometheus_client.exposition import generate_latest
 
 from serve_app.metrics.record import RequestRecord
 from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.gateway.request_log import RequestLog
 
 logger = logging.getLogger("ray.serve")
 
@@ -80,6 +81,7 @@ class Telemetry:
         self.registry = CollectorRegistry(auto_describe=True)
         self.in_flight: dict[str, int] = {}
         self._gateway_id = gateway_id
+        self._log = RequestLog(logger)
         self.log_requests = log_requests
         self._upstream_counts = upstream_counts
         self._held_body_bytes = held_body_bytes
@@ -126,7 +128,11 @@ class Telemetry:
         if record.dispatched_at is not None:
             self._observe(model, record)
         if self.log_requests and logger.isEnabledFor(logging.INFO):
-            logger.info(_line(concluded))
+            self._log.add(_line(concluded))
+
+    def flush_log(self) -> None:
+        """Write the lines of all requests that have been concluded."""
+        self._log.flush()
 
     def exposition(self) -> str:
         """This gateway's own metrics in the Prometheus text format."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serve_app.errors import ChannelError, SettingsError
+from serve_app.routing.snapshot import section
 from serve_app.scaling import ScalingSettings
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.learned_state import STATE_KIND, denial, learned_state
@@ -146,8 +147,7 @@ class SchedulerActor:
         self._usage = KeptUsage(
             settings.scheduler.model, settings.state_uri, settings.scope, settings.state_interval_s
         )
-        tpot_limit_s = settings.scheduler.backpressure_in_force.tpot_gate_s
-        self.scaling = LiveScaling(settings.scheduler.model, settings.scaling, tpot_limit_s)
+        self.scaling = LiveScaling(settings.scheduler.model, settings.scaling)
         self._changing = asyncio.Lock()
         self._started = self._begin()
 
@@ -335,7 +335,9 @@ class SchedulerActor:
     def _what_was_learned(self) -> Mapping[str, Any] | None:
         live = self._live
         # Of one that has ended there is nothing to keep: its successor knows as much, or its core is broken.
-        return None if live is None or live.ended else learned_state(live.core)
+        if live is None or live.ended:
+            return None
+        return {**learned_state(live.core), _SCALING: self.scaling.state()}
 
     async def _load_what_was_learned(self) -> None:
         """From the store, unless an earlier live scheduler of this actor has left something."""
@@ -344,10 +346,21 @@ class SchedulerActor:
         document = await self._keeper.load()
         if document is None:
             return
-        if reason := denial(self._settings.scheduler, document):
+        if reason := denial(self._settings.scheduler, document) or self._denial_of_scaling(document):
             self._keeper.refused(reason)
         else:
             self._learned = document
+
+    def _denial_of_scaling(self, document: Mapping[str, Any]) -> str:
+        """Restore what scaling has learned; why that is not possible, or nothing."""
+        if _SCALING not in document:
+            # Written by a release that did not keep it.
+            return ""
+        try:
+            self.scaling.restore(section(document, _SCALING))
+        except ValueError as exc:
+            return str(exc)
+        return ""
 
     async def _newest(self) -> int:
         return await asyncio.to_thread(self._incarnations.newest)

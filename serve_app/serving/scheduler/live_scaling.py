@@ -7,14 +7,16 @@ wait until replicas had time to connect to the first live scheduler.
 import asyncio
 import logging
 import math
+import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from serve_app.routing.snapshot import Snapshot
 from serve_app.scaling import FleetScaler, PoolDecision, ScalingSettings, observe
 from serve_app.scheduling import Scheduler
 from serve_app.serving.autoscaling import statistics
@@ -32,17 +34,22 @@ _GAUGES: tuple[tuple[str, str, Callable[[PoolDecision], float]], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """What failed, and in which line; its words may name a time or a number that differs each time."""
+
+    kind: type[Exception]
+    file: str
+    line: int | None
+
+
 class LiveScaling(Collector):
-    """Decides for the pools of one model.
+    """Decides for the pools of one model."""
 
-    Args:
-        tpot_limit_s: TPOT above which engines get nothing more; None is no limit.
-    """
-
-    def __init__(self, model: str, settings: ScalingSettings, tpot_limit_s: float | None) -> None:
+    def __init__(self, model: str, settings: ScalingSettings) -> None:
         self._model = model
         self._settings = settings
-        self._scaler = FleetScaler(settings, tpot_limit_s)
+        self._scaler = FleetScaler(settings)
         self._loop = asyncio.get_running_loop()
         self._begins_at = math.inf
         self._decisions: dict[str, PoolDecision] = {}
@@ -50,6 +57,11 @@ class LiveScaling(Collector):
         self._core: Scheduler | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        text = "Decisions of autoscaling that failed; the last one stays in force."
+        failures = Counter("ewsjf_scaling_failures", text, ("model",), registry=self._registry)
+        self._failures = failures.labels(model)
+        # Where the last decision failed; None when it did not.
+        self._fault: _Fault | None = None
 
     def __repr__(self) -> str:
         return f"<LiveScaling {self._scaler}>"
@@ -65,6 +77,14 @@ class LiveScaling(Collector):
         """Decide within other bounds, of the same pools."""
         self._settings = settings
         self._scaler.change(settings)
+
+    def state(self) -> dict[str, object]:
+        """What was learned, to be kept; see `FleetScaler.state`."""
+        return self._scaler.state()
+
+    def restore(self, state: Snapshot) -> None:
+        """Go on from what was kept; see `FleetScaler.restore`."""
+        self._scaler.restore(state)
 
     def stop(self) -> None:
         """Decide no more."""
@@ -115,13 +135,28 @@ class LiveScaling(Collector):
             return
         try:
             decisions = self._scaler.decide(observe(self._core, self._scaler.pools, now), now)
-        except Exception:
-            # Whoever is served now stays served: a fault here must not end the scheduler.
-            logger.exception("event=scaling_failed model=%s", self._model)
+        except Exception as error:  # noqa: BLE001 - whoever is served now stays served, and it is logged
+            self._on_fault(error)
             return
+        if self._fault is not None:
+            logger.info("event=scaling_recovered model=%s", self._model)
+            self._fault = None
         for name, decision in decisions.items():
             self._tell(name, decision)
         self._decisions = decisions
+
+    def _on_fault(self, error: Exception) -> None:
+        """Count it, and log it where it is another one than a second ago."""
+        self._failures.inc()
+        frames = traceback.extract_tb(error.__traceback__)
+        fault = _Fault(type(error), frames[-1].filename, frames[-1].lineno)
+        if fault != self._fault:
+            logger.exception(
+                "event=scaling_failed model=%s reason=%r action='the last decision stays in force'",
+                self._model,
+                error,
+            )
+        self._fault = fault
 
     def _tell(self, name: str, decision: PoolDecision) -> None:
         before = self._decisions.get(name)

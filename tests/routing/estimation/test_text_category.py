@@ -92,3 +92,16 @@ MINIFIED = b"function(){return(a.length>b.length)&&this.render(c,d);};const e=[a
 def test_the_shares_that_decide_are_shares_of_the_text(text: bytes, category: TextCategory) -> None:
     assert classify(text) is category
     assert classify(text * 3) is category
+
+
+@given(st.text(max_size=60), st.sampled_from([1, 300, 2_000]))
+def test_a_text_has_the_category_of_its_utf8(text: str, times: int) -> None:
+    assert classify(text * times) is classify((text * times).encode())
+
+
+@pytest.mark.parametrize(
+    "text", [PROSE, CODE, CHINESE, FLOATS, BASE64], ids=["prose", "code", "chinese", "floats", "base64"]
+)
+def test_a_long_text_has_the_category_of_its_utf8(text: bytes) -> None:
+    long = (text * (100_000 // len(text))).decode()
+    assert classify(long) is classify(long.encode())

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from serve_app.serving.gateway import Gateway
+from tests.http_server import listening
 
 from .builders import Engine, FakeDispatcher, gateway, serving
 
@@ -26,17 +27,26 @@ class Stage:
 
 
 @pytest.fixture
-async def stage() -> AsyncIterator[Stage]:
+def served_as_asgi() -> bool:
+    """Whether the gateway is served as any ASGI app, as without HAProxy."""
+    return False
+
+
+@pytest.fixture
+async def stage(served_as_asgi: bool) -> AsyncIterator[Stage]:
     engine = Engine()
     async with serving(engine) as engine_port:
         dispatcher = FakeDispatcher([engine_port])
-        async with staged(engine, dispatcher, gateway(dispatcher)) as made:
+        app = gateway(dispatcher)
+        async with staged(engine, dispatcher, app, served_as_asgi=served_as_asgi) as made:
             yield made
 
 
 @asynccontextmanager
-async def staged(engine: Engine, dispatcher: FakeDispatcher, app: Gateway) -> AsyncIterator[Stage]:
-    async with serving(app) as port:
+async def staged(
+    engine: Engine, dispatcher: FakeDispatcher, app: Gateway, *, served_as_asgi: bool = False
+) -> AsyncIterator[Stage]:
+    async with listening(app) if served_as_asgi else serving(app) as port:
         url = f"http://127.0.0.1:{port}"
         async with (
             httpx.AsyncClient(base_url=url, timeout=10) as http,

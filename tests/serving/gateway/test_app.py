@@ -1,9 +1,6 @@
 """The gateway's routes, with the official SDK and plain HTTP, over real sockets."""
 
-import contextlib
 import json
-import logging
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -14,9 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.request.prefix import PrefixSettings, engine_salt
 
-from .builders import MODEL, TOKEN, Engine, FakeDispatcher, chat, gateway, refusal, replies, serving
+from .builders import MODEL, TOKEN, Engine, FakeDispatcher, chat, gateway, replies, serving
 from .conftest import Stage, staged
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
@@ -339,27 +335,6 @@ async def test_metrics_join_the_gateways_and_the_schedulers(stage: Stage) -> Non
     assert samples["ewsjf_waiting", None] == 3
 
 
-async def test_each_request_is_concluded_in_one_log_line(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "ray.serve")
-    await stage.http.post(CHAT, json=chat(stream=True), headers={"x-request-id": "mine", "x-tenant": "acme"})
-    await stage.http.post(CHAT, json=chat(temperature=1, max_tokens="x"))
-    first, second = (record.getMessage() for record in caplog.records if record.name == "ray.serve")
-    for part in (
-        "event=concluded outcome=completed",
-        "tenant=acme",
-        "pool=short",
-        "attempts=1",
-        "ttft_s=",
-        "output_tokens=4",
-        "client_request_id=mine",
-    ):
-        assert part in first
-    assert "event=concluded outcome=rejected_invalid" in second
-    assert "max_tokens is invalid" in second
-
-
 async def test_a_lifespan_and_a_websocket_are_answered() -> None:
     app = gateway(FakeDispatcher([1]))
     said: list[dict[str, Any]] = []
@@ -398,41 +373,6 @@ def test_impossible_settings_are_refused_by_name(fields: dict[str, Any], words: 
         GatewaySettings(**fields)
 
 
-LONG = [{"role": "user", "content": "x" * 600}]
-
-
-@contextlib.asynccontextmanager
-async def staged_with(prefix: PrefixSettings) -> AsyncIterator[Stage]:
-    engine = Engine()
-    async with serving(engine) as port:
-        dispatcher = FakeDispatcher([port])
-        async with staged(engine, dispatcher, gateway(dispatcher, prefix=prefix)) as made:
-            yield made
-
-
-async def test_the_scheduler_is_told_how_a_prompt_begins(stage: Stage) -> None:
-    await stage.http.post(CHAT, json=chat(messages=LONG))
-    assert len(stage.dispatcher.submissions[0].prefix) == 1
-    assert "cache_salt" not in json.loads(stage.engine.bodies[0])
-
-
-async def test_with_prefixes_switched_off_the_scheduler_is_told_nothing_of_them() -> None:
-    async with staged_with(PrefixSettings(enabled=False)) as stage:
-        await stage.http.post(CHAT, json=chat(messages=LONG))
-        assert stage.dispatcher.submissions[0].prefix == ()
-
-
-async def test_tenants_that_are_kept_apart_share_neither_hashes_nor_blocks_of_an_engine() -> None:
-    async with staged_with(PrefixSettings(per_tenant=True)) as stage:
-        for tenant in ("a", "b", "a"):
-            body = chat(messages=LONG, cache_salt="of the client")
-            await stage.http.post(CHAT, json=body, headers={"x-tenant": tenant})
-        first, other, again = (submission.prefix for submission in stage.dispatcher.submissions)
-        assert first == again != other
-        salts = [json.loads(sent)["cache_salt"] for sent in stage.engine.bodies]
-        assert salts == [engine_salt(tenant, "of the client") for tenant in ("a", "b", "a")]
-
-
 async def test_who_is_not_known_gets_401_and_who_may_not_403() -> None:
     dispatcher = FakeDispatcher([1])
     key = ApiKey(tenant="t", key="k", allowed_classes=(PriorityClass.DEFAULT,))
@@ -443,14 +383,3 @@ async def test_who_is_not_known_gets_401_and_who_may_not_403() -> None:
         denied = await stage.http.post(CHAT, json=chat(), headers={**known, "x-priority": "batch"})
         assert (denied.status_code, denied.json()["error"]["code"]) == (403, "not_allowed")
         assert "www-authenticate" not in denied.headers
-
-
-async def test_a_long_error_is_cut_in_the_log(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ray.serve")
-    answer = await stage.http.post(CHAT, json=chat(service_tier="x" * 10_000, model="y" * 10_000))
-    assert answer.status_code in (400, 404)
-    stage.dispatcher.script.append(refusal(Outcome.REJECTED_INVALID, "z" * 10_000))
-    assert len((await stage.http.post(CHAT, json=chat())).json()["error"]["message"]) == 10_000
-    lines = [each.getMessage() for each in caplog.records if "event=concluded" in each.getMessage()]
-    assert len(lines) == 2
-    assert max(map(len, lines)) < 1_000

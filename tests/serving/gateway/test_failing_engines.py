@@ -17,6 +17,11 @@ from .fleet import Fleet, fleet_of, gathered
 CHAT = "/v1/chat/completions"
 
 
+@pytest.fixture(params=[False, True], ids=["front", "asgi"])
+def served_as_asgi(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 class Refusing(Engine):
     """An engine that answers every request with one status."""
 

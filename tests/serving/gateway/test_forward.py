@@ -36,6 +36,11 @@ TOO_LONG = "This model's maximum context length is 512 tokens. However, your pro
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
+@pytest.fixture(params=[False, True], ids=["front", "asgi"])
+def served_as_asgi(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 def put_backs(stage: Stage) -> list[DispatchFailure]:
     return [event[1] for event in stage.dispatcher.events if event[0] == "put_back"]
 

@@ -1,12 +1,33 @@
 """Connections from HAProxy, over real sockets."""
 
 import asyncio
+import json
 import socket
+from functools import partial
+from typing import Any
 
-from serve_app.serving.gateway.front_end import FrontEndConnection
+import pytest
+from ray.serve._private.http_util import RequestIdMiddleware
+from ray.serve.config import HTTPOptions
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.errors import Outcome
+from serve_app.serving.gateway.front.ingress import ServeIngress, ingress_of
 from tests.http_server import listening
 
-from .builders import FakeDispatcher, gateway
+from .builders import (
+    Engine,
+    FakeDispatcher,
+    InFront,
+    chat,
+    eventually,
+    gateway,
+    send_event,
+    serving,
+    start_stream,
+)
+from .conftest import Stage, staged
 
 ASKED = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -15,12 +36,12 @@ async def test_an_idle_connection_stays_open_and_its_peer_is_watched() -> None:
     app = gateway(FakeDispatcher([]))
     made: list[socket.socket] = []
 
-    class Watched(FrontEndConnection):
+    class Watched(InFront):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             made.append(transport.get_extra_info("socket"))
 
-    async with listening(app, protocol=Watched, keep_alive_s=0) as port:
+    async with listening(app, protocol=partial(Watched, app), keep_alive_s=0) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(2):
             writer.write(ASKED)
@@ -30,3 +51,165 @@ async def test_an_idle_connection_stays_open_and_its_peer_is_watched() -> None:
         assert len(made) == 1
         assert made[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         writer.close()
+
+
+async def raw(port: int, *requests: bytes) -> bytes:
+    """All that comes back until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"".join(requests))
+    async with asyncio.timeout(20):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+def post(document: object, *lines: bytes, path: str = "/v1/chat/completions") -> bytes:
+    body = json.dumps(document).encode()
+    head = b"".join(b"%b\r\n" % line for line in (*lines, b"content-length: %d" % len(body)))
+    return b"POST %b HTTP/1.1\r\nhost: x\r\n%b\r\n%b" % (path.encode(), head, body)
+
+
+CLOSE = b"connection: close"
+
+
+async def test_requests_in_one_piece_are_answered_one_after_the_other(stage: Stage) -> None:
+    stage.engine.token_delay_s = 0.01
+    first = post(chat(stream=True, max_tokens=3), b"x-request-id: one")
+    second = post(chat(max_tokens=2), b"x-request-id: two", CLOSE)
+    answer = (await raw(stage.port, first, ASKED, second)).lower()
+    marks = [b"x-request-id: one", b"data: [done]", b'{"status":"ok"}', b"x-request-id: two"]
+    places = [answer.index(mark) for mark in marks]
+    assert places == sorted(places)
+    assert answer.count(b"http/1.1 200 ok\r\n") == 3
+    assert stage.dispatcher.outcomes() == [Outcome.COMPLETED] * 2
+
+
+async def test_the_head_of_an_answer_comes_with_its_first_piece(stage: Stage) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+    writer.write(post(chat(max_tokens=2)))
+    async with asyncio.timeout(20):
+        head, _, body = (await reader.read(65_536)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert json.loads(body)["choices"][0]["message"]["content"] == "w0 w1"
+    writer.close()
+
+
+async def test_every_answer_tells_the_id_of_its_request(stage: Stage) -> None:
+    for path in ("/v1/models", "/health", "/nowhere"):
+        for given in ("mine", ""):
+            answer = await stage.http.get(path, headers={"x-request-id": given} if given else {})
+            (told,) = answer.headers.get_list("x-request-id")
+            assert told == given if given else told.startswith("gw")
+
+
+async def test_head_is_answered_without_a_body(stage: Stage) -> None:
+    answer = await raw(stage.port, b"HEAD /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]) > 0
+    assert body == b""
+
+
+async def test_a_client_is_told_to_send_its_body(stage: Stage) -> None:
+    request = post(chat(), b"expect: 100-continue", CLOSE)
+    head, mark, body = request.partition(b"\r\n\r\n")
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+    writer.write(head + mark)
+    async with asyncio.timeout(20):
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
+    writer.close()
+
+
+async def test_a_refused_request_whose_body_does_not_come_ends_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve_app.serving.gateway.front.connection._REST_OF_BODY_S", 0.3)
+    async with serving(gateway(FakeDispatcher([]))) as port:
+        answer = await raw(port, b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc")
+        assert answer.startswith(b"HTTP/1.1 404 ")
+
+
+async def test_a_refused_request_whose_body_comes_later_keeps_its_connection() -> None:
+    async with serving(gateway(FakeDispatcher([]))) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc")
+        async with asyncio.timeout(20):
+            await reader.readuntil(b"not_found")
+            writer.write(b"defghi" + ASKED)
+            await reader.readuntil(b'{"status":"ok"}')
+        writer.close()
+
+
+async def test_a_client_that_leaves_in_a_stream_ends_its_request(stage: Stage) -> None:
+    stage.engine.token_delay_s = 0.01
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+    writer.write(post(chat(stream=True, max_tokens=5_000)))
+    async with asyncio.timeout(20):
+        await reader.readuntil(b"w3 ")
+    writer.transport.abort()
+    await eventually(stage.dispatcher.outcomes)
+    assert stage.dispatcher.outcomes() == [Outcome.CANCELLED]
+    await eventually(lambda: stage.engine.aborted == 1)
+
+
+async def test_a_slow_reader_gets_every_piece_in_order() -> None:
+    """More than all buffers between it and the engine hold."""
+    engine = Engine()
+    text = "x" * 20_000
+
+    async def answers(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+        await start_stream(send)
+        for number in range(1_500):
+            await send_event(send, {"choices": [{"index": 0, "delta": {"content": f"{number} {text}"}}]})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    engine.answers.append(answers)
+    async with serving(engine) as engine_port:
+        dispatcher = FakeDispatcher([engine_port])
+        async with staged(engine, dispatcher, gateway(dispatcher)) as stage:
+            reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+            writer.write(post(chat(stream=True), CLOSE))
+            await asyncio.sleep(0.5)
+            assert engine.running == 1
+            async with asyncio.timeout(30):
+                answer = await reader.read()
+            writer.close()
+    found = [int(piece.split(b" ", 1)[0]) for piece in answer.split(b'"content": "')[1:]]
+    assert found == list(range(1_500))
+    assert b"data: [DONE]\n\n" in answer
+    assert dispatcher.outcomes() == [Outcome.COMPLETED]
+
+
+def test_what_serve_asks_of_its_replica_is_not_for_the_gateway() -> None:
+    class Replica:
+        _route_prefix = "/llm"
+
+    found = ServeIngress(Replica())
+    assert found.prefix_of("/-/healthz") is None
+    assert found.prefix_of("/other") is None
+    assert found.prefix_of("/llmx/v1") is None
+    assert found.prefix_of("/llm/v1/models") == "/llm"
+    Replica._route_prefix = "/"
+    assert found.prefix_of("/v1/models") == ""
+
+
+@pytest.mark.parametrize("asked_for", ["middleware", "time limit", "nothing"])
+def test_what_operators_ask_of_serve_goes_through_it(asked_for: str) -> None:
+    class Replica:
+        _route_prefix = "/"
+        _http_options = HTTPOptions(request_timeout_s=5.0 if asked_for == "time limit" else None)
+
+        async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+            """As `_direct_ingress_asgi`."""
+
+    class Middleware:
+        def __init__(self, app: Any) -> None:
+            self.app = app
+
+    app: Any = RequestIdMiddleware(Replica().serve)
+    if asked_for == "middleware":
+        app = Middleware(app)
+    found = ingress_of(ProxyHeadersMiddleware(app))
+    assert (found is not None) is (asked_for == "nothing")

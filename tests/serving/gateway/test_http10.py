@@ -2,26 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from uvicorn.protocols.http import httptools_impl
-
-from serve_app.serving.gateway.http10 import answer_http10_without_chunks
 
 from .builders import chat, start_stream
 from .conftest import Stage
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(autouse=True)
-def as_in_a_gateways_process() -> Iterator[None]:
-    before = httptools_impl.RequestResponseCycle
-    answer_http10_without_chunks()
-    yield
-    httptools_impl.RequestResponseCycle = before  # type: ignore[misc]
 
 
 @dataclass(frozen=True)

@@ -50,15 +50,15 @@ async def test_a_long_body_that_comes_at_a_fair_rate_is_taken() -> None:
 
 async def test_a_head_that_does_not_end_is_given_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LimitedHeads, "head_timeout_s", 0.5)
-    for sent in (
-        b"",
-        b"GET /health HTTP/1.1\r\nhost: x\r\na: b",
-        b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET",
+    for sent, answers in (
+        (b"", 0),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\na: b", 0),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET", 1),
     ):
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         writer.write(sent)
         async with asyncio.timeout(30):
-            await reader.read()
+            assert (await reader.read()).count(b"HTTP/1.1 200 ") == answers
         writer.close()
 
 

@@ -8,8 +8,10 @@ import pytest_asyncio
 
 from serve_app.errors import ChannelError, Outcome, SettingsError
 from serve_app.request import Usage
+from serve_app.scaling import ScaledPool, ScalingSettings
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.scheduler_client import Grant
+from serve_app.serving.scheduler import live_scaling
 from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSettings, Surroundings
 from serve_app.serving.scheduler.incarnation import Incarnations
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
@@ -43,7 +45,11 @@ class Cluster:
 
     def actor(self, state_uri: str | None = None) -> SchedulerActor:
         settings = SchedulerActorSettings(
-            scheduler=scheduler_settings(), channel=FAST, scope="app/m", state_uri=state_uri
+            scheduler=scheduler_settings(),
+            channel=FAST,
+            scope="app/m",
+            state_uri=state_uri,
+            scaling=ScalingSettings(pools={"short": ScaledPool()}),
         )
         surroundings = Surroundings(claims=self.claims, host=lambda: "127.0.0.1", die=self._die)
         self.actors.append(SchedulerActor(settings, surroundings))
@@ -198,6 +204,44 @@ async def test_a_state_that_makes_no_sense_is_set_aside_and_the_actor_begins_ane
     )
     await actor.close()
     assert store.load() is not None, "what it learned itself takes the place"
+
+
+async def test_a_restarted_actor_knows_how_long_engines_take_to_start(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_scaling, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(live_scaling, "_SETTLING_S", 0.0)
+    first = cluster.actor(str(tmp_path))
+    await first.check_health()
+    first.scaling.restore({"start_s": {"short": 240.0}})
+    await first.close()
+    second = cluster.actor(str(tmp_path))
+    await second.check_health()
+    await until(lambda: bool(second.scaling.described()["pools"]))
+    pools = (await second.scale())["pools"]
+    assert {name: pool["start_s"] for name, pool in pools.items()} == {"short": 240.0}
+
+
+async def test_a_state_of_a_release_that_kept_no_start_times_is_used_and_a_wrong_one_is_not(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    first = cluster.actor(str(tmp_path))
+    await first.check_health()
+    learned = teach(first, output_tokens=77)
+    await first.close()
+    store = StateStore(str(tmp_path), "scheduler", "app/m")
+    document = dict(store.load() or {})
+    del document["scaling"]
+    store.save(document)
+    second = cluster.actor(str(tmp_path))
+    await second.check_health()
+    assert shell_of(second).core.estimator.estimate(UNLIMITED).max_output_tokens == learned
+    await second.close()
+    store.save({**document, "scaling": {"start_s": {"short": -1}}})
+    third = cluster.actor(str(tmp_path))
+    await third.check_health()
+    await until(lambda: Path(f"{store.path}.refused").exists())
+    assert shell_of(third).core.estimator.estimate(UNLIMITED).max_output_tokens != learned
 
 
 async def test_a_store_out_of_reach_costs_no_availability(cluster: Cluster, tmp_path: Path) -> None:

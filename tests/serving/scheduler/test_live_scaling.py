@@ -1,7 +1,9 @@
 """Autoscaling beside a live scheduler."""
 
 import asyncio
+import itertools
 import logging
+from collections.abc import Callable
 
 import pytest
 
@@ -39,7 +41,7 @@ async def test_nothing_is_ordered_before_replicas_had_time_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_scaling, "_SETTLING_S", 0.5)
-    scaling = LiveScaling("m", POOLS, None)
+    scaling = LiveScaling("m", POOLS)
     scaling.follow(waiting(1))
     await asyncio.sleep(0.03)
     assert scaling.statistics() == {}
@@ -51,7 +53,7 @@ async def test_that_time_begins_with_the_first_scheduler_however_long_its_state_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_scaling, "_SETTLING_S", 0.5)
-    scaling = LiveScaling("m", POOLS, None)
+    scaling = LiveScaling("m", POOLS)
     await asyncio.sleep(0.6)
     scaling.follow(waiting(1))
     await asyncio.sleep(0.03)
@@ -60,7 +62,7 @@ async def test_that_time_begins_with_the_first_scheduler_however_long_its_state_
 
 
 async def test_a_request_without_a_replica_orders_one_and_every_pool_is_described() -> None:
-    scaling = LiveScaling("m", POOLS, None)
+    scaling = LiveScaling("m", POOLS)
     scaling.follow(waiting(1))
     await decided(scaling)
     # Serve is told of the pools that it scales; others read the page.
@@ -79,7 +81,7 @@ async def test_another_live_scheduler_is_followed_and_a_change_is_logged_with_it
 ) -> None:
     caplog.set_level(logging.INFO, logger="ray.serve")
     logging.getLogger("ray.serve").propagate = True
-    scaling = LiveScaling("m", POOLS, None)
+    scaling = LiveScaling("m", POOLS)
     scaling.follow(Scheduler(settings()))
     await decided(scaling)
     assert scaling.statistics() == {"least_replicas:short": 0.0}
@@ -94,19 +96,53 @@ async def test_another_live_scheduler_is_followed_and_a_change_is_logged_with_it
     assert "pool=short replicas=1 before=0 ready=0" in line
 
 
-async def test_a_fault_in_the_decision_is_logged_and_keeps_the_last_one(
+async def test_a_fault_keeps_the_last_decision_and_is_counted_each_time_but_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="ray.serve")
     logging.getLogger("ray.serve").propagate = True
-    scaling = LiveScaling("m", POOLS, None)
+    scaling = LiveScaling("m", POOLS)
     scaling.follow(waiting(1))
     await decided(scaling)
+    assert failures(scaling) == 0
+    faults = itertools.count()
 
     def broken(*_: object) -> None:
-        raise RuntimeError("broken")
+        raise RuntimeError(f"broken at {next(faults)}")
 
-    monkeypatch.setattr(live_scaling, "observe", broken)
-    await asyncio.sleep(0.05)
-    assert scaling.statistics() == {"least_replicas:short": 1.0}
-    assert any("scaling_failed" in record.getMessage() for record in caplog.records)
+    def broken_otherwise(*_: object) -> None:
+        raise KeyError("short")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(live_scaling, "observe", broken)
+        await until(lambda: failures(scaling) >= 5)
+        assert scaling.statistics() == {"least_replicas:short": 1.0}
+        assert said(caplog) == ["event=scaling_failed"]
+        changed.setattr(live_scaling, "observe", broken_otherwise)
+        seen = failures(scaling)
+        await until(lambda: failures(scaling) >= seen + 5)
+    await until(lambda: "event=scaling_recovered" in said(caplog))
+    assert said(caplog) == ["event=scaling_failed", "event=scaling_failed", "event=scaling_recovered"]
     scaling.stop()
+
+
+def failures(scaling: LiveScaling) -> float:
+    (value,) = (
+        float(line.rpartition(" ")[2])
+        for line in scaling.exposition().splitlines()
+        if line.startswith('ewsjf_scaling_failures_total{model="m"}')
+    )
+    return value
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The events of scaling's faults, each line once."""
+    # Ray may have given the logger a second handler that ends here.
+    records = {id(record): record.getMessage().split()[0] for record in caplog.records}
+    return [event for event in records.values() if event.startswith("event=scaling_")]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - it has no event of its own
+            await asyncio.sleep(0.005)

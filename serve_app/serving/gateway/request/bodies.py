@@ -26,6 +26,20 @@ class PartFields(msgspec.Struct, gc=False):
     text: str | None = None
     refusal: str | None = None
     thinking: str | None = None
+    image_url: msgspec.Raw = ABSENT
+    image_embeds: msgspec.Raw = ABSENT
+    input_audio: msgspec.Raw = ABSENT
+    audio_url: msgspec.Raw = ABSENT
+    audio_embeds: msgspec.Raw = ABSENT
+    video_url: msgspec.Raw = ABSENT
+    file: msgspec.Raw = ABSENT
+    file_data: msgspec.Raw = ABSENT
+
+    @property
+    def media(self) -> tuple[msgspec.Raw, ...]:
+        """What it has in place of a text; empty where it has not."""
+        images, sounds = (self.image_url, self.image_embeds), (self.input_audio, self.audio_url)
+        return (*images, *sounds, self.audio_embeds, self.video_url, self.file, self.file_data)
 
 
 Content = str | list[str | PartFields] | None

@@ -1,15 +1,17 @@
 """An incoming request: its head, and the ASGI channels to its client."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from serve_app.engines.engine import Receive, Scope, Send
+import msgspec
+
+from serve_app.engines.engine import Receive, Scope
 from serve_app.serving.gateway.answer.client_api import ClientApi
+from serve_app.serving.gateway.answer.client_stream import ClientStream, exchange_of
+from serve_app.serving.gateway.answer.disconnect import DisconnectWatch
 from serve_app.serving.gateway.answer.responses import HeaderList
 
 
-@dataclass(frozen=True, slots=True)
-class IncomingRequest:
+class IncomingRequest(msgspec.Struct, frozen=True):
     """A request of which only the head has been looked at.
 
     Attributes:
@@ -21,7 +23,7 @@ class IncomingRequest:
 
     scope: Scope
     receive: Receive
-    send: Send
+    send: ClientStream
     path: str
     api: ClientApi
     headers: Mapping[bytes, bytes]
@@ -38,3 +40,7 @@ class IncomingRequest:
     def id_headers(self) -> HeaderList:
         """What tells the client the id of its request."""
         return self.api.id_headers(self.client_request_id)
+
+    def watch(self) -> DisconnectWatch:
+        """A watch for the client's end, to be entered once the body has been read."""
+        return DisconnectWatch(self.receive, exchange_of(self.scope))

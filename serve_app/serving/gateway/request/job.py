@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
 from serve_app.request import Submission
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.gateway.answer.sse import Announcements
@@ -27,8 +29,7 @@ class ResponseTerms:
     is_named: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardJob:
+class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be done for one client.
 
     Attributes:

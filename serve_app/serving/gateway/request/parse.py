@@ -4,7 +4,7 @@ What is read of the bodies of each endpoint stands in `routes.table`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,11 +14,11 @@ from serve_app.request import RequestSpec
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.request.bodies import BodyFields, ModelOnly
 from serve_app.serving.gateway.request.prefix import NO_OPENING, Opening
+from serve_app.serving.gateway.request.shape import PromptMeasure
 from serve_app.serving.gateway.request.uncounted import uncounted_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedBody:
+class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
     """What the gateway needs to know of a body.
 
     Attributes:
@@ -34,6 +34,7 @@ class ParsedBody:
         previous_response: id of the response that it goes on from.
         background: its engine is to work on after its answer.
         names_response: it gives its response a name, which some engines take.
+        measure: of which the shape of its prompt was made; None where nothing else is asked of that.
     """
 
     spec: RequestSpec
@@ -49,6 +50,7 @@ class ParsedBody:
     previous_response: str | None = None
     background: bool = False
     names_response: bool = False
+    measure: PromptMeasure | None = None
 
 
 T = TypeVar("T")
@@ -80,13 +82,13 @@ class BodyParser:
         if not shape.messages:
             return parsed
         try:
-            uncounted = uncounted_bytes(body, shape, self._body_type)
+            uncounted = uncounted_bytes(body, shape, self._body_type, parsed.measure)
         except RecursionError as exc:
             raise _nested_too_deeply() from exc
         if not uncounted:
             return parsed
         shape = replace(shape, tool_bytes=shape.tool_bytes + uncounted)
-        return replace(parsed, spec=replace(parsed.spec, shape=shape))
+        return msgspec.structs.replace(parsed, spec=replace(parsed.spec, shape=shape))
 
 
 def parse_model(body: bytes) -> str:

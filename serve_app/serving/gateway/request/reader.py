@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.engines.engine import Receive, Scope
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Submission
+from serve_app.serving.gateway.answer.client_stream import ClientStream
 from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.keys.caller import Caller
@@ -30,13 +31,17 @@ from serve_app.serving.gateway.request.splice import (
     salt_field,
     usage_field,
 )
-from serve_app.serving.gateway.request.structure import check_structure
+from serve_app.serving.gateway.request.structure import check_structure, is_plain
 from serve_app.serving.gateway.routes.table import FORMS, SCHEDULED, api_of
 from serve_app.serving.gateway.settings import GatewaySettings
 
 # Longer bodies are checked and parsed on a thread. Below, the change of threads costs more than the 5 ms at
 # most for which a body of this length occupies the event loop.
 _LARGE_BODY_BYTES = 256 * 1024
+# The same of bodies that are little but long texts. Their memory is dearer on a thread, too.
+_LARGE_TEXT_BYTES = 512 * 1024
+# Of a body that arrives in pieces, those of this length are kept as they are until the last one is there.
+_OWN_PIECE_BYTES = 4 * 1024
 
 
 class RequestReader:
@@ -68,7 +73,9 @@ class RequestReader:
         self.bodies.max_bytes = settings.max_held_body_bytes
         before.close()
 
-    def incoming(self, scope: Scope, receive: Receive, send: Send, path: str, now: float) -> IncomingRequest:
+    def incoming(
+        self, scope: Scope, receive: Receive, send: ClientStream, path: str, now: float
+    ) -> IncomingRequest:
         """Name a request that has just arrived, and note when."""
         headers = dict(scope["headers"])
         own = f"{self._gateway_id}-{next(self._numbers)}"
@@ -126,7 +133,8 @@ class RequestReader:
 
     async def _receive(self, incoming: IncomingRequest, held: HeldBody, deadline: asyncio.Timeout) -> None:
         settings, began = self._settings, asyncio.get_running_loop().time()
-        limit, size, collected = settings.max_body_bytes, 0, bytearray()
+        limit, size = settings.max_body_bytes, 0
+        pieces: list[bytes | bytearray] = []
         while True:
             message = await incoming.receive()
             if message["type"] == "http.disconnect":
@@ -137,14 +145,13 @@ class RequestReader:
                 raise _too_large(limit)
             held.grow(len(piece))
             is_last = not message.get("more_body", False)
-            if is_last and not collected:
+            if is_last and not pieces:
                 held.data = piece
                 return
-            # A list would cost a client's small pieces many times their length.
-            collected += piece
+            _collect(pieces, piece)
             deadline.reschedule(began + settings.body_grace_s + size / settings.least_body_bytes_per_s)
             if is_last:
-                held.data = bytes(collected)
+                held.data = b"".join(pieces)
                 return
 
     async def job(self, incoming: IncomingRequest) -> ForwardJob:
@@ -157,7 +164,8 @@ class RequestReader:
         caller = self.authenticate(incoming)
         held = await self.body(incoming)
         try:
-            if len(held.data) <= _LARGE_BODY_BYTES:
+            size = len(held.data)
+            if size <= _LARGE_BODY_BYTES or (size <= _LARGE_TEXT_BYTES and is_plain(held.data)):
                 return self._job_of(incoming, caller, held)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._large_bodies, self._job_of, incoming, caller, held)
@@ -235,6 +243,16 @@ class RequestReader:
             RequestRefused: a header contains a line break.
         """
         return heads.forwarded(incoming.scope["headers"], incoming.headers)
+
+
+def _collect(pieces: list[bytes | bytearray], piece: bytes) -> None:
+    """Keep one more piece of a body; small ones together, as each by itself takes many times its length."""
+    if len(piece) >= _OWN_PIECE_BYTES:
+        pieces.append(piece)
+    elif pieces and isinstance(pieces[-1], bytearray):
+        pieces[-1] += piece
+    elif piece:
+        pieces.append(bytearray(piece))
 
 
 def _fields(parsed: ParsedBody, body: bytes) -> list[bytes]:

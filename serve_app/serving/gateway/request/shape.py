@@ -12,6 +12,7 @@ import msgspec
 from serve_app.request import PromptShape, TextCategory
 from serve_app.routing.estimation.text_category import classify
 from serve_app.serving.gateway.request.bodies import (
+    ABSENT,
     ChatFields,
     CompletionFields,
     Content,
@@ -22,6 +23,7 @@ from serve_app.serving.gateway.request.bodies import (
     Prompt,
     ResponsesFields,
 )
+from serve_app.serving.gateway.request.utf8 import Utf8
 
 _NULL = b"null"
 # Templates write roles; those that there are belong to what a message adds to a prompt.
@@ -40,13 +42,16 @@ class PromptMeasure:
 
     Attributes:
         texts: what the model reads as text.
+        utf8: of the texts, as far as it has been made.
+        media_bytes: of the JSON of images, sounds and files, as far as that is known.
     """
 
-    __slots__ = ("media_items", "texts", "tool_bytes")
+    __slots__ = ("media_bytes", "media_items", "texts", "tool_bytes", "utf8")
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.media_items = 0
+        self.utf8 = Utf8()
+        self.media_items = self.media_bytes = 0
         self.tool_bytes = 0
 
     def add_content(self, content: Content) -> None:
@@ -69,10 +74,13 @@ class PromptMeasure:
         self.texts += texts
         if not texts or part.type in _MEDIA_TYPES:
             self.media_items += 1
+            self.media_bytes += sum(len(memoryview(field)) for field in part.media)
 
     def add_raw(self, *pieces: msgspec.Raw) -> None:
         """Count definitions by the bytes of their JSON."""
         for piece in pieces:
+            if piece is ABSENT:
+                continue
             view = memoryview(piece)
             if view and view != _NULL:
                 self.tool_bytes += len(view)
@@ -109,9 +117,15 @@ class PromptMeasure:
                 self.add_content(item.output)
             self.add_content(list(item.summary) if item.summary else None)
 
+    def unread_bytes(self, body: bytes) -> int:
+        """What of a body's length is certainly no text: media, and what JSON adds that is ASCII alone."""
+        return self.media_bytes + (self.utf8.escape_bytes() if body.isascii() else 0)
+
     def shape(self, *, messages: int = 0, prompts: int = 1, prompt_tokens: int | None = None) -> PromptShape:
         """All that was collected."""
-        text = "".join(self.texts).encode()
+        text: str | bytes = "".join(self.texts)
+        if not text.isascii():
+            text = b"".join([self.utf8.of(each) for each in self.texts])
         return PromptShape(
             text_bytes=len(text),
             category=classify(text) if text else TextCategory.PROSE,
@@ -123,9 +137,8 @@ class PromptMeasure:
         )
 
 
-def chat_shape(body: ChatFields) -> PromptShape:
+def chat_shape(body: ChatFields, measure: PromptMeasure) -> PromptShape:
     """The prompt of a chat completion."""
-    measure = PromptMeasure()
     measure.add_messages(body.messages)
     measure.add_raw(body.tools, body.functions, body.documents, body.response_format)
     return measure.shape(messages=len(body.messages))
@@ -142,9 +155,8 @@ def completion_shape(body: CompletionFields) -> PromptShape:
     return _prompts_shape(measure, body.prompt if body.prompt is not None else "")
 
 
-def responses_shape(body: ResponsesFields) -> PromptShape:
+def responses_shape(body: ResponsesFields, measure: PromptMeasure) -> PromptShape:
     """The input of a Responses request; its items are its messages."""
-    measure = PromptMeasure()
     messages = 1
     if isinstance(body.input, str):
         measure.texts.append(body.input)

@@ -5,9 +5,12 @@ during which a gateway serves nobody else. What is legitimate in large bodies is
 ids, which are cheap; so the limits are on numbers of objects, of strings and of elements.
 
 Counting is exact only where it must be. Brackets, quotes and commas of all the bytes are no fewer than those
-outside strings, and to count them takes a few passes at the speed of memory. Only when they are too many are
-the strings taken out. Depth needs no pass: the parsers give up at a few hundred levels.
+outside strings, and numpy counts them with vector instructions. What a body is too short for is not counted.
+Only when there are too many are the strings taken out. Depth needs no pass: the parsers give up at a few
+hundred levels.
 """
+
+import numpy as np
 
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import RequestRefused
@@ -21,7 +24,15 @@ MAX_ELEMENTS = 2_500_000
 # Below this many bytes no body can have so many elements that its parsing is noticed: some 5 ms.
 UNCHECKED_BYTES = 64 * 1024
 
+# Of a body that is little but long texts: brackets, quotes and commas, in texts or not.
+# Half a mebibyte that has so many, of empty messages for the most part, is read in 3 ms.
+_PLAIN_SIGNS = 10_000
+
 _STRUCTURE = bytes(byte for byte in range(256) if byte not in b"[{,")
+# Counted at a time, so that what is found of them stays in the processor's cache.
+_COUNTED_BYTES = 256 * 1024
+# Sets the one bit in which `[` and `{` differ.
+_BRACKETS = 0x20
 
 
 def check_structure(body: bytes) -> None:
@@ -32,11 +43,13 @@ def check_structure(body: bytes) -> None:
     """
     if len(body) <= UNCHECKED_BYTES:
         return
-    quotes = body.count(b'"')
-    if quotes > 2 * MAX_STRINGS and quotes - body.count(b'\\"') > 2 * MAX_STRINGS:
-        raise _too_many("strings", MAX_STRINGS)
-    containers = body.count(b"{") + body.count(b"[")
-    commas = body.count(b",")
+    # A string has two quotes, and elements have a comma between them.
+    if len(body) > 2 * MAX_STRINGS:
+        quotes = _count(body, ord('"'))
+        if quotes > 2 * MAX_STRINGS and quotes - body.count(b'\\"') > 2 * MAX_STRINGS:
+            raise _too_many("strings", MAX_STRINGS)
+    containers = _count(body, ord("{"), _BRACKETS)
+    commas = _count(body, ord(",")) if len(body) > MAX_ELEMENTS else 0
     if containers <= MAX_CONTAINERS and commas <= MAX_ELEMENTS:
         return
     structure = _outside_strings(body)
@@ -45,6 +58,22 @@ def check_structure(body: bytes) -> None:
         raise _too_many("objects and arrays", MAX_CONTAINERS)
     if commas > MAX_ELEMENTS:
         raise _too_many("elements", MAX_ELEMENTS)
+
+
+def is_plain(body: bytes) -> bool:
+    """Whether a body is little but long texts, which take a nanosecond or two for each byte."""
+    signs = _count(body, ord("{"), _BRACKETS)
+    return signs + _count(body, ord('"')) + _count(body, ord(",")) <= _PLAIN_SIGNS
+
+
+def _count(body: bytes, byte: int, bits: int = 0) -> int:
+    """How many bytes are this one once these bits are set in them."""
+    data = np.frombuffer(body, np.uint8)
+    found = 0
+    for start in range(0, len(data), _COUNTED_BYTES):
+        piece = data[start : start + _COUNTED_BYTES]
+        found += int(np.count_nonzero((piece | np.uint8(bits) if bits else piece) == byte))
+    return found
 
 
 def _outside_strings(body: bytes) -> bytes:

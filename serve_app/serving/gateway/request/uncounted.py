@@ -2,8 +2,9 @@
 
 Chat templates are handed whole messages, and names for them beside: what a field adds to a prompt is known to
 the engine alone. So every field counts, by the bytes of its JSON, unless it is known to be inert. To look at
-all fields costs another pass over the body. It is taken only where much of the body is unexplained: more than
-the quotes, names and escapes that belong to what was measured.
+all fields costs two more passes over the body. They are taken only where much of the body is unexplained:
+more than the quotes, names and escapes that belong to what was measured. Media do not count as part of a body
+there, and one of ASCII alone counts as if its texts were written in UTF-8.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,7 @@ import msgspec
 
 from serve_app.request import PromptShape
 from serve_app.serving.gateway.request.bodies import BodyFields, InputItem, MessageFields
+from serve_app.serving.gateway.request.shape import PromptMeasure
 
 # What is unexplained in an ordinary body: settings of one request, `role` and quotes of each message, escapes
 # of line ends and quotes in code. What hides below adds an eighth to a prompt at most.
@@ -52,14 +54,19 @@ _body_decoder = msgspec.json.Decoder(_Fields)
 _messages_decoder = msgspec.json.Decoder(list[_Fields])
 
 
-def uncounted_bytes(body: bytes, shape: PromptShape, body_type: type[BodyFields]) -> int:
+def uncounted_bytes(
+    body: bytes, shape: PromptShape, body_type: type[BodyFields], measure: PromptMeasure | None
+) -> int:
     """Bytes of the fields of a request that its shape does not have.
 
     Args:
         body: parsed before as `body_type`, so known to be an object.
+        measure: of which its shape was made.
     """
     explained = shape.text_bytes + shape.tool_bytes + _MESSAGE_BYTES * shape.messages + _ORDINARY_BYTES
-    if len(body) - explained <= len(body) // _ORDINARY_SHARE:
+    if _is_ordinary(len(body), explained):
+        return 0
+    if measure is not None and _is_ordinary(len(body) - measure.unread_bytes(body), explained):
         return 0
     fields = _body_decoder.decode(body)
     found = _bytes_besides(fields, _INERT.union(body_type.__struct_fields__))
@@ -67,6 +74,10 @@ def uncounted_bytes(body: bytes, shape: PromptShape, body_type: type[BodyFields]
         if name in fields and name in body_type.__struct_fields__:
             found += sum(_bytes_besides(each, inert) for each in _objects(fields[name]))
     return found
+
+
+def _is_ordinary(size: int, explained: int) -> bool:
+    return size - explained <= size // _ORDINARY_SHARE
 
 
 def _bytes_besides(fields: Mapping[str, msgspec.Raw], inert: frozenset[str]) -> int:

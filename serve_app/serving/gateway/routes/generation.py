@@ -6,17 +6,22 @@ from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.request.bodies import ChatFields, CompletionFields, ResponsesFields
 from serve_app.serving.gateway.request.parse import ParsedBody
 from serve_app.serving.gateway.request.prefix import chat_opening, completion_opening, responses_opening
-from serve_app.serving.gateway.request.shape import chat_shape, completion_shape, responses_shape
+from serve_app.serving.gateway.request.shape import (
+    PromptMeasure,
+    chat_shape,
+    completion_shape,
+    responses_shape,
+)
 
 
 def read_chat(body: ChatFields) -> ParsedBody:
     """What a chat completion asks for."""
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    options = body.stream_options
+    options, measure = body.stream_options, PromptMeasure()
     return ParsedBody(
         spec=RequestSpec(
             model=body.model,
-            shape=chat_shape(body),
+            shape=chat_shape(body, measure),
             max_output_tokens=limit,
             choices=body.n or 1,
             streamed=bool(body.stream),
@@ -28,7 +33,8 @@ def read_chat(body: ChatFields) -> ParsedBody:
         service_tier=body.service_tier,
         priority=body.priority,
         user=body.safety_identifier or body.user,
-        opening=chat_opening(body),
+        opening=chat_opening(body, measure.utf8),
+        measure=measure,
     )
 
 
@@ -68,17 +74,19 @@ def read_responses(body: ResponsesFields) -> ParsedBody:
 
     How long the conversation is that an engine has kept is not known here, so only the new input counts.
     """
+    measure = PromptMeasure()
     return ParsedBody(
         spec=RequestSpec(
             model=body.model,
-            shape=responses_shape(body),
+            shape=responses_shape(body, measure),
             max_output_tokens=body.max_output_tokens,
             streamed=bool(body.stream),
         ),
         service_tier=body.service_tier,
         priority=body.priority,
         user=body.safety_identifier or body.user,
-        opening=responses_opening(body),
+        opening=responses_opening(body, measure.utf8),
+        measure=measure,
         keeps_responses=True,
         previous_response=body.previous_response_id,
         background=bool(body.background),

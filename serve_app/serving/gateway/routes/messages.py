@@ -15,6 +15,7 @@ from serve_app.serving.gateway.request.bodies import ABSENT, BodyFields, Content
 from serve_app.serving.gateway.request.parse import ParsedBody
 from serve_app.serving.gateway.request.prefix import Opening, OpeningPieces
 from serve_app.serving.gateway.request.shape import PromptMeasure
+from serve_app.serving.gateway.request.utf8 import Utf8
 
 _BILLING = "x-anthropic-billing-header"
 _MEDIA = frozenset({"image", "document"})
@@ -31,6 +32,7 @@ class BlockFields(msgspec.Struct, gc=False):
     content: Content = None
     input: msgspec.Raw = ABSENT
     tool: msgspec.Raw = ABSENT
+    source: msgspec.Raw = ABSENT
 
 
 Blocks = str | list[BlockFields]
@@ -68,22 +70,23 @@ class CountTokensFields(ModelOnly):
 
 def read_messages(body: MessagesFields) -> ParsedBody:
     """What a message asks for."""
+    measure = PromptMeasure()
     return ParsedBody(
         spec=RequestSpec(
             model=body.model,
-            shape=_shape(body),
+            shape=_shape(body, measure),
             max_output_tokens=body.max_tokens,
             streamed=bool(body.stream),
         ),
         service_tier=body.service_tier,
         priority=body.priority,
         user=body.metadata.user_id if body.metadata is not None else None,
-        opening=_opening(body),
+        opening=_opening(body, measure.utf8),
+        measure=measure,
     )
 
 
-def _shape(body: MessagesFields) -> PromptShape:
-    measure = PromptMeasure()
+def _shape(body: MessagesFields, measure: PromptMeasure) -> PromptShape:
     results = 0
     for block in _blocks(body.system):
         _add(measure, block)
@@ -104,10 +107,11 @@ def _add(measure: PromptMeasure, block: BlockFields) -> None:
     is_empty = not texts and block.content is None and block.input is ABSENT and block.tool is ABSENT
     if block.type in _MEDIA or (is_empty and block.type not in _MAY_BE_EMPTY):
         measure.media_items += 1
+        measure.media_bytes += len(memoryview(block.source))
 
 
-def _opening(body: MessagesFields) -> Opening:
-    pieces = OpeningPieces()
+def _opening(body: MessagesFields, utf8: Utf8) -> Opening:
+    pieces = OpeningPieces(utf8)
     pieces.add_raw(body.tools)
     pieces.add("system", _content(_blocks(body.system)))
     for message in body.messages:

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from urllib.parse import parse_qsl, urlencode
 
+import msgspec
+
 from serve_app.errors import Outcome
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
-from serve_app.serving.gateway.answer.disconnect import DisconnectWatch
 from serve_app.serving.gateway.answer.engine_answer import failure_of
 from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRefused, send_body
 from serve_app.serving.gateway.keys.caller import Caller
@@ -70,7 +71,7 @@ class StoredResponses:
         replica = self._holder(
             job.response.previous, job.response.owner, scheduler.all_replicas(), param=param
         )
-        return replace(job, submission=replace(job.submission, bound_to=replica.replica_id))
+        return msgspec.structs.replace(job, submission=replace(job.submission, bound_to=replica.replica_id))
 
     async def serve(self, incoming: IncomingRequest) -> None:
         """Ask for a response, its events or its end.
@@ -85,7 +86,7 @@ class StoredResponses:
         held = await self._reader.body(incoming)
         held.release()
         replica = self._holder(found[1], owner, self._replicas(caller), param="response_id")
-        with DisconnectWatch(incoming.receive):
+        with incoming.watch():
             await self._pass_on(replica, incoming)
 
     def _replicas(self, caller: Caller) -> list[ReplicaAddress]:
@@ -118,7 +119,7 @@ class StoredResponses:
         )
 
     async def _pass_on(self, replica: ReplicaAddress, incoming: IncomingRequest) -> None:
-        asked = replace(incoming, path=incoming.path + _query(incoming))
+        asked = msgspec.structs.replace(incoming, path=incoming.path + _query(incoming))
         head = upstream_head(asked, self._reader.forwarded(incoming), replica, 0)
         try:
             response = await self._upstream.send(replica.server, head, b"")

@@ -45,7 +45,7 @@ class UpstreamResponse:
     """A replica's answer while it arrives. Read with `next` or `read`, and always `close`.
 
     Attributes:
-        on_end: called once nothing more will come, whether or not anybody is reading.
+        on_pieces: called when pieces have come and the answer is not at its end; `take` gives them.
     """
 
     __slots__ = (
@@ -56,7 +56,7 @@ class UpstreamResponse:
         "complete",
         "error",
         "headers",
-        "on_end",
+        "on_pieces",
         "status",
     )
 
@@ -65,7 +65,7 @@ class UpstreamResponse:
         self.headers: HeaderList = []
         self.complete = False
         self.error: UpstreamError | None = None
-        self.on_end: Callable[[], object] | None = None
+        self.on_pieces: Callable[[], None] | None = None
         self._connection: Source | None = connection
         self._pieces: list[bytes] = []
         self._buffered_bytes = 0
@@ -92,8 +92,7 @@ class UpstreamResponse:
         while not self.status:
             if self.error is not None:
                 raise self.error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self.waiter()
 
     async def next(self) -> bytes:
         """All body bytes that have come since the last call; waits for some, empty only at the end.
@@ -106,8 +105,7 @@ class UpstreamResponse:
                 return b""
             if self.error is not None:
                 raise self.error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self.waiter()
         return self.take()
 
     def take(self) -> bytes:
@@ -137,6 +135,11 @@ class UpstreamResponse:
         if self._connection is not None:
             self._connection.abort()
 
+    def waiter(self) -> "asyncio.Future[None]":
+        """Done when there is something new; with `on_pieces`, at the end alone."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
     # Called by the connection.
 
     def push(self, piece: bytes) -> bool:
@@ -152,11 +155,12 @@ class UpstreamResponse:
             self.complete = True
         elif self.error is None:
             self.error = error
-        if self.on_end is not None:
-            self.on_end()
         self.wake()
 
     def wake(self) -> None:
         """Let the reader look again."""
-        if self._waiter is not None and not self._waiter.done():
+        if self.on_pieces is not None and not self.complete and self.error is None:
+            if self._pieces:
+                self.on_pieces()
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

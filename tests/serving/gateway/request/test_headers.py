@@ -7,6 +7,7 @@ import pytest
 from serve_app.request import PriorityClass
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.client_api import OPENAI
+from serve_app.serving.gateway.answer.client_stream import StallWatch
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.keys.caller import Caller
 from serve_app.serving.gateway.keys.settings import ApiKey
@@ -123,14 +124,15 @@ def test_the_engines_own_connection_headers_do_not_return() -> None:
     assert headers.returned(raw) == [(b"content-type", b"text/plain"), (b"x-engine", b"1")]
 
 
-def test_a_request_head_names_the_replica_and_carries_its_token() -> None:
+async def test_a_request_head_names_the_replica_and_carries_its_token() -> None:
     replica = ReplicaAddress(replica_id="r", pool="short", host="fe80::1", port=7, token="t")
 
     async def unused(*_: object) -> NoReturn:
         raise AssertionError("nothing is read or sent")
 
     scope = {"method": "POST"}
-    incoming = IncomingRequest(scope, unused, unused, "/v1/x", OPENAI, {}, "g1-1", "id", 0.0)
+    client = StallWatch(1.0).watching(unused)
+    incoming = IncomingRequest(scope, unused, client, "/v1/x", OPENAI, {}, "g1-1", "id", 0.0)
     assert headers.upstream_head(incoming, b"a: b\r\n", replica, 5) == (
         b"POST /v1/x HTTP/1.1\r\nhost: [fe80::1]:7\r\nx-replica-token: t\r\n"
         b"x-request-id: g1-1\r\ncontent-length: 5\r\na: b\r\n\r\n"

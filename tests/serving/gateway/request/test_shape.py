@@ -144,6 +144,27 @@ def test_no_text_that_a_model_may_read_is_left_out(place: str) -> None:
     assert len(TEXT) <= found.text_bytes + found.tool_bytes < len(TEXT) + 200
 
 
+BULKY = {
+    "an image": [{"type": "image_url", "image_url": {"url": data_uri(2_000_000)}}],
+    "a sound": [{"type": "input_audio", "input_audio": {"data": "A" * 2_000_000, "format": "wav"}}],
+    "characters that JSON escapes": "\u6570\u00e9\U0001f600" * 30_000,
+}
+
+
+@pytest.mark.parametrize("bulk", BULKY)
+def test_what_makes_a_body_long_hides_no_text(bulk: str) -> None:
+    bulky = {"role": "user", "content": BULKY[bulk]}
+    alone = shape(CHAT, messages=[bulky])
+    found = shape(CHAT, messages=[bulky, {"role": "user", "content": "x", "whatever": TEXT}])
+    assert alone.tool_bytes == 0
+    assert len(TEXT) <= found.tool_bytes < len(TEXT) + 200
+    block = {"type": "image", "source": {"type": "base64", "data": data_uri(2_000_000)}}
+    found = shape(
+        "/v1/messages", max_tokens=1, whatever=TEXT, messages=[{"role": "user", "content": [block]}]
+    )
+    assert len(TEXT) <= found.tool_bytes < len(TEXT) + 200
+
+
 @pytest.mark.parametrize(
     "inert",
     [

@@ -1,10 +1,14 @@
 """Limits on the structure of bodies: what costs a parser little passes, whatever its size."""
 
 import json
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.request import structure
 from serve_app.serving.gateway.request.structure import MAX_CONTAINERS, MAX_ELEMENTS, check_structure
 
 
@@ -55,3 +59,42 @@ def test_the_definitions_of_many_tools_pass() -> None:
     properties = {f"field_{number}": {"type": "string", "enum": ["a", "b"]} for number in range(10)}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
     check_structure(json.dumps({"model": "m", "messages": [], "tools": [tool] * 1_000}).encode())
+
+
+# Not with a backslash at the end: the quote after one is taken for an escaped one.
+texts = st.text(alphabet='[]{},":\\ \u00e9\u6570a', max_size=12).filter(lambda text: not text.endswith("\\"))
+values = st.recursive(
+    st.none() | st.integers() | texts,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=30,
+)
+
+
+def counts(value: Any) -> tuple[int, int, int]:
+    """Strings, containers, and commas between elements, of a value and all in it."""
+    if isinstance(value, str):
+        return 1, 0, 0
+    if not isinstance(value, dict | list):
+        return 0, 0, 0
+    inner = [*value, *value.values()] if isinstance(value, dict) else value
+    found = [counts(one) for one in inner]
+    strings, containers, commas = (sum(each[place] for each in found) for place in range(3))
+    return strings, containers + 1, commas + max(0, len(value) - 1)
+
+
+@given(values, st.sampled_from([2, 3, 5]), st.booleans(), st.sampled_from([None, 1]))
+def test_a_body_is_refused_exactly_when_it_has_too_many_things(
+    value: Any, limit: int, ascii_only: bool, indent: int | None
+) -> None:
+    sent = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()
+    strings, containers, commas = counts(value)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(structure, "UNCHECKED_BYTES", 0)
+        patched.setattr(structure, "_COUNTED_BYTES", 7)
+        for name in ("MAX_STRINGS", "MAX_CONTAINERS", "MAX_ELEMENTS"):
+            patched.setattr(structure, name, limit)
+        if max(strings, containers, commas) > limit:
+            with pytest.raises(RequestRefused, match="the body has more than"):
+                check_structure(sent)
+        else:
+            check_structure(sent)

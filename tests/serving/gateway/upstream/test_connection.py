@@ -293,12 +293,11 @@ async def test_the_end_of_an_answer_is_told_to_one_who_does_not_read(whole: bool
         b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n", body[: 1_000 if whole else 9], close=True
     )
     pool = UpstreamPool(UpstreamSettings())
-    ended = asyncio.Event()
     async with replica.listening() as port:
         response = await pool.send(address(port), head(), b"")
-        response.on_end = ended.set
-        if not response.complete:
-            await asyncio.wait_for(ended.wait(), 5)
+        response.on_pieces = lambda: None
+        if not response.complete and response.error is None:
+            await asyncio.wait_for(response.waiter(), 5)
         assert (response.error is None) is whole
         assert response.take() == body[: 1_000 if whole else 9]
         response.close()

@@ -1,0 +1,155 @@
+"""An application on a Ray cluster of several nodes on this machine, seen from outside."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import psutil
+
+from experiments.common.application import BUILD_APP, serve_config
+from experiments.common.nodes import HEAD, NodeCluster, NodeSpec
+from experiments.common.redeployment import deploy
+from experiments.common.valkey import running_valkey
+from serve_app.bench.connection import BenchError
+
+NAME = "nodes"
+_DEPLOY_TIMEOUT_S = 300.0
+_READY_TIMEOUT_S = 120.0
+_POLL_S = 0.2
+# A new head may come so late that raylets would have given up by Ray's own 60 s.
+_PATIENCE = MappingProxyType({"RAY_gcs_rpc_server_reconnect_timeout_s": "600"})
+
+# In a process of its own: this one may belong to several clusters, one after the other.
+_PLACEMENT_GROUPS = """
+import json, sys
+import ray
+from ray.util import placement_group_table
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+print(json.dumps([each for each in placement_group_table().values() if each["state"] == "CREATED"]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeApplication:
+    """One application on a cluster.
+
+    Attributes:
+        config: of Ray Serve, as it was deployed.
+    """
+
+    cluster: NodeCluster
+    config: Mapping[str, Any]
+
+    def status(self) -> dict[str, Any]:
+        """The scheduler's, by way of any node; empty while nobody gives one."""
+        for name, node in self.cluster.nodes.items():
+            if not node.is_up:
+                continue
+            with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+                text = self.cluster.application(NAME, name).fetched("/debug/status")
+                document: dict[str, Any] = json.loads(text)["models"][0]
+                if "replicas" in document:
+                    return document
+        return {}
+
+    def is_whole(self) -> bool:
+        """Whether the scheduler knows all gateways, and has fresh reports of every replica."""
+        status, args = self.status(), self.config["applications"][0]["args"]
+        if not status:
+            return False
+        fresh = [each for each in status["replicas"].values() if each["report"] and not each["stale"]]
+        wanted: int = sum(pool["replicas"] for pool in args["models"][0]["pools"])
+        return bool(len(fresh) == wanted and status["gateways"] == args["gateways"]["replicas"])
+
+    def front_ends(self) -> list[str]:
+        """The nodes whose HTTP front end reaches a gateway that is ready."""
+        found = []
+        for name, node in self.cluster.nodes.items():
+            if node.is_up:
+                with contextlib.suppress(OSError):
+                    self.cluster.application(NAME, name).fetched("/ready")
+                    found.append(name)
+        return found
+
+    def node_of(self, deployment: str) -> str:
+        """The node of a deployment's only replica.
+
+        Raises:
+            BenchError: it has none or several.
+        """
+        found = self.nodes_of(deployment)
+        if len(found) != 1:
+            raise BenchError(f"{deployment} has replicas on {found or 'no node'}")
+        return found[0]
+
+    def nodes_of(self, deployment: str) -> list[str]:
+        """The nodes of a deployment's replicas, one entry for each."""
+        return sorted(self.cluster.replicas(f"{NAME}:{deployment}").values())
+
+    def placement_groups(self) -> list[dict[str, Any]]:
+        """Ray's own table of those that exist now."""
+        found = subprocess.run(
+            [sys.executable, "-c", _PLACEMENT_GROUPS, self.cluster.address],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=self.cluster.environment(HEAD),
+        )
+        groups: list[dict[str, Any]] = json.loads(found.stdout)
+        return groups
+
+    def kill_replica(self, deployment: str) -> int:
+        """Kill the process of one replica; its id."""
+        pid = min(self.cluster.replicas(f"{NAME}:{deployment}"))
+        psutil.Process(pid).kill()
+        return pid
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+        """Wait for a condition; how many seconds that took.
+
+        Raises:
+            BenchError: it took too long.
+        """
+        since = time.monotonic()
+        while not condition():
+            if time.monotonic() > since + timeout_s:
+                raise BenchError(f"{what}: not within {timeout_s:.0f} s; the scheduler says {self.status()}")
+            time.sleep(_POLL_S)
+        return time.monotonic() - since
+
+
+@contextlib.contextmanager
+def served_on_nodes(
+    workers: Sequence[NodeSpec],
+    args: Mapping[str, Any],
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[NodeApplication]:
+    """Serve an application on a new cluster, with HTTP front ends on all nodes; yields once it is whole.
+
+    Ray's control service keeps its knowledge in a Valkey server, so that the head may die as well.
+
+    Args:
+        args: of the application, with fixed numbers of replicas.
+        environment: further variables of all nodes.
+
+    Raises:
+        BenchError: it does not start.
+    """
+    with running_valkey() as valkey:
+        kept = {"RAY_REDIS_ADDRESS": valkey.address, **_PATIENCE, **environment}
+        password = [f"--redis-password={valkey.password}"]
+        with NodeCluster(workers, kept, password) as cluster:
+            config = serve_config(NAME, args["models"], BUILD_APP, cluster.head_port, args["gateways"])
+            config["proxy_location"] = "EveryNode"
+            config["applications"][0]["args"].update(args)
+            deploy(cluster.address, config, cluster.environment(HEAD), _DEPLOY_TIMEOUT_S)
+            served = NodeApplication(cluster, config)
+            served.wait(served.is_whole, _READY_TIMEOUT_S, "a whole fleet")
+            yield served

@@ -1,0 +1,50 @@
+"""A node of a cluster on this machine: `ray start --block` and all that it starts, as one tree of processes.
+
+    python -m experiments.common.node_keeper ray start ...
+
+The tree ends as a machine or a pod does: when its first process ends, or whoever started the keeper, whatever
+is left is killed.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+
+from serve_app.launch.processes import adopt_orphans, end_descendants
+
+_END_TIMEOUT_S = 30.0
+
+
+def main() -> int:
+    """Run the command of the arguments until it ends, or until standard input does."""
+    adopt_orphans()
+    # The arguments are those of whoever wrote the experiment.
+    first = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+    threading.Thread(target=_end_with_starter, name="starter", daemon=True).start()
+    status = _reap_until_ended(first.pid)
+    end_descendants(_END_TIMEOUT_S)
+    return status
+
+
+def _end_with_starter() -> None:
+    # Not through a buffer, whose lock would be held when this process ends.
+    while os.read(0, 1_024):
+        pass
+    end_descendants(_END_TIMEOUT_S)
+    os._exit(1)
+
+
+def _reap_until_ended(pid: int) -> int:
+    """Wait for one child, and for orphans that have become children meanwhile."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            ended, status = os.waitpid(-1, 0)
+            if ended == pid:
+                return os.waitstatus_to_exitcode(status)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""A Ray cluster of several nodes on this machine: each is a `ray start` of its own, and dies like one."""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import psutil
+
+from experiments.common.application import Application, free_ports
+from serve_app.access import ADMIN_KEY_VARIABLE, written_admin_key
+from serve_app.bench.connection import BenchError
+from serve_app.launch.environment import environment, instance_folder, raise_descriptor_limit
+
+HEAD = "head"
+_ROOT = Path(__file__).resolve().parents[2]
+_STARTED = "Ray runtime started"
+_START_TIMEOUT_S = 240.0
+_END_TIMEOUT_S = 60.0
+_POLL_S = 0.1
+_OBJECT_STORE_BYTES = 100 * 2**20
+_TAIL_CHARACTERS = 3_000
+_GCS_SERVER, _RAYLET = "gcs_server", "raylet"
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """What a node says that it has.
+
+    Attributes:
+        name: short, since it is part of the paths of sockets.
+        resources: custom ones, by which pools are bound to nodes.
+    """
+
+    name: str
+    num_cpus: int = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RunningNode:
+    """One start of a node.
+
+    Attributes:
+        keeper: the process below which all others of the node are.
+        url: of its HTTP front end.
+    """
+
+    spec: NodeSpec
+    keeper: "subprocess.Popen[bytes]"
+    url: str
+    output: Path
+    halted: bool = False
+
+    def processes(self, name: str | None = None) -> list[psutil.Process]:
+        """All of them but the keeper, or those of this name."""
+        try:
+            family = psutil.Process(self.keeper.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        return [one for one in family if _is_running(one, name)]
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it runs, and was not halted."""
+        return self.keeper.poll() is None and not self.halted
+
+    def kill(self) -> None:
+        """End it at once, as a power cut does."""
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        while self.keeper.poll() is None and time.monotonic() < deadline:
+            for process in self.processes():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.keeper.wait(_POLL_S)
+        if self.keeper.poll() is None:
+            raise BenchError(f"node {self.spec.name} does not end: {self.processes()}")
+
+    def halt(self) -> None:
+        """Stop it and leave its connections open: nobody is told, as when its network is gone."""
+        self.halted = True
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+
+
+class NodeCluster:
+    """Nodes that can be killed and started again; use as a context manager, which leaves no process behind.
+
+    Args:
+        workers: besides the head, without cores, where Serve's controller and an HTTP front end run.
+        environment: further variables of all nodes, such as the store of Ray's control service.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[NodeSpec],
+        environment: Mapping[str, str] = MappingProxyType({}),
+        head_options: Sequence[str] = (),
+    ) -> None:
+        self._specs = {spec.name: spec for spec in (NodeSpec(HEAD), *workers)}
+        self._ports = free_ports()
+        self.gcs_port = next(self._ports)
+        self._urls_port = {name: next(self._ports) for name in self._specs}
+        self.folder = instance_folder(self.gcs_port)
+        self._given = {**environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self._head_options = tuple(head_options)
+        self._starts = 0
+        self.nodes: dict[str, RunningNode] = {}
+
+    @property
+    def address(self) -> str:
+        """Of Ray's control service."""
+        return f"127.0.0.1:{self.gcs_port}"
+
+    def __enter__(self) -> "NodeCluster":
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self._given[ADMIN_KEY_VARIABLE] = written_admin_key(self.folder)
+        raise_descriptor_limit()
+        try:
+            self.start(HEAD)
+            self.start(*(name for name in self._specs if name != HEAD))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, *names: str) -> None:
+        """Start nodes, or start them again after their death; what they kept on disk is lost.
+
+        One that does not start is started again some times, as a supervisor does: Ray itself gives up after
+        fifteen seconds without its agents, which a busy machine may need.
+
+        Raises:
+            BenchError: one does not start; the message has its last words.
+        """
+        for left in reversed(range(_ATTEMPTS)):
+            for name in names:
+                if name in self.nodes:
+                    self.nodes[name].kill()
+                self.nodes[name] = self._begin(name)
+            names = tuple(name for name in names if not _has_started(self.nodes[name], last=not left))
+
+    def kill(self, name: str) -> None:
+        """End every process of a node at once."""
+        self.nodes[name].kill()
+
+    def kill_control_service(self) -> None:
+        """End the head's `gcs_server` alone."""
+        (server,) = self.nodes[HEAD].processes(_GCS_SERVER)
+        server.send_signal(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End all nodes; what they have logged stays until the next cluster takes the port."""
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(RunningNode.kill, self.nodes.values()))
+
+    def replicas(self, deployment: str) -> dict[int, str]:
+        """The nodes of a deployment's replicas, by process; halted nodes have none.
+
+        Args:
+            deployment: the beginning of `APPLICATION:DEPLOYMENT`.
+        """
+        found = {}
+        for name, node in self.nodes.items():
+            for process in node.processes() if node.is_up else ():
+                with contextlib.suppress(psutil.Error):
+                    if " ".join(process.cmdline()).startswith(f"ray::ServeReplica:{deployment}"):
+                        found[process.pid] = name
+        return found
+
+    def urls(self) -> list[str]:
+        """The HTTP front ends of nodes that are up."""
+        return [node.url for node in self.nodes.values() if node.is_up]
+
+    def application(self, name: str, node: str = HEAD) -> Application:
+        """An application as seen through one node's front end."""
+        running = self.nodes[node]
+        return Application(name, running.keeper.pid, running.url, self.folder)
+
+    def log_lines(self, application: str, deployment: str) -> list[str]:
+        """What the replicas of a deployment have logged so far, those of dead nodes included."""
+        logs = self.folder.glob(f"*/session_2*/logs/serve/replica_{application}_{deployment}*.log")
+        return [line for log in logs for line in log.read_text(errors="replace").splitlines()]
+
+    def environment(self, name: str) -> dict[str, str]:
+        """What the processes of a node inherit; its ports are its own, since all nodes share an address."""
+        port = self._urls_port[name]
+        inherited = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        given = {**inherited, **self._given, "PYTHONPATH": path}
+        return {**environment(given, self.folder, port), "RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(port)}
+
+    @property
+    def head_port(self) -> int:
+        """The HTTP port of the head, which is that of the application's configuration."""
+        return self._urls_port[HEAD]
+
+    def _begin(self, name: str) -> RunningNode:
+        self._starts += 1
+        folder = self.folder / f"{name}{self._starts}"
+        folder.mkdir()
+        output = folder / "start.log"
+        port = self._urls_port[name]
+        with output.open("w") as console:
+            keeper = subprocess.Popen(
+                [sys.executable, "-m", "experiments.common.node_keeper", *self._command(name, folder)],
+                cwd=_ROOT,
+                env=self.environment(name),
+                stdin=subprocess.PIPE,
+                stdout=console,
+                stderr=console,
+                start_new_session=True,
+            )
+        return RunningNode(self._specs[name], keeper, f"http://127.0.0.1:{port}", output)
+
+    def _command(self, name: str, folder: Path) -> list[str]:
+        spec = self._specs[name]
+        options: dict[str, Any] = {
+            # Any free ones: the usual range would hold those that are chosen here.
+            "min-worker-port": 0,
+            "max-worker-port": 0,
+            "num-cpus": spec.num_cpus,
+            "num-gpus": 0,
+            "resources": json.dumps(dict(spec.resources)),
+            "object-store-memory": _OBJECT_STORE_BYTES,
+            "temp-dir": folder,
+            "dashboard-agent-listen-port": next(self._ports),
+            "include-log-monitor": False,
+        }
+        ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
+        if name == HEAD:
+            options |= {
+                "port": self.gcs_port,
+                "include-dashboard": False,
+                "ray-client-server-port": next(self._ports),
+            }
+            ray += ["--head", *self._head_options]
+        else:
+            options["address"] = self.address
+        return [*ray, *(f"--{key}={value}" for key, value in options.items())]
+
+
+def _is_running(process: psutil.Process, name: str | None) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE and name in {None, process.name()}
+    return False
+
+
+def _has_started(node: RunningNode, *, last: bool) -> bool:
+    """Wait until it has, or cannot any more.
+
+    Raises:
+        BenchError: it was the last attempt.
+    """
+    deadline, had_raylet = time.monotonic() + _START_TIMEOUT_S, False
+    while time.monotonic() < deadline:
+        has_raylet = bool(node.processes(_RAYLET))
+        text = node.output.read_text(encoding="utf-8", errors="replace")
+        if _STARTED in text:
+            return True
+        # `ray start` goes on to wait for one that has ended.
+        if node.keeper.poll() is not None or (had_raylet and not has_raylet):
+            break
+        had_raylet = had_raylet or has_raylet
+        time.sleep(_POLL_S)
+    node.kill()
+    if last:
+        raise BenchError(f"node {node.spec.name} did not start:\n{text[-_TAIL_CHARACTERS:]}")
+    return False

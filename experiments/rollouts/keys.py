@@ -1,0 +1,70 @@
+"""The API key of all clients, replaced while they ask: as people do it, with `python -m serve_app keys`."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from serve_app.bench.connection import BenchError
+
+# Gateways look at the file every two seconds; a busy machine is given more.
+_KNOWN_AFTER_S = 5.0
+_REFUSED_WITHIN_S = 30.0
+
+
+@dataclass(slots=True)
+class RotatedKey:
+    """One valid key at a time, but for the moments of a rotation.
+
+    Attributes:
+        path: of the file that gateways read.
+        secret: what clients send now; empty while they need none.
+        refused_after_s: how long after its revocation each old key was refused for the first time.
+    """
+
+    path: Path
+    secret: str = ""
+    refused_after_s: list[float] = field(default_factory=list)
+
+    def create(self) -> None:
+        """Add a key to the file; clients use it from now on."""
+        self.secret = self._run("create", "--tenant", "app").strip()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of a request."""
+        return {"authorization": f"Bearer {self.secret}"} if self.secret else {}
+
+    async def rotate(self, http: httpx.AsyncClient) -> None:
+        """Add a key, let clients use it once gateways know it, and revoke the one before.
+
+        Raises:
+            BenchError: a gateway still takes the old one after a while.
+        """
+        old, before = RotatedKey(self.path, self.secret), self.headers
+        fresh = RotatedKey(self.path)
+        await asyncio.to_thread(fresh.create)
+        await asyncio.sleep(_KNOWN_AFTER_S)
+        self.secret = fresh.secret
+        await asyncio.to_thread(old.revoke)
+        revoked_at = time.monotonic()
+        while (await http.get("/v1/models", headers=before)).status_code != 401:
+            if time.monotonic() > revoked_at + _REFUSED_WITHIN_S:
+                raise BenchError(f"a revoked key is taken after {_REFUSED_WITHIN_S:.0f} s")
+            await asyncio.sleep(0.1)
+        self.refused_after_s.append(time.monotonic() - revoked_at)
+
+    def revoke(self) -> None:
+        """Revoke this key."""
+        self._run("revoke", self.secret.split("_")[1])
+
+    def _run(self, *words: str) -> str:
+        command = [sys.executable, "-m", "serve_app", "keys", *words, "--file", str(self.path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BenchError(f"keys {words[0]}: {done.stderr.strip()}")
+        return done.stdout

@@ -1,0 +1,242 @@
+"""Whole nodes of a Ray cluster die under load, the head among them: what clients hear, what becomes whole.
+
+Each node is a `ray start` of its own. Gateways and the scheduler find cores on two of them, engines their
+resources on three others, and the head has neither.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from experiments.common.audit import ENDS, Ended, asked, body_of
+from experiments.common.node_application import NodeApplication, served_on_nodes
+from experiments.common.nodes import HEAD, NodeSpec
+from experiments.common.redeployment import deploy
+from serve_app.bench.connection import BenchError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+GATEWAYS, ENGINES = ["g1", "g2"], ["e1", "e2", "e3"]
+ANSWERED, REFUSED, EVENT, BEFORE, MIDWAY, _, WRONG, LOST = ENDS
+LIMITS = httpx.Limits(max_connections=None)
+TOKENS = 300
+WHOLE_S = 240.0
+
+
+def pool(name: str, longest: int, replicas: int, resources: dict[str, Any]) -> dict[str, Any]:
+    engine = {"emulated": {"profile": "laptop", "max_model_len": longest}}
+    return {
+        "name": name,
+        "engine": engine,
+        "replicas": replicas,
+        "resources": {"num_cpus": 0.0, **resources},
+    }
+
+
+# An engine of the long pool spans two nodes; its second half is only reserved, since it is emulated.
+BUNDLES = {"placement_bundles": [{"long": 1}, {"long": 1}], "placement_strategy": "STRICT_SPREAD"}
+ARGS = {
+    "models": [
+        {
+            "name": "demo",
+            "pools": [
+                pool("short", 2048, 2, {"custom": {"short": 1}}),
+                pool("long", 8192, 1, {"advanced": BUNDLES}),
+            ],
+        }
+    ],
+    "gateways": {"replicas": 2, "num_cpus": 0.4},
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[NodeApplication]:
+    workers = [NodeSpec(name, num_cpus=1) for name in GATEWAYS]
+    workers += [NodeSpec(name, resources={"short": 1, "long": 1}) for name in ENGINES]
+    with served_on_nodes(workers, ARGS) as served:
+        yield served
+
+
+@pytest.fixture
+def nodes(cluster: NodeApplication) -> NodeApplication:
+    """The application with all of its nodes, whatever the last test has left."""
+    dead = [name for name, node in cluster.cluster.nodes.items() if not node.is_up]
+    cluster.cluster.start(*dead)
+    cluster.wait(cluster.is_whole, WHOLE_S, "a whole fleet")
+    # Serve starts front ends on the head and wherever a replica is, and these start last.
+    wanted = {HEAD, *cluster.nodes_of("gateway"), *cluster.nodes_of("short-demo")}
+    cluster.wait(lambda: wanted <= set(cluster.front_ends()), WHOLE_S, "HTTP front ends")
+    return cluster
+
+
+def front_ends(nodes: NodeApplication, *but: str) -> list[str]:
+    """The nodes that clients may connect to, without some."""
+    return sorted(set(nodes.front_ends()) - set(but))
+
+
+@dataclass
+class Load:
+    """Requests at a steady rate, streamed and not by turns, through the front ends of some nodes.
+
+    Attributes:
+        killed_at: when a node was killed, on the clock of `Ended`.
+    """
+
+    served: NodeApplication
+    name: str
+    through: Sequence[str]
+    ended: list[Ended] = field(default_factory=list)
+    killed_at: float = 0.0
+
+    async def run(self, requests: int, over_s: float, strike: Callable[[], Awaitable[None]]) -> None:
+        """Start the requests evenly; `strike` is called in the middle. Returns when all have ended."""
+        async with AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(self._client(name)) for name in self.through]
+
+            async def one(number: int) -> None:
+                await asyncio.sleep(number * over_s / requests)
+                name, http = f"{self.name}-{number}", clients[number // 2 % len(clients)]
+                started_s, ask = time.monotonic(), (asked, whole)[number % 2]
+                end, detail = await ask(http, name, TOKENS)
+                self.ended.append(Ended(name, end, started_s, time.monotonic(), detail))
+
+            async def kill() -> None:
+                await asyncio.sleep(over_s / 2)
+                self.killed_at = time.monotonic()
+                await strike()
+
+            await asyncio.gather(kill(), *map(one, range(requests)))
+
+    def _client(self, node: str) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.served.cluster.nodes[node].url, timeout=60, limits=LIMITS)
+
+    def ends(self, *, streamed: bool) -> Counter[str]:
+        """How those of one kind have ended."""
+        return Counter(one.end for one in self.ended if (number_of(one) % 2 == 0) is streamed)
+
+    def others(self) -> list[Ended]:
+        return [one for one in self.ended if one.end not in {ANSWERED, EVENT, BEFORE, MIDWAY}]
+
+
+async def whole(http: httpx.AsyncClient, name: str, tokens: int) -> tuple[str, str]:
+    """Send a request whose first byte is its last."""
+    body = {**body_of(name, tokens), "stream": False}
+    del body["stream_options"]
+    try:
+        answer = await http.post("/v1/chat/completions", json=body, headers={"x-request-id": name})
+    except httpx.TimeoutException as exc:
+        return LOST, repr(exc)
+    except httpx.TransportError as exc:
+        return BEFORE, repr(exc)
+    if answer.status_code != 200:
+        return REFUSED, f"{answer.status_code}: {answer.text}"
+    found = answer.json()["usage"]["completion_tokens"]
+    return (ANSWERED, "") if found == tokens else (WRONG, f"{found} tokens")
+
+
+def number_of(one: Ended) -> int:
+    return int(one.name.rpartition("-")[2])
+
+
+async def nothing() -> None:
+    pass
+
+
+def killing(nodes: NodeApplication, name: str) -> Callable[[], Awaitable[None]]:
+    return lambda: asyncio.to_thread(nodes.cluster.kill, name)
+
+
+def test_pools_and_gateways_are_where_their_resources_are(nodes: NodeApplication) -> None:
+    assert set(nodes.nodes_of("gateway")) == set(GATEWAYS)
+    assert nodes.node_of("scheduler-demo") in GATEWAYS
+    short = nodes.nodes_of("short-demo")
+    assert len(set(short)) == 2
+    assert set(short) | {nodes.node_of("long-demo")} <= set(ENGINES)
+
+
+def test_an_engine_over_two_nodes_has_a_bundle_on_each(nodes: NodeApplication) -> None:
+    (group,) = nodes.placement_groups()
+    assert group["strategy"] == "STRICT_SPREAD"
+    assert list(group["bundles"].values()) == [{"long": 1.0}, {"long": 1.0}]
+    assert len(set(group["bundles_to_node_id"].values())) == 2
+
+
+async def test_requests_of_a_dead_node_are_answered_elsewhere_or_end_with_an_event(
+    nodes: NodeApplication,
+) -> None:
+    victim = nodes.nodes_of("short-demo")[0]
+    load = Load(nodes, "node", front_ends(nodes, victim))
+    await load.run(80, 4.0, killing(nodes, victim))
+    assert load.ends(streamed=False) == {ANSWERED: 40}
+    streamed = load.ends(streamed=True)
+    assert set(streamed) == {ANSWERED, EVENT}, load.ended
+    await asyncio.to_thread(nodes.wait, nodes.is_whole, WHOLE_S, "replicas on another node")
+    assert victim not in nodes.nodes_of("short-demo")
+
+
+async def test_the_scheduler_and_a_gateway_die_with_their_node(nodes: NodeApplication) -> None:
+    """Connections through its gateway break, and no other."""
+    victim = nodes.node_of("scheduler-demo")
+    incarnation = nodes.status()["incarnation"]
+    load = Load(nodes, "scheduler", front_ends(nodes, victim))
+    await load.run(80, 8.0, killing(nodes, victim))
+    assert load.others() == []
+    broken = [one for one in load.ended if one.end != ANSWERED]
+    assert all(one.end in {BEFORE, MIDWAY} for one in broken), broken
+    # HAProxy asks gateways every two seconds, and needs three missed answers.
+    assert all(one.started_s < load.killed_at + 10 for one in broken), (load.killed_at, broken)
+    await asyncio.to_thread(nodes.wait, nodes.is_whole, WHOLE_S, "a scheduler on another node")
+    assert nodes.status()["incarnation"] > incarnation
+    later = Load(nodes, "later", front_ends(nodes))
+    await later.run(10, 1.0, nothing)
+    assert {one.end for one in later.ended} == {ANSWERED}
+
+
+async def test_requests_go_on_without_the_head_and_nothing_new_starts(nodes: NodeApplication) -> None:
+    incarnation = nodes.status()["incarnation"]
+    load = Load(nodes, "head", front_ends(nodes, HEAD))
+    await load.run(60, 6.0, killing(nodes, HEAD))
+    assert {one.end for one in load.ended} == {ANSWERED}
+    # A replica that dies now has no successor, and the rest serves.
+    await asyncio.to_thread(nodes.kill_replica, "short-demo")
+    without = Load(nodes, "without", front_ends(nodes, HEAD))
+    await without.run(60, 12.0, nothing)
+    assert {one.end for one in without.ended} == {ANSWERED}
+    assert len(nodes.nodes_of("short-demo")) == 1
+    with pytest.raises(BenchError):
+        await asyncio.to_thread(
+            deploy, nodes.cluster.address, nodes.config, nodes.cluster.environment(HEAD), 10.0
+        )
+    await asyncio.to_thread(nodes.cluster.start, HEAD)
+    await asyncio.to_thread(nodes.wait, nodes.is_whole, WHOLE_S, "a replica in place of the dead one")
+    # Nobody has replaced the scheduler: it was never away.
+    assert nodes.status()["incarnation"] == incarnation
+    later = Load(nodes, "with", front_ends(nodes))
+    await later.run(12, 1.0, nothing)
+    assert {one.end for one in later.ended} == {ANSWERED}
+
+
+async def test_the_head_ends_with_its_control_service_and_its_successor_finds_all(
+    nodes: NodeApplication,
+) -> None:
+    """`ray start --block` ends when a process of Ray does, so that whoever watches it starts it again."""
+
+    async def strike() -> None:
+        nodes.cluster.kill_control_service()
+
+    load = Load(nodes, "control", front_ends(nodes, HEAD))
+    await load.run(40, 4.0, strike)
+    assert {one.end for one in load.ended} == {ANSWERED}
+    head = nodes.cluster.nodes[HEAD]
+    await asyncio.to_thread(nodes.wait, lambda: not head.is_up, 60, "the end of the head")
+    await asyncio.to_thread(nodes.cluster.start, HEAD)
+    await asyncio.to_thread(nodes.kill_replica, "long-demo")
+    await asyncio.to_thread(nodes.wait, lambda: not nodes.is_whole(), 30, "the loss of a replica")
+    await asyncio.to_thread(nodes.wait, nodes.is_whole, WHOLE_S, "a replica in place of the dead one")

@@ -1,0 +1,121 @@
+"""The client, the light engines and the forwarders that the layer is measured with, as they run."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from experiments.common.light_endpoint import MODEL
+from experiments.common.light_servers import LightServers, started_light_servers
+from experiments.overhead.client import Client, Load, started_client
+from experiments.overhead.forwarder import PARSED, RAW
+from experiments.overhead.peers import PROXY, missing_program, started_forwarder, started_nginx
+from experiments.overhead.system import Endpoints, next_port
+from experiments.overhead.tables import TABLES, added_ms, layer_ms
+from serve_app.bench.connection import BenchError
+from tests.experiments.builders import row
+
+
+@pytest.fixture(scope="module")
+def light() -> Iterator[LightServers]:
+    with started_light_servers() as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def endpoints(light: LightServers) -> Endpoints:
+    ports = (next_port(), next_port())
+    for port in ports:
+        light.tell("open", port, 32_768)
+    return Endpoints(ports)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with started_client() as process:
+        yield process
+
+
+def load(url: str, *, body_bytes: int = 100, chunks: int = 0, clients: int = 4) -> Load:
+    return Load(
+        url=url,
+        model=MODEL,
+        body_bytes=body_bytes,
+        shared=False,
+        stream=chunks > 0,
+        tokens=max(1, chunks),
+        exact=False,
+        clients=clients,
+        seconds=0.2,
+    )
+
+
+def test_a_paced_stream_comes_chunk_by_chunk(
+    light: LightServers, endpoints: Endpoints, client: Client
+) -> None:
+    light.tell("answer", 8, 5)
+    played = client.play(load(endpoints.urls[0], chunks=8))
+    # Seven paces lie between eight chunks; on a busy machine some come together.
+    assert played.requests >= 4
+    assert played.first_p50_ms < 35
+    assert 2 <= played.reads <= 9
+
+
+@pytest.mark.parametrize("kind", [RAW, PARSED])
+@pytest.mark.parametrize(("body_bytes", "chunks"), [(100, 0), (100, 8), (4_000_000, 0)])
+def test_a_forwarder_passes_everything_on(
+    kind: str, body_bytes: int, chunks: int, light: LightServers, endpoints: Endpoints, client: Client
+) -> None:
+    light.tell("answer", chunks, 1)
+    with started_forwarder(kind, endpoints) as system:
+        before = system.meter.read()
+        assert client.play(load(system.url, body_bytes=body_bytes, chunks=chunks)).requests >= 4
+        assert set(system.meter.used_since(before, 0.0)) == {PROXY}
+
+
+@pytest.mark.skipif(missing_program("nginx", "") != "", reason="there is no nginx")
+def test_nginx_stands_in_between(light: LightServers, endpoints: Endpoints, client: Client) -> None:
+    light.tell("answer", 4, 1)
+    with started_nginx(endpoints) as system:
+        assert system.version
+        assert client.play(load(system.url, chunks=4)).requests >= 4
+
+
+def test_an_answer_that_is_none_ends_the_measurement(endpoints: Endpoints, client: Client) -> None:
+    with pytest.raises(BenchError, match="404 Not Found"):
+        client.play(load(endpoints.urls[0] + "/elsewhere"))
+    with pytest.raises(BenchError, match="refused"):
+        client.play(load(f"http://127.0.0.1:{next_port()}"))
+
+
+def test_what_is_missing_is_told_with_the_remedy() -> None:
+    assert missing_program("no-such-router", "scripts/setup peers").endswith("router: scripts/setup peers")
+
+
+def test_the_layer_is_everything_but_the_tuner() -> None:
+    cpu_ms = {
+        "gateway": [1.0, 1.2, 5.0],
+        "ray": [0.1, 0.1, 0.1],
+        "tuner": [0.0, 7.0, 0.0],
+        "engine": [9.0] * 3,
+    }
+    assert layer_ms({"cpu_ms": cpu_ms}, "engine") == pytest.approx(1.3)
+    assert layer_ms({"cpu_ms": {}}) == 0.0
+
+
+def test_what_is_added_is_the_median_of_differences_within_a_round() -> None:
+    figures = {"direct": {"first_p50_ms": [1.0, 5.0, 1.0]}, "ours": {"first_p50_ms": [3.0, 7.5, 2.0]}}
+    assert added_ms(row({}, figures), "ours", "first_p50_ms") == 2.0
+    assert added_ms(row({}, figures), "nginx", "first_p50_ms") is None
+
+
+def test_steps_stand_in_one_table_with_their_commits() -> None:
+    def of(label: str, gateway_ms: float) -> object:
+        figures = {"ours": {"cpu_ms": {"gateway": [gateway_ms]}}}
+        return row({"engines": "light", "kind": "small", "clients": 16, "label": label}, figures)
+
+    lines = TABLES["steps"].written([of("before", 1.5), of("after", 0.5)]).splitlines()  # type: ignore[list-item]
+    assert lines[0] == "| step | commit | small, 16 at once |"
+    assert [line.split(" | ")[0::2] for line in lines[2:4]] == [
+        ["| before", "1.50 |"],
+        ["| after", "0.500 |"],
+    ]

@@ -1,0 +1,103 @@
+"""The collecting of a body, however a server hands it on."""
+
+import asyncio
+import itertools
+import json
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.engines.engine import Message
+from serve_app.serving.gateway import GatewaySettings, ServedModel
+from serve_app.serving.gateway.answer.client_stream import ClientStream, StallWatch
+from serve_app.serving.gateway.request.incoming import IncomingRequest
+from serve_app.serving.gateway.request.reader import RequestReader, _collect
+from serve_app.serving.gateway.request.served_models import ServedModels
+from tests.serving.gateway.builders import FakeDispatcher
+
+CHAT = "/v1/chat/completions"
+MODEL = ServedModel(name="m")
+
+pieces = st.lists(
+    st.integers(0, 3) | st.integers(4_090, 4_100) | st.integers(60_000, 70_000), min_size=1, max_size=8
+)
+
+
+async def unused(_: Any) -> None:
+    raise AssertionError
+
+
+def reader_of(sent: list[bytes]) -> tuple[RequestReader, IncomingRequest]:
+    """A reader, and a request whose body comes in these pieces."""
+    reader = RequestReader(
+        GatewaySettings(models=(MODEL,)), ServedModels((MODEL,), {"m": FakeDispatcher([])}), "g"
+    )
+    left = iter(sent)
+    count = itertools.count(1)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": next(left), "more_body": next(count) < len(sent)}
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+    return reader, reader.incoming(scope, receive, ClientStream(unused, StallWatch(1.0), None), CHAT, 0.0)
+
+
+async def collected(sent: list[bytes]) -> tuple[bytes, int]:
+    """What a reader makes of these pieces, and how many bytes it holds for it."""
+    reader, incoming = reader_of(sent)
+    held = await reader.body(incoming)
+    body, held_bytes = held.data, reader.bodies.held_bytes
+    held.release()
+    reader.close()
+    return body, held_bytes
+
+
+@given(pieces)
+def test_a_body_in_pieces_is_the_body_that_was_sent(sizes: list[int]) -> None:
+    whole = bytes(range(256)) * 3_000
+    starts = [0, *itertools.accumulate(sizes)]
+    sent = [whole[start:end] for start, end in itertools.pairwise(starts)]
+    body, held_bytes = asyncio.run(collected(sent))
+    assert body == whole[: starts[-1]]
+    assert isinstance(body, bytes)
+    assert held_bytes == len(body)
+
+
+def test_a_body_in_one_piece_is_not_copied() -> None:
+    sent = b"x" * 100_000
+    assert asyncio.run(collected([sent]))[0] is sent
+
+
+def test_small_pieces_take_no_more_than_their_length() -> None:
+    found: list[bytes | bytearray] = []
+    for piece in [b"x"] * 10_000 + [b"y" * 5_000] + [b"z"] * 10_000:
+        _collect(found, piece)
+    assert [len(piece) for piece in found] == [10_000, 5_000, 10_000]
+
+
+TEXT = "a word, and another. " * 22_000
+
+
+@pytest.mark.parametrize(
+    ("content", "on_the_loop"),
+    [(TEXT, False), (TEXT.replace(",", ""), True), (TEXT.replace(",", "") * 2, False)],
+    ids=["many signs", "long text", "longer text"],
+)
+async def test_only_what_takes_long_to_read_is_read_on_a_thread(
+    content: str, on_the_loop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(
+        "serve_app.serving.gateway.request.reader.check_structure",
+        lambda _: threads.append(threading.current_thread()),
+    )
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+    reader, incoming = reader_of([body])
+    job = await reader.job(incoming)
+    assert job.body.data == body
+    assert (threads == [threading.current_thread()]) is on_the_loop
+    job.body.release()
+    reader.close()
