@@ -124,6 +124,7 @@ def _events(settings: CeilingSettings, replicas: int, tenants: int) -> dict[str,
 def _figures(costs: Costs) -> dict[str, Any]:
     spent_us = {kind: [spent / 1_000 for spent in costs.spent_ns[kind]] for kind in KINDS.values()}
     return {
+        "all_us": sum(map(sum, spent_us.values())),
         "events_us": {kind: Distribution.of(us).as_json() for kind, us in spent_us.items() if us},
         "requests": costs.requests,
         "span_s": costs.span_s,
@@ -138,9 +139,8 @@ def _waiting(settings: CeilingSettings, waiting: int) -> dict[str, Any]:
     fill, measured = settings.fill_requests * 2, settings.requests
     rate_per_s = settings.per_replica_per_s * replicas
     trace = _trace(settings, waiting + fill + measured + 1, rate_per_s, settings.tenants)
-    requests = list(_requests(trace))
-    core = _core(settings, replicas, requests)
     before = _resident_bytes()
+    core = _core(settings, replicas, _requests(trace))
     growth = core.play_backlog(waiting, waiting)
     after = _resident_bytes()
     core.play_backlog(waiting, fill)
@@ -149,7 +149,8 @@ def _waiting(settings: CeilingSettings, waiting: int) -> dict[str, Any]:
     return _figures(costs) | {
         "replicas": replicas,
         "waiting": len(core.scheduler.queue),
-        "bytes_per_request": (after - before) / waiting,
+        "made": len(trace.requests),
+        "bytes_per_request": (after - before) / len(trace.requests),
         "resident_bytes": after,
         "last_of_growth": _figures(growth),
     }

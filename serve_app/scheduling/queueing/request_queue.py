@@ -200,12 +200,14 @@ class RequestQueue:
 
     def spills(self, pools: Sequence[str]) -> list[list[str]]:
         """Which of the pools are the second in a waiting request's preference, which the third, and so on."""
-        preferences = [each for each, waiting in self.work.items() if waiting.requests]
-        most = max(map(len, preferences), default=1)
-        return [
-            [pool for pool in pools if any(len(each) > rank and each[rank] == pool for each in preferences)]
-            for rank in range(1, most)
-        ]
+        found: list[set[str]] = []
+        for preference, waiting in self.work.items():
+            if waiting.requests:
+                while len(found) < len(preference) - 1:
+                    found.append(set())
+                for further, pool in zip(found, preference[1:], strict=False):
+                    further.add(pool)
+        return [[pool for pool in pools if pool in further] for further in found]
 
     def waiting_classes(self) -> list[PriorityClass]:
         """The classes with waiting requests, the highest first."""
