@@ -10,9 +10,12 @@ backlog of one length: a request arrives as soon as fewer wait. The last one pla
 engines iterate, and counts requests by the CPU time of the whole process.
 """
 
+import gc
+import multiprocessing
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,7 +98,11 @@ def play(settings: CeilingSettings, context: Context) -> Iterator[Measurement]:
     for waiting in settings.waiting:
         key = {"part": "waiting", "waiting": waiting}
         if not context.has(key):
-            yield _row(settings, key, _waiting(settings, waiting))
+            # What an earlier part has freed would be taken for free memory.
+            context_of_its_own = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, mp_context=context_of_its_own) as process:
+                figures = process.submit(_waiting, settings, waiting).result()
+            yield _row(settings, key, figures)
     for cell in settings.simulator:
         key = {"part": "simulator", "replicas": cell.replicas}
         if not context.has(key):
@@ -139,6 +146,7 @@ def _waiting(settings: CeilingSettings, waiting: int) -> dict[str, Any]:
     fill, measured = settings.fill_requests * 2, settings.requests
     rate_per_s = settings.per_replica_per_s * replicas
     trace = _trace(settings, waiting + fill + measured + 1, rate_per_s, settings.tenants)
+    gc.collect()
     before = _resident_bytes()
     core = _core(settings, replicas, _requests(trace))
     growth = core.play_backlog(waiting, waiting)

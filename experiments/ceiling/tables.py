@@ -8,7 +8,7 @@ from experiments.common.tables import Table, load_note, markdown
 _OF_A_REQUEST = ("arrival", "first token", "finish")
 _KINDS = (*_OF_A_REQUEST, "report")
 # Waiting requests from which the growth of the process is theirs.
-_MEASURABLE = 10_000
+_MEASURABLE = 100_000
 _NOTE = "Microseconds of CPU time, p50 / mean"
 
 
