@@ -52,7 +52,9 @@ def _waiting(rows: Sequence[Row]) -> str:
             f"{row.key['waiting']:,}",
             *_kinds(row),
             f"{request_us(row):.0f}",
-            f"{row.figures['bytes_per_request'] / 1_000:.1f}" if row.key["waiting"] >= _MEASURABLE else "-",
+            f"{row.figures['bytes_per_request'] / 1_000:.1f}"
+            if int(row.key["waiting"]) >= _MEASURABLE
+            else "-",
         ]
         for row in rows
     ]
