@@ -51,7 +51,7 @@ class Profile:
             frames = [_PLACE.sub("(", frame) for frame in stack.split(";")]
             samples += int(count)
             own[frames[-1]] += int(count)
-            for function in {re.sub(r":\d+\)$", ")", frame) for frame in frames}:
+            for function in dict.fromkeys(re.sub(r":\d+\)$", ")", frame) for frame in frames):
                 functions[function] += int(count)
         return cls(samples, own, functions)
 

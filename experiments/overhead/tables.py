@@ -7,12 +7,10 @@ from typing import Any
 from experiments.common.rows import ANY, Row, where
 from experiments.common.tables import Table, load_note, markdown
 from experiments.overhead.ours import ALONE
-from experiments.overhead.run import REMOTE, REPLICAS
+from experiments.overhead.run import REMOTE, REPLICAS, TUNER
 from experiments.overhead.system import DIRECT, OURS
 
 Figures = Mapping[str, Any]
-# Learns beside the requests, now and then: its work is no part of a request.
-_TUNER = "tuner"
 # `serve` is Serve's controller and proxy managers, `watcher` the replica that reads the light engines' load.
 _ROLES = ("gateway", "scheduler", "haproxy", "serve", "ray", "watcher")
 _ENGINE = "engine"
@@ -22,7 +20,7 @@ _NONE = "-"
 
 def layer_ms(figures: Figures, *without: str) -> float:
     """CPU milliseconds per request of all processes of a system but the tuner, median over the rounds."""
-    used = [values for role, values in figures["cpu_ms"].items() if role not in (_TUNER, *without)]
+    used = [values for role, values in figures["cpu_ms"].items() if role not in (TUNER, *without)]
     return float(median(map(sum, zip(*used, strict=True)))) if used else 0.0
 
 
@@ -80,7 +78,7 @@ def _rate(row: Row, system: str) -> str:
 
 def _roles(rows: Sequence[Row]) -> str:
     """Ours, by the role of each process."""
-    head = ["request", "clients", *_ROLES, "all", _TUNER, "client", "requests/s", "reads"]
+    head = ["request", "clients", *_ROLES, "all", "client", "tuner, % of a core", "requests/s", "reads"]
     lines = []
     for row in rows:
         figures = row.figures.get(OURS)
@@ -91,13 +89,18 @@ def _roles(rows: Sequence[Row]) -> str:
                     str(row.key["clients"]),
                     *(_role(figures, role) for role in _ROLES),
                     _milliseconds(layer_ms(figures)),
-                    _role(figures, _TUNER),
                     _milliseconds(figures["client_cpu_ms"]),
+                    f"{_tuner_percent(figures):.0f}",
                     f"{median(figures['per_s']):,.0f}",
                     f"{figures['reads']:.1f}",
                 ]
             )
     return f"{markdown(head, lines)}\n\n{_circumstances(rows)}"
+
+
+def _tuner_percent(figures: Figures) -> float:
+    pairs = zip(figures["cpu_ms"].get(TUNER, [0.0]), figures["per_s"], strict=False)
+    return float(median(cpu_ms * per_s for cpu_ms, per_s in pairs)) / 10
 
 
 def _replica(rows: Sequence[Row]) -> str:

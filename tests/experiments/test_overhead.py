@@ -9,6 +9,7 @@ from experiments.common.light_servers import LightServers, started_light_servers
 from experiments.overhead.client import Client, Load, started_client
 from experiments.overhead.forwarder import PARSED, RAW
 from experiments.overhead.peers import PROXY, missing_program, started_forwarder, started_nginx
+from experiments.overhead.profile import Profile
 from experiments.overhead.system import Endpoints, next_port
 from experiments.overhead.tables import TABLES, added_ms, layer_ms
 from serve_app.bench.connection import BenchError
@@ -118,4 +119,18 @@ def test_steps_stand_in_one_table_with_their_commits() -> None:
     assert [line.split(" | ")[0::2] for line in lines[2:4]] == [
         ["| before", "1.50 |"],
         ["| after", "0.500 |"],
+    ]
+
+
+def test_a_profile_tells_the_dearest_lines_and_the_functions_that_call_them() -> None:
+    loop = "run (/usr/lib/python3.11/threading.py:9)"
+    serve, send = "serve (/home/me/serve_app/app.py:5)", "send (/venv/site-packages/uvicorn/impl.py:7)"
+    profile = Profile.of([f"{loop};{serve} 2", f"{loop};{serve};{send} 6", f"{loop};{serve};{send} 2"])
+    assert list(profile.told(2)) == [
+        "  own, by line",
+        "     80.0 %  send (uvicorn/impl.py:7)",
+        "     20.0 %  serve (serve_app/app.py:5)",
+        "  with all it calls",
+        "    100.0 %  run (threading.py)",
+        "    100.0 %  serve (serve_app/app.py)",
     ]
