@@ -19,7 +19,9 @@ def faults():
 before = faults()
 keep_memory()
 faults()
-print(json.dumps({"before": before, "after": faults(), "frozen": gc.get_freeze_count(), "young": gc.get_threshold()[0]}))
+after = faults()
+print(json.dumps({"before": before, "after": after, "frozen": gc.get_freeze_count(),
+    "young": gc.get_threshold()[0]}))
 """
 
 
