@@ -172,14 +172,9 @@ class Scheduler:
 
     def next_wakeup(self) -> float | None:
         """When time alone changes something; None when only an event can."""
-        times = [
-            self._expiry.next_at(),
-            self.queue.resting.next_at(),
-            self.ledger.next_report_expiry(),
-            self.admission.outages.next_at(),
-            self._routing.next_at(),
-            self._prefills.next_at(),
-        ]
+        waits, rests = self._expiry.next_at(), self.queue.resting.next_at()
+        report, outage = self.ledger.next_report_expiry(), self.admission.outages.next_at()
+        times = [waits, rests, report, outage, self._routing.next_at(), self._prefills.next_at()]
         return min([time for time in times if time is not None], default=None)
 
     def find(self, request_id: str) -> ScheduledRequest | None:
