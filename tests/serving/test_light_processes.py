@@ -1,4 +1,4 @@
-"""What the processes on a request's way import: nothing that takes memory and time to start for other work."""
+"""What the processes on a request's way import: nothing that takes memory and time for other work."""
 
 import subprocess
 import sys
@@ -10,6 +10,9 @@ HEAVY = ("hyperopt", "kubernetes", "matplotlib", "openai", "pandas", "scipy", "s
 
 @pytest.mark.parametrize("part", ["gateway", "scheduler", "pool", "endpoints"])
 def test_a_process_on_the_way_of_requests_imports_nothing_heavy(part: str) -> None:
-    script = f"import sys, serve_app.serving.{part}.deployment\nprint(*({set(HEAVY)!r} & set(sys.modules)), sep=' ')"
+    script = (
+        f"import sys, serve_app.serving.{part}.deployment\n"
+        f"print(*({set(HEAVY)!r} & set(sys.modules)), sep=' ')"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
