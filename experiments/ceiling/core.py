@@ -55,21 +55,31 @@ class CorePlay:
         engines.begin()
         self.now = 0.0
 
-    def halt(self) -> None:
-        """From now on engines answer nothing."""
-        self._engines.halted = True
-
     def play(self, requests: int) -> Costs:
-        """Go on until so many more requests have arrived."""
+        """Go on until so many more requests have arrived, each at its own time."""
+        self._engines.expect_arrivals()
         costs, began = Costs(), self.now
         while costs.requests < requests:
-            at, event = self._engines.next_event()
-            while (wakes_at := self.scheduler.next_wakeup()) is not None and wakes_at < at:
-                # A wake-up that was due just before an event of the same instant counts from then.
-                self._feed(ev.Woke(), max(wakes_at, self.now), costs)
-            self._feed(event, at, costs)
+            self._next(costs)
         costs.span_s = self.now - began
         return costs
+
+    def play_backlog(self, waiting: int, requests: int) -> Costs:
+        """Go on until so many more requests have arrived, each as soon as fewer than `waiting` wait."""
+        costs, began = Costs(), self.now
+        while costs.requests < requests:
+            while len(self.scheduler.queue) < waiting and costs.requests < requests:
+                self._feed(self._engines.arrival(self.now), self.now, costs)
+            self._next(costs)
+        costs.span_s = self.now - began
+        return costs
+
+    def _next(self, costs: Costs) -> None:
+        at, event = self._engines.next_event()
+        while (wakes_at := self.scheduler.next_wakeup()) is not None and wakes_at < at:
+            # A wake-up that was due just before an event of the same instant counts from then.
+            self._feed(ev.Woke(), max(wakes_at, self.now), costs)
+        self._feed(event, at, costs)
 
     def _feed(self, event: ev.Event, now: float, costs: Costs) -> None:
         self.now = now

@@ -8,7 +8,7 @@ of a trace; the times are those of an 8B model on one H100, as its profile state
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from serve_app.errors import Outcome
 from serve_app.request import Usage
@@ -70,9 +70,6 @@ class Engines:
 
     Args:
         requests: in the order of arrival.
-
-    Attributes:
-        halted: engines answer nothing, so that what arrives waits.
     """
 
     def __init__(
@@ -84,23 +81,36 @@ class Engines:
         self._live: dict[str, SimulatedRequest] = {}
         self._placed: dict[str, _Engine] = {}
         self._arrivals = iter(requests)
+        self._expects_arrivals = False
         # Pool by pool, as a fleet is listed: half of the replicas short, half long.
         self._engines = {
             spec.replica_id: _Engine(spec)
             for spec in (_spec(number, POOLS[2 * number >= replicas]) for number in range(replicas))
         }
-        self.halted = False
 
     def specs(self) -> Iterator[ReplicaSpec]:
         """What the replicas register with."""
         return (engine.spec for engine in self._engines.values())
 
     def begin(self) -> None:
-        """Plan the first reports, spread over the interval, and the first arrival."""
+        """Plan the first reports, spread over the interval."""
         for place, replica_id in enumerate(self._engines):
             first_s = self._report_interval_s * place / len(self._engines)
             self._at(first_s, ev.ReplicaReported(replica_id, self._engines[replica_id].report(0.0)))
-        self._next_arrival()
+
+    def expect_arrivals(self) -> None:
+        """From now on requests arrive at their own times."""
+        if not self._expects_arrivals:
+            self._expects_arrivals = True
+            self._next_arrival()
+
+    def arrival(self, now: float) -> ev.Arrived:
+        """The next request, which arrives now, with the time to wait that it has."""
+        simulated = next(self._arrivals)
+        request = simulated.request
+        moved = replace(request, arrived_at=now, expires_at=now + request.expires_at - request.arrived_at)
+        self._live[request.request_id] = replace(simulated, request=moved)
+        return ev.Arrived(moved)
 
     def next_event(self) -> tuple[float, ev.Event]:
         """The next event and its time; reports are made at that time, and planned anew."""
@@ -124,8 +134,7 @@ class Engines:
         self._placed[command.request_id] = engine
         engine.held_tokens += _tokens(simulated)
         first_at = engine.accept(simulated.request.shape.prompt_tokens or 0, now)
-        if not self.halted:
-            self._at(first_at, ev.FirstToken(command.request_id))
+        self._at(first_at, ev.FirstToken(command.request_id))
 
     def drop(self, request_id: str) -> None:
         """The scheduler refused it."""

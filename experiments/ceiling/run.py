@@ -5,12 +5,17 @@ EWSJF. The engines are a queue each (`engines`), so that nearly all of the time 
 time is read around each event, so what other processes do hardly counts. Python's garbage collector works as
 it does in production.
 
-A second part halts the engines: requests arrive, and wait. It shows what an arrival costs then, and how much
-memory a waiting request takes.
+The first two parts have a fleet that keeps up, by its size and by the number of tenants. The third keeps a
+backlog of one length: a request arrives as soon as fewer wait. The last one plays the simulator itself, whose
+engines iterate, and counts requests by the CPU time of the whole process.
 """
 
+import gc
+import multiprocessing
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +23,11 @@ from experiments.ceiling.core import KINDS, CorePlay, Costs, median_tokens
 from experiments.ceiling.engines import Engines
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import trace_sources
+from serve_app.errors import Outcome
 from serve_app.metrics.statistics import Distribution
 from serve_app.settings_base import POSITIVE, at_least, settings
+from serve_app.simulation.fleet import FleetSettings
+from serve_app.simulation.run import RunSettings, simulate
 from serve_app.simulation.simulation import SimulatedRequest
 from serve_app.simulation.workload import Disclosure, TraceChoice, at_rate, choose_trace, fit, requests_of
 from serve_app.workloads.trace import Trace
@@ -28,10 +36,21 @@ _CONTEXT_TOKENS = 32_768
 _KV_BLOCK_TOKENS = 16
 # Nobody's timeout ends, and yet every request has one, as in production.
 _TIMEOUT_S = 1_000_000.0
-# Replicas of the part in which requests only wait.
-_HALTED_REPLICAS = 10
-# Arrivals of which the cost is measured when so many wait.
+# Arrivals at the end of a backlog's growth that its cost is read from.
 _PROBES = 200
+
+
+@settings
+class SimulatorCell:
+    """A fleet that the simulator plays.
+
+    Attributes:
+        per_replica_per_s: requests per second for each replica.
+    """
+
+    replicas: Annotated[int, at_least(2)]
+    requests: Annotated[int, at_least(1)]
+    per_replica_per_s: Annotated[float, POSITIVE]
 
 
 @settings
@@ -39,16 +58,23 @@ class CeilingSettings:
     """What is played.
 
     Attributes:
-        replicas: sizes of fleets.
+        replicas: sizes of fleets that keep up.
+        tenants: of the fleets, but where their number is what differs.
+        numbers_of_tenants: at `tenants_replicas` replicas.
+        waiting: lengths of the backlog, at `waiting_replicas` replicas.
+        simulator: fleets that the simulator plays, one after the other.
         per_replica_per_s: requests per second for each replica.
-        tenants: how many, by Zipf's law.
         fill_requests: that arrive before the measurement, for ten replicas; larger fleets get more.
         requests: that are measured, likewise.
-        waiting: lengths of the queue at which memory and arrivals are measured.
     """
 
     replicas: tuple[int, ...]
-    waiting: tuple[int, ...]
+    numbers_of_tenants: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
+    simulator: tuple[SimulatorCell, ...] = ()
+    tenants_replicas: Annotated[int, at_least(2)] = 100
+    waiting_replicas: Annotated[int, at_least(2)] = 20
+    profile: str = "llama31-8b-h100-tp1"
     per_replica_per_s: Annotated[float, POSITIVE] = 10.0
     tenants: Annotated[int, at_least(1)] = 200
     fill_requests: Annotated[int, at_least(1)] = 500
@@ -60,27 +86,39 @@ class CeilingSettings:
 
 
 def play(settings: CeilingSettings, context: Context) -> Iterator[Measurement]:
-    """One fleet after the other, then the queue that grows."""
+    """One fleet after the other, then numbers of tenants, backlogs, and the simulator."""
     for replicas in settings.replicas:
         key: dict[str, Any] = {"part": "events", "replicas": replicas}
         if not context.has(key):
-            yield _row(settings, key, _events(settings, replicas))
+            yield _row(settings, key, _events(settings, replicas, settings.tenants))
+    for tenants in settings.numbers_of_tenants:
+        key = {"part": "tenants", "tenants": tenants}
+        if not context.has(key):
+            yield _row(settings, key, _events(settings, settings.tenants_replicas, tenants))
     for waiting in settings.waiting:
         key = {"part": "waiting", "waiting": waiting}
         if not context.has(key):
-            yield _row(settings, key, _waiting(settings, waiting))
+            # What an earlier part has freed would be taken for free memory.
+            context_of_its_own = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, mp_context=context_of_its_own) as process:
+                figures = process.submit(_waiting, settings, waiting).result()
+            yield _row(settings, key, figures)
+    for cell in settings.simulator:
+        key = {"part": "simulator", "replicas": cell.replicas}
+        if not context.has(key):
+            yield _row(settings, key, _simulated(settings, cell))
 
 
 def _row(settings: CeilingSettings, key: dict[str, Any], figures: dict[str, Any]) -> Measurement:
     return Measurement(key=key, figures=figures, seeds=(settings.seed,), traces=trace_sources(settings.trace))
 
 
-def _events(settings: CeilingSettings, replicas: int) -> dict[str, Any]:
+def _events(settings: CeilingSettings, replicas: int, tenants: int) -> dict[str, Any]:
     """The costs of a fleet that keeps up."""
     # More of a large fleet, so that each of its replicas has some.
     times = max(1.0, (replicas / 10) ** 0.5)
     fill, measured = round(times * settings.fill_requests), round(times * settings.requests)
-    trace = _trace(settings, fill + measured + 1, settings.per_replica_per_s * replicas)
+    trace = _trace(settings, fill + measured + 1, settings.per_replica_per_s * replicas, tenants)
     core = _core(settings, replicas, _requests(trace))
     core.play(fill)
     costs = core.play(measured)
@@ -93,6 +131,7 @@ def _events(settings: CeilingSettings, replicas: int) -> dict[str, Any]:
 def _figures(costs: Costs) -> dict[str, Any]:
     spent_us = {kind: [spent / 1_000 for spent in costs.spent_ns[kind]] for kind in KINDS.values()}
     return {
+        "all_us": sum(map(sum, spent_us.values())),
         "events_us": {kind: Distribution.of(us).as_json() for kind, us in spent_us.items() if us},
         "requests": costs.requests,
         "span_s": costs.span_s,
@@ -102,21 +141,51 @@ def _figures(costs: Costs) -> dict[str, Any]:
 
 
 def _waiting(settings: CeilingSettings, waiting: int) -> dict[str, Any]:
-    """Memory, the requests themselves with it, and cost of arrivals while nothing is served."""
-    trace = _trace(settings, 2 * _PROBES + waiting, settings.per_replica_per_s * _HALTED_REPLICAS)
+    """Memory, the requests themselves with it, and costs while the backlog stays as long as it is."""
+    replicas = settings.waiting_replicas
+    fill, measured = settings.fill_requests * 2, settings.requests
+    rate_per_s = settings.per_replica_per_s * replicas
+    trace = _trace(settings, waiting + fill + measured + 1, rate_per_s, settings.tenants)
+    gc.collect()
     before = _resident_bytes()
-    core = _core(settings, _HALTED_REPLICAS, _requests(trace))
-    core.halt()
-    first = core.play(_PROBES)
-    core.play(waiting - _PROBES)
+    core = _core(settings, replicas, _requests(trace))
+    growth = core.play_backlog(waiting, waiting)
     after = _resident_bytes()
-    last = core.play(_PROBES)
-    return {
+    core.play_backlog(waiting, fill)
+    costs = core.play_backlog(waiting, measured)
+    growth.spent_ns["arrival"] = growth.spent_ns["arrival"][-_PROBES:]
+    return _figures(costs) | {
+        "replicas": replicas,
         "waiting": len(core.scheduler.queue),
-        "bytes_per_request": (after - before) / waiting,
+        "made": len(trace.requests),
+        "bytes_per_request": (after - before) / len(trace.requests),
         "resident_bytes": after,
-        "first": _figures(first),
-        "last": _figures(last),
+        "last_of_growth": _figures(growth),
+    }
+
+
+def _simulated(settings: CeilingSettings, cell: SimulatorCell) -> dict[str, Any]:
+    """Requests per minute of one core, and how long the requests had to wait."""
+    half = cell.replicas // 2
+    run = RunSettings(
+        policy=settings.policy,
+        fleet=FleetSettings(profile=settings.profile, replicas={"short": half, "long": cell.replicas - half}),
+        trace=TraceChoice(name=settings.trace, requests=cell.requests, tenants=str(settings.tenants)),
+        rate_per_s=cell.per_replica_per_s * cell.replicas,
+        seed=settings.seed,
+    )
+    began = time.process_time()
+    result = simulate(run)
+    spent_s = time.process_time() - began
+    waits_s = [record.queue_wait_s for record in result.records if record.queue_wait_s is not None]
+    return {
+        "requests": cell.requests,
+        "offered_per_s": cell.per_replica_per_s * cell.replicas,
+        "cpu_s": spent_s,
+        "requests_per_core_minute": 60 * cell.requests / spent_s,
+        "completed": sum(record.outcome is Outcome.COMPLETED for record in result.records),
+        "queue_wait_s": Distribution.of(waits_s).as_json(),
+        "resident_bytes": _resident_bytes(),
     }
 
 
@@ -125,8 +194,8 @@ def _core(settings: CeilingSettings, replicas: int, requests: list[SimulatedRequ
     return CorePlay(engines, policy=settings.policy, b_short_tokens=median_tokens(requests))
 
 
-def _trace(settings: CeilingSettings, count: int, rate_per_s: float) -> Trace:
-    choice = TraceChoice(name=settings.trace, requests=count, tenants=str(settings.tenants))
+def _trace(settings: CeilingSettings, count: int, rate_per_s: float, tenants: int) -> Trace:
+    choice = TraceChoice(name=settings.trace, requests=count, tenants=str(tenants))
     return at_rate(fit(choose_trace(choice, settings.seed), _CONTEXT_TOKENS).trace, rate_per_s)
 
 

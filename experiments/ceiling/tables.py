@@ -6,31 +6,101 @@ from experiments.common.rows import Row
 from experiments.common.tables import Table, load_note, markdown
 
 _OF_A_REQUEST = ("arrival", "first token", "finish")
+_KINDS = (*_OF_A_REQUEST, "report")
+# Waiting requests from which the growth of the process is theirs.
+_MEASURABLE = 100_000
+_NOTE = "Microseconds of CPU time, p50 / mean"
+
+
+def request_us(row: Row) -> float:
+    """CPU time of one request in the core, in microseconds: the means of its events.
+
+    In a backlog reports and wake-ups let requests go as well, and their time is shared out among these.
+    """
+    events = row.figures["events_us"]
+    if row.key["part"] == "waiting":
+        return float(row.figures["all_us"]) / float(row.figures["requests"])
+    return float(sum(events[kind]["mean"] for kind in _OF_A_REQUEST if kind in events))
 
 
 def _events(rows: Sequence[Row]) -> str:
-    head = ["replicas", "requests/s", *_OF_A_REQUEST, "report", "request", "CPU asked for", "ceiling, 1/s"]
+    head = ["replicas", "requests/s", *_KINDS, "request", "CPU asked for", "ceiling, 1/s"]
     lines = markdown(head, map(_event_line, rows), text_columns=0)
     return f"{lines}\n\n{load_note(rows)}"
 
 
 def _event_line(row: Row) -> list[str]:
-    figures, events = row.figures, row.figures["events_us"]
-    request_us = sum(events[kind]["mean"] for kind in _OF_A_REQUEST if kind in events)
-    report_us = events["report"]["mean"]
+    figures = row.figures
+    report_us = figures["events_us"]["report"]["mean"]
     offered = figures["offered_per_s"]
-    asked = (request_us * offered + report_us * figures["reports_per_s"]) / 1e6
+    asked = (request_us(row) * offered + report_us * figures["reports_per_s"]) / 1e6
     # Reports come whatever is served: they are taken off before the rest is divided among requests.
-    ceiling = max(0.0, 1e6 - report_us * figures["reports_per_s"]) / request_us
-    kinds = [f"{events[kind]['p50']:.0f} / {events[kind]['mean']:.0f}" for kind in (*_OF_A_REQUEST, "report")]
-    totals = [f"{request_us:.0f}", f"{asked:.0%}", f"{ceiling:,.0f}"]
-    return [f"{row.key['replicas']:,}", f"{offered:,.0f}", *kinds, *totals]
+    ceiling = max(0.0, 1e6 - report_us * figures["reports_per_s"]) / request_us(row)
+    totals = [f"{request_us(row):.0f}", f"{asked:.0%}", f"{ceiling:,.0f}"]
+    return [f"{row.key['replicas']:,}", f"{offered:,.0f}", *_kinds(row), *totals]
+
+
+def _tenants(rows: Sequence[Row]) -> str:
+    lines = [[f"{row.key['tenants']:,}", *_kinds(row), f"{request_us(row):.0f}"] for row in rows]
+    return f"{markdown(['tenants', *_KINDS, 'request'], lines, text_columns=0)}\n\n{load_note(rows)}"
+
+
+def _waiting(rows: Sequence[Row]) -> str:
+    head = ["waiting", *_KINDS, "request", "kB each"]
+    lines = [
+        [
+            f"{row.key['waiting']:,}",
+            *_kinds(row),
+            f"{request_us(row):.0f}",
+            f"{row.figures['bytes_per_request'] / 1_000:.1f}"
+            if int(row.key["waiting"]) >= _MEASURABLE
+            else "-",
+        ]
+        for row in rows
+    ]
+    return f"{markdown(head, lines, text_columns=0)}\n\n{load_note(rows)}"
+
+
+def _simulator(rows: Sequence[Row]) -> str:
+    head = [
+        "replicas",
+        "requests/s",
+        "requests",
+        "completed",
+        "wait p99, s",
+        "CPU, s",
+        "requests/core-minute",
+    ]
+    lines = [
+        [
+            f"{row.key['replicas']:,}",
+            f"{row.figures['offered_per_s']:,.0f}",
+            f"{row.figures['requests']:,}",
+            f"{row.figures['completed']:,}",
+            f"{row.figures['queue_wait_s']['p99']:.2f}",
+            f"{row.figures['cpu_s']:.0f}",
+            f"{row.figures['requests_per_core_minute']:,.0f}",
+        ]
+        for row in rows
+    ]
+    return f"{markdown(head, lines, text_columns=0)}\n\n{load_note(rows)}"
+
+
+def _kinds(row: Row) -> list[str]:
+    events = row.figures["events_us"]
+    return [
+        f"{events[kind]['p50']:.0f} / {events[kind]['mean']:.0f}" if kind in events else "-"
+        for kind in _KINDS
+    ]
 
 
 TABLES = {
     "events": Table(
         where={"part": "events"},
         text=_events,
-        note="Microseconds of CPU time, p50 / mean; the last columns follow from the means",
+        note=f"{_NOTE}; the last columns follow from the means",
     ),
+    "tenants": Table(where={"part": "tenants"}, text=_tenants, note=f"{_NOTE}; 100 replicas that keep up"),
+    "waiting": Table(where={"part": "waiting"}, text=_waiting, note=f"{_NOTE}; 20 saturated replicas"),
+    "simulator": Table(where={"part": "simulator"}, text=_simulator, note="CPU time of the whole process"),
 }

@@ -6,7 +6,10 @@ from experiments.common.audit import SUMMARY, summary
 from experiments.common.rows import Row
 from experiments.common.tables import Table, load_note, markdown
 
-_WAITS = ("usual p99, s", "p99 meanwhile", "worst", "complete after, s", "replaced")
+_WAITS = (
+    *("usual p99, s", "p99 meanwhile", "worst", "p99 at the gateways", "client late"),
+    *("complete after, s", "replaced"),
+)
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -20,6 +23,8 @@ def _waits(row: Row) -> list[str]:
         f"{figures['before_s']['p99']:.2f}",
         f"{figures['during_s']['p99']:.2f}",
         f"{figures['during_s']['worst']:.2f}",
+        f"{figures['during_at_gateways_s']['p99']:.2f}",
+        f"{figures['client_late_s']['p99']:.2f}",
         f"{figures['took_s']:.0f}",
         ", ".join(name.removesuffix("-demo") for name in figures["replaced"]) or "nothing",
     ]

@@ -12,10 +12,11 @@ Rules:
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from serve_app.request import ANYWHERE, Destination
+from serve_app.routing.context_limits import ContextLimits
 from serve_app.routing.observed.concurrency import ConcurrencyLimit, InFlightLimit
 from serve_app.routing.observed.learned_batch import LearnedBatch
 from serve_app.routing.observed.learned_context import LearnedContext
@@ -40,6 +41,7 @@ class ReplicaLedger:
 
     Attributes:
         open: the replicas that may take one more request.
+        contexts: the context limits of the pools.
         make_in_flight_limit: for an engine that does not tell its load; experiments compare others.
     """
 
@@ -50,8 +52,8 @@ class ReplicaLedger:
         self.make_in_flight_limit: Callable[[], InFlightLimit] = ConcurrencyLimit
         self._replicas: dict[str, ReplicaState] = {}
         self.open = OpenReplicas(backpressure, self._replicas)
-        self._context_limits: dict[str, int] = {}
-        self._told_limits: dict[str, int] = {}
+        self.contexts = ContextLimits()
+        self._by_pool: dict[str, dict[str, ReplicaState]] = {}
         # Replicas with a fresh report, the oldest report first; reports arrive in the order of time.
         self._fresh: OrderedDict[str, float] = OrderedDict()
         # A live replica of each pool, as it was found last; it may have died since.
@@ -66,7 +68,8 @@ class ReplicaLedger:
         is_same = state is not None and state.joined and _differ_by_adapters(state.spec, spec)
         if state is None:
             state = self._add(spec, now)
-        state.spec, state.joined, state.report, state.stale = spec, True, None, False
+        self._move(state, spec)
+        state.joined, state.report, state.stale = True, None, False
         state.suspended_until, state.suspensions, state.faults = 0.0, 0, 0
         state.answers.join(spec.stall_timeout_s)
         if not is_same:
@@ -78,7 +81,7 @@ class ReplicaLedger:
         state.kv_budget = self._kv_budget(spec)
         self._fresh.pop(spec.replica_id, None)
         self.open.update(state, now)
-        self._measure_context_limits()
+        self.contexts.update(state)
 
     def report(self, replica_id: str, report: ReplicaReport, now: float) -> bool:
         """Record a report; True when the replica was stale until now. Unknown replicas are ignored."""
@@ -114,7 +117,7 @@ class ReplicaLedger:
         self._fresh.pop(replica_id, None)
         self.open.update(state, now)
         self._forget_if_done(state)
-        self._measure_context_limits()
+        self.contexts.update(state)
 
     def suspend(self, state: ReplicaState, until: float, now: float) -> None:
         """Send nothing more to a replica until it reports at or after a time."""
@@ -154,9 +157,9 @@ class ReplicaLedger:
         """A streamed answer has ended that had this time per output token; see `measured_pace`."""
         self._replicas[replica_id].pace.note(tpot_s, now)
 
-    def on_context_learned(self) -> None:
+    def on_context_learned(self, replica_id: str) -> None:
         """The context limit that was learned of a replica is another one."""
-        self._measure_context_limits()
+        self.contexts.update(self._replicas[replica_id])
 
     # Requests
 
@@ -236,20 +239,24 @@ class ReplicaLedger:
 
     def context_limit(self, pool: str) -> int | None:
         """Smallest context limit among the replicas of a pool, in tokens; None while it has none."""
-        return self._context_limits.get(pool)
+        return self.contexts.of(pool)
 
     def told_context_limit(self, pool: str) -> int | None:
         """The same without what was only learned: a longer request is refused for certain."""
-        return self._told_limits.get(pool)
+        return self.contexts.told(pool)
 
     def has_alive(self, pool: str) -> bool:
         """Whether a replica of a pool is connected, reports and does not drain."""
         # It is asked at each report, and the replica that was found before mostly still is.
         found = self._alive.get(pool)
         if found is None or not found.is_alive or found.spec.pool != pool:
-            members = (state for state in self._replicas.values() if state.spec.pool == pool)
-            found = self._alive[pool] = next((state for state in members if state.is_alive), None)
+            found = self._alive[pool] = next((state for state in self.of_pool(pool) if state.is_alive), None)
         return found is not None
+
+    def of_pool(self, pool: str) -> Iterable[ReplicaState]:
+        """The replicas of one pool."""
+        members = self._by_pool.get(pool)
+        return () if members is None else members.values()
 
     @property
     def joined(self) -> int:
@@ -270,10 +277,8 @@ class ReplicaLedger:
         """The usable replica of `pool` that will do, with the most free tokens; None when there is none."""
         usable = [
             each
-            for each in self
-            if each.spec.pool == pool
-            and each.is_usable
-            and destination.admits(each.spec.replica_id, each.spec.adapters)
+            for each in self.of_pool(pool)
+            if each.is_usable and destination.admits(each.spec.replica_id, each.spec.adapters)
         ]
         return min(usable, key=lambda state: (-state.free_tokens, state.order), default=None)
 
@@ -291,7 +296,15 @@ class ReplicaLedger:
         )
         self._next_order += 1
         self._replicas[spec.replica_id] = state
+        self._by_pool.setdefault(spec.pool, {})[spec.replica_id] = state
         return state
+
+    def _move(self, state: ReplicaState, spec: ReplicaSpec) -> None:
+        """A replica has other limits, or another pool."""
+        if state.spec.pool != spec.pool:
+            del self._by_pool[state.spec.pool][spec.replica_id]
+            self._by_pool.setdefault(spec.pool, {})[spec.replica_id] = state
+        state.spec = spec
 
     def _kv_budget(self, spec: ReplicaSpec) -> int:
         # vLLM itself refuses to start unless one request of full length fits, so one always may be sent.
@@ -320,16 +333,7 @@ class ReplicaLedger:
     def _forget_if_done(self, state: ReplicaState) -> None:
         if not state.joined and state.in_flight == 0:
             del self._replicas[state.spec.replica_id]
-
-    def _measure_context_limits(self) -> None:
-        limits: dict[str, int] = {}
-        told: dict[str, int] = {}
-        for state in self._replicas.values():
-            if state.joined:
-                pool, limit, stated = state.spec.pool, state.context_limit, state.spec.max_model_len
-                limits[pool] = min(limit, limits.get(pool, limit))
-                told[pool] = min(stated, told.get(pool, stated))
-        self._context_limits, self._told_limits = limits, told
+            del self._by_pool[state.spec.pool][state.spec.replica_id]
 
 
 def _unknown_spec(replica_id: str) -> ReplicaSpec:

@@ -10,6 +10,7 @@ prefill is under way. Each pair has two heaps: replicas whose engine queue is em
 some requests need an empty one. No replica of a heap fits a request that the heap's first does not fit.
 """
 
+import bisect
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,9 +38,10 @@ class Backpressure(Protocol):
         """Whether the last report, and whether it was gated before, show that it is too busy."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, which would take three times as long to make: there are several for each request.
+@dataclass(slots=True)
 class CapacityQuery:
-    """What a request needs of a replica.
+    """What a request needs of a replica. Nobody changes one.
 
     Attributes:
         tokens: KV tokens; at most the pool's context limit, so that an idle replica always fits.
@@ -65,7 +67,10 @@ class CapacityQuery:
 
     def allows(self, long_prefills: tuple[int, int]) -> bool:
         """Whether one more long prefill beside these is within the limits."""
-        return all(count < limit for count, limit in zip(long_prefills, self.long_limits, strict=False))
+        limits = self.long_limits
+        if not limits:
+            return True
+        return long_prefills[0] < limits[0] and (len(limits) == 1 or long_prefills[1] < limits[1])
 
 
 class OpenReplicas:
@@ -78,7 +83,7 @@ class OpenReplicas:
     def __init__(self, backpressure: Backpressure, replicas: Mapping[str, ReplicaState]) -> None:
         self._backpressure = backpressure
         self._replicas = replicas
-        self._heaps: dict[str, dict[tuple[int, int], tuple[_Heap, _Heap]]] = {}
+        self._heaps: dict[str, list[tuple[tuple[int, int], tuple[_Heap, _Heap]]]] = {}
 
     def is_open(self, state: ReplicaState, now: float) -> bool:
         """Whether the replica may take one more request, its free tokens apart."""
@@ -89,7 +94,7 @@ class OpenReplicas:
         state.version += 1
         if not self.is_open(state, now):
             return
-        heaps = self._heaps.setdefault(state.spec.pool, {}).setdefault(state.long_prefills, ([], []))
+        heaps = self._heaps_of(state.spec.pool, state.long_prefills)
         heap = heaps[_EMPTY if self._backpressure.has_empty_queue(state) else _QUEUED]
         heapq.heappush(heap, (-state.free_tokens, state.order, state.version, state))
         if len(heap) > 64 and len(heap) > 4 * len(self._replicas):
@@ -100,11 +105,11 @@ class OpenReplicas:
         """The best replica for a request, few long prefills first; None when it fits none."""
         if query.is_choosy:
             return self._best_of_all(query, now)
-        heaps = self._heaps.get(query.pool, {})
-        for long_prefills in filter(query.allows, sorted(heaps)):
-            state = self._freest(heaps[long_prefills], now, empty=query.needs_empty_engine_queue)
-            if state is not None and query.tokens <= state.free_tokens:
-                return state
+        for long_prefills, heaps in self._heaps.get(query.pool, ()):
+            if (heaps[_EMPTY] or heaps[_QUEUED]) and query.allows(long_prefills):
+                state = self._freest(heaps, now, empty=query.needs_empty_engine_queue)
+                if state is not None and query.tokens <= state.free_tokens:
+                    return state
         return None
 
     def fits(self, state: ReplicaState, query: CapacityQuery, now: float) -> bool:
@@ -122,7 +127,20 @@ class OpenReplicas:
 
     def has_any(self, pool: str, now: float) -> bool:
         """Whether any replica of `pool` is open."""
-        return any(self._freest(heaps, now) is not None for heaps in self._heaps.get(pool, {}).values())
+        for _, heaps in self._heaps.get(pool, ()):
+            if (heaps[_EMPTY] or heaps[_QUEUED]) and self._freest(heaps, now) is not None:
+                return True
+        return False
+
+    def _heaps_of(self, pool: str, long_prefills: tuple[int, int]) -> tuple[_Heap, _Heap]:
+        """The two heaps of a pair of numbers; all pairs of a pool stand in their order."""
+        pairs = self._heaps.setdefault(pool, [])
+        for known, heaps in pairs:
+            if known == long_prefills:
+                return heaps
+        made: tuple[_Heap, _Heap] = ([], [])
+        bisect.insort(pairs, (long_prefills, made), key=lambda pair: pair[0])
+        return made
 
     def _best_of_all(self, query: CapacityQuery, now: float) -> ReplicaState | None:
         """The same by looking at every replica: for the few requests that exclude some."""

@@ -51,7 +51,7 @@ class ContextLearning:
     def _changed(self, replica_id: str, context: LearnedContext, before: int | None) -> list[ContextLearned]:
         if context.limit_tokens == before:
             return []
-        self._ledger.on_context_learned()
+        self._ledger.on_context_learned(replica_id)
         return [ContextLearned(replica_id=replica_id, context_tokens=context.limit_tokens)]
 
 

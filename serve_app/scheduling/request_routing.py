@@ -63,8 +63,7 @@ class RequestRouting:
 
     def next_at(self) -> float | None:
         """When requests have to be refused because their replica has not come back; None while none wait."""
-        first = min(self._missing_since.values(), default=None)
-        return None if first is None else first + self._grace_s
+        return min(self._missing_since.values()) + self._grace_s if self._missing_since else None
 
     def is_due(self, now: float) -> bool:
         """Whether that time has come: waiting requests have to be routed again."""

@@ -61,6 +61,7 @@ from serve_app.scheduling.queueing.expiry import ExpiryHeap
 from serve_app.scheduling.queueing.request_queue import RequestQueue
 from serve_app.scheduling.request import RequestTable, ScheduledRequest
 from serve_app.scheduling.request_routing import RequestRouting
+from serve_app.scheduling.rerouting import Refused, Rerouting
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.scheduling.settings import SchedulerSettings
 
@@ -125,6 +126,7 @@ class Scheduler:
         self.admission = Admission(settings, self.queue, slots, now)
         grace_s = settings.no_replica_grace_s
         self._routing = RequestRouting(self.router, self.admission, self.ledger, grace_s)
+        self._rerouting = Rerouting(self.queue, self._routing, self.ledger, self.admission.outages)
         self._expiry = ExpiryHeap()
         self._requests = RequestTable()
         self._sequence = 0
@@ -161,6 +163,7 @@ class Scheduler:
                 f"time went back from {self._now!r} to {now!r}: feed events in the order of one clock"
             )
         self._now = now
+        self.queue.on_time(now)
         commands = self._commands = []
         self._end_overdue(now)
         self._handlers[type(event)](event, now)
@@ -169,10 +172,10 @@ class Scheduler:
 
     def next_wakeup(self) -> float | None:
         """When time alone changes something; None when only an event can."""
-        outage, prefill = self.admission.outages.next_at(), self._prefills.next_at()
-        waiting = (self._expiry.next_at(), self.queue.resting.next_at())
-        times = (*waiting, self.ledger.next_report_expiry(), outage, self._routing.next_at(), prefill)
-        return min((time for time in times if time is not None), default=None)
+        waits, rests = self._expiry.next_at(), self.queue.resting.next_at()
+        report, outage = self.ledger.next_report_expiry(), self.admission.outages.next_at()
+        times = [waits, rests, report, outage, self._routing.next_at(), self._prefills.next_at()]
+        return min([time for time in times if time is not None], default=None)
 
     def find(self, request_id: str) -> ScheduledRequest | None:
         """The request as it stands, None when it is unknown or over."""
@@ -322,21 +325,19 @@ class Scheduler:
     def _on_contexts_learned(self, learned: list[ContextLearned], now: float) -> None:
         if learned:
             self._commands += learned
-            self._route_anew(now)
+            self._refuse_all(self._rerouting.all_waiting(now))
 
     # Events about replicas
 
     def _on_replica_join(self, event: ev.ReplicaJoined, now: float) -> None:
         self.ledger.join(event.spec, now)
         self.affinity.join(event.spec)
-        self.admission.outages.observe(self.ledger.has_alive, now)
-        self._route_anew(now)
+        self._refuse_all(self._rerouting.on_fleet_change(now))
 
     def _on_replica_loss(self, event: ev.ReplicaLost, now: float) -> None:
         self.ledger.lose(event.replica_id, now)
         self.affinity.lose(event.replica_id)
-        self.admission.outages.observe(self.ledger.has_alive, now)
-        self._route_anew(now)
+        self._refuse_all(self._rerouting.on_fleet_change(now))
 
     def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
         if self.ledger.report(event.replica_id, event.report, now):
@@ -348,16 +349,7 @@ class Scheduler:
         self.admission.outages.observe(self.ledger.has_alive, now)
         if (moved := self.router.adapt(self.ledger, now)) is not None:
             self._commands.append(moved)
-            self._route_anew(now)
-
-    def _route_anew(self, now: float) -> None:
-        """Route waiting requests again: context limits, `b_short_tokens` or live pools may have changed."""
-        for scheduled in list(self.queue):
-            pools, refusal = self._routing.route_again(scheduled, now)
-            if refusal:
-                self._refuse_waiting(scheduled, refusal)
-            elif pools != scheduled.pools:
-                self.queue.reroute(scheduled, pools)
+            self._refuse_all(self._rerouting.all_waiting(now))
 
     # Time
 
@@ -368,7 +360,7 @@ class Scheduler:
         self._prefills.end_overdue(now)
         self.admission.predictor.drain.on_time(len(self.queue), now)
         if self.admission.outages.pop_due(now) or self._routing.is_due(now):
-            self._route_anew(now)
+            self._refuse_all(self._rerouting.all_waiting(now))
             self._routing.forget_overdue(now)
         for scheduled in self._expiry.pop_expired(now):
             self.queue.remove(scheduled)
@@ -430,6 +422,10 @@ class Scheduler:
             self._expiry.prune(len(self.queue))
         else:
             self._in_flight.release(scheduled, now, ran=True)
+
+    def _refuse_all(self, refused: Refused) -> None:
+        for scheduled, refusal in refused:
+            self._refuse_waiting(scheduled, refusal)
 
     def _refuse_waiting(self, scheduled: ScheduledRequest, refusal: Conclusion) -> None:
         self.queue.remove(scheduled)

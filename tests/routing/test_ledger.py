@@ -103,3 +103,19 @@ def test_whether_a_pool_is_alive_costs_the_same_in_a_large_fleet(monkeypatch: py
         assert made.has_alive("short")
         assert made.has_alive("long")
     assert looks <= 400
+
+
+def test_the_smallest_context_limit_of_a_pool_follows_its_replicas() -> None:
+    made = ledger()
+    made.join(spec("a", "short", max_model_len=4_000), 0.0)
+    made.join(spec("b", "short", max_model_len=2_000), 0.0)
+    assert (made.context_limit("short"), made.contexts.changes) == (2_000, 2)
+    made.join(spec("c", "short", max_model_len=9_000), 0.0)
+    assert made.contexts.changes == 2
+    made.lose("b", 0.0)
+    assert made.context_limit("short") == 4_000
+    made.join(spec("a", "long", max_model_len=4_000), 0.0)
+    assert (made.context_limit("short"), made.context_limit("long")) == (9_000, 4_000)
+    assert [state.spec.replica_id for state in made.of_pool("long")] == ["a"]
+    made.lose("c", 0.0)
+    assert made.context_limit("short") is None

@@ -62,6 +62,8 @@ Ray's own 30 s would cut what the application still lets go on.
 - {name: RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER, value: "5s\n    use-server newest if { stopping }\n    server newest 0.0.0.0 weight 0\n    default-server inter 5s"}
 - {name: RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S, value: "2"}
 - {name: RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE, value: "1"}
+- {name: RAY_SERVE_METRICS_EXPORT_INTERVAL_MS, value: "1000"}
+- {name: RAY_SERVE_CONTROL_LOOP_INTERVAL_S, value: "0.2"}
 - {name: RAY_SERVE_SLOW_STARTUP_WARNING_S, value: "300"}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_worker_niceness, value: "0"}

@@ -142,16 +142,15 @@ class Admission:
         self.retry_reservations.expire(now)
         claimed = self.retry_reservations.claim(scheduled.request, now)
         scheduled.claimed = claimed and self._queue.promotes_claimed
+        tokens_ahead = self._queue.work_ahead(scheduled.request)
         if not scheduled.returned:
-            scheduled.prediction = self.predictor.predict(
-                scheduled, self._queue.work_ahead(scheduled.request), now
-            )
+            scheduled.prediction = self.predictor.predict(scheduled, tokens_ahead, now)
         if scheduled.request.submission.no_wait:
             return self._no_wait(scheduled)
         if not len(self._queue):
             return None
         worst: Denial | None = None
-        for condition in self._conditions(scheduled, now):
+        for condition in self._conditions(scheduled, tokens_ahead, now):
             if claimed and condition.queue.level <= condition.claimed_limit:
                 continue
             admissible_in_s = self._admissible_in_s(condition, now)
@@ -171,7 +170,8 @@ class Admission:
     def _retry_after_expiry_s(self, scheduled: ScheduledRequest, now: float) -> float:
         """In how many seconds an expired request should return; its work is reserved for that time."""
         self.predictor.on_expiry(scheduled, now)
-        conditions = self._conditions(scheduled, now, has_expired=True)
+        tokens_ahead = self._queue.work_ahead(scheduled.request)
+        conditions = self._conditions(scheduled, tokens_ahead, now, has_expired=True)
         admissible_in_s = max((self._admissible_in_s(each, now) for each in conditions), default=0.0)
         return self.deny(scheduled, Denial(Outcome.EXPIRED, "", admissible_in_s), now).retry_after_s or 0.0
 
@@ -186,20 +186,22 @@ class Admission:
         return self.retry_reservations.admissible_in_s(condition.queue, condition.reserved_work, now)
 
     def _conditions(
-        self, scheduled: ScheduledRequest, now: float, *, has_expired: bool = False
+        self, scheduled: ScheduledRequest, tokens_ahead: int, now: float, *, has_expired: bool = False
     ) -> Iterator[_Condition]:
-        yield from self._deadline(scheduled, now, has_expired=has_expired)
+        yield from self._deadline(scheduled, tokens_ahead, now, has_expired=has_expired)
         yield from self._queue_length(scheduled)
 
     def _deadline(
-        self, scheduled: ScheduledRequest, now: float, *, has_expired: bool
+        self, scheduled: ScheduledRequest, tokens_ahead: int, now: float, *, has_expired: bool
     ) -> Iterator[_Condition]:
         request, prediction = scheduled.request, scheduled.prediction
         timeout_s = request.expires_at - request.arrived_at
         if timeout_s == math.inf:
             return
         if self.predictor.is_cold:
-            bound = self._cold_deadline(scheduled, timeout_s)
+            # Among reservations it counts by how much the deadline is met.
+            lenient = not has_expired and not len(self.retry_reservations)
+            bound = self._cold_deadline(scheduled, tokens_ahead, timeout_s, if_missed=lenient)
             if bound is not None:
                 yield bound
                 if has_expired:
@@ -211,7 +213,7 @@ class Admission:
         if per_token_s is None or not self.predictor.is_trusted(prediction.kind, now):
             return
         tokens = self._reserved_tokens(scheduled)
-        ahead_s = per_token_s * self._queue.work_ahead(request)
+        ahead_s = per_token_s * tokens_ahead
         yield _Condition(
             Outcome.REJECTED_DEADLINE_UNMEETABLE,
             _unmeetable(ahead_s, timeout_s),
@@ -220,9 +222,17 @@ class Admission:
             lambda reserved: per_token_s * tokens(reserved),
         )
 
-    def _cold_deadline(self, scheduled: ScheduledRequest, timeout_s: float) -> _Condition | None:
-        """The deadline by the slots alone: a lower bound of the wait, so without a margin."""
-        drain = self._slots.drain(scheduled.request, scheduled.pools)
+    def _cold_deadline(
+        self, scheduled: ScheduledRequest, tokens_ahead: int, timeout_s: float, *, if_missed: bool
+    ) -> _Condition | None:
+        """The deadline by the slots alone: a lower bound of the wait, so without a margin.
+
+        Args:
+            if_missed: it may be left out where it is met.
+        """
+        if if_missed and self._slots.surely_drains(scheduled.pools, tokens_ahead, timeout_s):
+            return None
+        drain = self._slots.drain(scheduled.pools, tokens_ahead)
         if drain is None:
             return None
         limit = timeout_s * drain.tokens_per_s + drain.free_tokens

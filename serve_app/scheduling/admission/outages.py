@@ -31,6 +31,9 @@ class Outages:
         grace_s: how long a request may wait for a pool without one.
         now: time at which it begins, in seconds.
         on_demand: pools that get their first replica when a request waits for them.
+
+    Attributes:
+        changes: how often an outage has begun or ended.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Outages:
         # When requests that wait for a pool have to be refused; a pool leaves it once that is done.
         self._ends_at = dict.fromkeys(self._pools, now + grace_s)
         self._mean_s: float | None = None
+        self.changes = 0
 
     def observe(self, has_alive: Callable[[str], bool], now: float) -> None:
         """Note which pools have a live replica."""
@@ -50,8 +54,10 @@ class Outages:
             since = self._since.get(pool)
             if has_alive(pool):
                 if since is not None:
+                    self.changes += 1
                     self._end(pool, now - since)
             elif since is None:
+                self.changes += 1
                 self._since[pool] = now
                 self._ends_at[pool] = now + self._grace_s
 
@@ -67,10 +73,12 @@ class Outages:
 
     def next_at(self) -> float | None:
         """When requests that wait for some pool must be refused; None while no outage is within its grace."""
-        return min(self._ends_at.values(), default=None)
+        return min(self._ends_at.values()) if self._ends_at else None
 
     def pop_due(self, now: float) -> bool:
         """Whether the grace period of a pool has ended since the last call."""
+        if not self._ends_at:
+            return False
         due = [pool for pool, ends_at in self._ends_at.items() if ends_at <= now]
         for pool in due:
             del self._ends_at[pool]

@@ -20,7 +20,6 @@ no prior where a replica's `tpot_s` is unknown: then nothing is refused on its a
 
 from dataclasses import dataclass
 
-from serve_app.request import Request
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.prefill_cost import PrefillCosts
 from serve_app.routing.replica_state import ReplicaState
@@ -29,6 +28,8 @@ from serve_app.scheduling.queueing.waiting_work import WaitingWork
 
 # Prefills from which their learned cost is no longer mostly its prior.
 _LEARNED = 20
+# What rounding may be off by, at most.
+_SURELY = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,33 +62,71 @@ class SlotRate:
         self._prefill_costs = prefill_costs
         self._beyond_batch = beyond_batch
 
-    def drain(self, request: Request, pools: tuple[str, ...]) -> SlotDrain | None:
-        """What drains before a request that arrives now; None where nothing waits or a pace is unknown."""
+    def drain(self, pools: tuple[str, ...], work_ahead: int) -> SlotDrain | None:
+        """What drains before a request that arrives now; None where nothing waits or a pace is unknown.
+
+        Args:
+            work_ahead: tokens that will be served before it (`RequestQueue.work_ahead`).
+        """
         work, reached = self._competing(pools)
-        replicas = [state for state in self._ledger if state.is_alive and state.spec.pool in reached]
-        if not work.tokens or not replicas:
+        if not work.tokens:
             return None
         requests_per_s = free_requests = 0.0
-        for state in replicas:
-            slots = min(state.likely_num_seqs, max(1.0, state.kv_budget * work.requests / work.tokens))
-            engine_s = self._engine_s(state, work, slots)
-            if engine_s is None:
+        any_alive = False
+        for state in self._ledger:
+            if not state.is_alive or state.spec.pool not in reached:
+                continue
+            share = self._share(state, work)
+            if share is None:
                 return None
-            requests_per_s += work.requests / engine_s
-            free_requests += max(0.0, slots + self._beyond_batch - state.in_flight)
+            any_alive = True
+            requests_per_s += share[0]
+            free_requests += share[1]
+        if not any_alive:
+            return None
         mean_tokens = work.tokens / work.requests
         return SlotDrain(
             # Work that goes to other pools is not ahead, however urgent it is.
-            tokens_ahead=min(self._queue.work_ahead(request), work.tokens),
+            tokens_ahead=min(work_ahead, work.tokens),
             tokens_per_s=requests_per_s * mean_tokens,
             free_tokens=free_requests * mean_tokens,
         )
 
+    def surely_drains(self, pools: tuple[str, ...], work_ahead: int, seconds: float) -> bool:
+        """Whether all that `drain` finds ahead is gone within so many seconds, or it finds nothing.
+
+        It looks at no more replicas than it takes to be sure, and may be False where that is just so.
+        """
+        work, reached = self._competing(pools)
+        if not work.tokens:
+            return True
+        wanted = _SURELY * min(work_ahead, work.tokens) * work.requests / work.tokens
+        for pool in sorted(reached):
+            for state in self._ledger.of_pool(pool):
+                if not state.is_alive:
+                    continue
+                share = self._share(state, work)
+                if share is None:
+                    return True
+                wanted -= seconds * share[0] + share[1]
+                if wanted < 0:
+                    return True
+        return False
+
+    def _share(self, state: ReplicaState, work: WaitingWork) -> tuple[float, float] | None:
+        """Requests per second that a replica drains, and how many go at once; None for an unknown pace."""
+        slots = min(state.likely_num_seqs, max(1.0, state.kv_budget * work.requests / work.tokens))
+        engine_s = self._engine_s(state, work, slots)
+        if engine_s is None:
+            return None
+        return work.requests / engine_s, max(0.0, slots + self._beyond_batch - state.in_flight)
+
     def _competing(self, pools: tuple[str, ...]) -> tuple[WaitingWork, set[str]]:
         """All that waits for any of these pools, and the pools that it may go to."""
         work, reached = WaitingWork(), set(pools)
+        own = frozenset(pools)
         for others, waiting in self._queue.work.items():
-            if waiting.requests and not set(pools).isdisjoint(others):
+            if waiting.requests and not own.isdisjoint(others):
                 work.merge(waiting)
                 reached.update(others)
         return work, reached

@@ -49,6 +49,8 @@ class CapacityReservations:
 
     def prune(self, now: float) -> None:
         """Drop the reservations of requests that no longer wait."""
+        if not self._by_pool:
+            return
         for pool, reservation in list(self._by_pool.items()):
             if not reservation.scheduled.queued or reservation.scheduled.pools[:1] != (pool,):
                 self._drop(pool, now)
@@ -79,6 +81,8 @@ class CapacityReservations:
 
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> bool:
         """Drop the reservations of a request that was dispatched; whether it had any."""
+        if not self._by_pool:
+            return False
         pools = [pool for pool, each in self._by_pool.items() if each.scheduled is scheduled]
         for pool in pools:
             self._drop(pool, now)

@@ -12,7 +12,7 @@ The first in this order that fits a replica of the pool is dispatched. Batch wor
 own queue is empty, unless it is owed its floor share.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from serve_app.request import ANYWHERE, PriorityClass
@@ -21,17 +21,15 @@ from serve_app.routing.open_replicas import CapacityQuery
 from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
 from serve_app.scheduling.dispatch.capacity_reservations import CapacityReservations
 from serve_app.scheduling.dispatch.class_floors import ClassFloors
+from serve_app.scheduling.dispatch.openings import OWED_REQUESTS, Openings
 from serve_app.scheduling.dispatch.placement import Placement
 from serve_app.scheduling.dispatch.promotion import Promotion
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.queueing.expiry import ExpiryHeap
-from serve_app.scheduling.queueing.request_queue import RequestQueue
+from serve_app.scheduling.queueing.head_groups import HeadGroup
+from serve_app.scheduling.queueing.request_queue import HeadQuery, RequestQueue
 from serve_app.scheduling.request import ScheduledRequest
 from serve_app.scheduling.settings import SchedulerSettings
-
-# A tenant that is behind all others by so many average requests has capacity kept for its next one. Where
-# tenants are alike, one is seldom that far behind.
-_OWED_REQUESTS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,7 @@ class Dispatcher:
         self._overdue = ExpiryHeap(self._overdue_at)
         self._floors = ClassFloors(settings.class_floors)
         self.reservations = CapacityReservations(ledger)
+        self._openings = Openings(queue, ledger, self._isolation, self._floors)
 
     def on_enqueue(self, scheduled: ScheduledRequest) -> None:
         """A request has come into the queue."""
@@ -138,14 +137,18 @@ class Dispatcher:
     def _choose(self, pool: str, now: float, *, rank: int) -> Choice | None:
         """The first head in the order of service that fits a replica of `pool`, with what to hold of it."""
         limit = self._ledger.context_limit(pool)
-        if limit is None or not self._ledger.open.has_any(pool, now):
+        if limit is None or not any(self._queue.groups.at(pool, rank)):
+            return None
+        if not self._ledger.open.has_any(pool, now):
             return None
         # Most heads that do not fit are like one that did not fit before: at least as many tokens, as
         # limited.
         misfits: dict[tuple[tuple[int, ...], bool], int] = {}
         first = None if rank else self.reservations.lift(pool, now)
         first = first or self._promoted(pool, now, rank=rank)
-        for head, needs_empty_engine_queue in self._order(pool, now, first, rank=rank):
+        reserves = not rank and self._policy.promotes and self.reservations.of(pool) is None
+        openings = self._openings.groups(pool, now, rank=rank, reserves=reserves)
+        for head, needs_empty_engine_queue in self._order(pool, now, first, openings, rank=rank):
             tokens = min(head.estimate.expected_tokens, limit)
             limits = self._limits(head, now)
             query = self._query(head, CapacityQuery(pool, tokens, limits, needs_empty_engine_queue))
@@ -183,7 +186,7 @@ class Dispatcher:
         """Whether its tenant is behind, and would stay so while others take each bit of capacity first."""
         if not self._policy.promotes or self.reservations.of(pool) is not None:
             return False
-        return self._queue.behind_requests(head.request) >= _OWED_REQUESTS
+        return self._queue.behind_requests(head.request) >= OWED_REQUESTS
 
     def _reserve_capacity(self, head: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
         reservation = self.reservations.of(pool)
@@ -200,31 +203,50 @@ class Dispatcher:
         return self._isolation.limits(scheduled.prefill_class, now, behind)
 
     def _order(
-        self, pool: str, now: float, first: ScheduledRequest | None, *, rank: int
+        self,
+        pool: str,
+        now: float,
+        first: ScheduledRequest | None,
+        openings: Sequence[HeadGroup],
+        *,
+        rank: int,
     ) -> Iterator[tuple[ScheduledRequest, bool]]:
         """Heads in the order of service, each with whether it must find a needs_empty_engine_queue engine.
 
         Args:
             first: who has waited too long.
+            openings: the groups whose heads may fit; heads of others may be left out.
         """
         queue = self._queue
-        for head in queue.returned_heads(pool, rank=rank):
-            yield head, False
+        if queue.has_returned:
+            for head in queue.returned_heads(pool, rank=rank):
+                yield head, False
         if first is not None:
             yield first, False
+        if not openings:
+            return
+        wanted = {
+            priority: HeadQuery(
+                priority,
+                [group for group in openings if group.priority is priority],
+                [group for group in queue.groups.at(pool, rank) if group.priority is priority],
+            )
+            for priority in queue.waiting_classes()
+        }
         for priority in self._floors.owed():
-            for head in queue.heads(priority, pool, now, rank=rank):
-                yield head, False
-        for priority in queue.waiting_classes():
+            if priority in wanted:
+                for head in queue.heads(wanted[priority], now):
+                    yield head, False
+        for priority, query in wanted.items():
             needs_empty_engine_queue = priority is PriorityClass.BATCH
-            for head in queue.heads(priority, pool, now, rank=rank):
+            for head in queue.heads(query, now):
                 yield head, needs_empty_engine_queue
 
     def _promoted(self, pool: str, now: float, *, rank: int) -> ScheduledRequest | None:
         promotion, first_at = self._promotion, self._overdue.next_at()
         if promotion is None or not promotion.is_due or first_at is None or now <= first_at:
             return None
-        return promotion.first(self._queue.all_heads(pool, rank=rank), now)
+        return promotion.first(self._queue.earliest_heads(pool, rank=rank), now)
 
     def _overdue_at(self, scheduled: ScheduledRequest) -> float:
         assert self._promotion is not None

@@ -5,11 +5,10 @@ mark, so its prefill counts as ended after its usual time, as learned from the o
 """
 
 import heapq
-from dataclasses import replace
 
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.prefill_cost import PrefillCosts
-from serve_app.routing.replica_state import PrefillClass, ReplicaState
+from serve_app.routing.replica_state import Hold, PrefillClass, ReplicaState
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
 from serve_app.scheduling.request import ScheduledRequest
 
@@ -72,5 +71,5 @@ class PrefillWatch:
     def _end(self, scheduled: ScheduledRequest, now: float) -> None:
         hold = scheduled.hold
         if scheduled.replica_id is not None and (hold.prefill_class or hold.prefill_tokens):
-            scheduled.hold = replace(hold, prefill_class=PrefillClass.SHORT, prefill_tokens=0)
+            scheduled.hold = Hold(hold.tokens, quarantined=hold.quarantined)
             self._ledger.end_prefill(scheduled.replica_id, hold, now)

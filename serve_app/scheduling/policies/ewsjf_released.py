@@ -19,6 +19,8 @@ _STEP_TOKENS = 200
 class EwsjfReleased(OrderingPolicy):
     """Queues of equal width; a round takes from one of them."""
 
+    leaves_out_heads = True
+
     def __init__(self) -> None:
         self._draining: str | None = None
 

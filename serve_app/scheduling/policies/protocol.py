@@ -34,6 +34,9 @@ class OrderingPolicy:
     bounds_delay: bool = False
     """Whether long prompts that the score put last for too long go first (`queueing.delay_bound`)."""
 
+    leaves_out_heads: bool = False
+    """Whether `rank` may leave heads out because of others; without that it only sorts, each on its own."""
+
     learns_queues: bool = False
     """Whether its length queues are those of the learned partition (`replace_partition`)."""
 

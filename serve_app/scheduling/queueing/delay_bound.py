@@ -50,7 +50,6 @@ class DelayBound:
         self._line: deque[tuple[int, float]] = deque()
         self._longest_s = 0.0
         self._longest_at = 0.0
-        self._now = 0.0
 
     def join(self, scheduled: ScheduledRequest) -> None:
         """A request joins the queue. One that a replica returned goes first anyway."""
@@ -60,14 +59,14 @@ class DelayBound:
         self._line.append((self._joined_tokens, scheduled.request.arrived_at))
         self._joined_tokens += scheduled.estimate.expected_prompt_tokens
 
-    def leave(self, scheduled: ScheduledRequest) -> None:
+    def leave(self, scheduled: ScheduledRequest, now: float) -> None:
         """A request leaves the queue, for a replica or for good."""
         if scheduled.turn is None:
             return
         while self._line and self._line[0][0] <= self._left_tokens:
             _, arrived_at = self._line.popleft()
-            self._longest_s = max(self.longest_s(self._now), self._now - arrived_at)
-            self._longest_at = self._now
+            self._longest_s = max(self.longest_s(now), now - arrived_at)
+            self._longest_at = now
         self._left_tokens += scheduled.estimate.expected_prompt_tokens
         scheduled.turn = None
 
@@ -85,7 +84,6 @@ class DelayBound:
 
     def arrange(self, heads: list[ScheduledRequest], now: float) -> list[ScheduledRequest]:
         """Heads in the order of service, from that of the score: overdue ones ahead of most others."""
-        self._now = now
         if not self._settings.wait_ratio:
             return heads
         overdue = [head for head in heads if self.is_overdue(head, now)]

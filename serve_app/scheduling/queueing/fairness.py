@@ -23,7 +23,8 @@ OSDI 2024, algorithm 2); the start after idle as in start-time fair queueing (Go
 
 import bisect
 import enum
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -111,14 +112,16 @@ class TenantWeights:
         self._settings = settings
         self._of_keys: dict[str, float] = {}
 
-    def observe(self, request: Request) -> None:
-        """Learn the weight that a request brings."""
-        key = request.submission.key
+    def observe(self, request: Request) -> bool:
+        """Learn the weight that a request brings; whether it is another than before."""
+        key, before = request.submission.key, self._of_keys.get(request.tenant)
         if key is None or key.weight is None:
-            if self._of_keys:
-                self._of_keys.pop(request.tenant, None)
-        else:
-            self._of_keys[request.tenant] = key.weight
+            if before is None:
+                return False
+            del self._of_keys[request.tenant]
+            return True
+        self._of_keys[request.tenant] = key.weight
+        return before != key.weight
 
     def of(self, tenant: str) -> float:
         """Weight of a tenant."""
@@ -194,10 +197,15 @@ class FairShares:
         if is_highest:
             self._highest = tenant.counter
 
-    def order(self) -> Iterator[list[str]]:
+    def order(self, among: Collection[str] | None = None) -> Iterator[list[str]]:
         """Tenants in the order of service, in groups within which the score decides.
 
         First the equals not yet served in this round, then the other equals, then the others one by one.
+        Nothing may change while the caller iterates.
+
+        Args:
+            among: of the others, only these waiting tenants are asked for; None for all. Equals are always
+                all given.
         """
         if not self._waiting:
             return
@@ -208,7 +216,11 @@ class FairShares:
             yield fresh
         if len(fresh) < len(equals):
             yield [tenant.name for tenant in equals if tenant.served_in >= self._round]
-        for tenant in self._waiting[len(equals) :]:
+        if among is None:
+            others: Iterator[_Tenant] = itertools.islice(self._waiting, len(equals), None)
+        else:
+            others = iter(sorted({self._tenants[name] for name in among}.difference(equals), key=_by_counter))
+        for tenant in others:
             yield [tenant.name]
 
     def behind_requests(self, name: str) -> float:
@@ -216,10 +228,16 @@ class FairShares:
 
         0 for all but the tenant that is furthest behind.
         """
-        if len(self._waiting) < 2 or self._waiting[0].name != name or not self._mean_cost > 0:
+        if len(self._waiting) < 2 or self._waiting[0].name != name:
             return 0.0
-        behind = self._waiting[1].counter - self._waiting[0].counter
-        return behind * self._weights.of(name) / self._mean_cost
+        return self.most_behind()[1]
+
+    def most_behind(self) -> tuple[str, float]:
+        """The tenant that is furthest behind, and by how many average requests; no name where none is."""
+        if len(self._waiting) < 2 or not self._mean_cost > 0:
+            return "", 0.0
+        name, behind = self._waiting[0].name, self._waiting[1].counter - self._waiting[0].counter
+        return name, behind * self._weights.of(name) / self._mean_cost
 
     def counters(self) -> dict[str, float]:
         """Service over weight, by tenant."""

@@ -8,15 +8,36 @@ others can hold the request.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from serve_app.request import PriorityClass, Request, Usage
+from serve_app.request import ANYWHERE, PriorityClass, Request, Usage
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.queueing.delay_bound import DelayBound, DelayBoundSettings
+from serve_app.scheduling.queueing.fair_work import FairWork
 from serve_app.scheduling.queueing.fairness import FairnessMode, FairnessSettings, FairShares, TenantWeights
+from serve_app.scheduling.queueing.head_groups import HeadGroup, HeadGroups
 from serve_app.scheduling.queueing.resting import RestingRequests
 from serve_app.scheduling.queueing.sub_queue import SubQueue, TenantQueues
 from serve_app.scheduling.queueing.waiting_work import WaitingWork
 from serve_app.scheduling.request import ScheduledRequest
+
+# Tenants up to which those with a head that may fit are sorted; among more, one is soon found in the order of
+# their shares.
+_FEW_TENANTS = 32
+
+
+@dataclass(slots=True)
+class HeadQuery:
+    """Which heads are asked for.
+
+    Attributes:
+        groups: of `priority`, whose heads are asked for.
+        others: groups of the same class and place; heads of theirs may come too.
+    """
+
+    priority: PriorityClass
+    groups: Sequence[HeadGroup]
+    others: Sequence[HeadGroup] = ()
 
 
 class RequestQueue:
@@ -29,6 +50,8 @@ class RequestQueue:
         waiting_by_key: waiting requests, by the id of their API key.
         work: what waits, by the pools that it may go to.
         resting: those of the waiting requests that are in backoff.
+        groups: the heads by what decides where they fit.
+        particular: waiting requests that only some replicas of their pools will do for.
     """
 
     def __init__(
@@ -49,22 +72,34 @@ class RequestQueue:
         }
         self._sub_queue_of: dict[str, SubQueue] = {}
         self._waiting_by_queue: dict[str, int] = {}
-        self._returned = 0
+        self._returned: dict[str, ScheduledRequest] = {}
+        self._claimed: dict[str, ScheduledRequest] = {}
         self._insertions = 0
+        self._now = 0.0
         self.resting = RestingRequests()
+        self.groups = HeadGroups()
         self._is_fair = fairness.mode is not FairnessMode.OFF
         self._weights = TenantWeights(fairness)
+        self._fair_work = {
+            priority: FairWork(tenants, self._weights) for priority, tenants in self._tenants.items()
+        }
         self.shares = {priority: FairShares(fairness, self._weights) for priority in PriorityClass}
+        self._waiting = 0
         self.waiting_tokens = 0
+        self.particular = 0
         self.urgent_work: defaultdict[str, WaitingWork] = defaultdict(WaitingWork)
         self.waiting_by_key: Counter[str] = Counter()
         self.work: defaultdict[tuple[str, ...], WaitingWork] = defaultdict(WaitingWork)
+
+    def on_time(self, now: float) -> None:
+        """It is `now`, in seconds on the scheduler's clock, for all that follows."""
+        self._now = now
 
     def add(self, scheduled: ScheduledRequest) -> None:
         """Queue a request, at the front if it lost its replica, in no sub-queue while it rests."""
         scheduled.length_queue = self._policy.queue_of(scheduled)
         request = scheduled.request
-        self._weights.observe(request)
+        self._observe_weight(request)
         tenants = self._tenants[request.priority]
         tenant = tenants.get(request.tenant)
         if tenant is None:
@@ -84,7 +119,7 @@ class RequestQueue:
         tenants = self._tenants[request.priority]
         tenant = tenants[request.tenant]
         self._take_out(scheduled, tenant)
-        self._delay_bound(scheduled).leave(scheduled)
+        self._delay_bound(scheduled).leave(scheduled, self._now)
         scheduled.queued = False
         self._count(scheduled, tenant, -1)
         if not tenant.waiting:
@@ -105,32 +140,44 @@ class RequestQueue:
         """
         return self._policy.promotes
 
-    def heads(
-        self, priority: PriorityClass, pool: str, now: float, *, rank: int
-    ) -> Iterator[ScheduledRequest]:
-        """Heads of the sub-queues of one class that may go to `pool`, in the order of shares and scores.
-
-        Args:
-            rank: the place of `pool` among the pools of a request: 0 is its home, 1 where it spills first.
-        """
-        tenants = self._tenants[priority]
-        if not self._is_fair or len(tenants) == 1:
-            yield from self._ranked(tenants.values(), pool, now, rank=rank)
+    def heads(self, wanted: HeadQuery, now: float) -> Iterator[ScheduledRequest]:
+        """Heads in the order of shares and scores."""
+        priority, tenants = wanted.priority, self._tenants[wanted.priority]
+        if not wanted.groups:
             return
-        for equals in list(self.shares[priority].order()):
-            yield from self._ranked([tenants[name] for name in equals], pool, now, rank=rank)
+        if not self._is_fair or len(tenants) == 1:
+            yield from self._ranked(tenants.values(), wanted, now)
+            return
+        for equals in self.shares[priority].order(_few_tenants(wanted.groups)):
+            yield from self._ranked([tenants[name] for name in equals], wanted, now)
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether any request waits that a replica returned, and that goes before all others."""
+        return bool(self._returned)
 
     def returned_heads(self, pool: str, *, rank: int) -> list[ScheduledRequest]:
         """Heads that a replica returned, the highest class first, then the earliest."""
-        if not self._returned:
-            return []
-        heads = [head for head in self.all_heads(pool, rank=rank) if head.returned]
+        heads = self._heads_among(self._returned.values(), pool, rank)
         heads.sort(key=lambda head: (head.request.priority.rank, head.request.arrived_at, head.sequence))
         return heads
 
-    def all_heads(self, pool: str, *, rank: int) -> list[ScheduledRequest]:
-        """Heads of every sub-queue that may go to `pool`, in no order."""
-        return _heads(self._sub_queues(), pool, rank=rank)
+    def earliest_heads(self, pool: str, *, rank: int) -> list[ScheduledRequest]:
+        """Of the heads that may go to `pool` the earliest of each group, and all with a reservation."""
+        heads = self._heads_among(self._claimed.values(), pool, rank)
+        earliest = (group.earliest() for group in self.groups.at(pool, rank))
+        return heads + [head for head in earliest if head is not None]
+
+    def heads_of(self, group: HeadGroup, tenant: str) -> Iterator[ScheduledRequest]:
+        """The heads of one tenant in a group, in no order."""
+        if tenant in group.tenants:
+            for sub_queue in self._tenants[group.priority][tenant].sub_queues.values():
+                if sub_queue.group is group and sub_queue.first is not None:
+                    yield sub_queue.first
+
+    def most_behind(self, priority: PriorityClass) -> tuple[str, float]:
+        """The tenant that is furthest behind its share, and by how many average requests."""
+        return self.shares[priority].most_behind() if self._is_fair else ("", 0.0)
 
     def behind_requests(self, request: Request) -> float:
         """How far the request's tenant is behind its share, in average requests; 0 without fairness."""
@@ -144,32 +191,23 @@ class RequestQueue:
         All of the higher classes, and all that its tenant has waiting. From every other tenant of its class,
         as much as that tenant is served meanwhile; without fairness all of it.
         """
-        above = sum(
-            tenant.tokens
-            for priority, tenants in self._tenants.items()
-            if priority.rank < request.priority.rank
-            for tenant in tenants.values()
-        )
-        tenants = self._tenants[request.priority]
-        if not self._is_fair:
-            return above + sum(tenant.tokens for tenant in tenants.values())
-        own = tenants[request.tenant].tokens if request.tenant in tenants else 0
-        weight = self._weights.of(request.tenant)
-        others = sum(
-            min(tenant.tokens, own * self._weights.of(name) / weight + tenant.tokens / tenant.waiting)
-            for name, tenant in tenants.items()
-            if name != request.tenant
-        )
-        return above + own + round(others)
+        ahead = 0
+        for priority, work in self._fair_work.items():
+            if priority is request.priority:
+                return ahead + (work.ahead(request.tenant) if self._is_fair else work.tokens)
+            ahead += work.tokens
+        return ahead
 
     def spills(self, pools: Sequence[str]) -> list[list[str]]:
         """Which of the pools are the second in a waiting request's preference, which the third, and so on."""
-        preferences = [each for each, waiting in self.work.items() if waiting.requests]
-        most = max(map(len, preferences), default=1)
-        return [
-            [pool for pool in pools if any(len(each) > rank and each[rank] == pool for each in preferences)]
-            for rank in range(1, most)
-        ]
+        found: list[set[str]] = []
+        for preference, waiting in self.work.items():
+            if waiting.requests:
+                while len(found) < len(preference) - 1:
+                    found.append(set())
+                for further, pool in zip(found, preference[1:], strict=False):
+                    further.add(pool)
+        return [[pool for pool in pools if pool in further] for further in found]
 
     def waiting_classes(self) -> list[PriorityClass]:
         """The classes with waiting requests, the highest first."""
@@ -185,7 +223,7 @@ class RequestQueue:
         tenant = self._tenants[scheduled.request.priority][scheduled.request.tenant]
         self._take_out(scheduled, tenant)
         self._count_at_home(scheduled, -1)
-        self._delay_bound(scheduled).leave(scheduled)
+        self._delay_bound(scheduled).leave(scheduled, self._now)
         scheduled.pools = pools
         self._delay_bound(scheduled).join(scheduled)
         self._count_at_home(scheduled, 1)
@@ -196,7 +234,7 @@ class RequestQueue:
 
     def charge(self, scheduled: ScheduledRequest) -> None:
         """Charge its tenant the expected service of a request at its dispatch."""
-        self._weights.observe(scheduled.request)
+        self._observe_weight(scheduled.request)
         scheduled.charged = self._fairness.expected_cost(scheduled.estimate, scheduled.cached_tokens)
         self._shares_of(scheduled).charge(scheduled.request.tenant, scheduled.charged)
 
@@ -215,6 +253,7 @@ class RequestQueue:
         for tenants in self._tenants.values():
             for tenant in tenants.values():
                 tenant.sub_queues.clear()
+        self.groups.clear()
         self._waiting_by_queue.clear()
         for scheduled in requests:
             name = scheduled.length_queue = self._policy.queue_of(scheduled)
@@ -230,9 +269,8 @@ class RequestQueue:
     def sub_queue_heads(self) -> Iterator[tuple[ScheduledRequest, int]]:
         """The head of every sub-queue, and how many requests wait in it."""
         for sub_queue in self._sub_queues():
-            head = sub_queue.head()
-            if head is not None:
-                yield head, len(sub_queue)
+            if sub_queue.first is not None:
+                yield sub_queue.first, len(sub_queue)
 
     def _correct(self, scheduled: ScheduledRequest, cost: float) -> None:
         self._shares_of(scheduled).correct(scheduled.request.tenant, cost - scheduled.charged)
@@ -245,20 +283,19 @@ class RequestQueue:
         return self._delays[scheduled.request.priority, scheduled.pools[0]]
 
     def _insert(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
-        sub_queue = tenant.sub_queue(
-            (
-                scheduled.length_queue,
-                scheduled.pools,
-                scheduled.prefill_class,
-                scheduled.request.destination,
-            )
-        )
+        request, pools, prefill_class = scheduled.request, scheduled.pools, scheduled.prefill_class
+        key = (scheduled.length_queue, pools, prefill_class, request.destination)
+        sub_queue = tenant.sub_queues.get(key)
+        if sub_queue is None:
+            group = self.groups.of(request.priority, pools, prefill_class)
+            sub_queue = tenant.sub_queues[key] = SubQueue(key, group)
+            group.open(request.tenant)
         self._insertions += 1
         # A request that claimed its reservation arrived before the others.
         precedence = 0 if scheduled.returned else 1 if scheduled.claimed else 2
         order = (precedence, self._policy.key(scheduled), scheduled.sequence, self._insertions)
         sub_queue.add(order, scheduled)
-        self._sub_queue_of[scheduled.request.request_id] = sub_queue
+        self._sub_queue_of[request.request_id] = sub_queue
 
     def _take_out(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
         if self.resting.remove(scheduled):
@@ -267,15 +304,33 @@ class RequestQueue:
         sub_queue.remove(scheduled)
         if not sub_queue:
             del tenant.sub_queues[sub_queue.key]
+            sub_queue.group.close(scheduled.request.tenant)
 
     def _ranked(
-        self, tenants: Iterable[TenantQueues], pool: str, now: float, *, rank: int
+        self, tenants: Iterable[TenantQueues], wanted: HeadQuery, now: float
     ) -> list[ScheduledRequest]:
-        sub_queues = (sub_queue for tenant in tenants for sub_queue in tenant.sub_queues.values())
-        heads = _heads(sub_queues, pool, rank=rank)
+        groups, others = wanted.groups, wanted.others
+        heads: list[ScheduledRequest] = []
+        rest: list[ScheduledRequest] = []
+        for tenant in tenants:
+            for sub_queue in tenant.sub_queues.values():
+                head, group = sub_queue.first, sub_queue.group
+                if head is not None and group in groups:
+                    heads.append(head)
+                elif head is not None and group in others:
+                    rest.append(head)
+        if heads and rest and self._rest_counts(rest, now):
+            heads += rest
         if len(heads) > 1:
             self._policy.rank(heads, now)
         return self._within_bounds(heads, now) if heads and self._policy.bounds_delay else heads
+
+    def _rest_counts(self, rest: Sequence[ScheduledRequest], now: float) -> bool:
+        """Whether the order of heads depends on others, which are not asked for."""
+        policy = self._policy
+        if policy.leaves_out_heads:
+            return True
+        return policy.bounds_delay and any(self._delay_bound(head).is_overdue(head, now) for head in rest)
 
     def _within_bounds(self, heads: list[ScheduledRequest], now: float) -> list[ScheduledRequest]:
         """Heads as the bounds on delay arrange them; homes take turns as the score had them."""
@@ -291,10 +346,28 @@ class RequestQueue:
         }
         return [next(arranged[head.pools[0]]) for head in heads]
 
+    def _heads_among(
+        self, requests: Iterable[ScheduledRequest], pool: str, rank: int
+    ) -> list[ScheduledRequest]:
+        """Those of some waiting requests that may go to `pool` and are the heads of their sub-queues."""
+        return [
+            one
+            for one in requests
+            if one.pools[rank : rank + 1] == (pool,)
+            and (sub_queue := self._sub_queue_of.get(one.request.request_id)) is not None
+            and sub_queue.first is one
+        ]
+
     def _sub_queues(self) -> Iterator[SubQueue]:
         for tenants in self._tenants.values():
             for tenant in tenants.values():
                 yield from tenant.sub_queues.values()
+
+    def _observe_weight(self, request: Request) -> None:
+        """Learn the weight that a request brings; where it is another, all that its tenant has waiting."""
+        if self._weights.observe(request):
+            for work in self._fair_work.values():
+                work.note(request.tenant, 0)
 
     def _count_at_home(self, scheduled: ScheduledRequest, by: int) -> None:
         self.work[scheduled.pools].add(scheduled.estimate, by)
@@ -304,10 +377,16 @@ class RequestQueue:
     def _count(self, scheduled: ScheduledRequest, tenant: TenantQueues, by: int) -> None:
         self._count_at_home(scheduled, by)
         tokens = by * scheduled.estimate.expected_tokens
+        self._waiting += by
         tenant.waiting += by
         tenant.tokens += tokens
         self.waiting_tokens += tokens
-        self._returned += by * scheduled.returned
+        self.particular += by * (scheduled.request.destination is not ANYWHERE)
+        self._fair_work[scheduled.request.priority].note(scheduled.request.tenant, tokens)
+        if scheduled.returned:
+            _note(self._returned, scheduled, by)
+        if scheduled.claimed:
+            _note(self._claimed, scheduled, by)
         if (key := scheduled.request.submission.key) is not None:
             self.waiting_by_key[key.key_id] += by
             if not self.waiting_by_key[key.key_id]:
@@ -323,18 +402,23 @@ class RequestQueue:
         yield from self.resting
 
     def __len__(self) -> int:
-        return len(self._sub_queue_of) + len(self.resting)
+        return self._waiting
 
     def __repr__(self) -> str:
         tenants = len({name for tenants in self._tenants.values() for name in tenants})
         return f"<RequestQueue {len(self)} of {tenants} tenants, {self.waiting_tokens} tokens>"
 
 
-def _heads(sub_queues: Iterable[SubQueue], pool: str, *, rank: int) -> list[ScheduledRequest]:
-    return [
-        head
-        for sub_queue in sub_queues
-        if len(sub_queue.pools) > rank
-        and sub_queue.pools[rank] == pool
-        and (head := sub_queue.head()) is not None
-    ]
+def _few_tenants(groups: Sequence[HeadGroup]) -> set[str] | None:
+    """The tenants with heads in some groups; None when they are many."""
+    if sum(len(group.tenants) for group in groups) > _FEW_TENANTS:
+        return None
+    return set().union(*(group.tenants for group in groups))
+
+
+def _note(requests: dict[str, ScheduledRequest], scheduled: ScheduledRequest, by: int) -> None:
+    """A request has come (1), or has left (-1)."""
+    if by > 0:
+        requests[scheduled.request.request_id] = scheduled
+    else:
+        del requests[scheduled.request.request_id]

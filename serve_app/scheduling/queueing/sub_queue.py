@@ -3,7 +3,8 @@
 They share length queue, pools, prefill class, and destination: which replicas of the pools will do.
 
 It is a heap with lazy deletion. A request that leaves from the middle (cancelled, expired) is only marked,
-and is dropped when it reaches the top. The heap is rebuilt when most of it is marked.
+and is dropped when it reaches the top. The heap is rebuilt when most of it is marked. Its head is known at
+any time, and its group is told of each new one.
 """
 
 import heapq
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 
 from serve_app.request import Destination
 from serve_app.routing.replica_state import PrefillClass
+from serve_app.scheduling.queueing.head_groups import HeadGroup
 from serve_app.scheduling.request import ScheduledRequest
 
 SubQueueKey = tuple[str, tuple[str, ...], PrefillClass, Destination]
@@ -21,13 +23,20 @@ OrderKey = tuple[int, float, int, int]
 
 
 class SubQueue:
-    """Requests in their policy's order."""
+    """Requests in their policy's order.
 
-    __slots__ = ("_heap", "_live", "key", "length_queue", "pools")
+    Attributes:
+        group: of its head.
+        first: its head; None when it is empty.
+    """
 
-    def __init__(self, key: SubQueueKey) -> None:
+    __slots__ = ("_heap", "_live", "first", "group", "key", "length_queue", "pools")
+
+    def __init__(self, key: SubQueueKey, group: HeadGroup) -> None:
         self.key = key
+        self.group = group
         self.length_queue, self.pools = key[:2]
+        self.first: ScheduledRequest | None = None
         self._heap: list[tuple[OrderKey, ScheduledRequest]] = []
         self._live: dict[str, OrderKey] = {}
 
@@ -35,28 +44,33 @@ class SubQueue:
         """Insert a request."""
         self._live[scheduled.request.request_id] = order
         heapq.heappush(self._heap, (order, scheduled))
+        self.group.count(scheduled, 1)
+        if self._heap[0][1] is scheduled:
+            self._lead(scheduled)
 
     def remove(self, scheduled: ScheduledRequest) -> None:
         """Remove a request, wherever it is."""
         del self._live[scheduled.request.request_id]
+        self.group.count(scheduled, -1)
         if len(self._heap) > 32 and len(self._heap) > 2 * len(self._live):
             self._heap = [item for item in self._heap if self._is_live(item)]
             heapq.heapify(self._heap)
+        if scheduled is self.first:
+            while self._heap and not self._is_live(self._heap[0]):
+                heapq.heappop(self._heap)
+            self._lead(self._heap[0][1] if self._heap else None)
 
-    def head(self) -> ScheduledRequest | None:
-        """The first request; None when there is none."""
-        while self._heap:
-            if self._is_live(self._heap[0]):
-                return self._heap[0][1]
-            heapq.heappop(self._heap)
-        return None
+    def _lead(self, head: ScheduledRequest | None) -> None:
+        self.first = head
+        if head is not None:
+            self.group.on_head(head, self)
 
     def _is_live(self, item: tuple[OrderKey, ScheduledRequest]) -> bool:
         # By key, not by request: one that left and returned is in the heap twice.
         return self._live.get(item[1].request.request_id) == item[0]
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
-        return (item[1] for item in self._heap if self._is_live(item))
+        return (item[1] for item in sorted(self._heap) if self._is_live(item))
 
     def __len__(self) -> int:
         return len(self._live)
@@ -71,10 +85,3 @@ class TenantQueues:
         self.sub_queues: dict[SubQueueKey, SubQueue] = {}
         self.waiting = 0
         self.tokens = 0
-
-    def sub_queue(self, key: SubQueueKey) -> SubQueue:
-        """The sub-queue of this key, created if there is none."""
-        sub_queue = self.sub_queues.get(key)
-        if sub_queue is None:
-            sub_queue = self.sub_queues[key] = SubQueue(key)
-        return sub_queue

@@ -25,6 +25,7 @@ from serve_app.serving.gateway.endpoint_admin import PoolWatcher
 from serve_app.serving.gateway.front.connection import serve_front_end
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.settings import GatewaySettings
+from serve_app.serving.memory import keep_memory
 
 logger = logging.getLogger("ray.serve")
 
@@ -73,6 +74,7 @@ class GatewayDeployment:
         self._gateway = Gateway(settings, dispatchers, gateway_id, views, channel.tls, watchers)
         for client in self._clients.values():
             client.start()
+        keep_memory()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve serves; called once, after the constructor."""

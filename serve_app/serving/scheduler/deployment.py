@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from ray import serve
 
+from serve_app.serving.memory import keep_memory
 from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSettings
 
 
@@ -17,6 +18,7 @@ class SchedulerDeployment(SchedulerActor):
     def __init__(self, settings: SchedulerActorSettings) -> None:
         application = serve.get_replica_context().app_name
         super().__init__(replace(settings, scope=f"{application}/{settings.scope}"))
+        keep_memory()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """The replicas that its pools should have, see `serving.autoscaling`."""

@@ -1,5 +1,6 @@
 """The tuner as a Ray Serve deployment of one replica: Ray places it, and replaces it when it dies."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,10 @@ TUNER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
 }
 
 
+# Of 19. It still answers Serve's health checks on a busy machine.
+_NICENESS = 10
+
+
 class TunerDeployment:
     """Runs one `TunerActor` in a Serve replica."""
 
@@ -29,6 +34,8 @@ class TunerDeployment:
         scheduler: DeploymentHandle[Any],
         state_uri: str | None = None,
     ) -> None:
+        # Requests come first; a search beside them may take all that they leave.
+        os.nice(_NICENESS)
         store = None if state_uri is None else StateStore(state_uri, "tuner", model)
         self._tuner = TunerActor(model, settings, _Calls(scheduler), store, self.searcher())
 

@@ -1,5 +1,6 @@
 """The deadline of requests that arrive before any drain rate was measured."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -104,3 +105,21 @@ def test_work_for_another_pool_is_not_ahead() -> None:
 
 def test_pools_that_share_their_work_drain_it_together() -> None:
     assert 100 - len(burst(cold("short", "long"), 100)) == pytest.approx(2 * ADMITTED - TIMEOUT_S, abs=4)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5, TIMEOUT_S, 10.0, 100.0])
+def test_what_surely_drains_in_time_does_so_by_the_full_count(seconds: float) -> None:
+    driver, found = cold("short", "long"), set()
+    for number in range(60):
+        driver.arrive(f"w{number}", prompt_tokens=1, max_output_tokens=OUTPUT, expires_at=1_000.0)
+        slots, ahead = driver.scheduler.admission._slots, driver.scheduler.queue.waiting_tokens
+        drain, surely = (
+            slots.drain(("short", "long"), ahead),
+            slots.surely_drains(("short", "long"), ahead, seconds),
+        )
+        in_time = math.inf if drain is None else seconds * drain.tokens_per_s + drain.free_tokens
+        needed = 0.0 if drain is None else drain.tokens_ahead
+        # Where both are the same it may say either.
+        assert needed <= in_time if surely else needed >= in_time * (1 - 1e-6)
+        found.add(surely)
+    assert found == ({True, False} if seconds < TIMEOUT_S else found)

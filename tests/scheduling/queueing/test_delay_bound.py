@@ -38,10 +38,9 @@ class Line:
         return [each.request.request_id for each in self.bound.arrange(self.waiting, now)]
 
     def take(self, name: str, now: float) -> None:
-        self.heads(now)
         (taken,) = (each for each in self.waiting if each.request.request_id == name)
         self.waiting.remove(taken)
-        self.bound.leave(taken)
+        self.bound.leave(taken, now)
 
 
 def backlog() -> Line:

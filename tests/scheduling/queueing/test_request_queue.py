@@ -3,7 +3,7 @@ from typing import Any
 from serve_app.request import PriorityClass
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.queueing.fairness import FairnessMode, FairnessSettings
-from serve_app.scheduling.queueing.request_queue import RequestQueue
+from serve_app.scheduling.queueing.request_queue import HeadQuery, RequestQueue
 from serve_app.scheduling.request import ScheduledRequest
 from tests.builders import request, scheduled_request
 
@@ -42,16 +42,22 @@ def of_tenant(tenant: str, count: int, prompt_tokens: int = 50) -> list[Schedule
     return [scheduled(f"{tenant}{number}", prompt_tokens, number, tenant=tenant) for number in range(count)]
 
 
+def query(queue: RequestQueue, pool: str, *, rank: int) -> HeadQuery:
+    """All heads of the default class that may go to a pool."""
+    groups = [group for group in queue.groups.at(pool, rank) if group.priority is PriorityClass.DEFAULT]
+    return HeadQuery(PriorityClass.DEFAULT, groups)
+
+
 def dispatch_first(queue: RequestQueue) -> str:
     """Take the first request of the default class out and charge its tenant."""
-    first = next(queue.heads(PriorityClass.DEFAULT, "short", 0.0, rank=0))
+    first = next(queue.heads(query(queue, "short", rank=0), 0.0))
     queue.remove(first)
     queue.charge(first)
     return first.request.request_id
 
 
 def heads(queue: RequestQueue, pool: str = "short", *, rank: int = 0) -> list[str]:
-    found = queue.heads(PriorityClass.DEFAULT, pool, 0.0, rank=rank)
+    found = queue.heads(query(queue, pool, rank=rank), 0.0)
     return [head.request.request_id for head in found]
 
 
@@ -75,7 +81,7 @@ def test_equal_keys_keep_the_order_of_arrival() -> None:
     queue = queue_of(*(scheduled(f"r{number}", 50, number) for number in range(3)))
     taken = []
     for _ in range(3):
-        (head,) = queue.all_heads("short", rank=0)
+        ((head, _),) = queue.sub_queue_heads()
         taken.append(head.request.request_id)
         queue.remove(head)
     assert taken == ["r0", "r1", "r2"]
