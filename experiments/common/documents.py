@@ -13,7 +13,7 @@ from experiments.common.catalogue import Catalogue
 from experiments.common.rows import read_rows
 from serve_app.errors import SettingsError
 
-_BEGIN = re.compile(r"<!-- table: ([a-z0-9_]+)/([a-z0-9-]+) -->")
+_BEGIN = re.compile(r"<!-- table: ([a-z0-9_-]+)/([a-z0-9_-]+) -->")
 _END = "<!-- end table -->"
 _PLACES = ("README.md", "docs/**/*.md", "experiments/README.md", "experiments/*/README.md")
 

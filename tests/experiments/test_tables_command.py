@@ -60,6 +60,10 @@ def test_the_check_fails_when_a_table_and_its_rows_differ(
         ("\n<!-- table: coin/shares -->\n", "results.md:2: the table has no end"),
         ("<!-- table: coin/shares -->\n" * 2 + "<!-- end table -->", "results.md:1: the table has no end"),
         (
+            "<!-- table: coin/both_edges -->\n<!-- end table -->",
+            "experiment coin has no table 'both_edges': it has shares, fair",
+        ),
+        (
             "<!-- table: coin/edges -->\n<!-- end table -->",
             "experiment coin has no table 'edges': it has shares, fair",
         ),
