@@ -161,7 +161,7 @@ def _steps(rows: Sequence[Row]) -> str:
         found = [where(of_label, kind=kind, clients=clients) for kind, clients in cells]
         commit = (of_label[0].commit or "unknown")[:7]
         figures = [_cpu_cell(one[0], OURS) if one else _NONE for one in found]
-        lines.append([label or "now", commit, *figures])
+        lines.append([label or "tables above", commit, *figures])
     head = ["step", "commit", *(f"{kind}, {clients} at once" for kind, clients in cells)]
     return f"{markdown(head, lines, text_columns=2)}\n\n{load_note(rows)}"
 
