@@ -122,6 +122,14 @@ async def test_a_client_is_told_to_send_its_body(stage: Stage) -> None:
     writer.close()
 
 
+async def test_a_request_that_offers_another_protocol_is_not_kept_waiting_for_its_body(stage: Stage) -> None:
+    """The parser takes what follows such a head for the other protocol, so the body is lost."""
+    offer = (b"connection: upgrade, http2-settings, close", b"upgrade: h2c", b"http2-settings: AAEAAEAA")
+    answer = await raw(stage.port, post(chat(max_tokens=2), *offer))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"is not valid JSON" in answer
+
+
 async def test_a_refused_request_whose_body_does_not_come_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

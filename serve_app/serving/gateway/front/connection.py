@@ -71,7 +71,7 @@ class FrontEndConnection(LimitedHeads):
         scope["method"] = parser.get_method().decode("ascii")
         if version != "1.1":
             scope["http_version"] = version
-        if parser.should_upgrade() and self._should_upgrade():
+        if self._is_upgrade():
             return
         url = httptools.parse_url(self.url)
         path = url.path.decode("ascii")
@@ -92,13 +92,13 @@ class FrontEndConnection(LimitedHeads):
     def on_body(self, body: bytes) -> None:
         """A piece of a body."""
         exchange = self._exchange
-        if exchange is not None and not exchange.response_complete and not self.parser.should_upgrade():
+        if exchange is not None and not exchange.response_complete and not self._is_upgrade():
             exchange.take_body(body)
 
     def on_message_complete(self) -> None:
         """A body is complete."""
         exchange = self._exchange
-        if exchange is not None and not self.parser.should_upgrade():
+        if exchange is not None and not self._is_upgrade():
             exchange.more_body = False
             exchange.message_event.set()
 
@@ -114,6 +114,10 @@ class FrontEndConnection(LimitedHeads):
             self.loop.call_later(_REST_OF_BODY_S, self._end_unless_read, exchange)
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
+
+    def _is_upgrade(self) -> bool:
+        """Whether the connection becomes a websocket; other offers, such as h2c, need not be taken up."""
+        return bool(self.parser.should_upgrade() and self._should_upgrade())
 
     def _end_unless_read(self, exchange: Exchange) -> None:
         if exchange.more_body and not self.transport.is_closing():
