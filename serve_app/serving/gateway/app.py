@@ -25,6 +25,8 @@ from serve_app.serving.gateway.answer.responses import (
     send_json,
 )
 from serve_app.serving.gateway.cors import with_cors
+from serve_app.serving.gateway.dashboard import Dashboard
+from serve_app.serving.gateway.dashboard.frames import Frames
 from serve_app.serving.gateway.debug_pages import DebugPages
 from serve_app.serving.gateway.endpoint_admin import (
     ENDPOINTS_METHODS,
@@ -117,6 +119,7 @@ class Gateway:
         )
         self._stored = StoredResponses(self._upstream, schedulers, self._reader, holders)
         self._any_replica = AnyReplica(self._upstream)
+        self._dashboard = Dashboard(Frames(self._views, gateway_id), self._reader)
         self._calls: set[ScheduledCall] = set()
         self._call_ended = asyncio.Event()
         # What clients are told once the application stops.
@@ -173,6 +176,7 @@ class Gateway:
             MODE_PATH: (", ".join(MODE_METHODS), mode_admin.serve),
             "/openapi.json": ("GET", self._describe_itself),
             **DebugPages(self._views, self._reader).routes,
+            **self._dashboard.routes,
         }
 
     @property
@@ -196,6 +200,7 @@ class Gateway:
             How many were ended with an error.
         """
         self._stops_for_s = retry_after_s
+        self._dashboard.close()
         await self._until_idle(drain_s)
         cut = tuple(self._calls)
         for call in cut:
@@ -217,6 +222,7 @@ class Gateway:
     def close(self) -> None:
         """Cut all connections to replicas, and write what is still to be logged."""
         self.telemetry.flush_log()
+        self._dashboard.close()
         self._background.close()
         self._upstream.close()
         self._reader.close()

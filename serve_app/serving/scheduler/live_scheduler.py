@@ -32,7 +32,15 @@ from serve_app.scheduling.commands import (
     ReportStale,
 )
 from serve_app.scheduling.decision_log import Decision, RunHeader
-from serve_app.scheduling.events import DispatchFailed, Event, ReplicaLost, ReplicaReported, Woke
+from serve_app.scheduling.events import (
+    Arrived,
+    DispatchFailed,
+    Event,
+    FirstToken,
+    ReplicaLost,
+    ReplicaReported,
+    Woke,
+)
 from serve_app.scheduling.learned_state import take_over
 from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
@@ -42,6 +50,8 @@ from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
+from serve_app.serving.scheduler.overview import overview, reserved
+from serve_app.serving.scheduler.recent_activity import RecentActivity
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
 from serve_app.serving.scheduler.usage_ledger import UsageLedger
@@ -61,6 +71,7 @@ class LiveSchedulerOptions:
         learned: what an earlier scheduler knew, see `learned_state`.
         ledger: counts what is used with each API key; None for one that nobody reads.
         more_metrics: in the Prometheus text format, of what works beside the scheduler; called in a thread.
+        activity: goes on counting what happens; None for one that begins here.
     """
 
     incarnation: int
@@ -71,6 +82,7 @@ class LiveSchedulerOptions:
     learned: Mapping[str, Any] | None = None
     more_metrics: Callable[[], str] = str
     ledger: UsageLedger | None = None
+    activity: RecentActivity | None = None
 
 
 class LiveScheduler:
@@ -81,6 +93,7 @@ class LiveScheduler:
         ended: why this live scheduler schedules no more; empty while it does.
         tuner: what it has to do with its tuner.
         mode: how much of the traffic is scheduled.
+        activity: what happened in the last minutes.
     """
 
     def __init__(self, settings: SchedulerSettings, options: LiveSchedulerOptions) -> None:
@@ -121,6 +134,7 @@ class LiveScheduler:
             replicas=lambda: [spec for spec, _ in self._replicas.reports().values()],
         )
         self.mode = SchedulingMode(self)
+        self.activity = options.activity or RecentActivity(self._loop.time)
         self._log = self._open_log()
 
     def __repr__(self) -> str:
@@ -186,7 +200,7 @@ class LiveScheduler:
             "incarnation": self._options.incarnation,
             "ended": self.ended,
             "gateways": self._gateways.connected,
-            "queues": {"learned": len(self.tuner.queues), "age_s": self.tuner.queues.age_s(self.now())},
+            "queues": self.tuner.queues.described(self.now()),
             "waiting": {priority.value: n for priority, n in self._gateways.book.waiting().items()},
             "tuner": self.tuner.status(),
             "mode": self.mode.described(),
@@ -198,6 +212,7 @@ class LiveScheduler:
                     **self._context_of(replica_id, spec),
                     "in_flight": in_flight.get(replica_id, 0),
                     "report": asdict(report) if report else None,
+                    **reserved(self.core.ledger.get(replica_id)),
                     "stale": replica_id in self._stale,
                 }
                 for replica_id, (spec, report) in self._replicas.reports().items()
@@ -215,7 +230,6 @@ class LiveScheduler:
     def queue(self) -> dict[str, Any]:
         """Who waits where, for how long, and why."""
         snapshot = self.core.queue_snapshot(self.now())
-        sub_queues = [asdict(sub_queue) for sub_queue in snapshot.sub_queues]
         served = {
             priority.value: dict(counters) for priority, counters in snapshot.served.items() if counters
         }
@@ -228,11 +242,16 @@ class LiveScheduler:
             "queue_timeout_s": {
                 priority.value: self._settings.queue_timeout_s.of(priority) for priority in PriorityClass
             },
-            "sub_queues": sub_queues,
+            "length_queues": [asdict(each) for each in snapshot.length_queues],
+            "sub_queues": [asdict(each) for each in snapshot.sub_queues],
             "sub_queues_left_out": snapshot.left_out,
             "b_short_tokens": snapshot.b_short_tokens,
             "served": served,
         }
+
+    def overview(self) -> dict[str, Any]:
+        """All that a page shows at once, bounded in size."""
+        return overview(self.status(), self.queue(), self.activity.document())
 
     # What the sessions and the registry call.
 
@@ -296,10 +315,21 @@ class LiveScheduler:
             self._log.add(Decision(now, event, tuple(commands)))
         self.tuner.note(event, commands, now)
         self.mode.note(event, commands, now)
-        if isinstance(event, DispatchFailed):
+        if isinstance(event, FirstToken):
+            self._note_first_token(event, now)
+        elif isinstance(event, Arrived):
+            self.activity.on_arrival(len(self.core.queue))
+        elif isinstance(event, DispatchFailed):
             self._metrics.put_back(event)
         elif isinstance(event, ReplicaLost):
             self._stale.discard(event.replica_id)
+
+    def _note_first_token(self, event: FirstToken, now: float) -> None:
+        scheduled = self.core.find(event.request_id)
+        # A gateway that comes back may tell of one a second time; its time stands as it was heard first.
+        if scheduled is not None and scheduled.started_at == now and scheduled.request.spec.streamed:
+            request = scheduled.request
+            self.activity.on_first_token(request.priority, now - request.arrived_at)
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -315,6 +345,9 @@ class LiveScheduler:
             case Conclude():
                 concluded = self._gateways.conclude(command)
                 self._metrics.on_conclusion(command, concluded.priority)
+                self.activity.on_conclusion(
+                    concluded.priority, concluded.tenant, command.conclusion.outcome, concluded.usage
+                )
                 if self._options.ledger is not None and (ended := concluded.ended()) is not None:
                     self._options.ledger.add(ended)
             case ReportStale(replica_id=replica_id, age_s=age_s):
