@@ -51,6 +51,7 @@ from serve_app.serving.gateway.stored.kept import KeptResponse
 from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
 from serve_app.serving.gateway.upstream.response import EngineSilentError, UpstreamError, UpstreamResponse
+from serve_app.serving.metric_cells import HistogramCell
 
 logger = logging.getLogger("ray.serve")
 
@@ -178,8 +179,15 @@ class ScheduledCall:
         self._watch.fire(refusal)
 
     async def _serve(self) -> None:
-        submission = self._job.submission
+        submission, loop = self._job.submission, asyncio.get_running_loop()
+        asked_at = loop.time()
         answer = await self._scheduler.acquire(submission)
+        if isinstance(answer, Grant):
+            self._services.telemetry.on_grant(
+                submission.spec.model,
+                asked_at - self._job.body.whole_at,
+                loop.time() - asked_at - answer.dispatch.queue_wait_s,
+            )
         failure: UpstreamError | None = None
         while isinstance(answer, Grant):
             self._accept(answer)
@@ -297,13 +305,19 @@ class ScheduledCall:
             await client({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
         self._streams = True
         if not response.at_end:
-            events = await StreamPassing(response, scanner, client).run(events)
+            events = await StreamPassing(response, scanner, client, self._gaps()).run(events)
         if response.error is not None:
             events += self._broken(response.error, scanner)
         else:
             self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
         self._streams = False
         await client({"type": "http.response.body", "body": events, "more_body": False})
+
+    def _gaps(self) -> HistogramCell:
+        """Where the gaps between the pieces of this answer are counted."""
+        assert self._grant is not None
+        submission, pool = self._job.submission, self._grant.dispatch.pool
+        return self._services.telemetry.gaps_of(submission.spec.model, submission.priority, pool)
 
     def _may_retry(self, failure: UpstreamError) -> bool:
         """Whether a failure may be mended elsewhere; an engine's own error only once."""

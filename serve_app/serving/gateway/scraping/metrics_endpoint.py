@@ -1,4 +1,7 @@
-"""`/metrics`: who may read it, and the page of this gateway and of the schedulers behind it.
+"""`/metrics`: who may read it, and the page of all gateways and of the schedulers behind them.
+
+Whichever gateway is asked, it shows them all, so one address suffices for a scraper. A gateway that did not
+answer in a moment is missing, with all of its series, and is there again next time.
 
 The page tells models, replicas and how busy they are, which is nobody's business but the operator's. Where
 keys are configured, it takes the scraper's own (`gateway.advanced.metrics_key`) or an admin's. Where none
@@ -72,12 +75,14 @@ class MetricsEndpoint:
         asks_for_keys: bool,
         authenticate: Callable[[Mapping[bytes, bytes]], Caller],
     ) -> None:
-        self._telemetry = telemetry
         # A scheduler stands once under each of its model's names.
         self._schedulers = tuple({id(scheduler): scheduler for scheduler in schedulers}.values())
         self.change(key, asks_for_keys=asks_for_keys)
         self._authenticate = authenticate
-        self._page = CachedPage(self._gather, self._render)
+        self._own = CachedPage(_nothing, lambda _: telemetry.exposition())
+        self._page = CachedPage(self._gather, merge)
+        for scheduler in self._schedulers:
+            scheduler.show(self._own.text)
 
     def change(self, key: MetricsKey | None, *, asks_for_keys: bool) -> None:
         """Ask for another key from now on.
@@ -107,14 +112,16 @@ class MetricsEndpoint:
             )
 
     async def page(self) -> bytes:
-        """The metrics of this gateway and of its schedulers, drawn up a moment ago."""
+        """The metrics of all gateways and schedulers, drawn up a moment ago."""
         return (await self._page.text()).encode()
 
     async def _gather(self) -> Sequence[str]:
-        return await asyncio.gather(*(scheduler.exposition() for scheduler in self._schedulers))
+        pages = (scheduler.exposition() for scheduler in self._schedulers)
+        return await asyncio.gather(self._own.text(), *pages)
 
-    def _render(self, pages: Sequence[str]) -> str:
-        return merge((self._telemetry.exposition(), *pages))
+
+async def _nothing() -> None:
+    """Nothing has to be gathered."""
 
 
 def _digest(secret: bytes) -> bytes:
