@@ -110,6 +110,7 @@ HOMES = {
     "sklearn": ("tuning",),
     "scipy": ("calibration",),
     "hyperopt": ("tuning",),
+    "opentelemetry": ("serving/gateway/tracing",),
     "matplotlib": ("bench", "simulation", "planning", "tuning"),
 }
 

@@ -92,6 +92,7 @@ class ScheduledCall:
         "_services",
         "_started",
         "_streams",
+        "_trace",
         "_usage",
         "_watch",
     )
@@ -101,6 +102,7 @@ class ScheduledCall:
         self._services = services
         self._scheduler = scheduler
         self._send = job.incoming.send
+        self._trace = job.incoming.trace
         self._watch = job.incoming.watch()
         self._owed: Grant | None = None
         self._grant: Grant | None = None
@@ -179,6 +181,7 @@ class ScheduledCall:
 
     async def _serve(self) -> None:
         submission = self._job.submission
+        self._trace.queued(submission)
         answer = await self._scheduler.acquire(submission)
         failure: UpstreamError | None = None
         while isinstance(answer, Grant):
@@ -192,6 +195,7 @@ class ScheduledCall:
             else:
                 return
             self._services.telemetry.put_back(submission.spec.model, failure.failure)
+            self._trace.put_back(failure.failure)
             # From here the dispatcher answers for the request, also when this task is cancelled.
             self._owed = None
             answer = await self._scheduler.put_back(
@@ -210,6 +214,7 @@ class ScheduledCall:
             )
         self._granted_at = asyncio.get_running_loop().time()
         self._attempts += 1
+        self._trace.granted(grant, self._attempts)
 
     async def _attempt(self, grant: Grant) -> None:
         """Send the request to one replica and its answer to the client.
@@ -234,7 +239,8 @@ class ScheduledCall:
         address = grant.address
         name = self._kept.name(address) if self._kept is not None else None
         body = self._job.body_for(grant, name)
-        head = upstream_head(self._job.incoming, self._job.forwarded, address, len(body))
+        forwarded = self._job.forwarded + self._trace.headers()
+        head = upstream_head(self._job.incoming, forwarded, address, len(body))
         return await self._services.upstream.send(address.server, head, body)
 
     async def _pass_whole(self, response: UpstreamResponse) -> None:
@@ -371,6 +377,7 @@ class ScheduledCall:
             self._outcome, self._usage, self._detail = outcome, usage, detail
         grant, self._owed = self._owed, None
         if grant is not None:
+            self._trace.forwarded(outcome)
             self._scheduler.finish(grant.dispatch.request_id, outcome, usage)
 
     def _concluded(self) -> ConcludedRequest:
@@ -399,6 +406,8 @@ class ScheduledCall:
             endpoint=incoming.path,
             client_request_id=incoming.client_request_id,
             attempts=self._attempts,
+            status=self._send.status,
+            trace=self._trace,
         )
 
 

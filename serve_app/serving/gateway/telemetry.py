@@ -12,9 +12,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
+from serve_app.errors import HTTP_STATUS, Outcome
 from serve_app.metrics.record import RequestRecord
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.gateway.request_log import RequestLog
+from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace
 
 logger = logging.getLogger("ray.serve")
 
@@ -35,6 +37,8 @@ class ConcludedRequest:
         record: timestamps on the gateway's clock and counts.
         client_request_id: the id that the client knows.
         attempts: how often it was sent to a replica.
+        status: of HTTP, as the client got it; 0 when it got none.
+        trace: hears of its end.
     """
 
     record: RequestRecord
@@ -42,6 +46,8 @@ class ConcludedRequest:
     endpoint: str
     client_request_id: str
     attempts: int = 0
+    status: int = 0
+    trace: RequestTrace = UNTRACED
 
 
 class _Series:
@@ -126,7 +132,8 @@ class Telemetry:
         record, model = concluded.record, concluded.model
         self._outcome_counter(model, record).inc()
         if record.dispatched_at is not None:
-            self._observe(model, record)
+            self._observe(model, record, concluded.trace.trace_id)
+        concluded.trace.ended(record, concluded.status or HTTP_STATUS[Outcome.CANCELLED])
         if self.log_requests and logger.isEnabledFor(logging.INFO):
             self._log.add(_line(concluded))
 
@@ -163,17 +170,19 @@ class Telemetry:
             family.add_metric((self._gateway_id,), value)
             yield family
 
-    def _observe(self, model: str, record: RequestRecord) -> None:
+    def _observe(self, model: str, record: RequestRecord, trace_id: str) -> None:
         key = (model, record.priority, record.pool)
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = _Series(self, (self._gateway_id, *key))
+        # Shown in OpenMetrics' format alone.
+        exemplar = {"trace_id": trace_id} if trace_id else None
         if (queue_wait_s := record.queue_wait_s) is not None:
-            series.queue_wait.observe(queue_wait_s)
+            series.queue_wait.observe(queue_wait_s, exemplar)
         if (ttft_s := record.ttft_s) is not None:
-            series.ttft.observe(ttft_s)
+            series.ttft.observe(ttft_s, exemplar)
         if record.completed:
-            series.e2e.observe(record.e2e_s)
+            series.e2e.observe(record.e2e_s, exemplar)
         series.prompt.inc(record.prompt_tokens)
         series.output.inc(record.output_tokens)
 
