@@ -169,7 +169,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ResultReport:
     """A whole report.
 
     Attributes:

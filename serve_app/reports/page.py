@@ -19,9 +19,9 @@ from serve_app.reports.document import (
     DifferenceTable,
     Origin,
     Plot,
-    Report,
     ReportSection,
     ReportTable,
+    ResultReport,
 )
 from serve_app.reports.interval_pictures import IntervalScale
 from serve_app.reports.plot_markup import plot_markup
@@ -31,13 +31,13 @@ _PLOTTING_LIBRARY = "uPlot.js"
 _OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 
 
-def write_report(path: Path, report: Report) -> None:
+def write_report(path: Path, report: ResultReport) -> None:
     """Write a report; its folder is made when it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report_as_html(report), encoding="utf-8")
 
 
-def report_as_html(report: Report) -> str:
+def report_as_html(report: ResultReport) -> str:
     """The whole page."""
     scripts = [_asset(_PLOTTING_LIBRARY), _asset("report.js")]
     parts = (
@@ -74,7 +74,7 @@ def _policy(scripts: Iterable[str]) -> str:
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; base-uri 'none'"
 
 
-def _head(report: Report) -> Iterable[str]:
+def _head(report: ResultReport) -> Iterable[str]:
     yield f"<header><h1>{escape(report.title)}</h1>"
     yield f'<p class="question">{escape(report.question)}</p></header>'
     yield '<section aria-labelledby="verdict" class="verdict"><h2 id="verdict">Verdict</h2>'

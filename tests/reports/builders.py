@@ -8,9 +8,9 @@ from serve_app.reports.document import (
     Origin,
     Plot,
     PlotAxis,
-    Report,
     ReportSection,
     ReportTable,
+    ResultReport,
     Series,
     Unit,
 )
@@ -34,9 +34,9 @@ def plot(name: str = "ours") -> Plot:
     )
 
 
-def report(name: str = "ours", **changes: object) -> Report:
+def report(name: str = "ours", **changes: object) -> ResultReport:
     """A report with every kind of block, in which a user named a policy."""
-    whole = Report(
+    whole = ResultReport(
         title=f"{name} against theirs",
         question=f"Is {name} better than theirs?",
         facts=[("policies", name), ("source", f"a file of {name}")],

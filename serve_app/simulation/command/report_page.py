@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from serve_app.metrics.slo import Slo
 from serve_app.reports.differences import FigureDifference, PairedFigure, Sample, verdict_of
-from serve_app.reports.document import DifferenceTable, Origin, Report, ReportSection
+from serve_app.reports.document import DifferenceTable, Origin, ReportSection, ResultReport
 from serve_app.simulation.command.report_plots import (
     ByPolicy,
     distribution_plots,
@@ -25,7 +25,7 @@ _DECISIVE = {
 
 def simulation_report(
     results: Sequence[RunResult], rows: Sequence[Row], origin: Origin, warnings: Sequence[str]
-) -> Report:
+) -> ResultReport:
     """The report.
 
     Args:
@@ -41,7 +41,7 @@ def simulation_report(
     differences = {name: _differences(of_policy, base, name) for name in of_policy if name != base}
     sample = Sample(len(of_policy[base]), "seed", "seeds", "run more of them with --seeds")
     first = results[0]
-    return Report(
+    return ResultReport(
         title=f"{' against '.join(_candidates_and(base, list(by_policy)))} on {first.workload.trace.name}",
         question=_question(base, list(by_policy), first),
         facts=list(_facts(first, list(by_policy), sample)),
