@@ -4,7 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from serve_app.serving.gateway.scraping.exposition import merge_openmetrics
@@ -22,6 +23,10 @@ PROMETHEUS = (
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TTFT = "ewsjf_gateway_time_to_first_token_seconds"
 HISTOGRAMS = (TTFT, "ewsjf_gateway_e2e_seconds", "ewsjf_gateway_queue_wait_seconds")
+
+
+def read_openmetrics(page: str) -> list[Metric]:
+    return list(text_string_to_metric_families(page))  # type: ignore[no-untyped-call]
 
 
 def samples_of(families: Any) -> dict[Any, float]:
@@ -42,10 +47,8 @@ async def test_both_formats_say_the_same_and_exemplars_lead_to_traces(
         async with fleet_of([Engine()], tracing=True) as fleet:
             for flags in ("01", "00"):
                 headers = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-{flags}"}
-                body = chat(stream=True)
-                assert (
-                    await fleet.http.post("/v1/chat/completions", json=body, headers=headers)
-                ).status_code == 200
+                url, body = "/v1/chat/completions", chat(stream=True)
+                assert (await fleet.http.post(url, json=body, headers=headers)).status_code == 200
             # What is counted when an answer has been read.
             await asyncio.sleep(0.1)
             text = await fleet.http.get("/metrics", headers={"accept": "text/plain"})
@@ -53,7 +56,7 @@ async def test_both_formats_say_the_same_and_exemplars_lead_to_traces(
     assert text.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert page.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
     assert page.text.endswith("\n# EOF\n")
-    families = list(read_openmetrics(page.text))
+    families = read_openmetrics(page.text)
     told, as_text = samples_of(families), samples_of(read_text(text.text))
     assert told.keys() == as_text.keys()
     # Schedulers and gateways, counters and histograms.
