@@ -69,6 +69,17 @@ def metric_names() -> frozenset[str]:
     return frozenset(row[0].strip("`") for section in _SECTIONS for row in asyncio.run(_rows(section.build)))
 
 
+def application_metrics() -> dict[str, tuple[str, set[str]]]:
+    """Type and labels of every metric of the application itself, by name; labels of all who export it."""
+    found: dict[str, tuple[str, set[str]]] = {}
+    for section in _SECTIONS:
+        for name, kind, labels, _ in asyncio.run(_rows(section.build)):
+            if name.startswith("`ewsjf_"):
+                _, known = found.setdefault(name.strip("`"), (kind, set()))
+                known.update(label.strip("`") for label in labels.split(", "))
+    return found
+
+
 async def _rows(build: Callable[[], Awaitable[object]]) -> Iterable[Sequence[str]]:
     with _registered() as collectors:
         kept = await build()

@@ -8,11 +8,13 @@ counts; another may draw the page up meanwhile.
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from time import time
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 
@@ -36,24 +38,36 @@ class HistogramCell:
         bounds: upper bounds of the buckets, ascending, without the infinite one.
     """
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
+        self._exemplars: dict[int, Exemplar] = {}
 
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
+    def observe(self, value: float, trace_id: str = "") -> None:
+        """Count one value.
+
+        Args:
+            trace_id: of a trace that shows it; the latest one of each bucket is kept.
+        """
+        index = bisect_left(self._bounds, value)
+        self._counts[index] += 1
         self._sum += value
+        if trace_id:
+            self._exemplars[index] = Exemplar({"trace_id": trace_id}, value, time())
 
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Counts up to each bound, and the sum of all values."""
+    def buckets(self) -> tuple[list[tuple[str, float] | tuple[str, float, Exemplar]], float]:
+        """Counts up to each bound, each with its exemplar, and the sum of all values."""
         # A copy: the bucket of everything must not be behind another one.
         counts, total = list(self._counts), self._sum
         names = (*map(floatToGoString, self._bounds), "+Inf")
-        return list(zip(names, map(float, accumulate(counts)), strict=True)), total
+        shown: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+        for index, (name, count) in enumerate(zip(names, accumulate(counts), strict=True)):
+            exemplar = self._exemplars.get(index)
+            shown.append((name, count) if exemplar is None else (name, count, exemplar))
+        return shown, total
 
 
 _Cell = TypeVar("_Cell", CounterCell, HistogramCell)

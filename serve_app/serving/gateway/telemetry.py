@@ -4,6 +4,7 @@ Labels are bounded by the configuration (model, class, pool, outcome); tenants a
 alone. Every series carries the gateway's id: behind one address several gateways answer a scraper in turn.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,11 +13,16 @@ from types import MappingProxyType
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
+from serve_app.errors import HTTP_STATUS, Outcome
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.targets import ClassTargets, Miss
+from serve_app.request import Submission
+from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.gateway.request_log import RequestLog
+from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace
 from serve_app.serving.metric_cells import CellFamily, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process_metrics import ProcessMetrics
 
@@ -46,6 +52,8 @@ class ConcludedRequest:
         record: timestamps on the gateway's clock and counts.
         client_request_id: the id that the client knows.
         attempts: how often it was sent to a replica.
+        status: of HTTP, as the client got it; 0 when it got none.
+        trace: hears of its end.
     """
 
     record: RequestRecord
@@ -53,6 +61,8 @@ class ConcludedRequest:
     endpoint: str
     client_request_id: str
     attempts: int = 0
+    status: int = 0
+    trace: RequestTrace = UNTRACED
 
 
 class _Series:
@@ -159,12 +169,12 @@ class Telemetry:
         """It is over."""
         self.in_flight[model] -= 1
 
-    def on_grant(self, model: str, parse_s: float, schedule_s: float) -> None:
-        """A request was granted for the first time.
+    def on_grant(self, granted: Dispatch, model: str, whole_at: float, asked_at: float) -> None:
+        """A request was granted for the first time, just now.
 
         Args:
-            parse_s: from the last byte of its body to its submission.
-            schedule_s: from its submission to its grant, without the wait in the queue.
+            whole_at: when its body had come, on the event loop's clock.
+            asked_at: when it was submitted.
         """
         cells = self._overheads.get(model)
         if cells is None:
@@ -172,13 +182,14 @@ class Telemetry:
                 self.overhead.labels(self._gateway_id, model, stage) for stage in ("parse", "schedule")
             )
             cells = self._overheads[model] = (parse, schedule)
-        cells[0].observe(parse_s)
+        cells[0].observe(asked_at - whole_at)
+        schedule_s = asyncio.get_running_loop().time() - asked_at - granted.queue_wait_s
         # The scheduler's clock and ours may be off by a hair.
         cells[1].observe(max(0.0, schedule_s))
 
-    def gaps_of(self, model: str, priority: str, pool: str) -> HistogramCell:
+    def gaps_of(self, submission: Submission, granted: Dispatch) -> HistogramCell:
         """Where the gaps between the pieces of a stream are counted."""
-        return self._series_of(model, priority, pool).gaps
+        return self._series_of(submission.spec.model, submission.priority, granted.pool).gaps
 
     def put_back(self, model: str, failure: DispatchFailure) -> None:
         """A granted request came back before its first byte."""
@@ -191,7 +202,8 @@ class Telemetry:
         if model:
             self._judge(model, record)
         if record.dispatched_at is not None:
-            self._observe(model, record)
+            self._observe(model, record, concluded.trace.trace_id)
+        concluded.trace.ended(record, concluded.status or HTTP_STATUS[Outcome.CANCELLED])
         if self.log_requests and logger.isEnabledFor(logging.INFO):
             self._log.add(_line(concluded))
 
@@ -202,6 +214,11 @@ class Telemetry:
     def exposition(self) -> str:
         """This gateway's own metrics in the Prometheus text format."""
         return generate_latest(self.registry).decode()
+
+    def openmetrics(self) -> str:
+        """The same in OpenMetrics' format, with exemplars, but for its end."""
+        page: bytes = openmetrics.generate_latest(self.registry)  # type: ignore[no-untyped-call]
+        return page.decode().removesuffix("# EOF\n")
 
     def collect(self) -> Iterator[Metric]:
         """Figures that others keep; prometheus_client asks for them at each scrape."""
@@ -251,16 +268,17 @@ class Telemetry:
                 self.misses.labels(self._gateway_id, *key, miss)
         return series
 
-    def _observe(self, model: str, record: RequestRecord) -> None:
+    def _observe(self, model: str, record: RequestRecord, trace_id: str) -> None:
         series = self._series_of(model, record.priority, record.pool)
+        # The id of the trace is shown in OpenMetrics' format alone.
         if (queue_wait_s := record.queue_wait_s) is not None:
-            series.queue_wait.observe(queue_wait_s)
+            series.queue_wait.observe(queue_wait_s, trace_id)
         if (ttft_s := record.ttft_s) is not None:
-            series.ttft.observe(ttft_s)
+            series.ttft.observe(ttft_s, trace_id)
         if (tpot_s := record.tpot_s) is not None:
-            series.tpot.observe(tpot_s)
+            series.tpot.observe(tpot_s, trace_id)
         if record.completed:
-            series.e2e.observe(record.e2e_s)
+            series.e2e.observe(record.e2e_s, trace_id)
         series.prompt.inc(record.prompt_tokens)
         series.output.inc(record.output_tokens)
 

@@ -23,7 +23,7 @@ from serve_app.serving.metric_cells import CellFamily, CounterCell, HistogramCel
 from serve_app.serving.process_metrics import ProcessMetrics
 from serve_app.serving.scheduler.scraped.ended_requests import RequestMetrics
 from serve_app.serving.scheduler.scraped.labels import Names
-from serve_app.serving.scheduler.scraped.pool_figures import PoolLoad, PoolGauges
+from serve_app.serving.scheduler.scraped.pool_figures import PoolGauges, PoolLoad
 from serve_app.serving.scheduler.scraped.queue_figures import QueueFigures, QueueGauges
 from serve_app.serving.scheduler.scraped.tuner_figures import TunerFigures
 
