@@ -43,7 +43,7 @@ from serve_app.serving.gateway.request.structure import check_structure
 from serve_app.serving.gateway.routes.table import FORMS, QUESTIONS, SCHEDULED, UNSCHEDULED
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.scraping.engine_pages import ENGINES_PATH, EnginePages
-from serve_app.serving.gateway.scraping.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
+from serve_app.serving.gateway.scraping.metrics_endpoint import MetricsEndpoint
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, with_hot_gateway
 from serve_app.serving.gateway.stored.background import BackgroundWork
 from serve_app.serving.gateway.stored.holders import ResponseHolders
@@ -353,7 +353,8 @@ class Gateway:
     async def _metrics(self, incoming: IncomingRequest) -> None:
         """This gateway's metrics and those of the schedulers behind it."""
         self._metrics_endpoint.check(incoming.headers)
-        await send_body(incoming.send, 200, [METRICS_TYPE], await self._metrics_endpoint.page())
+        kind, page = await self._metrics_endpoint.page(incoming.headers.get(b"accept", b""))
+        await send_body(incoming.send, 200, [kind], page)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while (await receive())["type"] != "lifespan.shutdown":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from serve_app.errors import HTTP_STATUS, Outcome
 from serve_app.metrics.record import RequestRecord
@@ -144,6 +145,11 @@ class Telemetry:
     def exposition(self) -> str:
         """This gateway's own metrics in the Prometheus text format."""
         return generate_latest(self.registry).decode()
+
+    def openmetrics(self) -> str:
+        """The same in OpenMetrics' format, with exemplars, but for its end."""
+        page: bytes = openmetrics.generate_latest(self.registry)  # type: ignore[no-untyped-call]
+        return page.decode().removesuffix("# EOF\n")
 
     def collect(self) -> Iterator[Metric]:
         """Figures that others keep; prometheus_client asks for them at each scrape."""
