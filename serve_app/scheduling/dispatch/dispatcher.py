@@ -32,7 +32,8 @@ from serve_app.scheduling.request import ScheduledRequest
 from serve_app.scheduling.settings import SchedulerSettings
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, as `CapacityQuery`.
+@dataclass(slots=True)
 class Choice:
     """A request that goes now, the replica that it goes to, and what to hold there."""
 
