@@ -4,6 +4,7 @@ import argparse
 import difflib
 import json
 import math
+import shlex
 import sys
 import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,9 +14,20 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 _FETCH_TIMEOUT_S = 10.0
+_HIDDEN = "..."
+# The time left is that of the steps over so long, which holds several of the slowest.
+_SPEED_OVER_S = 1_800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +93,32 @@ def given_arguments(args: argparse.Namespace, *, leave_out: Collection[str] = ()
     return {
         name: _plain(value)
         for name, value in vars(args).items()
-        if name != "command" and name not in leave_out
+        if name not in {"command", "words"} and name not in leave_out
     }
+
+
+def command_line(args: argparse.Namespace, secrets: Collection[str | None] = ()) -> str:
+    """The line with which a user would call the command again.
+
+    Args:
+        secrets: values that are not shown.
+    """
+    words = [program(), args.command.name, *getattr(args, "words", ())[1:]]
+    hidden = [secret for secret in secrets if secret]
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if word in hidden:
+            words[place] = _HIDDEN
+        elif equals and value in hidden:
+            words[place] = f"{name}={_HIDDEN}"
+    return f"{words[0]} {shlex.join(words[1:])}"
+
+
+def add_report_argument(group: "argparse._ArgumentGroup | argparse.ArgumentParser") -> None:
+    """Add `--report`."""
+    group.add_argument(
+        "--report", type=Path, metavar="FILE", help="write a report for a browser, one HTML file"
+    )
 
 
 def _plain(value: object) -> object:
@@ -152,9 +188,18 @@ def progress_bar(what: str, total: int) -> Iterator[Advance]:
     if not console.is_terminal:
         yield lambda *_, **__: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Four updates a second: drawing costs CPU that a load generator needs.
-    with Progress(*columns, console=console, refresh_per_second=4) as progress:
+    columns: tuple[ProgressColumn, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    # Four updates a second: drawing costs CPU that a load generator needs. A step may take minutes.
+    with Progress(
+        *columns, console=console, refresh_per_second=4, speed_estimate_period=_SPEED_OVER_S
+    ) as progress:
         task = progress.add_task(what, total=total)
 
         def advance(steps: int = 1) -> None:

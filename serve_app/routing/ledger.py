@@ -126,6 +126,9 @@ class ReplicaLedger:
 
     def expire_reports(self, now: float) -> list[tuple[str, float]]:
         """Close replicas whose report is too old; returns each with the age of its report in seconds."""
+        next_at = self.next_report_expiry()
+        if next_at is None or now < next_at:
+            return []
         expired = []
         while self._fresh:
             replica_id, reported_at = next(iter(self._fresh.items()))
@@ -187,17 +190,15 @@ class ReplicaLedger:
         self.open.update(state, now)
 
     def start(self, replica_id: str, hold: Hold, now: float) -> Hold:
-        """The answer of one request has begun, which ends its quarantine; return what is held on.
-
-        Its prefill is ended on its own.
-        """
+        """The answer of one request has begun, which ends prefill and quarantine; return what is held on."""
         state = self._replicas[replica_id]
         state.unstarted -= 1
         state.quarantined -= hold.quarantined
+        _count_prefill(state, hold, -1)
         state.starts.add(1.0, now)
         self._settle(state)
         self.open.update(state, now)
-        return replace(hold, quarantined=False) if hold.quarantined else hold
+        return Hold(hold.tokens)
 
     def end_prefill(self, replica_id: str, hold: Hold, now: float) -> None:
         """The prefill of one hold on this replica has ended, or is taken to have ended."""

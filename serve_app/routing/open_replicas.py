@@ -162,7 +162,9 @@ class OpenReplicas:
         other = self._top(heaps[_QUEUED], now)
         if best is None or other is None:
             return best or other
-        return min(best, other, key=lambda state: (-state.free_tokens, state.order))
+        if best.free_tokens == other.free_tokens:
+            return best if best.order < other.order else other
+        return best if best.free_tokens > other.free_tokens else other
 
     def _top(self, heap: _Heap, now: float) -> ReplicaState | None:
         while heap:

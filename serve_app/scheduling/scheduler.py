@@ -35,11 +35,11 @@ from serve_app.scheduling.admission.admission import Admission
 from serve_app.scheduling.admission.slot_rate import SlotRate
 from serve_app.scheduling.commands import (
     Command,
-    Conclude,
     ContextLearned,
     EngineSilent,
     ReportFresh,
     ReportStale,
+    conclude_of,
     dispatch_of,
 )
 from serve_app.scheduling.context_learning import ContextLearning
@@ -212,6 +212,11 @@ class Scheduler:
             self._conclude(request, self.admission.deny(scheduled, denial, now))
             return
         self._remember(scheduled)
+        is_lone = choice is None and denial is None and not len(self.queue)
+        if is_lone and (lone := self.dispatcher.lone_choice(scheduled, now)) is not None:
+            self._send(lone, now)
+            self.dispatcher.on_lone_dispatch(scheduled, now)
+            return
         self._enqueue(scheduled)
         if choice is not None:
             self._send(choice, now)
@@ -362,6 +367,8 @@ class Scheduler:
         if self.admission.outages.pop_due(now) or self._routing.is_due(now):
             self._refuse_all(self._rerouting.all_waiting(now))
             self._routing.forget_overdue(now)
+        if not len(self.queue):
+            return
         for scheduled in self._expiry.pop_expired(now):
             self.queue.remove(scheduled)
             self._conclude(scheduled.request, self.admission.expire(scheduled, now))
@@ -388,7 +395,8 @@ class Scheduler:
     def _send(self, choice: Choice, now: float) -> None:
         """Reserve what was chosen, and say so: the decision is its reservation."""
         scheduled, replica, hold = choice.scheduled, choice.replica, choice.hold
-        self.queue.remove(scheduled)
+        if scheduled.queued:
+            self.queue.remove(scheduled)
         self.admission.predictor.on_dispatch(scheduled, now)
         scheduled.prefilled_alone = replica.unstarted == 0
         scheduled.cached_tokens = scheduled.estimate.expected_prompt_tokens - hold.prefill_tokens
@@ -412,8 +420,6 @@ class Scheduler:
 
     def _on_held(self, scheduled: ScheduledRequest, replica_id: str) -> None:
         self.affinity.on_dispatch(replica_id, scheduled.request)
-        if (adapter := scheduled.request.spec.adapter) is not None:
-            self.ledger[replica_id].note_adapter(adapter)
         self.queue.charge(scheduled)
 
     def _take_from_its_place(self, scheduled: ScheduledRequest, now: float) -> None:
@@ -439,11 +445,4 @@ class Scheduler:
             self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
         if request.submission.key is not None:
             conclusion = self.admission.keys.described(request, conclusion, self._now)
-        self._commands.append(
-            Conclude(
-                request_id=request.request_id,
-                gateway_id=request.gateway_id,
-                conclusion=conclusion,
-                dispatched=dispatched,
-            )
-        )
+        self._commands.append(conclude_of(request, conclusion, dispatched=dispatched))

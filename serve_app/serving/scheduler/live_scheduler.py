@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from serve_app.errors import ChannelError
@@ -33,10 +34,9 @@ from serve_app.scheduling.commands import (
 )
 from serve_app.scheduling.decision_log import Decision, RunHeader
 from serve_app.scheduling.events import (
-    Arrived,
     DispatchFailed,
     Event,
-    FirstToken,
+    Finished,
     ReplicaLost,
     ReplicaReported,
     Woke,
@@ -50,9 +50,11 @@ from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
-from serve_app.serving.scheduler.overview import overview, reserved
+from serve_app.serving.scheduler.overview import reserved
 from serve_app.serving.scheduler.recent_activity import RecentActivity
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
+from serve_app.serving.scheduler.scraped.pool_figures import look_at_pools
+from serve_app.serving.scheduler.scraped.queue_figures import look_at_queue
 from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
 from serve_app.serving.scheduler.usage_ledger import UsageLedger
 
@@ -249,10 +251,6 @@ class LiveScheduler:
             "served": served,
         }
 
-    def overview(self) -> dict[str, Any]:
-        """All that a page shows at once, bounded in size."""
-        return overview(self.status(), self.queue(), self.activity.document())
-
     # What the sessions and the registry call.
 
     def feed(self, event: Event) -> None:
@@ -261,8 +259,16 @@ class LiveScheduler:
             return
         now = self.now()
         try:
+            # It is forgotten once it has ended.
+            ended = self.core.find(event.request_id) if isinstance(event, Finished) else None
+            began = perf_counter()
             commands = self.core.handle(event, now)
+            self._metrics.requests.decisions.observe(perf_counter() - began)
             self._note(now, event, commands)
+            if ended is not None and isinstance(event, Finished):
+                self._metrics.requests.on_end(
+                    ended, event.outcome, self._settings.routing.pools, self.core.router.b_short_tokens
+                )
             for command in commands:
                 self._carry_out(command)
             self._arm()
@@ -305,6 +311,8 @@ class LiveScheduler:
             retry_reservations=len(self.core.admission.retry_reservations),
             errors=replace(predictor.errors),
             b_short_tokens=self.core.router.b_short_tokens,
+            queue=look_at_queue(self.core, self.now()),
+            pools=look_at_pools(self.core, self.now()),
         )
 
     def _render(self, status: SchedulerStatus) -> str:
@@ -315,21 +323,11 @@ class LiveScheduler:
             self._log.add(Decision(now, event, tuple(commands)))
         self.tuner.note(event, commands, now)
         self.mode.note(event, commands, now)
-        if isinstance(event, FirstToken):
-            self._note_first_token(event, now)
-        elif isinstance(event, Arrived):
-            self.activity.on_arrival(len(self.core.queue))
-        elif isinstance(event, DispatchFailed):
+        self.activity.note(event, self.core, now)
+        if isinstance(event, DispatchFailed):
             self._metrics.put_back(event)
         elif isinstance(event, ReplicaLost):
             self._stale.discard(event.replica_id)
-
-    def _note_first_token(self, event: FirstToken, now: float) -> None:
-        scheduled = self.core.find(event.request_id)
-        # A gateway that comes back may tell of one a second time; its time stands as it was heard first.
-        if scheduled is not None and scheduled.started_at == now and scheduled.request.spec.streamed:
-            request = scheduled.request
-            self.activity.on_first_token(request.priority, now - request.arrived_at)
 
     def _carry_out(self, command: Command) -> None:
         match command:

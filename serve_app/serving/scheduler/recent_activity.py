@@ -13,6 +13,8 @@ from typing import Any
 
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
+from serve_app.scheduling import Scheduler
+from serve_app.scheduling.events import Arrived, Event, FirstToken
 
 SLOT_S = 5.0
 SLOTS = 120
@@ -64,6 +66,16 @@ class RecentActivity:
 
     def __repr__(self) -> str:
         return f"<RecentActivity slots={len(self._slots)}>"
+
+    def note(self, event: Event, core: Scheduler, now: float) -> None:
+        """The core has handled an event."""
+        if isinstance(event, Arrived):
+            self.on_arrival(len(core.queue))
+        elif isinstance(event, FirstToken):
+            scheduled = core.find(event.request_id)
+            # A gateway that comes back may tell of one a second time; it counts as it was heard first.
+            if scheduled is not None and scheduled.started_at == now and scheduled.request.spec.streamed:
+                self.on_first_token(scheduled.request.priority, now - scheduled.request.arrived_at)
 
     def on_arrival(self, waiting: int) -> None:
         """A request came, after which so many wait."""

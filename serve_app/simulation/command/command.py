@@ -6,12 +6,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from serve_app.command import Command, given_arguments, progress_bar, say, warn, write_json
+from serve_app.command import Command, command_line, given_arguments, progress_bar, say, warn, write_json
 from serve_app.errors import SettingsError
 from serve_app.provenance import provenance
+from serve_app.reports.document import Origin
+from serve_app.reports.page import write_report
 from serve_app.scheduling.decision_log import Decision, encode_decision, encode_header
 from serve_app.simulation.batch import at_load, run_all, saturated_rates
 from serve_app.simulation.command import arguments
+from serve_app.simulation.command.report_page import simulation_report
 from serve_app.simulation.command.results import Row, run_as_json, seeds_table, unequal_work
 from serve_app.simulation.partitions import PartitionSource, write_partition
 from serve_app.simulation.run import DIRECT, RunResult, RunSettings, run_header, simulate
@@ -32,10 +35,12 @@ def _run(args: argparse.Namespace, learned: PartitionSource) -> int:
     results = list(_played(runs, args))
     rows = [run_as_json(result) for result in results]
     say(f"{paragraph(_heading(results[0]))}\n\n{seeds_table(rows)}")
-    for warning in _warnings(results, rows):
+    warnings = list(_warnings(results, rows))
+    for warning in warnings:
         warn(warning)
+    found = _provenance(args, results)
     if args.json is not None:
-        write_json(args.json, {"runs": rows, "provenance": _provenance(args, results)})
+        write_json(args.json, {"runs": rows, "provenance": found})
     if args.save_partition is not None:
         _save_partition(args.save_partition, results)
     if args.plot is not None:
@@ -43,6 +48,9 @@ def _run(args: argparse.Namespace, learned: PartitionSource) -> int:
         from serve_app.simulation.command.plots import write_plots  # noqa: PLC0415 - see above
 
         write_plots(args.plot, results)
+    if args.report is not None:
+        origin = Origin(found, command_line(args))
+        write_report(args.report, simulation_report(results, rows, origin, warnings))
     return 0
 
 
@@ -60,7 +68,7 @@ def _placed(runs: list[RunSettings], args: argparse.Namespace) -> list[RunSettin
 def _played(runs: list[RunSettings], args: argparse.Namespace) -> Iterator[RunResult]:
     with progress_bar("runs", len(runs)) as advance:
         if args.log is None:
-            played = run_all(runs, jobs=args.jobs, keep_records=args.plot is not None)
+            played = run_all(runs, jobs=args.jobs, keep_records=bool(args.plot or args.report))
         else:
             played = _logged(runs, args.log)
         for result in played:
