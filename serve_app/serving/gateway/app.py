@@ -104,6 +104,7 @@ class Gateway:
             log_requests=settings.log_requests,
             upstream_counts=lambda: (self._upstream.connects, self._upstream.stale_retries),
             held_body_bytes=lambda: self._reader.bodies.held_bytes,
+            targets={model.name: model.targets for model in settings.models},
         )
         self._metrics_endpoint = MetricsEndpoint(
             self.telemetry,

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from serve_app.errors import ChannelError
@@ -32,7 +33,7 @@ from serve_app.scheduling.commands import (
     ReportStale,
 )
 from serve_app.scheduling.decision_log import Decision, RunHeader
-from serve_app.scheduling.events import DispatchFailed, Event, ReplicaLost, ReplicaReported, Woke
+from serve_app.scheduling.events import DispatchFailed, Event, Finished, ReplicaLost, ReplicaReported, Woke
 from serve_app.scheduling.learned_state import take_over
 from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
@@ -43,6 +44,8 @@ from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
+from serve_app.serving.scheduler.scraped.pool_figures import look_at_pools
+from serve_app.serving.scheduler.scraped.queue_figures import look_at_queue
 from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
 from serve_app.serving.scheduler.usage_ledger import UsageLedger
 
@@ -242,8 +245,16 @@ class LiveScheduler:
             return
         now = self.now()
         try:
+            # It is forgotten once it has ended.
+            ended = self.core.find(event.request_id) if isinstance(event, Finished) else None
+            began = perf_counter()
             commands = self.core.handle(event, now)
+            self._metrics.requests.decisions.observe(perf_counter() - began)
             self._note(now, event, commands)
+            if ended is not None and isinstance(event, Finished):
+                self._metrics.requests.on_end(
+                    ended, event.outcome, self._settings.routing.pools, self.core.router.b_short_tokens
+                )
             for command in commands:
                 self._carry_out(command)
             self._arm()
@@ -286,6 +297,8 @@ class LiveScheduler:
             retry_reservations=len(self.core.admission.retry_reservations),
             errors=replace(predictor.errors),
             b_short_tokens=self.core.router.b_short_tokens,
+            queue=look_at_queue(self.core, self.now()),
+            pools=look_at_pools(self.core, self.now()),
         )
 
     def _render(self, status: SchedulerStatus) -> str:
