@@ -6,7 +6,6 @@ alone. Every series carries the gateway's id: behind one address several gateway
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,8 +15,8 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from serve_app.errors import HTTP_STATUS, Outcome
 from serve_app.metrics.record import RequestRecord
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.gateway.request_log import RequestLog
-from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace
+from serve_app.serving.gateway.logs.concluded import ConcludedRequest
+from serve_app.serving.gateway.logs.request_log import RequestLog
 
 logger = logging.getLogger("ray.serve")
 
@@ -25,30 +24,6 @@ logger = logging.getLogger("ray.serve")
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 # A grant takes well under a millisecond when there is room, and minutes when there is none.
 _WAIT_SECONDS = (0.001, 0.005, *_SECONDS)
-
-# An engine's error may repeat a prompt, and a client's value what it likes.
-_DETAIL_CHARACTERS = 300
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConcludedRequest:
-    """One concluded request, with what the record does not hold.
-
-    Attributes:
-        record: timestamps on the gateway's clock and counts.
-        client_request_id: the id that the client knows.
-        attempts: how often it was sent to a replica.
-        status: of HTTP, as the client got it; 0 when it got none.
-        trace: hears of its end.
-    """
-
-    record: RequestRecord
-    model: str
-    endpoint: str
-    client_request_id: str
-    attempts: int = 0
-    status: int = 0
-    trace: RequestTrace = UNTRACED
 
 
 class _Series:
@@ -133,14 +108,14 @@ class Telemetry:
         record, model = concluded.record, concluded.model
         self._outcome_counter(model, record).inc()
         if record.dispatched_at is not None:
-            self._observe(model, record, concluded.trace.trace_id)
-        concluded.trace.ended(record, concluded.status or HTTP_STATUS[Outcome.CANCELLED])
+            self._observe(model, record, concluded.incoming.trace.trace_id)
+        concluded.incoming.trace.ended(record, concluded.status or HTTP_STATUS[Outcome.CANCELLED])
         if self.log_requests and logger.isEnabledFor(logging.INFO):
-            self._log.add(_line(concluded))
+            self._log.add(concluded)
 
     def flush_log(self) -> None:
         """Write the lines of all requests that have been concluded."""
-        self._log.flush()
+        self._log.close()
 
     def exposition(self) -> str:
         """This gateway's own metrics in the Prometheus text format."""
@@ -206,26 +181,3 @@ class Telemetry:
         self, name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]
     ) -> Histogram:
         return Histogram(f"ewsjf_gateway_{name}", text, labels, registry=self.registry, buckets=buckets)
-
-
-def _line(concluded: ConcludedRequest) -> str:
-    record = concluded.record
-    parts = [
-        f"event=concluded outcome={record.outcome} model={concluded.model or '-'}",
-        f" endpoint={concluded.endpoint} class={record.priority} tenant={record.tenant}",
-        f" e2e_s={record.e2e_s:.4f}",
-    ]
-    if record.dispatched_at is not None:
-        parts.append(
-            f" queue_wait_s={record.queue_wait_s:.4f} pool={record.pool} replica={record.replica}"
-            f" length_queue={record.length_queue} estimated_tokens={record.estimated_tokens}"
-            f" attempts={concluded.attempts}"
-        )
-    if record.first_token_at is not None:
-        parts.append(f" ttft_s={record.ttft_s:.4f}")
-    if record.prompt_tokens or record.output_tokens:
-        parts.append(f" prompt_tokens={record.prompt_tokens} output_tokens={record.output_tokens}")
-    parts.append(f" request_id={record.request_id} client_request_id={concluded.client_request_id}")
-    if record.detail:
-        parts.append(f" detail={record.detail[:_DETAIL_CHARACTERS]!r}")
-    return "".join(parts)
