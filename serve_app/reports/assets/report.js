@@ -8,7 +8,7 @@
   const number = (value, digits) => Number(value.toPrecision(digits)).toLocaleString("en");
 
   function written(value, unit, digits = 3) {
-    if (value === null || value === undefined) return "–";
+    if (value === null || value === undefined) return "-";
     if (unit === "share") return `${number(100 * value, digits)} %`;
     if (unit === "count") return Math.round(value).toLocaleString("en");
     if (unit === "dollars") return `$${value.toLocaleString("en", { maximumFractionDigits: 2 })}`;

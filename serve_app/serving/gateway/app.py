@@ -25,6 +25,8 @@ from serve_app.serving.gateway.answer.responses import (
     send_json,
 )
 from serve_app.serving.gateway.cors import with_cors
+from serve_app.serving.gateway.dashboard import Dashboard
+from serve_app.serving.gateway.dashboard.frames import Frames
 from serve_app.serving.gateway.debug_pages import DebugPages
 from serve_app.serving.gateway.endpoint_admin import (
     ENDPOINTS_METHODS,
@@ -105,6 +107,7 @@ class Gateway:
             log_requests=settings.log_requests,
             upstream_counts=lambda: (self._upstream.connects, self._upstream.stale_retries),
             held_body_bytes=lambda: self._reader.bodies.held_bytes,
+            targets={model.name: model.targets for model in settings.models},
         )
         self._metrics_endpoint = MetricsEndpoint(
             self.telemetry,
@@ -120,6 +123,7 @@ class Gateway:
         )
         self._stored = StoredResponses(self._upstream, schedulers, self._reader, holders)
         self._any_replica = AnyReplica(self._upstream)
+        self._dashboard = Dashboard(Frames(self._views, gateway_id), self._reader)
         self._calls: set[ScheduledCall] = set()
         self._call_ended = asyncio.Event()
         # What clients are told once the application stops.
@@ -176,6 +180,7 @@ class Gateway:
             MODE_PATH: (", ".join(MODE_METHODS), mode_admin.serve),
             "/openapi.json": ("GET", self._describe_itself),
             **DebugPages(self._views, self._reader).routes,
+            **self._dashboard.routes,
         }
 
     @property
@@ -199,6 +204,7 @@ class Gateway:
             How many were ended with an error.
         """
         self._stops_for_s = retry_after_s
+        self._dashboard.close()
         await self._until_idle(drain_s)
         cut = tuple(self._calls)
         for call in cut:
@@ -220,6 +226,7 @@ class Gateway:
     def close(self) -> None:
         """Cut all connections to replicas, and write what is still to be logged."""
         self.telemetry.flush_log()
+        self._dashboard.close()
         self._background.close()
         self._upstream.close()
         self._reader.close()
