@@ -6,6 +6,7 @@ from statistics import median
 from experiments.common.rows import ANY, Row
 from experiments.common.tables import Table, load_note, markdown
 from experiments.overhead.run import TUNER
+from experiments.overhead.system import OURS
 from experiments.overhead.tables import layer_ms
 
 _ROLES = ("gateway", "scheduler", "haproxy")
@@ -30,6 +31,26 @@ def _costs(rows: Sequence[Row]) -> str:
         for row in ordered
     ]
     return f"{markdown(head, lines)}\n\n{load_note(rows)}".rstrip()
+
+
+def _front(rows: Sequence[Row]) -> str:
+    head = ["request", "clients", "way", "requests/s", *_ROLES, "all", "first byte p50 / p99, ms"]
+    lines = []
+    for row in rows:
+        for way, figures in row.figures.items():
+            first = [median(figures[name]) for name in ("first_p50_ms", "first_p99_ms")]
+            lines.append(
+                [
+                    str(row.key["kind"]),
+                    str(row.key["clients"]),
+                    "through HAProxy" if way == OURS else way,
+                    f"{median(figures['per_s']):,.0f}",
+                    *(f"{median(figures['cpu_ms'].get(role, [0.0])):.3f}" for role in _ROLES),
+                    f"{layer_ms(figures, TUNER):.3f}",
+                    " / ".join(f"{one:.1f}" for one in first),
+                ]
+            )
+    return f"{markdown(head, lines, text_columns=3)}\n\n{load_note(rows)}".rstrip()
 
 
 def _waiting(rows: Sequence[Row]) -> str:
@@ -60,13 +81,13 @@ def _kilobytes(grown_mb: float, waiting: int) -> str:
     return f"{1_024 * grown_mb / waiting:.1f}" if waiting >= _FEWEST else "-"
 
 
+_NOTE = (
+    "CPU milliseconds per request, less idle use, without client, engines and tuner. Live; client and "
+    "engines share the machine"
+)
 TABLES = {
-    "costs": Table(
-        text=_costs,
-        where={"gateways": ANY},
-        note="CPU milliseconds per request, less idle use, without client, engines and tuner. Live; client "
-        "and engines share the machine",
-    ),
+    "costs": Table(text=_costs, where={"gateways": ANY}, note=_NOTE),
+    "front": Table(text=_front, where={"front": True}, note=_NOTE),
     "waiting": Table(
         text=_waiting,
         where={"waiting": ANY},

@@ -7,7 +7,6 @@ measured by the client, on the clock that both share.
 """
 
 import contextlib
-import http.client
 import json
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from experiments.common.application import BUILD_APP, serve_config, served_appli
 from experiments.common.light_servers import role_beside_endpoints
 from experiments.common.processes import process_tree
 from experiments.gateways.held_engine import MODEL
+from experiments.gateways.own_port import gateway_port
 from experiments.overhead.client import KEY
 from experiments.overhead.footprint import pss_mb
 from experiments.overhead.system import HOST, next_port
@@ -30,7 +30,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 600.0
 _SETTLE_S = 3.0
 _A_DAY_S = 86_400.0
-_LISTENS = "0A"
 
 
 class Told:
@@ -61,10 +60,10 @@ def waiting_figures(
         assert engine_process.stdout is not None
         engine_process.stdout.readline()
         engine, client = Told(engine_process), Told(client_process)
-        gateway_port = _gateway_port(served.pid)
+        port = gateway_port(served.pid)
         before, open_before = _memory_mb(served.pid), 0
         for number in numbers:
-            _open(client, gateway_port, number - open_before, opened_per_s)
+            _open(client, port, number - open_before, opened_per_s)
             time.sleep(_SETTLE_S)
             memory = _memory_mb(served.pid)
             client.tell("told")
@@ -140,38 +139,3 @@ def _memory_mb(root: int) -> dict[str, float]:
 
 def _cpu_s(root: int) -> dict[str, float]:
     return _by_role(root, {process.pid: process.cpu_s for process in process_tree(root)})
-
-
-def _gateway_port(root: int) -> int:
-    """The port that HAProxy reaches the gateway at: the only one on which it speaks HTTP."""
-    (gateway,) = [one.pid for one in process_tree(root) if role_beside_endpoints(one) == "gateway"]
-    for port in _listening(gateway):
-        if _answers(port):
-            return port
-    raise BenchError("the gateway answers at no port of its own")
-
-
-def _listening(pid: int) -> list[int]:
-    sockets = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            sockets.add(str(link.readlink()))
-    found = []
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{name}").read_text(encoding="ascii").splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in sockets:
-                found.append(int(fields[1].rpartition(":")[2], 16))
-    return found
-
-
-def _answers(port: int) -> bool:
-
-    connection = http.client.HTTPConnection(HOST, port, timeout=2.0)
-    try:
-        connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {KEY}"})
-        return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
