@@ -123,7 +123,7 @@ def counted(records: Records, span_of: Callable[[RequestRecord], tuple[float, fl
     return Curves(middles, {name: _occupied(one, edges) for name, one in spans.items()})
 
 
-def over_time(records: Records, figure: Callable[[Sequence[float]], float | None], bins: int = 60) -> Curves:
+def over_time(records: Records, figure: Callable[[Sequence[float]], float | None], bins: int) -> Curves:
     """A figure of the TTFT of the requests that arrived in each of so many bins of time."""
     end_s = max((record.arrived_at for members in records.values() for record in members), default=0.0)
     if end_s <= 0:

@@ -12,6 +12,8 @@ from serve_app.reports.curves import (
 )
 from serve_app.reports.document import Plot, PlotAxis, Unit
 
+# So many requests in a bin of time that their mean says something, and bins enough for a line.
+_IN_A_BIN, _FEWEST_BINS, _MOST_BINS = 20, 6, 80
 _TIME = PlotAxis(label="time", unit=Unit.SECONDS, logarithmic=None)
 
 
@@ -70,7 +72,8 @@ def waiting_plot(title: str, records: Records, base: str | None) -> Plot:
 
 def ttft_over_time_plot(records: Records, base: str | None) -> Plot:
     """The mean TTFT by the time of arrival; all records are on one clock from 0."""
-    curves = over_time(records, mean)
+    most = max(map(len, records.values()), default=0)
+    curves = over_time(records, mean, max(_FEWEST_BINS, min(_MOST_BINS, most // _IN_A_BIN)))
     return Plot(
         title="Mean TTFT by time of arrival",
         reading="Lower is better. A line that keeps rising means that the load was more than was served.",

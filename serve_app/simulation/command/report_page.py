@@ -62,7 +62,8 @@ def _candidates_and(base: str, policies: Sequence[str]) -> list[str]:
 
 def _question(base: str, policies: Sequence[str], result: RunResult) -> str:
     trace, settings = result.workload.trace, result.settings
-    on = f"{sum(settings.fleet.replicas.values())} simulated replicas of {settings.fleet.profile}"
+    count = sum(settings.fleet.replicas.values())
+    on = f"{count} simulated replica{'' if count == 1 else 's'} of {settings.fleet.profile}"
     candidates = [name for name in policies if name != base]
     if not candidates:
         return f"How does {base} serve {trace.title} on {on}?"
