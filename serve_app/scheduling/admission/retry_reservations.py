@@ -137,6 +137,8 @@ class RetryReservations:
 
     def expire(self, now: float) -> None:
         """Drop the reservations that were not claimed in time."""
+        if not self._in_slot:
+            return
         last = _slot(now - self._settings.reservation_grace_s) - 1
         for slot in [slot for slot in self._in_slot if slot <= last]:
             for reservation in self._in_slot[slot]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from serve_app.access import is_loopback
 from serve_app.errors import SettingsError
+from serve_app.metrics.targets import ClassTargets
 from serve_app.serving.gateway.cors import CorsSettings
 from serve_app.serving.gateway.keys.settings import ApiKey
 from serve_app.serving.gateway.request.prefix import PrefixSettings
@@ -27,11 +28,13 @@ class ServedModel:
         name: as clients write it; the engines must serve it under the same name.
         max_model_len: the longest context of any of its pools, in tokens, shown in `/v1/models`.
         starts_on_demand: its engines may all be stopped until a request comes.
+        targets: by which requests count as served well; those of its tuner's objective.
     """
 
     name: str
     max_model_len: int | None = None
     starts_on_demand: bool = False
+    targets: ClassTargets = field(default_factory=ClassTargets)
 
     def __post_init__(self) -> None:
         if not self.name:

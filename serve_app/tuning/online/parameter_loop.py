@@ -13,7 +13,7 @@ change the queues themselves, and cannot be tried in slices of a minute: `python
 them offline.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +31,7 @@ from serve_app.tuning.online.parameter_search import (
 )
 from serve_app.tuning.online.replay import ReplayResult, ReplayTask
 from serve_app.tuning.online.rollout import Rollout
-from serve_app.tuning.online.rollout_settings import Apply, Retune
+from serve_app.tuning.online.rollout_settings import Act, Apply, Retune
 from serve_app.tuning.online.slice_noise import rewards_in, steady_slices
 from serve_app.tuning.online.trial_replays import TrialReplays
 from serve_app.tuning.online.twin_calibration import TwinCalibration
@@ -95,6 +95,8 @@ class ParameterLoop:
         self._settings, self._queues = settings, queues
         self._studies: deque[dict[str, Any]] = deque(maxlen=_STUDIES_KEPT)
         self._searching = self._replaying = False
+        self._searches = self._trials = 0
+        self._acts: Counter[Act] = Counter()
         self.calibration = TwinCalibration(settings.calibration, settings.profile)
         self.forecasts = Forecasts()
         self._start(configured, now)
@@ -105,6 +107,8 @@ class ParameterLoop:
         configured = self._configured
         self._space = _space(configured)
         self.rollout = Rollout(self._space, self._space.current, self._settings.rollout)
+        # Counts go on with the next scheduler.
+        self.rollout.acts = self._acts
         # Times of an earlier scheduler are on another clock.
         self._traffic, self._next_search_at = TrafficLog(), now
         self.calibration.restart()
@@ -222,6 +226,8 @@ class ParameterLoop:
         """Propose what a search has found."""
         self.on_search_failure(now)
         finding, found = result.finding, result.finding.confirmation
+        self._searches += 1
+        self._trials += finding.trials
         self._studies.append(
             {
                 "trials": finding.trials,
@@ -264,6 +270,11 @@ class ParameterLoop:
                 for each in reversed(self.rollout.audit[-_AUDITS_SHOWN:])
             ],
             "studies": list(self._studies)[-_AUDITS_SHOWN:],
+            "counts": {
+                "searches": self._searches,
+                "trials": self._trials,
+                "decisions": {act.value: self._acts[act] for act in Act},
+            },
         }
 
     def state(self) -> dict[str, Any]:

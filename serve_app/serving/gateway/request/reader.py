@@ -141,6 +141,7 @@ class RequestReader:
         except BaseException:
             held.release()
             raise
+        held.whole_at = asyncio.get_running_loop().time()
         return held
 
     async def _receive(self, incoming: IncomingRequest, held: HeldBody, deadline: asyncio.Timeout) -> None:

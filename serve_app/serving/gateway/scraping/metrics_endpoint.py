@@ -1,4 +1,7 @@
-"""`/metrics`: who may read it, and the page of this gateway and of the schedulers behind it.
+"""`/metrics`: who may read it, and the page of all gateways and of the schedulers behind them.
+
+Whichever gateway is asked, it shows them all, so one address suffices for a scraper. A gateway that did not
+answer in a moment is missing, with all of its series, and is there again next time.
 
 The page tells models, replicas and how busy they are, which is nobody's business but the operator's. Where
 keys are configured, it takes the scraper's own (`gateway.advanced.metrics_key`) or an admin's. Where none
@@ -73,13 +76,17 @@ class MetricsEndpoint:
         asks_for_keys: bool,
         authenticate: Callable[[Mapping[bytes, bytes]], Caller],
     ) -> None:
-        self._telemetry = telemetry
         # A scheduler stands once under each of its model's names.
         self._schedulers = tuple({id(scheduler): scheduler for scheduler in schedulers}.values())
         self.change(key, asks_for_keys=asks_for_keys)
         self._authenticate = authenticate
-        self._text = CachedPage(self._gather, self._render)
-        self._openmetrics = CachedPage(self._gather, self._render_openmetrics)
+        self._own = CachedPage(_nothing, lambda _: telemetry.exposition())
+        self._text = CachedPage(self._gather, lambda pages: merge((telemetry.exposition(), *pages)))
+        self._openmetrics = CachedPage(
+            self._gather, lambda pages: merge_openmetrics(telemetry.openmetrics(), pages)
+        )
+        for scheduler in self._schedulers:
+            scheduler.show(self._own.text)
 
     def change(self, key: MetricsKey | None, *, asks_for_keys: bool) -> None:
         """Ask for another key from now on.
@@ -109,7 +116,7 @@ class MetricsEndpoint:
             )
 
     async def page(self, accept: bytes) -> tuple[tuple[bytes, bytes], bytes]:
-        """The metrics of this gateway and of its schedulers, drawn up a moment ago, after their content type.
+        """The metrics of all gateways and schedulers, drawn up a moment ago, after their content type.
 
         Args:
             accept: what the scraper reads; OpenMetrics, which has exemplars, where it says so.
@@ -121,11 +128,9 @@ class MetricsEndpoint:
     async def _gather(self) -> Sequence[str]:
         return await asyncio.gather(*(scheduler.exposition() for scheduler in self._schedulers))
 
-    def _render(self, pages: Sequence[str]) -> str:
-        return merge((self._telemetry.exposition(), *pages))
 
-    def _render_openmetrics(self, pages: Sequence[str]) -> str:
-        return merge_openmetrics(self._telemetry.openmetrics(), pages)
+async def _nothing() -> None:
+    """Nothing has to be gathered."""
 
 
 def prefers_openmetrics(accept: bytes) -> bool:
