@@ -4,10 +4,22 @@ import argparse
 import time
 from collections.abc import Callable
 
-from serve_app.command import Advance, Command, given_arguments, progress_bar, say, warn, write_json
+from serve_app.command import (
+    Advance,
+    Command,
+    command_line,
+    given_arguments,
+    progress_bar,
+    say,
+    warn,
+    write_json,
+)
 from serve_app.provenance import provenance
+from serve_app.reports.document import Origin
+from serve_app.reports.page import write_report
 from serve_app.tables import paragraph
 from serve_app.tuning import arguments
+from serve_app.tuning.report_page import study_page
 from serve_app.tuning.search.optimiser import make_optimiser
 from serve_app.tuning.search.study import Study
 from serve_app.tuning.search.study_report import StudyReport
@@ -38,9 +50,11 @@ def _run(args: argparse.Namespace) -> int:
     assert study.finding is not None
     report = StudyReport(plan.space, settings, study.finding, course)
     say(f"{paragraph(_heading(plan))}\n\n{report.as_text()}")
+    found = provenance(plan.traffic, given_arguments(args), [args.seed])
     if args.json is not None:
-        found = provenance(plan.traffic, given_arguments(args), [args.seed])
         write_json(args.json, report.as_json() | {"provenance": found})
+    if args.report is not None:
+        write_report(args.report, study_page(report, plan, Origin(found, command_line(args))))
     return 0
 
 
