@@ -205,10 +205,10 @@ class Dispatcher:
         wanted = query.destination
         elsewhere = wanted.replica_id is None and any(
             state.is_usable
-            and state.spec.pool in head.pools
             and state.spec.replica_id not in head.avoided
             and wanted.admits(state.spec.replica_id, state.spec.adapters)
-            for state in self._ledger
+            for pool in head.pools
+            for state in self._ledger.of_pool(pool)
         )
         avoided = head.avoided if elsewhere else frozenset()
         return replace(query, avoided=avoided, quarantined=head.losses > 0)

@@ -9,6 +9,7 @@ Source: EWSJF, Algorithm 2 and Appendix D.
 """
 
 import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from serve_app.scheduling.policies.partition import LengthInterval, Partition
@@ -96,6 +97,9 @@ class QueueMap:
 
     def __len__(self) -> int:
         return len(self._queues)
+
+    def __iter__(self) -> Iterator[LengthQueue]:
+        return iter(self._queues)
 
     def retire_bubbles(self, waiting: set[str]) -> None:
         """Count a round for each empty bubble, and remove those that have been empty for too long."""

@@ -25,6 +25,8 @@ from serve_app.serving.gateway.answer.responses import (
     send_json,
 )
 from serve_app.serving.gateway.cors import with_cors
+from serve_app.serving.gateway.dashboard import Dashboard
+from serve_app.serving.gateway.dashboard.frames import Frames
 from serve_app.serving.gateway.debug_pages import DebugPages
 from serve_app.serving.gateway.endpoint_admin import (
     ENDPOINTS_METHODS,
@@ -33,6 +35,7 @@ from serve_app.serving.gateway.endpoint_admin import (
     PoolWatcher,
 )
 from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
+from serve_app.serving.gateway.logs.concluded import ConcludedRequest
 from serve_app.serving.gateway.mode_admin import MODE_METHODS, MODE_PATH, ModeAdmin
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.incoming import IncomingRequest
@@ -48,7 +51,7 @@ from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, wit
 from serve_app.serving.gateway.stored.background import BackgroundWork
 from serve_app.serving.gateway.stored.holders import ResponseHolders
 from serve_app.serving.gateway.stored.stored_responses import StoredResponses, method_of
-from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
+from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.gateway.tracing.setup import made_tracer
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
@@ -120,6 +123,7 @@ class Gateway:
         )
         self._stored = StoredResponses(self._upstream, schedulers, self._reader, holders)
         self._any_replica = AnyReplica(self._upstream)
+        self._dashboard = Dashboard(Frames(self._views, gateway_id), self._reader)
         self._calls: set[ScheduledCall] = set()
         self._call_ended = asyncio.Event()
         # What clients are told once the application stops.
@@ -176,6 +180,7 @@ class Gateway:
             MODE_PATH: (", ".join(MODE_METHODS), mode_admin.serve),
             "/openapi.json": ("GET", self._describe_itself),
             **DebugPages(self._views, self._reader).routes,
+            **self._dashboard.routes,
         }
 
     @property
@@ -199,6 +204,7 @@ class Gateway:
             How many were ended with an error.
         """
         self._stops_for_s = retry_after_s
+        self._dashboard.close()
         await self._until_idle(drain_s)
         cut = tuple(self._calls)
         for call in cut:
@@ -220,6 +226,7 @@ class Gateway:
     def close(self) -> None:
         """Cut all connections to replicas, and write what is still to be logged."""
         self.telemetry.flush_log()
+        self._dashboard.close()
         self._background.close()
         self._upstream.close()
         self._reader.close()
@@ -382,10 +389,9 @@ class Gateway:
             ConcludedRequest(
                 record=record,
                 model="",
+                incoming=incoming,
                 endpoint=endpoint,
-                client_request_id=incoming.client_request_id,
                 status=status,
-                trace=incoming.trace,
             )
         )
 

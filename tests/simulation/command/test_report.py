@@ -80,7 +80,7 @@ def test_it_says_what_was_asked_and_where_it_comes_from(
     written: tuple[ParsedReport, dict[str, Any]],
 ) -> None:
     page, found = written
-    assert "Does ewsjf serve paper-mix better than fcfs on 1 simulated replicas of laptop?" in page.text
+    assert "Does ewsjf serve paper-mix better than fcfs on 1 simulated replica of laptop?" in page.text
     assert found["provenance"]["trace"]["source"] in page.text
     assert str(found["provenance"]["commit"] or "-") in page.text
     assert "--policy ewsjf,fcfs --seeds 3" in page.text
