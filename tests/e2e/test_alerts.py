@@ -246,7 +246,8 @@ def silent_and_dying_replicas(watched: Watched) -> None:
 
 def slow_and_dying_schedulers(watched: Watched) -> None:
     """A scheduler that stands still now and then, and one that dies again and again."""
-    watched.app.wait_until_ready()
+    serving = 'ewsjf_pool_replicas{model="demo",state="open"} > 0'
+    until(lambda: watched.watcher.value(serving), PATIENCE_S)
     scheduler = watched.process("scheduler-demo")
     is_over = threading.Event()
 
