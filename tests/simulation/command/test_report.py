@@ -103,3 +103,16 @@ def test_one_seed_is_not_called_better(tmp_path: Path) -> None:
     page = ParsedReport(path.read_text())
     assert "on 1 seed, which gives no interval, so any of this may be chance" in page.text
     assert {row[1] for row in page.table("ewsjf against fcfs").texts[1:]} == {"no interval"}
+
+
+def test_a_place_where_no_report_can_be_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for place, message in ((tmp_path, "must name a file"), (tmp_path / "file" / "r.html", "is a file, so")):
+        with pytest.raises(SystemExit) as ended:
+            main([*SIMULATE, "--report", str(place)])
+        assert ended.value.code == 2
+        captured = capsys.readouterr()
+        assert message in captured.err
+        assert captured.out == ""
