@@ -103,6 +103,8 @@ class Telemetry:
             "Requests that came back from a replica before their first byte.",
             ("gateway", "model", "failure"),
         )
+        text = "Requests with latency targets to keep: all but those refused for what they are."
+        self.judged = self._counter("judged_requests", text, labels)
         text = "Requests that completed within the latency targets of their class."
         self.good = self._counter("good_requests", text, labels)
         text = "What kept requests from the latency targets of their class; a request may miss two of them."
@@ -226,6 +228,7 @@ class Telemetry:
         if not targets.judges(record):
             return
         labels = (self._gateway_id, model, record.priority, record.pool)
+        self.judged.labels(*labels).inc()
         misses = targets.missed_by(record)
         if not misses:
             self.good.labels(*labels).inc()
