@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.metrics.record import RequestRecord
+from serve_app.reports.document import Look, Series
 
 Floats = NDArray[np.float64]
 Values = Mapping[str, Sequence[float]]
@@ -34,6 +35,17 @@ class Curves:
 
     places: list[float]
     lines: dict[str, list[float | None]]
+
+    def series(self, base: str | None) -> list[Series]:
+        """The lines as series of a plot, each in the colour of its place among them.
+
+        Args:
+            base: the name of the baseline; None where there is none.
+        """
+        return [
+            Series(name=name, values=values, look=Look.BASELINE if name == base else Look.LINE, colour=number)
+            for number, (name, values) in enumerate(self.lines.items())
+        ]
 
 
 def distributions(values: Values) -> Curves:
@@ -111,7 +123,7 @@ def counted(records: Records, span_of: Callable[[RequestRecord], tuple[float, fl
     return Curves(middles, {name: _occupied(one, edges) for name, one in spans.items()})
 
 
-def over_time(records: Records, figure: Callable[[Sequence[float]], float | None], bins: int = 60) -> Curves:
+def over_time(records: Records, figure: Callable[[Sequence[float]], float | None], bins: int) -> Curves:
     """A figure of the TTFT of the requests that arrived in each of so many bins of time."""
     end_s = max((record.arrived_at for members in records.values() for record in members), default=0.0)
     if end_s <= 0:

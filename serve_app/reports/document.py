@@ -59,6 +59,14 @@ class DifferenceTable:
     differences: Sequence[FigureDifference]
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Text to copy, line by line."""
+
+    caption: str
+    text: str
+
+
 class Unit(StrEnum):
     """How the values of an axis are written."""
 
@@ -143,7 +151,7 @@ class Plot:
         )
 
 
-Block = ReportTable | DifferenceTable | Plot
+Block = ReportTable | DifferenceTable | Listing | Plot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

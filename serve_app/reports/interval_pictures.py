@@ -11,7 +11,7 @@ _MARGIN = 8
 _LOWEST, _HIGHEST = -1.0, 1.0
 _LEAST = 0.02
 # Nearer together than this, the labels of the scale would run into each other.
-_LABEL = 42
+_LABEL = 50
 _OPENED = f'<svg class="change" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
 
 

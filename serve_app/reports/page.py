@@ -17,6 +17,7 @@ from serve_app.reports.differences import FigureDifference
 from serve_app.reports.document import (
     Cell,
     DifferenceTable,
+    Listing,
     Origin,
     Plot,
     ReportSection,
@@ -110,7 +111,7 @@ def _section(number: int, section: ReportSection) -> str:
             if not block.is_empty:
                 plots.append(plot_markup(f"{name}-plot-{place}", block))
             continue
-        blocks.append(_table(block) if isinstance(block, ReportTable) else _differences(block))
+        blocks.append(_block(block))
     if plots:
         blocks.append(f'<div class="plots">{"".join(plots)}</div>')
     content = "\n".join(blocks)
@@ -118,6 +119,12 @@ def _section(number: int, section: ReportSection) -> str:
         f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(section.title)}</h2>'
         f"{intro}\n{content}</section>"
     )
+
+
+def _block(block: ReportTable | DifferenceTable | Listing) -> str:
+    if isinstance(block, Listing):
+        return f"<p>{escape(block.caption)}</p><pre><code>{escape(block.text)}</code></pre>"
+    return _table(block) if isinstance(block, ReportTable) else _differences(block)
 
 
 # Tables

@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from serve_app.command import positive_float, positive_int
+from serve_app.command import add_report_argument, positive_float, positive_int
 from serve_app.errors import SettingsError
 from serve_app.metrics.targets import ClassTarget, ClassTargets
 from serve_app.simulation.command.arguments import setting
@@ -41,6 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _configure_objective(parser.add_argument_group("objective"))
     _configure_search(parser.add_argument_group("search"))
     parser.add_argument("--json", type=Path, metavar="OUT", help="write what was found, with provenance")
+    add_report_argument(parser)
 
 
 def _configure_system(group: "argparse._ArgumentGroup") -> None:

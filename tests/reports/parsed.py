@@ -70,7 +70,8 @@ class ParsedReport(HTMLParser):
     @property
     def text(self) -> str:
         """What a reader without a script sees."""
-        return " ".join(text for within, text in self.texts if not {"script", "style"} & set(within))
+        seen = (text for within, text in self.texts if not {"script", "style"} & set(within))
+        return " ".join(seen).replace("\u00a0", " ")
 
     def table(self, beginning: str) -> ParsedTable:
         """The one table whose caption begins like this."""

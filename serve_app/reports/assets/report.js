@@ -5,7 +5,7 @@
   const ZOOM = 0.7;
   const plots = [];
 
-  const number = (value, digits) => Number(value.toPrecision(digits)).toLocaleString("en");
+  const number = (value, digits) => value.toLocaleString("en", { maximumSignificantDigits: digits });
 
   function written(value, unit, digits = 3) {
     if (value === null || value === undefined) return "-";
@@ -128,7 +128,11 @@
     }
 
     horizontal(low, high) {
-      if (low !== high) return [low, high];
+      // Points at the edge would be cut off.
+      const hasPoints = this.data.series.some((one) => one.look === "points") && !this.isZoomed();
+      const pad = hasPoints ? 0.03 : 0;
+      if (low !== high && this.logarithmic.x) return [low / (high / low) ** pad, high * (high / low) ** pad];
+      if (low !== high) return [low - pad * (high - low), high + pad * (high - low)];
       return this.logarithmic.x ? [low / 2, high * 2] : [low - 1, high + 1];
     }
 
@@ -168,6 +172,8 @@
     series(one, place) {
       const stroke = () => colour(this.swatches[place], "--colour");
       const isPoints = one.look === "points";
+      // A level is no row of measurements.
+      const isLevel = this.data.places.length > 1 && new Set(one.values).size === 1;
       const dash = { dashed: [8, 5], baseline: [5, 4] }[one.look];
       return {
         label: one.name,
@@ -179,7 +185,7 @@
         paths: isPoints ? () => null : one.look === "step" ? uPlot.paths.stepped({ align: 1 }) : undefined,
         points: isPoints
           ? { show: true, size: 10, fill: stroke, stroke }
-          : { show: this.data.places.length < 40, size: 6, fill: stroke, stroke },
+          : { show: this.data.places.length < 40 && !isLevel, size: 6, fill: stroke, stroke },
       };
     }
 

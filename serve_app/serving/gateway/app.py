@@ -35,6 +35,7 @@ from serve_app.serving.gateway.endpoint_admin import (
     PoolWatcher,
 )
 from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
+from serve_app.serving.gateway.logs.concluded import ConcludedRequest
 from serve_app.serving.gateway.mode_admin import MODE_METHODS, MODE_PATH, ModeAdmin
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.incoming import IncomingRequest
@@ -50,7 +51,7 @@ from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, wit
 from serve_app.serving.gateway.stored.background import BackgroundWork
 from serve_app.serving.gateway.stored.holders import ResponseHolders
 from serve_app.serving.gateway.stored.stored_responses import StoredResponses, method_of
-from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
+from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.gateway.tracing.setup import made_tracer
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
@@ -388,10 +389,9 @@ class Gateway:
             ConcludedRequest(
                 record=record,
                 model="",
+                incoming=incoming,
                 endpoint=endpoint,
-                client_request_id=incoming.client_request_id,
                 status=status,
-                trace=incoming.trace,
             )
         )
 

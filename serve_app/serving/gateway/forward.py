@@ -43,12 +43,13 @@ from serve_app.serving.gateway.answer.stream_events import (
     stream_outcome,
 )
 from serve_app.serving.gateway.answer.usage import usage_of
+from serve_app.serving.gateway.logs.concluded import ConcludedRequest
 from serve_app.serving.gateway.request.headers import describing, returned, upstream_head
 from serve_app.serving.gateway.request.job import ForwardJob
 from serve_app.serving.gateway.stored.background import BackgroundWork
 from serve_app.serving.gateway.stored.holders import ResponseHolders
 from serve_app.serving.gateway.stored.kept import KeptResponse
-from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
+from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
 from serve_app.serving.gateway.upstream.response import EngineSilentError, UpstreamError, UpstreamResponse
 
@@ -407,11 +408,11 @@ class ScheduledCall:
         return ConcludedRequest(
             record=record,
             model=submission.spec.model,
+            incoming=incoming,
             endpoint=incoming.path,
-            client_request_id=incoming.client_request_id,
+            key_id=submission.key.key_id if submission.key is not None else "",
             attempts=self._attempts,
             status=self._send.status,
-            trace=self._trace,
         )
 
 

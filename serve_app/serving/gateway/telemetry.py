@@ -7,7 +7,6 @@ alone. Every series carries the gateway's id: behind one address several gateway
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry
@@ -21,8 +20,8 @@ from serve_app.metrics.targets import ClassTargets, Miss
 from serve_app.request import Submission
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.gateway.request_log import RequestLog
-from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace
+from serve_app.serving.gateway.logs.concluded import ConcludedRequest
+from serve_app.serving.gateway.logs.request_log import RequestLog
 from serve_app.serving.metric_cells import CellFamily, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process_metrics import ProcessMetrics
 
@@ -38,40 +37,31 @@ _TOKEN_SECONDS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.25, 
 # Parsing takes a tenth of a millisecond, and some for a body of megabytes; more means a busy event loop.
 _OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 
-# An engine's error may repeat a prompt, and a client's value what it likes.
-_DETAIL_CHARACTERS = 300
-
 _USUAL_TARGETS = ClassTargets()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConcludedRequest:
-    """One concluded request, with what the record does not hold.
-
-    Attributes:
-        record: timestamps on the gateway's clock and counts.
-        client_request_id: the id that the client knows.
-        attempts: how often it was sent to a replica.
-        status: of HTTP, as the client got it; 0 when it got none.
-        trace: hears of its end.
-    """
-
-    record: RequestRecord
-    model: str
-    endpoint: str
-    client_request_id: str
-    attempts: int = 0
-    status: int = 0
-    trace: RequestTrace = UNTRACED
 
 
 class _Series:
     """Metric cells of one (model, class, pool), looked up once."""
 
-    __slots__ = ("e2e", "gaps", "output", "prompt", "queue_wait", "tpot", "ttft")
+    __slots__ = (
+        "e2e",
+        "gaps",
+        "good",
+        "judged",
+        "misses",
+        "output",
+        "prompt",
+        "queue_wait",
+        "tpot",
+        "ttft",
+    )
 
     def __init__(self, metrics: "Telemetry", labels: tuple[str, str, str, str]) -> None:
         self.ttft = metrics.ttft.labels(*labels)
+        self.judged = metrics.judged.labels(*labels)
+        self.good = metrics.good.labels(*labels)
+        # All kinds at once: a rate of what has not happened yet is 0, not nothing.
+        self.misses = {miss: metrics.misses.labels(*labels, miss) for miss in Miss}
         self.tpot = metrics.tpot.labels(*labels)
         self.gaps = metrics.gaps.labels(*labels)
         self.e2e = metrics.e2e.labels(*labels)
@@ -128,6 +118,8 @@ class Telemetry:
             "Requests that came back from a replica before their first byte.",
             ("gateway", "model", "failure"),
         )
+        text = "Requests with latency targets to keep: all but those refused for what they are."
+        self.judged = self._counter("judged_requests", text, labels)
         text = "Requests that completed within the latency targets of their class."
         self.good = self._counter("good_requests", text, labels)
         text = "What kept requests from the latency targets of their class; a request may miss two of them."
@@ -202,14 +194,14 @@ class Telemetry:
         if model:
             self._judge(model, record)
         if record.dispatched_at is not None:
-            self._observe(model, record, concluded.trace.trace_id)
-        concluded.trace.ended(record, concluded.status or HTTP_STATUS[Outcome.CANCELLED])
+            self._observe(model, record, concluded.incoming.trace.trace_id)
+        concluded.incoming.trace.ended(record, concluded.status or HTTP_STATUS[Outcome.CANCELLED])
         if self.log_requests and logger.isEnabledFor(logging.INFO):
-            self._log.add(_line(concluded))
+            self._log.add(concluded)
 
     def flush_log(self) -> None:
         """Write the lines of all requests that have been concluded."""
-        self._log.flush()
+        self._log.close()
 
     def exposition(self) -> str:
         """This gateway's own metrics in the Prometheus text format."""
@@ -250,22 +242,19 @@ class Telemetry:
         targets = self._targets.get(model, _USUAL_TARGETS)
         if not targets.judges(record):
             return
-        labels = (self._gateway_id, model, record.priority, record.pool)
+        series = self._series_of(model, record.priority, record.pool)
+        series.judged.inc()
         misses = targets.missed_by(record)
         if not misses:
-            self.good.labels(*labels).inc()
+            series.good.inc()
         for miss in misses:
-            self.misses.labels(*labels, miss).inc()
+            series.misses[miss].inc()
 
     def _series_of(self, model: str, priority: str, pool: str) -> _Series:
         key = (model, priority, pool)
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = _Series(self, (self._gateway_id, *key))
-            # A rate of what has not happened yet is 0, not nothing.
-            self.good.labels(self._gateway_id, *key)
-            for miss in Miss:
-                self.misses.labels(self._gateway_id, *key, miss)
         return series
 
     def _observe(self, model: str, record: RequestRecord, trace_id: str) -> None:
@@ -296,26 +285,3 @@ class Telemetry:
         self, name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]
     ) -> CellFamily[HistogramCell]:
         return histograms(self.registry, f"ewsjf_gateway_{name}", text, labels, buckets)
-
-
-def _line(concluded: ConcludedRequest) -> str:
-    record = concluded.record
-    parts = [
-        f"event=concluded outcome={record.outcome} model={concluded.model or '-'}",
-        f" endpoint={concluded.endpoint} class={record.priority} tenant={record.tenant}",
-        f" e2e_s={record.e2e_s:.4f}",
-    ]
-    if record.dispatched_at is not None:
-        parts.append(
-            f" queue_wait_s={record.queue_wait_s:.4f} pool={record.pool} replica={record.replica}"
-            f" length_queue={record.length_queue} estimated_tokens={record.estimated_tokens}"
-            f" attempts={concluded.attempts}"
-        )
-    if record.first_token_at is not None:
-        parts.append(f" ttft_s={record.ttft_s:.4f}")
-    if record.prompt_tokens or record.output_tokens:
-        parts.append(f" prompt_tokens={record.prompt_tokens} output_tokens={record.output_tokens}")
-    parts.append(f" request_id={record.request_id} client_request_id={concluded.client_request_id}")
-    if record.detail:
-        parts.append(f" detail={record.detail[:_DETAIL_CHARACTERS]!r}")
-    return "".join(parts)

@@ -5,12 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from serve_app.metrics.slo import Slo
 from serve_app.reports.differences import FigureDifference, PairedFigure, Sample, verdict_of
 from serve_app.reports.document import DifferenceTable, Origin, ReportSection, ResultReport
-from serve_app.simulation.command.report_plots import (
-    ByPolicy,
-    distribution_plots,
-    length_plots,
-    timeline_plots,
-)
+from serve_app.simulation.command.report_plots import ByPolicy, timeline_plots, ttft_plots
 from serve_app.simulation.command.report_tables import RowsByPolicy, tables
 from serve_app.simulation.command.results import FIGURES, Figure, Row, policy_of
 from serve_app.simulation.run import DIRECT, RunResult, SloByLength
@@ -67,7 +62,8 @@ def _candidates_and(base: str, policies: Sequence[str]) -> list[str]:
 
 def _question(base: str, policies: Sequence[str], result: RunResult) -> str:
     trace, settings = result.workload.trace, result.settings
-    on = f"{sum(settings.fleet.replicas.values())} simulated replicas of {settings.fleet.profile}"
+    count = sum(settings.fleet.replicas.values())
+    on = f"{count} simulated replica{'' if count == 1 else 's'} of {settings.fleet.profile}"
     candidates = [name for name in policies if name != base]
     if not candidates:
         return f"How does {base} serve {trace.title} on {on}?"
@@ -165,7 +161,7 @@ def _sections(
     yield ReportSection(
         title="Time to first token",
         intro="From the arrival of a request to the first token of its answer, all seeds together.",
-        blocks=[*distribution_plots(by_policy, base), *length_plots(by_policy, base)],
+        blocks=list(ttft_plots(by_policy, base)),
     )
     yield ReportSection(
         title="Over time",

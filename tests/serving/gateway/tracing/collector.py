@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -82,6 +81,11 @@ class Collector:
         assert len(found) == 1, [kept.name for kept in self.spans]
         return found[0]
 
+    def only_of(self, trace_id: str, name: str) -> Kept:
+        found = [kept for kept in self.named(name) if kept.trace_id == trace_id]
+        assert len(found) == 1, [(kept.trace_id, kept.name) for kept in self.spans]
+        return found[0]
+
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Collector]:
@@ -114,13 +118,3 @@ def collecting() -> Iterator[Collector]:
 
 def _plain(attributes: Any) -> dict[str, Any]:
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
-
-
-def wait_until_gone(threads_named: str, within_s: float = 5.0) -> bool:
-    """Whether the threads whose names begin so have ended in time."""
-    deadline = time.monotonic() + within_s
-    while any(each.name.startswith(threads_named) for each in threading.enumerate()):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
