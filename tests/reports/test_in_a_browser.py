@@ -168,6 +168,16 @@ async def test_an_axis_is_linear_or_logarithmic(page: BrowserPage) -> None:
     assert page.problems == []
 
 
+@pytest.mark.parametrize("selectors", [("[data-series]", "[data-axis]"), ("[data-axis]", "[data-series]")])
+async def test_axes_change_while_nothing_is_shown(page: BrowserPage, selectors: tuple[str, str]) -> None:
+    whole = await inks(page)
+    for selector in (*selectors, *selectors):
+        await page.evaluate(f"document.querySelectorAll('{selector}').forEach((one) => one.click())")
+        await settled(page)
+    assert await inks(page) == whole
+    assert page.problems == []
+
+
 async def test_colours_follow_the_scheme_and_paper_is_light(page: BrowserPage) -> None:
     found = {}
     for scheme, medium in (("light", "screen"), ("dark", "screen"), ("dark", "print")):
