@@ -145,7 +145,7 @@
       if (this.data.y.unit === "share" && low >= 0 && high > 0.5 && high <= 1 && !this.isZoomed()) return [0, 1.01];
       const pad = 0.05 * (high - low || Math.abs(high) || 1);
       // Lengths of time and counts begin at zero, unless a reader looks closer.
-      return [low >= 0 && !this.isZoomed() ? 0 : low - pad, high + pad];
+      return [low >= 0 && this.data.y.fromZero && !this.isZoomed() ? 0 : low - pad, high + pad];
     }
 
     isZoomed() {
