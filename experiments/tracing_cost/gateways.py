@@ -25,7 +25,7 @@ from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.front.connection import FrontEndConnection
 
-OFF, UNSAMPLED, SAMPLED = "off", "on, not sampled", "on, sampled"
+OFF, CONTROL, UNSAMPLED, SAMPLED = "off", "off, a second one", "on, not sampled", "on, sampled"
 _RATIO = {UNSAMPLED: "0", SAMPLED: "1"}
 
 
@@ -99,7 +99,7 @@ class _Connection(FrontEndConnection):
 
 @contextmanager
 def started_gateways(engine_port: int, collector: str) -> Iterator[dict[str, str]]:
-    """The addresses of three gateways, by how they trace."""
+    """The addresses of four gateways, by how they trace."""
     loop = uvloop.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="gateways", daemon=True)
     thread.start()
@@ -110,7 +110,7 @@ def started_gateways(engine_port: int, collector: str) -> Iterator[dict[str, str
     try:
         with ExitStack() as stack:
             urls = {}
-            for way in (OFF, UNSAMPLED, SAMPLED):
+            for way in (OFF, CONTROL, UNSAMPLED, SAMPLED):
                 gateway = _gateway(way, engine_port, collector)
                 stack.callback(loop.call_soon_threadsafe, gateway.close)
                 server, urls[way] = run(_serve(gateway))
@@ -125,7 +125,7 @@ def _gateway(way: str, engine_port: int, collector: str) -> Gateway:
     settings = GatewaySettings(
         models=(ServedModel(name=MODEL, max_model_len=32_768),),
         keys=(ApiKey(tenant="bench", key=KEY),),
-        tracing=way != OFF,
+        tracing=way in _RATIO,
         # Lines cost the same in each way, and here they would go to a terminal.
         log_requests=False,
     )

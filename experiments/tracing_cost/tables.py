@@ -5,11 +5,13 @@ from statistics import median
 
 from experiments.common.rows import ANY, Row
 from experiments.common.tables import Table, load_note, markdown
-from experiments.tracing_cost.gateways import OFF, SAMPLED, UNSAMPLED
+from experiments.tracing_cost.gateways import CONTROL, OFF, SAMPLED, UNSAMPLED
+
+_OTHERS = (CONTROL, UNSAMPLED, SAMPLED)
 
 
 def _costs(rows: Sequence[Row]) -> str:
-    head = ["request", OFF, *(f"{way}, more" for way in (UNSAMPLED, SAMPLED))]
+    head = ["request", OFF, *(f"{way}, more" for way in _OTHERS)]
     return f"{markdown(head, map(_line, rows), text_columns=1)}\n\n{load_note(rows)}".rstrip()
 
 
@@ -17,7 +19,7 @@ def _line(row: Row) -> list[str]:
     without = row.figures[OFF]
     more = (
         1_000 * median(one - other for one, other in zip(row.figures[way], without, strict=True))
-        for way in (UNSAMPLED, SAMPLED)
+        for way in _OTHERS
     )
     return [str(row.key["request"]), f"{1_000 * median(without):.0f}", *(f"{each:+.0f}" for each in more)]
 
