@@ -1,8 +1,8 @@
 """What does tracing cost a gateway: off, on for a request that is not sampled, on for one that is?
 
-Four gateways of this process stand before one light engine, two of them alike. A cheap client in another process sends requests
-through each in turn, and the CPU time of this process is read, exporter threads included. A stand-in grants
-every request at once, and a collector in a process of its own takes the spans.
+Four gateways of this process stand before one light engine, two of them alike. A cheap client in another
+process sends requests through each in turn, and the CPU time of this process is read, exporter threads
+included. A stand-in grants every request at once, and a collector in a process of its own takes the spans.
 """
 
 import gc
