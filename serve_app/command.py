@@ -117,8 +117,19 @@ def command_line(args: argparse.Namespace, secrets: Collection[str | None] = ())
 def add_report_argument(group: "argparse._ArgumentGroup | argparse.ArgumentParser") -> None:
     """Add `--report`."""
     group.add_argument(
-        "--report", type=Path, metavar="FILE", help="write a report for a browser, one HTML file"
+        "--report", type=_page, metavar="FILE", help="write a report for a browser, one HTML file"
     )
+
+
+def _page(text: str) -> Path:
+    """An argument type: a path that a file can have, which is checked before work of hours, not after it."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"must name a file, got the folder {text!r}")
+    inside = next((each for each in path.parents if each.exists()), None)
+    if inside is not None and not inside.is_dir():
+        raise argparse.ArgumentTypeError(f"{inside} is a file, so nothing can be written to {text!r}")
+    return path
 
 
 def _plain(value: object) -> object:

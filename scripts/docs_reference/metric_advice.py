@@ -4,9 +4,10 @@ METRIC_ADVICE = {
     # Gateways
     "ewsjf_gateway_e2e_seconds": "Compare with the time to first token: what is left is generation.",
     "ewsjf_gateway_good_requests_total": (
-        "Over all judged requests it is the SLO attainment; falling, look at the kinds of "
+        "Falling against `ewsjf_gateway_judged_requests_total`: look at the kinds of "
         "`ewsjf_gateway_slo_violations_total`."
     ),
+    "ewsjf_gateway_judged_requests_total": "What the former is a share of: the SLO attainment.",
     "ewsjf_gateway_held_body_bytes": (
         "Near `max_held_body_bytes` large requests are refused with 503: raise it, or add gateways."
     ),

@@ -92,6 +92,17 @@ async def test_the_browser_runs_no_script_that_is_not_its_own(page: BrowserPage)
     assert any("Content Security Policy" in problem for problem in page.problems)
 
 
+async def test_names_with_markup_change_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, report("</script><script>owned = 1</script><img src=x onerror='owned = 2'>"))
+    async with open_page(path.as_uri(), tmp_path) as opened:
+        await opened.becomes("document.documentElement.dataset.plots === '1'")
+        assert await opened.evaluate("window.owned") is None
+        assert await opened.evaluate("document.images.length") == 0
+        assert await inks(opened) > 2_000
+        assert opened.problems == []
+
+
 async def test_the_values_under_the_mouse_are_told(page: BrowserPage) -> None:
     left, top, width, height = await box(page)
     # Places are 10 ms, 100 ms, 1 s and 10 s on a logarithmic axis: the third part is at 100 ms.

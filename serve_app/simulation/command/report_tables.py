@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from serve_app.metrics.confidence import ConfidenceInterval, interval_95
-from serve_app.reports.document import ReportTable, interval_cell, number_cell
+from serve_app.reports.document import Cell, ReportTable, interval_cell, number_cell
 from serve_app.simulation.command.results import FIGURES, Row
 
 RowsByPolicy = Mapping[str, Sequence[Row]]
@@ -40,6 +40,7 @@ def tables(rows: RowsByPolicy) -> Iterator[ReportTable]:
         text_columns=2,
     )
     yield _outcomes(rows)
+    yield from _queues(rows)
     tenants = _tenants(rows)
     if tenants is not None:
         yield tenants
@@ -73,6 +74,22 @@ def _outcomes(rows: RowsByPolicy) -> ReportTable:
             for policy, group in rows.items()
         ],
     )
+
+
+def _queues(rows: RowsByPolicy) -> Iterator[ReportTable]:
+    """The length queues that policies had learned by the end of the first seed's run."""
+    lines: list[list[str | Cell]] = []
+    for policy, group in rows.items():
+        for found in group[0]["partitions"][-1:]:
+            bounds = ", ".join(f"{queue['min']:,}-{queue['max']:,}" for queue in found["queues"])
+            lines.append([policy, bounds, number_cell(len(found["queues"])), number_cell(found["at_s"], 1)])
+    if lines:
+        yield ReportTable(
+            caption="Length queues at the end of the first seed's run, in prompt tokens",
+            head=["policy", "queues", "number", "in force since, s"],
+            rows=lines,
+            text_columns=2,
+        )
 
 
 def _tenants(rows: RowsByPolicy) -> ReportTable | None:

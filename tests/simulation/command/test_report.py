@@ -103,3 +103,26 @@ def test_one_seed_is_not_called_better(tmp_path: Path) -> None:
     page = ParsedReport(path.read_text())
     assert "on 1 seed, which gives no interval, so any of this may be chance" in page.text
     assert {row[1] for row in page.table("ewsjf against fcfs").texts[1:]} == {"no interval"}
+
+
+def test_a_place_where_no_report_can_be_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for place, message in ((tmp_path, "must name a file"), (tmp_path / "file" / "r.html", "is a file, so")):
+        with pytest.raises(SystemExit) as ended:
+            main([*SIMULATE, "--report", str(place)])
+        assert ended.value.code == 2
+        captured = capsys.readouterr()
+        assert message in captured.err
+        assert captured.out == ""
+
+
+def test_learned_queues_are_those_of_the_json_output(tmp_path: Path) -> None:
+    path, out = tmp_path / "r.html", tmp_path / "r.json"
+    arguments = ["--requests", "1200", "--load", "0.9", "--report", str(path), "--json", str(out)]
+    assert main([*SIMULATE, *arguments]) == 0
+    learned = json.loads(out.read_text())["runs"][0]["partitions"][-1]
+    table = ParsedReport(path.read_text()).table("Length queues at the end")
+    assert table.values[1][2:] == [len(learned["queues"]), learned["at_s"]]
+    assert table.texts[1][1] == ", ".join(f"{one['min']:,}-{one['max']:,}" for one in learned["queues"])
