@@ -13,7 +13,7 @@ from tests.docs.code import check_promql
 DOCS_URL = "https://example.com/docs"
 WATCHED = {
     "metrics": {
-        "serviceMonitor": {"enabled": True},
+        "application": {"enabled": True},
         "engines": {"enabled": True},
         "rules": {"enabled": True},
         "dashboard": {"enabled": True},
@@ -53,20 +53,19 @@ def test_dashboards_are_those_of_the_observability_folder() -> None:
 def test_prometheus_shows_the_key_that_the_application_asks_for() -> None:
     objects = render(WATCHED)
     service = only(objects, "RayService")
-    (endpoint,) = only(objects, "ServiceMonitor")["spec"]["endpoints"]
-    secret = endpoint["authorization"]["credentials"]
+    scraped = only(objects, "ScrapeConfig", "ewsjf")["spec"]
+    secret = scraped["authorization"]["credentials"]
     application = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]
     assert secret["key"] == application["gateway"]["advanced"]["metrics_key"]["env"]
     for group in groups(service):
         assert container(group)["envFrom"] == [{"secretRef": {"name": secret["name"]}}]
-    scraped = only(objects, "ScrapeConfig")["spec"]
-    assert scraped["authorization"] == endpoint["authorization"]
-    (discovery,) = scraped["httpSDConfigs"]
-    assert discovery["authorization"] == endpoint["authorization"]
+    # What KubeRay calls the Service of the application `ewsjf`; one target, since each page shows all.
+    assert scraped["staticConfigs"] == [{"targets": ["ewsjf-serve-svc.llm:8000"]}]
+    engines = only(objects, "ScrapeConfig", "-engines")["spec"]
+    assert engines["authorization"] == scraped["authorization"]
+    (discovery,) = engines["httpSDConfigs"]
+    assert discovery["authorization"] == scraped["authorization"]
     assert discovery["url"] == "http://ewsjf-serve-svc.llm:8000/metrics/engines"
-    # What KubeRay calls the Service of the application `ewsjf`.
-    labels = only(objects, "ServiceMonitor")["spec"]["selector"]["matchLabels"]
-    assert labels == {"ray.io/serve": "ewsjf-serve"}
 
 
 def test_without_a_key_prometheus_shows_none() -> None:
@@ -74,9 +73,8 @@ def test_without_a_key_prometheus_shows_none() -> None:
         "application": {"gateway": {"keys": [], "insecure": True, "advanced": {"metrics_key": None}}}
     }
     objects = render({**WATCHED, **open_to_all})
-    (endpoint,) = only(objects, "ServiceMonitor")["spec"]["endpoints"]
-    assert "authorization" not in endpoint
-    assert "authorization" not in only(objects, "ScrapeConfig")["spec"]
+    for ending in ("ewsjf", "-engines"):
+        assert "authorization" not in only(objects, "ScrapeConfig", ending)["spec"]
 
 
 def test_fleets_scale_by_the_pool_that_they_serve() -> None:

@@ -15,7 +15,6 @@ from tests.observability.prometheus import Prometheus, prometheus, rules, until
 
 # What shows nothing in an application without the thing, by a part of the query.
 MAY_BE_EMPTY = {
-    "ewsjf_put_backs_total": "no engine fails",
     "ewsjf_spills_total": "no pool may be full for long enough",
     "ewsjf_misroutes_total": "no estimate may be wrong",
     "ewsjf_key_": "there are no keys",

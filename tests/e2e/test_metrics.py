@@ -14,7 +14,6 @@ _WITH_STATE = {"ewsjf_state_failures_total", "ewsjf_state_saved_timestamp_second
 # No series before something has happened, or where somebody does something: named with what that is.
 _WITHOUT_SERIES = {
     "ewsjf_gateway_put_backs_total": "an engine that fails",
-    "ewsjf_put_backs_total": "an engine that fails",
     "ewsjf_key_requests_total": "API keys",
     "ewsjf_key_tokens_total": "API keys",
     "ewsjf_scaling_decisions_total": "a pool that is scaled",

@@ -22,7 +22,7 @@ _INTERVAL = "1s"
 
 
 def program(name: str) -> str:
-    """The path of `prometheus`, `promtool` or `amtool`; the test that asks for it is skipped without one."""
+    """The path of `prometheus` or `promtool`; the test that asks for it is skipped without one."""
     fetched = ROOT / os.environ.get("VENV", ".venv") / "opt" / "prometheus" / "bin" / name
     found = str(fetched) if fetched.is_file() else shutil.which(name)
     if found is None:

@@ -43,10 +43,25 @@ _USUAL_TARGETS = ClassTargets()
 class _Series:
     """Metric cells of one (model, class, pool), looked up once."""
 
-    __slots__ = ("e2e", "gaps", "output", "prompt", "queue_wait", "tpot", "ttft")
+    __slots__ = (
+        "e2e",
+        "gaps",
+        "good",
+        "judged",
+        "misses",
+        "output",
+        "prompt",
+        "queue_wait",
+        "tpot",
+        "ttft",
+    )
 
     def __init__(self, metrics: "Telemetry", labels: tuple[str, str, str, str]) -> None:
         self.ttft = metrics.ttft.labels(*labels)
+        self.judged = metrics.judged.labels(*labels)
+        self.good = metrics.good.labels(*labels)
+        # All kinds at once: a rate of what has not happened yet is 0, not nothing.
+        self.misses = {miss: metrics.misses.labels(*labels, miss) for miss in Miss}
         self.tpot = metrics.tpot.labels(*labels)
         self.gaps = metrics.gaps.labels(*labels)
         self.e2e = metrics.e2e.labels(*labels)
@@ -227,23 +242,19 @@ class Telemetry:
         targets = self._targets.get(model, _USUAL_TARGETS)
         if not targets.judges(record):
             return
-        labels = (self._gateway_id, model, record.priority, record.pool)
-        self.judged.labels(*labels).inc()
+        series = self._series_of(model, record.priority, record.pool)
+        series.judged.inc()
         misses = targets.missed_by(record)
         if not misses:
-            self.good.labels(*labels).inc()
+            series.good.inc()
         for miss in misses:
-            self.misses.labels(*labels, miss).inc()
+            series.misses[miss].inc()
 
     def _series_of(self, model: str, priority: str, pool: str) -> _Series:
         key = (model, priority, pool)
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = _Series(self, (self._gateway_id, *key))
-            # A rate of what has not happened yet is 0, not nothing.
-            self.good.labels(self._gateway_id, *key)
-            for miss in Miss:
-                self.misses.labels(self._gateway_id, *key, miss)
         return series
 
     def _observe(self, model: str, record: RequestRecord, trace_id: str) -> None:

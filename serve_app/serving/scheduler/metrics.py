@@ -17,7 +17,7 @@ from serve_app.request import PriorityClass
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling.admission.wait_prediction import PredictionErrors
 from serve_app.scheduling.commands import Conclude, Dispatch
-from serve_app.scheduling.events import DispatchFailed
+from serve_app.scheduling.events import DispatchFailed, DispatchFailure
 from serve_app.scheduling.request import ScheduledRequest
 from serve_app.serving.metric_cells import CellFamily, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process_metrics import ProcessMetrics
@@ -146,6 +146,8 @@ class SchedulerMetrics:
         self._spills = counter("ewsjf_spills", "Grants in another pool than the request's own.", "pool")
         text = "Requests that came back before their first byte."
         self._put_backs = counter("ewsjf_put_backs", text, "failure")
+        for failure in DispatchFailure:
+            self._put_backs.labels(self._model, failure.value)
         text = "Requests that reached their outcome."
         self._concluded = counter("ewsjf_requests_concluded", text, "class", "outcome")
         self._stale_reports = counter("ewsjf_stale_reports", "Times a replica's report went stale.")
