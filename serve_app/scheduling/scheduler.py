@@ -56,7 +56,7 @@ from serve_app.scheduling.isolation.prefill_watch import PrefillWatch
 from serve_app.scheduling.policies import POLICIES, MakePolicy, make_policy
 from serve_app.scheduling.policies.protocol import PolicyInputs
 from serve_app.scheduling.put_backs import exhausted, note_earlier_dispatches, note_put_back
-from serve_app.scheduling.queue_snapshot import QueueSnapshot, take_queue_snapshot
+from serve_app.scheduling.queue_snapshot import MAX_SUB_QUEUES, QueueSnapshot, take_queue_snapshot
 from serve_app.scheduling.queueing.expiry import ExpiryHeap
 from serve_app.scheduling.queueing.request_queue import RequestQueue
 from serve_app.scheduling.request import RequestTable, ScheduledRequest
@@ -185,9 +185,10 @@ class Scheduler:
         """All requests of one gateway, waiting and running."""
         return self._requests.of_gateway(gateway_id)
 
-    def queue_snapshot(self, now: float) -> QueueSnapshot:
-        """Which requests wait where, and why; for people."""
-        return take_queue_snapshot(self.queue, self.dispatcher, self._policy, self.router.b_short_tokens, now)
+    def queue_snapshot(self, now: float, most: int = MAX_SUB_QUEUES) -> QueueSnapshot:
+        """Which requests wait where, and why, with at most so many sub-queues; for people."""
+        parts = self.queue, self.dispatcher, self._policy, self.router.b_short_tokens
+        return take_queue_snapshot(*parts, now, most)
 
     def __len__(self) -> int:
         """Requests that are waiting or running."""
