@@ -64,6 +64,8 @@ from serve_app.scheduling.request_routing import RequestRouting
 from serve_app.scheduling.rerouting import Refused, Rerouting
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.scheduling.settings import SchedulerSettings
+from serve_app.scheduling.waits.accounts import note_attempt, wait_breakdown
+from serve_app.scheduling.waits.watch import WaitWatch
 
 
 class Scheduler:
@@ -87,6 +89,7 @@ class Scheduler:
         admission: who may wait, and how long that is predicted to take.
         router: which pools a request may go to.
         arrived: the work that has arrived so far, for whoever scales the pools.
+        waits: what keeps waiting requests waiting.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class Scheduler:
         self.affinity = PrefixAffinity(settings.affinity, self.prefill_costs, self.estimator.bytes_per_token)
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
+        self.waits = WaitWatch(settings.routing.pools, self.queue.waits, self.ledger, self.isolation)
         self.passing = PassThrough(settings.active_share, self.ledger)
         self.router = PoolRouter(settings.routing, self.ledger.context_limit, self.ledger.told_context_limit)
         self._contexts = ContextLearning(self.ledger)
@@ -168,6 +172,7 @@ class Scheduler:
         self._end_overdue(now)
         self._handlers[type(event)](event, now)
         self._dispatch(now)
+        self.waits.settle(now)
         return commands
 
     def next_wakeup(self) -> float | None:
@@ -295,6 +300,7 @@ class Scheduler:
             return
         if event.failure is ev.DispatchFailure.TOO_LONG:
             self._on_contexts_learned(self._contexts.on_refusal(scheduled, event.stated_context), now)
+        note_attempt(scheduled, now)
         note_put_back(scheduled, event, self.ledger[event.replica_id], now)
         self._in_flight.release(scheduled, now, ran=False)
         if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
@@ -389,6 +395,7 @@ class Scheduler:
         """Reserve what was chosen, and say so: the decision is its reservation."""
         scheduled, replica, hold = choice.scheduled, choice.replica, choice.hold
         self.queue.remove(scheduled)
+        self.waits.on_dispatch(scheduled, replica, now)
         self.admission.predictor.on_dispatch(scheduled, now)
         scheduled.prefilled_alone = replica.unstarted == 0
         scheduled.cached_tokens = scheduled.estimate.expected_prompt_tokens - hold.prefill_tokens
@@ -434,16 +441,18 @@ class Scheduler:
 
     def _conclude(self, request: Request, conclusion: Conclusion, *, dispatched: bool = False) -> None:
         """Say how it ended. One that is refused on arrival was never remembered."""
+        waited = None
         if (scheduled := self._requests.pop(request.request_id)) is not None:
             self.router.on_departure(scheduled.estimate, scheduled.counted_at)
             self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
+            waited = None if dispatched else wait_breakdown(scheduled, self._now)
         if request.submission.key is not None:
             conclusion = self.admission.keys.described(request, conclusion, self._now)
-        self._commands.append(
-            Conclude(
-                request_id=request.request_id,
-                gateway_id=request.gateway_id,
-                conclusion=conclusion,
-                dispatched=dispatched,
-            )
+        ended = Conclude(
+            request_id=request.request_id,
+            gateway_id=request.gateway_id,
+            conclusion=conclusion,
+            dispatched=dispatched,
+            waited=waited,
         )
+        self._commands.append(ended)

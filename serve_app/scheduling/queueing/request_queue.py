@@ -20,6 +20,7 @@ from serve_app.scheduling.queueing.resting import RestingRequests
 from serve_app.scheduling.queueing.sub_queue import SubQueue, TenantQueues
 from serve_app.scheduling.queueing.waiting_work import WaitingWork
 from serve_app.scheduling.request import ScheduledRequest
+from serve_app.scheduling.waits.accounts import WaitAccounts
 
 # Tenants up to which those with a head that may fit are sorted; among more, one is soon found in the order of
 # their shares.
@@ -52,6 +53,7 @@ class RequestQueue:
         resting: those of the waiting requests that are in backoff.
         groups: the heads by what decides where they fit.
         particular: waiting requests that only some replicas of their pools will do for.
+        waits: what they have waited for so far.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class RequestQueue:
         self._now = 0.0
         self.resting = RestingRequests()
         self.groups = HeadGroups()
+        self.waits = WaitAccounts()
         self._is_fair = fairness.mode is not FairnessMode.OFF
         self._weights = TenantWeights(fairness)
         self._fair_work = {
@@ -112,6 +115,7 @@ class RequestQueue:
         else:
             self._insert(scheduled, tenant)
         self._count(scheduled, tenant, 1)
+        self.waits.add(scheduled)
 
     def remove(self, scheduled: ScheduledRequest) -> None:
         """Remove a request, wherever it is."""
@@ -120,6 +124,7 @@ class RequestQueue:
         tenant = tenants[request.tenant]
         self._take_out(scheduled, tenant)
         self._delay_bound(scheduled).leave(scheduled, self._now)
+        self.waits.remove(scheduled, self._now)
         scheduled.queued = False
         self._count(scheduled, tenant, -1)
         if not tenant.waiting:
@@ -131,6 +136,8 @@ class RequestQueue:
         for scheduled in self.resting.pop_due(now):
             scheduled.resting_until = 0.0
             self._insert(scheduled, self._tenants[scheduled.request.priority][scheduled.request.tenant])
+            self.waits.remove(scheduled, now)
+            self.waits.add(scheduled)
 
     @property
     def promotes_claimed(self) -> bool:
@@ -224,6 +231,8 @@ class RequestQueue:
         self._take_out(scheduled, tenant)
         self._count_at_home(scheduled, -1)
         self._delay_bound(scheduled).leave(scheduled, self._now)
+        self.waits.remove(scheduled, self._now)
+        self.waits.add(scheduled)
         scheduled.pools = pools
         self._delay_bound(scheduled).join(scheduled)
         self._count_at_home(scheduled, 1)
