@@ -49,6 +49,8 @@ _RECENT = 50_000
 _AUDITS_SHOWN = 12
 _USUAL_QUEUES = RefineAndPruneSettings()
 _STUDIES_KEPT = 50
+_MOST_DOUBLINGS = 2
+"""Of the interval between two searches, while they find nothing: a search takes a minute of CPU time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,8 @@ class ParameterLoop:
         self._studies: deque[dict[str, Any]] = deque(maxlen=_STUDIES_KEPT)
         self._searching = self._replaying = False
         self._searches = self._trials = 0
+        # Searches in a row that found nothing.
+        self._in_vain = 0
         self._acts: Counter[Act] = Counter()
         self.calibration = TwinCalibration(settings.calibration, settings.profile)
         self.forecasts = Forecasts()
@@ -224,6 +228,7 @@ class ParameterLoop:
 
     def on_search_result(self, result: SearchResult, now: float) -> list[Retune]:
         """Propose what a search has found."""
+        self._in_vain = 0 if result.finding.confident else self._in_vain + 1
         self.on_search_failure(now)
         finding, found = result.finding, result.finding.confirmation
         self._searches += 1
@@ -246,9 +251,9 @@ class ParameterLoop:
         return self._orders(self.rollout.propose(finding.best.values, now, reason, noise, control))
 
     def on_search_failure(self, now: float) -> None:
-        """Note that a search has ended; the next one comes after the usual interval."""
+        """Note that a search has ended; the next one comes later where several have found nothing."""
         self._searching = False
-        self._next_search_at = now + self._settings.every_s
+        self._next_search_at = now + self._settings.every_s * 2.0 ** min(self._in_vain, _MOST_DOUBLINGS)
 
     # For people, and for a restart
 
