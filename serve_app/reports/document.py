@@ -84,12 +84,15 @@ class PlotAxis:
     Attributes:
         logarithmic: at first; None leaves the reader no choice, and is linear.
         base: of a logarithmic axis.
+        from_zero: whether a linear axis without negative values begins at zero; not where only differences
+            count.
     """
 
     label: str
     unit: Unit = Unit.NUMBER
     logarithmic: bool | None = False
     base: int = 10
+    from_zero: bool = True
 
 
 class Look(StrEnum):

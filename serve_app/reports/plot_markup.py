@@ -81,6 +81,7 @@ def _axis(axis: PlotAxis) -> dict[str, object]:
         "unit": axis.unit.value,
         "logarithmic": bool(axis.logarithmic),
         "base": axis.base,
+        "fromZero": axis.from_zero,
     }
 
 

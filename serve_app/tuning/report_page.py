@@ -211,7 +211,7 @@ def _fresh_windows(report: StudyReport) -> Iterator[Plot]:
         title="Reward on each fresh window",
         reading="Higher is better. Both meet the same requests in a window, so the gap between them counts.",
         x=PlotAxis(label="window", unit=Unit.COUNT, logarithmic=None),
-        y=PlotAxis(label="reward", logarithmic=None),
+        y=PlotAxis(label="reward", logarithmic=None, from_zero=False),
         places=[float(window) for window in windows],
         series=[
             Series(

@@ -168,6 +168,16 @@ async def test_an_axis_is_linear_or_logarithmic(page: BrowserPage) -> None:
     assert page.problems == []
 
 
+@pytest.mark.parametrize("selectors", [("[data-series]", "[data-axis]"), ("[data-axis]", "[data-series]")])
+async def test_axes_change_while_nothing_is_shown(page: BrowserPage, selectors: tuple[str, str]) -> None:
+    whole = await inks(page)
+    for selector in (*selectors, *selectors):
+        await page.evaluate(f"document.querySelectorAll('{selector}').forEach((one) => one.click())")
+        await settled(page)
+    assert await inks(page) == whole
+    assert page.problems == []
+
+
 async def test_colours_follow_the_scheme_and_paper_is_light(page: BrowserPage) -> None:
     found = {}
     for scheme, medium in (("light", "screen"), ("dark", "screen"), ("dark", "print")):
@@ -184,11 +194,15 @@ async def test_colours_follow_the_scheme_and_paper_is_light(page: BrowserPage) -
 
 
 @pytest.mark.parametrize("width", [360, 800, 1_600])
-async def test_the_page_never_scrolls_sideways(page: BrowserPage, width: int) -> None:
-    await page.emulate(width=width)
-    await settled(page)
-    assert await page.evaluate("document.documentElement.scrollWidth") <= width
-    assert await page.evaluate("document.querySelector('canvas').getBoundingClientRect().width") <= width
+async def test_the_page_never_scrolls_sideways(tmp_path: Path, width: int) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, report(f"http://{'inference' * 9}.example:8000"))
+    async with open_page(path.as_uri(), tmp_path) as page:
+        await page.becomes("document.documentElement.dataset.plots === '1'")
+        await page.emulate(width=width)
+        await settled(page)
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        assert await page.evaluate("document.querySelector('canvas').getBoundingClientRect().width") <= width
 
 
 async def test_without_scripts_the_values_are_there_and_no_dead_switch_is_shown(tmp_path: Path) -> None:

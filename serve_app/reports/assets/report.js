@@ -22,6 +22,7 @@
   // Round places of a logarithmic axis: powers of two, or 1, 2 and 5 of each decade, or fewer.
   function powers(low, high, base) {
     const found = [];
+    if (!(low > 0 && high > low)) return found;
     const decades = Math.log10(high / low);
     const steps = base === 2 ? [1] : decades < 1 ? [1, 2, 3, 5, 7] : decades < 3.5 ? [1, 2, 5] : [1];
     for (let power = Math.floor(Math.log(low) / Math.log(base)); base ** power <= high; power++) {
@@ -137,12 +138,14 @@
     }
 
     vertical(low, high) {
-      if (low === null) return [this.logarithmic.y ? 1 : 0, 10];
+      // Nothing is shown, or nothing that has a place on this axis.
+      const isFit = Number.isFinite(low) && Number.isFinite(high) && (low > 0 || !this.logarithmic.y);
+      if (!isFit || low === null) return [this.logarithmic.y ? 1 : 0, 10];
       if (this.logarithmic.y) return [low / 1.15, high * 1.15];
       if (this.data.y.unit === "share" && low >= 0 && high > 0.5 && high <= 1 && !this.isZoomed()) return [0, 1.01];
       const pad = 0.05 * (high - low || Math.abs(high) || 1);
       // Lengths of time and counts begin at zero, unless a reader looks closer.
-      return [low >= 0 && !this.isZoomed() ? 0 : low - pad, high + pad];
+      return [low >= 0 && this.data.y.fromZero && !this.isZoomed() ? 0 : low - pad, high + pad];
     }
 
     isZoomed() {

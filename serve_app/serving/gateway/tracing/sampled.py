@@ -86,15 +86,17 @@ class SampledTrace(RequestTrace):
         self._add(names.QUEUE_SPAN, since, decided_at, {names.LENGTH_QUEUE: dispatch.length_queue})
         self._add(names.PLACE_SPAN, decided_at, now, _placement(dispatch))
         self._since = None
-        address: dict[str, Any] = {
-            names.SERVER_ADDRESS: grant.address.host,
-            names.SERVER_PORT: grant.address.port,
-        }
         self._forward = self._tracer.start_span(
             names.FORWARD_SPAN,
             context=self._below,
             kind=SpanKind.CLIENT,
-            attributes=_placement(dispatch) | address | {names.ATTEMPT: attempt},
+            attributes={
+                names.POOL: dispatch.pool,
+                names.REPLICA: dispatch.replica_id,
+                names.SERVER_ADDRESS: grant.address.host,
+                names.SERVER_PORT: grant.address.port,
+                names.ATTEMPT: attempt,
+            },
             start_time=self._epoch_ns(now),
         )
 

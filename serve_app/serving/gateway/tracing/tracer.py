@@ -1,8 +1,9 @@
 """The tracer of a gateway: it decides which requests are sampled, and begins their traces.
 
-OpenTelemetry's own sampler decides, as `OTEL_TRACES_SAMPLER` says. It is asked before anything is built, so a
-request that it does not take costs a random number and that question. Its engine is told, too: an engine that
-hears of no parent would begin a trace of its own.
+OpenTelemetry's own sampler decides, as `OTEL_TRACES_SAMPLER` says. Each of those that the variable may name
+takes the trace ids below a bound, or does as the request's parent says. The bound is found out once. So a
+request that is not sampled costs a random number and a comparison, and nothing is built for it. Its engine is
+told, too: an engine that hears of no parent would begin a trace of its own.
 """
 
 import random
@@ -15,7 +16,7 @@ from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resou
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.trace.sampling import Decision, ParentBased
+from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler
 from opentelemetry.trace import (
     NonRecordingSpan,
     SpanContext,
@@ -33,6 +34,8 @@ from serve_app.serving.gateway.tracing.trace_context import TraceParent, trace_p
 
 _SERVICE = "ewsjf-gateway"
 _ROOT = Context()
+# Of a trace id, those by which samplers decide.
+_LOW_BITS = (1 << 64) - 1
 
 
 class GatewayTracer:
@@ -53,8 +56,8 @@ class GatewayTracer:
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer(names.SCOPE)
-        self._sampler = self._provider.sampler
-        self._follows_parents = isinstance(self._sampler, ParentBased)
+        self._bound = _bound(self._provider.sampler)
+        self._follows_parents = isinstance(self._provider.sampler, ParentBased)
 
     def begin(
         self, scope: Scope, path: str, headers: Mapping[bytes, bytes], arrived_at: float
@@ -69,22 +72,20 @@ class GatewayTracer:
             return UNTRACED
         parent = trace_parent(headers)
         if parent is None:
-            context, trace_id = _ROOT, random.getrandbits(128)
+            trace_id = random.getrandbits(128)
         elif self._follows_parents and not parent.is_sampled:
             return UNTRACED
         else:
-            context, trace_id = _remote(parent, scope), int(parent.trace_id, 16)
-        kind = SpanKind.SERVER
-        asked = self._sampler.should_sample(context, trace_id, operation, kind)
-        if asked.decision is not Decision.RECORD_AND_SAMPLE:
+            trace_id = int(parent.trace_id, 16)
+        if trace_id & _LOW_BITS >= self._bound and not (self._follows_parents and parent is not None):
             return UNTRACED
         self._ids.trace_id = trace_id
         # Both clocks are read at the same moment; from here on only the event loop's is.
         ahead_ns = time.time_ns() - int(time.monotonic() * NANOSECONDS)
         root = self._tracer.start_span(
             operation,
-            context=context,
-            kind=kind,
+            context=_ROOT if parent is None else _remote(parent, scope),
+            kind=SpanKind.SERVER,
             attributes={
                 names.OPERATION_NAME: operation,
                 names.PROVIDER_NAME: names.PROVIDER,
@@ -93,6 +94,8 @@ class GatewayTracer:
             },
             start_time=ahead_ns + int(arrived_at * NANOSECONDS),
         )
+        if not root.is_recording():
+            return UNTRACED
         return SampledTrace(self._tracer, root, operation, ahead_ns)
 
     def unsampled_parent(self) -> bytes:
@@ -115,6 +118,18 @@ class _ChosenIds(RandomIdGenerator):
 
     def generate_trace_id(self) -> int:
         return self.trace_id or super().generate_trace_id()
+
+
+def _bound(sampler: Sampler) -> int:
+    """The least number, of the low bits of a trace id, that a sampler does not take without a parent."""
+    least, most = 0, _LOW_BITS + 1
+    while least < most:
+        middle = (least + most) // 2
+        if sampler.should_sample(_ROOT, middle, "").decision is Decision.RECORD_AND_SAMPLE:
+            least = middle + 1
+        else:
+            most = middle
+    return least
 
 
 def _remote(parent: TraceParent, scope: Scope) -> Context:

@@ -78,6 +78,26 @@ async def test_a_line_has_the_status_the_key_and_the_trace(caplog: pytest.LogCap
     assert "s3cret" not in caplog.text
 
 
+async def test_clients_that_are_refused_by_the_hundred_leave_a_few_lines_and_a_count(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    for number in range(120):
+        if number % 3:
+            stage.dispatcher.script.append(refusal(Outcome.REJECTED_QUEUE_FULL, "full", 3.0))
+        answer = await stage.http.post(CHAT, json=chat())
+        assert answer.status_code == (429 if number % 3 else 200)
+    stage.gateway.telemetry.flush_log()
+    lines = [each.getMessage() for each in caplog.records if each.name == "ray.serve"]
+    refused = [line for line in lines if "outcome=rejected_queue_full" in line]
+    told = [dict(part.split("=") for part in line.split(" ")) for line in lines if "log_suppressed" in line]
+    assert sum("outcome=completed" in line for line in lines) == 40
+    assert len(refused) + sum(int(each["rejected_queue_full"]) for each in told) == 80
+    # At most so many in each second.
+    assert len(refused) <= MOST_REFUSED_LINES * (len(told) + 1)
+    assert told
+
+
 async def test_a_long_error_is_cut_in_the_log(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ray.serve")
     answer = await stage.http.post(CHAT, json=chat(service_tier="x" * 10_000, model="y" * 10_000))

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from serve_app.engines.engine import Scope, Send
+from serve_app.serving.gateway.tracing.request_trace import UNTRACED
 
-from ..builders import MODEL, Engine, chat, error_json, eventually, reply_json
+from ..builders import MODEL, Engine, FakeDispatcher, chat, error_json, eventually, gateway, reply_json
 from ..fleet import Fleet, fleet_of
 from .collector import CLIENT, ERROR, SERVER, Collector
 
@@ -218,6 +219,44 @@ async def test_a_share_of_requests_is_sampled_by_the_id_that_their_spans_have(
     assert all(int(trace_id, 16) & (2**64 - 1) < 2**63 for trace_id in sampled)
 
 
+@pytest.mark.parametrize(
+    ("sampler", "argument", "without", "unsampled_parent", "sampled_parent"),
+    [
+        ("always_on", "", True, True, True),
+        ("always_off", "", False, False, False),
+        ("traceidratio", "1", True, True, True),
+        ("traceidratio", "0", False, False, False),
+        ("parentbased_always_on", "", True, False, True),
+        ("parentbased_always_off", "", False, False, True),
+        ("parentbased_traceidratio", "1", True, False, True),
+        ("parentbased_traceidratio", "0", False, False, True),
+        # As OpenTelemetry takes what it does not know.
+        ("carrier-pigeon", "", True, False, True),
+        ("traceidratio", "many", True, True, True),
+    ],
+)
+async def test_every_sampler_of_the_environment_decides_as_opentelemetry_says(
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+    sampler: str,
+    argument: str,
+    without: bool,
+    unsampled_parent: bool,
+    sampled_parent: bool,
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", argument)
+    app = gateway(FakeDispatcher([1]), tracing=True)
+    tracer = app._tracer
+    assert tracer is not None
+    for flags, is_sampled in ((None, without), ("00", unsampled_parent), ("01", sampled_parent)):
+        headers = {} if flags is None else {b"traceparent": f"00-{TRACE}-{PARENT}-{flags}".encode()}
+        found = tracer.begin({"headers": [*headers.items()]}, CHAT, headers, 1.0)
+        assert (found is not UNTRACED) == is_sampled, flags
+        assert bool(found.trace_id) == is_sampled
+    app.close()
+
+
 async def test_without_tracing_the_clients_trace_goes_on_as_it_is(collector: Collector) -> None:
     engine = Engine()
     given = f"00-{TRACE}-{PARENT}-01"
@@ -241,3 +280,27 @@ async def test_the_environment_names_the_service(
     assert resource["service.name"] == "my-llms"
     assert resource["deployment.environment"] == "test"
     assert resource["service.instance.id"].startswith("gw")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "",
+        ",,,",
+        "no-equals-sign",
+        "a=" + "x" * 5_000,
+        ",".join(f"k{number}=v" for number in range(60)),
+        "a=1,a=2,A=3",
+        "a=\xe4\xf6",
+    ],
+)
+async def test_a_strange_trace_state_harms_no_request(collector: Collector, state: str) -> None:
+    engine = Engine()
+    async with fleet_of([engine], tracing=True) as fleet:
+        headers = [("traceparent", f"00-{TRACE}-{PARENT}-01"), ("tracestate", state), ("tracestate", "b=2")]
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+        answer = await fleet.http.post(CHAT, json=chat(), headers=raw)
+        assert answer.status_code == 200
+        await spans_of(fleet, collector, 4)
+    assert collector.only(ROOT).trace_id == TRACE
+    assert parent_told(engine)[2] == "01"
