@@ -20,6 +20,7 @@ CONTENTS = {
         "tuning",
         "planning",
         "operations",
+        "tracing",
         "kubernetes",
         "security",
     ),

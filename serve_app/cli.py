@@ -6,6 +6,7 @@ All modules together take most of a second to import; a completion after the Tab
 import argparse
 import importlib
 import os
+import sys
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     args = _parser().parse_args(argv)
+    args.words = list(sys.argv[1:] if argv is None else argv)
     command: Command = args.command
     try:
         return command.run(args)

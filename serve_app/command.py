@@ -4,6 +4,7 @@ import argparse
 import difflib
 import json
 import math
+import shlex
 import sys
 import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,9 +14,20 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 _FETCH_TIMEOUT_S = 10.0
+_HIDDEN = "..."
+# The time left is that of the steps over so long, which holds several of the slowest.
+_SPEED_OVER_S = 1_800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +93,43 @@ def given_arguments(args: argparse.Namespace, *, leave_out: Collection[str] = ()
     return {
         name: _plain(value)
         for name, value in vars(args).items()
-        if name != "command" and name not in leave_out
+        if name not in {"command", "words"} and name not in leave_out
     }
+
+
+def command_line(args: argparse.Namespace, secrets: Collection[str | None] = ()) -> str:
+    """The line with which a user would call the command again.
+
+    Args:
+        secrets: values that are not shown.
+    """
+    words = [program(), args.command.name, *getattr(args, "words", ())[1:]]
+    hidden = [secret for secret in secrets if secret]
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if word in hidden:
+            words[place] = _HIDDEN
+        elif equals and value in hidden:
+            words[place] = f"{name}={_HIDDEN}"
+    return f"{words[0]} {shlex.join(words[1:])}"
+
+
+def add_report_argument(group: "argparse._ArgumentGroup | argparse.ArgumentParser") -> None:
+    """Add `--report`."""
+    group.add_argument(
+        "--report", type=_page, metavar="FILE", help="write a report for a browser, one HTML file"
+    )
+
+
+def _page(text: str) -> Path:
+    """An argument type: a path that a file can have, which is checked before work of hours, not after it."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"must name a file, got the folder {text!r}")
+    inside = next((each for each in path.parents if each.exists()), None)
+    if inside is not None and not inside.is_dir():
+        raise argparse.ArgumentTypeError(f"{inside} is a file, so nothing can be written to {text!r}")
+    return path
 
 
 def _plain(value: object) -> object:
@@ -152,9 +199,18 @@ def progress_bar(what: str, total: int) -> Iterator[Advance]:
     if not console.is_terminal:
         yield lambda *_, **__: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Four updates a second: drawing costs CPU that a load generator needs.
-    with Progress(*columns, console=console, refresh_per_second=4) as progress:
+    columns: tuple[ProgressColumn, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    # Four updates a second: drawing costs CPU that a load generator needs. A step may take minutes.
+    with Progress(
+        *columns, console=console, refresh_per_second=4, speed_estimate_period=_SPEED_OVER_S
+    ) as progress:
         task = progress.add_task(what, total=total)
 
         def advance(steps: int = 1) -> None:

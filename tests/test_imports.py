@@ -39,13 +39,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines": WORDS | {"engine_model"},
     "workloads": WORDS,
     # Both drive the core, and neither knows the other.
-    "simulation": CORE | {"scaling", "engine_model", "workloads", "command", "tables", "provenance"},
+    "simulation": CORE
+    | {"scaling", "engine_model", "workloads", "command", "tables", "provenance", "reports"},
     "serving": CORE | {"scaling", "access", "api_keys", "engines", "engine_model", "tuning"},
     "tuning": CORE
-    | {"engine_model", "calibration", "workloads", "simulation", "command", "tables", "provenance"},
-    "planning": CORE | {"engine_model", "workloads", "simulation", "command", "tables", "provenance"},
+    | {
+        "engine_model",
+        "calibration",
+        "workloads",
+        "simulation",
+        "command",
+        "tables",
+        "provenance",
+        "reports",
+    },
+    "planning": CORE
+    | {"engine_model", "workloads", "simulation", "command", "tables", "provenance", "reports"},
     # A client of a live endpoint: it knows it from outside only.
-    "bench": WORDS | {"metrics", "workloads", "command", "tables", "provenance"},
+    "bench": WORDS | {"metrics", "workloads", "command", "tables", "provenance", "reports"},
     "settings": CORE | {"scaling", "engines", "engine_model", "serving", "tuning"},
     "app": CORE | {"engines", "serving", "tuning", "settings"},
     "provenance": {"workloads"},
@@ -57,6 +68,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What `init` writes.
     "first_config": {"access", "errors", "command", "checking", "engines", "engine_model"},
     "tables": set(),
+    # A result as a page of its own; commands describe what they found.
+    "reports": WORDS | {"metrics"},
     # Another client from outside.
     "status": {"access", "errors", "command", "launch"},
     "mode": {"errors", "command", "status", "tables"},
@@ -110,6 +123,7 @@ HOMES = {
     "sklearn": ("tuning",),
     "scipy": ("calibration",),
     "hyperopt": ("tuning",),
+    "opentelemetry": ("serving/gateway/tracing",),
     "matplotlib": ("bench", "simulation", "planning", "tuning"),
 }
 

@@ -5,11 +5,11 @@ from dataclasses import asdict
 from typing import Any
 
 from experiments.common.application import BUILD_APP
+from serve_app.metrics.targets import ClassTarget, ClassTargets
 from serve_app.scheduling.settings import WrittenScheduler
 from serve_app.serving.tuner.actor import TunerSettings
 from serve_app.settings_base import as_written
 from serve_app.tuning.objective.objective import ObjectiveSettings
-from serve_app.tuning.objective.service_class import ClassTarget, ClassTargets
 
 MODEL = "tuned"
 PROFILE = "llama31-8b-rtx4090-tp1"

@@ -37,7 +37,7 @@ def _start(settings: QuickStartSettings) -> dict[str, Any]:
         family = process_tree(served.pid)
         for process in family:
             role = role_of(process)
-            memory[role] = memory.get(role, 0.0) + _pss_mb(process.pid)
+            memory[role] = memory.get(role, 0.0) + pss_mb(process.pid)
     return {
         "start_s": start_s,
         "processes": len(family),
@@ -46,7 +46,7 @@ def _start(settings: QuickStartSettings) -> dict[str, Any]:
     }
 
 
-def _pss_mb(pid: int) -> float:
+def pss_mb(pid: int) -> float:
     """The process's own memory and its share of what several have in common; 0 when it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()

@@ -182,13 +182,14 @@ def _measurements(
         yield Measurement(
             key=_cell_key(settings, engines, name, clients),
             figures={
-                system.name: {"version": system.version, **_figures(found[system.name])} for system in systems
+                system.name: {"version": system.version, **figures_of(found[system.name])}
+                for system in systems
             },
             traces=generated("requests of one size"),
         )
 
 
-def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
+def figures_of(samples: Sequence[Sample]) -> dict[str, Any]:
     """Lists with one value for each round; times of the first token are comparable within a round."""
     roles = sorted({role for one in samples for role in one.cpu_ms})
     return {

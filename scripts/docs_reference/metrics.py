@@ -11,6 +11,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from docs_reference.markdown import code, document, sentence, table
+from docs_reference.metric_advice import METRIC_ADVICE
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.scaling import ScalingSettings
 from serve_app.serving.gateway.telemetry import Telemetry
@@ -23,12 +24,12 @@ from serve_app.serving.state.store import StateStore
 _INTRODUCTION = """
 # Metrics reference
 
-`GET /metrics` of the application answers with the metrics of the gateway that takes the request, and of the
-scheduler of every model. Engines have a page of their own, on the port of their replica.
+`GET /metrics` of the application answers with the metrics of all gateways and of the scheduler of every
+model, which also tells of autoscaling and of the tuner. `GET /metrics/engines` lists the engines' own pages,
+which can be had at the same address; see [scraping](../operations.md#scraping).
 
 Names are those of the samples, so counters end in `_total`. A histogram `x` has the samples `x_bucket`,
-`x_sum` and `x_count`. Times are in seconds. Behind one address several gateways answer in turn, so each of
-their series has the label `gateway`; add them up.
+`x_sum` and `x_count`. Times are in seconds. Each series of a gateway has the label `gateway`; add them up.
 """
 
 
@@ -43,18 +44,40 @@ class _Section:
 
 def metrics_page() -> str:
     """The whole page."""
-    heads = ("Metric", "Type", "Labels", "Meaning")
-    parts = [
-        part
-        for section in _SECTIONS
-        for part in (f"## {section.title}", section.text, table(heads, asyncio.run(_rows(section.build))))
-    ]
+    heads = ("Metric", "Type", "Labels", "Meaning", "What to do")
+    parts = []
+    for section in _SECTIONS:
+        rows = [(*row, _advice(row[0])) for row in asyncio.run(_rows(section.build))]
+        advised = any(row[-1] for row in rows)
+        shown = table(heads, rows) if advised else table(heads[:-1], [row[:-1] for row in rows])
+        parts += [f"## {section.title}", section.text, shown]
     return document(_INTRODUCTION, *parts)
+
+
+def _advice(name: str) -> str:
+    """What to do when the metric stands out; nothing for those of engines.
+
+    Raises:
+        KeyError: a metric of ours has no advice.
+    """
+    bare = name.strip("`")
+    return METRIC_ADVICE[bare] if bare.startswith("ewsjf_") else ""
 
 
 def metric_names() -> frozenset[str]:
     """Every name in the tables."""
     return frozenset(row[0].strip("`") for section in _SECTIONS for row in asyncio.run(_rows(section.build)))
+
+
+def application_metrics() -> dict[str, tuple[str, set[str]]]:
+    """Type and labels of every metric of the application itself, by name; labels of all who export it."""
+    found: dict[str, tuple[str, set[str]]] = {}
+    for section in _SECTIONS:
+        for name, kind, labels, _ in asyncio.run(_rows(section.build)):
+            if name.startswith("`ewsjf_"):
+                _, known = found.setdefault(name.strip("`"), (kind, set()))
+                known.update(label.strip("`") for label in labels.split(", "))
+    return found
 
 
 async def _rows(build: Callable[[], Awaitable[object]]) -> Iterable[Sequence[str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from serve_app.bench.bodies import BenchEndpoint, BodyKind, BodySettings
 from serve_app.bench.connection import BenchError
 from serve_app.bench.load import LATE_AFTER_S, ClientFigures, LoadSettings
-from serve_app.command import positive_float, positive_int
+from serve_app.command import add_report_argument, positive_float, positive_int
 from serve_app.metrics.slo import Slo
 from serve_app.metrics.summary import SHORT_AT_TOKENS, SummaryRules
 from serve_app.workloads.catalog import WorkloadSettings
@@ -89,6 +89,7 @@ def _configure_results(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--json", type=Path, metavar="OUT", help="write metrics and provenance")
     group.add_argument("--records", type=Path, metavar="OUT", help="write raw records, a JSON object a line")
     group.add_argument("--plot", type=Path, metavar="DIR", help="write a TTFT distribution and a timeline")
+    add_report_argument(group)
 
 
 def workload(args: argparse.Namespace) -> WorkloadSettings:

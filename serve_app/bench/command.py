@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import uvloop
@@ -15,11 +15,14 @@ from serve_app.bench.compare_command import compare_endpoints
 from serve_app.bench.connection import BenchError, ConnectionPool, Target
 from serve_app.bench.endpoint import preemptions_so_far, served_models
 from serve_app.bench.load import LoadResult, LoadSettings, OpenLoop
+from serve_app.bench.pages.run_page import BenchRun, bench_report
 from serve_app.bench.report import from_zero, run_as_json, table, write_records
-from serve_app.command import Command, given_arguments, progress_bar, say, warn, write_json
+from serve_app.command import Command, command_line, given_arguments, progress_bar, say, warn, write_json
 from serve_app.metrics.record import RequestRecord
-from serve_app.metrics.summary import Summary, summarise
+from serve_app.metrics.summary import summarise
 from serve_app.provenance import provenance
+from serve_app.reports.document import Origin
+from serve_app.reports.page import write_report
 from serve_app.tables import paragraph
 from serve_app.workloads.catalog import notes_on, resolve
 from serve_app.workloads.trace import Trace
@@ -30,7 +33,7 @@ _EXAMPLE = """example:
       --rate 20 --duration 300
 """
 # Secrets, and arguments of the command line itself.
-_NOT_SETTINGS = frozenset({"api_key", "command"})
+_NOT_SETTINGS = frozenset({"api_key", "compare_api_key", "command"})
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -55,9 +58,10 @@ def _run(args: argparse.Namespace) -> int:
     summary = summarise(load.records, arguments.rules(args))
     summary = replace(summary, preemptions=(preempted or 0) - (preempted_before or 0) if known else None)
     say(f"{paragraph(f'{trace.title}: {trace.source}')}\n\n{table(summary)}")
-    for warning in arguments.client_warnings(load.client, len(load.records)):
+    warnings = list(arguments.client_warnings(load.client, len(load.records)))
+    for warning in warnings:
         warn(warning)
-    _write(args, trace, load, summary, cpu_s)
+    _write(BenchRun(args=args, trace=trace, load=load, summary=summary), cpu_s, warnings)
     return 0 if summary.completed else 1
 
 
@@ -90,12 +94,13 @@ def _after_warm_up(records: list[RequestRecord], warm_up_s: float) -> list[Reque
     return [record for record in records if record.arrived_at >= warm_up_s]
 
 
-def _write(args: argparse.Namespace, trace: Trace, load: LoadResult, summary: Summary, cpu_s: float) -> None:
+def _write(measured: BenchRun, cpu_s: float, warnings: Sequence[str]) -> None:
+    args, trace, load, summary = measured.args, measured.trace, measured.load, measured.summary
+    found = provenance(trace, given_arguments(args, leave_out=_NOT_SETTINGS), [args.seed])
     if args.json is not None:
-        settings = given_arguments(args, leave_out=_NOT_SETTINGS)
         run = {"policy": args.label, "seed": args.seed, "load": None, "rate_per_s": trace.rate_per_s}
         run |= run_as_json(summary, load, arguments.rules(args), cpu_s)
-        write_json(args.json, {"runs": [run], "provenance": provenance(trace, settings, [args.seed])})
+        write_json(args.json, {"runs": [run], "provenance": found})
     if args.records is not None:
         write_records(args.records, load.records)
     if args.plot is not None:
@@ -103,6 +108,9 @@ def _write(args: argparse.Namespace, trace: Trace, load: LoadResult, summary: Su
         from serve_app.bench.plots import write_plots  # noqa: PLC0415 - see above
 
         write_plots(args.plot, load.records, f"{args.label}: {trace.name}", args.short_at)
+    if args.report is not None:
+        origin = Origin(found, command_line(args, [args.api_key, args.compare_api_key]))
+        write_report(args.report, bench_report(measured, origin, warnings))
 
 
 COMMAND = Command(

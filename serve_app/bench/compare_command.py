@@ -2,21 +2,24 @@
 
 import argparse
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import uvloop
 
 from serve_app.bench import arguments
 from serve_app.bench.compare_report import comparison_table, comparison_warnings, outcomes
-from serve_app.bench.comparison import EndpointComparison, compare
+from serve_app.bench.comparison import compare
 from serve_app.bench.connection import BenchError, Target
 from serve_app.bench.endpoint import served_models
 from serve_app.bench.interleave import ComparedEndpoint, Interleaved, interleave
 from serve_app.bench.load import LoadSettings
+from serve_app.bench.pages.comparison_page import ComparedRun, comparison_report
 from serve_app.bench.report import write_records
-from serve_app.command import given_arguments, progress_bar, say, warn, write_json
+from serve_app.command import command_line, given_arguments, progress_bar, say, warn, write_json
 from serve_app.metrics.record import RequestRecord
 from serve_app.provenance import provenance
+from serve_app.reports.document import Origin
+from serve_app.reports.page import write_report
 from serve_app.tables import paragraph
 from serve_app.workloads.trace import Trace
 
@@ -48,9 +51,10 @@ def compare_endpoints(args: argparse.Namespace, trace: Trace, settings: LoadSett
         f"{paragraph(f'{trace.title}: {trace.source}')}\n\n"
         f"{comparison_table(found, (args.url, args.compare))}"
     )
-    for warning in (*comparison_warnings(found), *arguments.client_warnings(played.client, 2 * len(pairs))):
+    warnings = (*comparison_warnings(found), *arguments.client_warnings(played.client, 2 * len(pairs)))
+    for warning in warnings:
         warn(warning)
-    _write(args, trace, found, played)
+    _write(ComparedRun(args=args, trace=trace, found=found, played=played), warnings)
     return 0 if found.completed_by_both else 1
 
 
@@ -71,14 +75,19 @@ def _drive(
             return runner.run(drive(lambda _: advance()))
 
 
-def _write(args: argparse.Namespace, trace: Trace, found: EndpointComparison, played: Interleaved) -> None:
+def _write(run: ComparedRun, warnings: Sequence[str]) -> None:
+    args, found, played = run.args, run.found, run.played
+    origin = provenance(run.trace, given_arguments(args, leave_out=_NOT_SETTINGS), [args.seed])
     if args.json is not None:
         sides = zip(("A", "B"), (args.url, args.compare), outcomes(played), strict=True)
         document = {
             "endpoints": {name: {"url": url, "outcomes": dict(ended)} for name, url, ended in sides},
             "comparison": found.as_json(),
-            "provenance": provenance(trace, given_arguments(args, leave_out=_NOT_SETTINGS), [args.seed]),
+            "provenance": origin,
         }
         write_json(args.json, document)
+    if args.report is not None:
+        called = command_line(args, [args.api_key, args.compare_api_key])
+        write_report(args.report, comparison_report(run, Origin(origin, called), warnings))
     if args.records is not None:
         write_records(args.records, (each for pair in played.pairs for each in (pair.base, pair.other)))

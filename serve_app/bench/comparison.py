@@ -163,15 +163,31 @@ def _differences(
 
 def _half_widths(slices: list[Figures], figures_of: Callable[[Figures], Figures]) -> Figures | None:
     """Half the width of the interval of each figure's difference."""
+
+    def difference(drawn: Figures) -> Figures:
+        base, other = figures_of(drawn).T
+        found: Figures = other - base
+        return found
+
+    return half_widths(slices, difference)
+
+
+def half_widths(slices: Sequence[Figures], figures_of: Callable[[Figures], Figures]) -> Figures | None:
+    """Half the width of the 95 % interval of each figure, from resampled slices; None for a single slice.
+
+    Args:
+        slices: values of each, a column for each request.
+        figures_of: the figures of some of these columns, as one row.
+    """
     count = len(slices)
     if count == 1:
         return None
     rng = np.random.default_rng(_SEED)
     resampled = np.empty((_RESAMPLES, figures_of(slices[0]).shape[0]))
     for row in resampled:
-        drawn = np.concatenate([slices[index] for index in rng.integers(0, count, count)], axis=1)
-        base, other = figures_of(drawn).T
-        row[:] = other - base
+        row[:] = figures_of(
+            np.concatenate([slices[index] for index in rng.integers(0, count, count)], axis=1)
+        )
     # Resampling knows the spread of `count` slices, not of the population that they are from.
     half: Figures = t_95(count - 1) * math.sqrt(count / (count - 1)) * resampled.std(axis=0, ddof=1)
     return half

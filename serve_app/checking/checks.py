@@ -70,7 +70,8 @@ def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = No
     found.warnings += [document.mistake(where, sentence) for sentence in check_capacity(found.settings, card)]
     if on_this_machine:
         found.mistakes += _machine_mistakes(document, found.settings)
-        found.mistakes += [document.mistake(where, sentence) for sentence in _state(found.settings)]
+        asked = (*_state(found.settings), *_tracing(found.settings))
+        found.mistakes += [document.mistake(where, sentence) for sentence in asked]
     return found
 
 
@@ -83,6 +84,14 @@ def _state(settings: AppSettings) -> Iterator[str]:
     except (ImportError, ValueError) as exc:
         # fsspec names the package.
         yield f"state_uri {settings.state_uri} cannot be used here: {exc}"
+
+
+def _tracing(settings: AppSettings) -> Iterator[str]:
+    """Whether this machine has what traces need."""
+    try:
+        settings.gateway.check_tracing()
+    except SettingsError as exc:
+        yield str(exc)
 
 
 def _exposure(document: Document, settings: AppSettings) -> Iterator[Mistake]:

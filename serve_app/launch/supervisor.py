@@ -85,6 +85,7 @@ class Supervisor:
             interrupted.
         """
         adopt_orphans()
+        self._console.line(f"what Ray and Ray Serve write goes to {self._log}")
         loop = asyncio.get_running_loop()
         for each in _SIGNALS:
             # `nohup` ignores SIGHUP for its command, which is to survive its terminal.
@@ -161,6 +162,7 @@ class Supervisor:
             listens=launch.listens,
             models=launch.models,
             keys=launch.keys,
+            output=str(self._log),
             logs=_LOGS_OF_CLUSTER if launch.job.address else f"{launch.job.folder}/ray/session_latest/logs",
             drain_s=launch.drain_s,
             dashboard=dashboard,
@@ -211,7 +213,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(2.0)
             if self._is_ready and sys.stderr.isatty():
-                text = await asyncio.to_thread(view.line)
+                text = await asyncio.to_thread(view.text)
                 self._console.live(text)
 
     async def _end_everything(self) -> None:

@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from serve_app.command import positive_float, positive_int
+from serve_app.command import add_report_argument, positive_float, positive_int
 from serve_app.metrics.slo import Slo
 from serve_app.planning.sizing.candidates import FleetOptions
 from serve_app.planning.sizing.verification import Workload
@@ -104,6 +104,7 @@ def _configure_simulation(group: "argparse._ArgumentGroup") -> None:
     )
     group.add_argument("--model", help="with --config: engines of vLLM with this model (emulated engines)")
     group.add_argument("--plot", type=Path, metavar="DIR", help="write pictures")
+    add_report_argument(group)
 
 
 def fleet_options(args: argparse.Namespace) -> FleetOptions:

@@ -2,13 +2,16 @@
 
 import argparse
 
-from serve_app.command import Command, given_arguments, progress_bar, say, warn, write_json
+from serve_app.command import Command, command_line, given_arguments, progress_bar, say, warn, write_json
 from serve_app.planning import arguments
 from serve_app.planning.configuration import best_fleet, configuration
 from serve_app.planning.plan import Effort, Plan, make_plan, steps
+from serve_app.planning.report_page import plan_report
 from serve_app.planning.results import plan_as_json, table, verdict
 from serve_app.planning.sizing.costs import CostTable
 from serve_app.provenance import provenance
+from serve_app.reports.document import Origin
+from serve_app.reports.page import write_report
 from serve_app.tables import paragraph
 from serve_app.workloads.catalog import notes_on
 
@@ -25,12 +28,13 @@ def _run(args: argparse.Namespace) -> int:
     with progress_bar("fleets", steps(options)) as advance:
         plan = make_plan(options, demand, costs, effort, lambda _: advance())
     say(f"{paragraph(_heading(plan))}\n\n{table(plan.result)}\n\n{paragraph(verdict(plan.result))}")
-    for line in _warnings(plan, args.seeds):
+    warnings = _warnings(plan, args.seeds)
+    for line in warnings:
         warn(line)
     if args.config is not None:
         _write_config(args, plan, costs)
+    found = provenance(plan.workload.trace, given_arguments(args), effort.seeds)
     if args.json is not None:
-        found = provenance(plan.workload.trace, given_arguments(args), effort.seeds)
         twice = {name: one.as_json() for name, one in plan.twice.items()}
         document = plan_as_json(plan.result) | {"stand_ins_at_twice_the_size": twice}
         write_json(args.json, document | {"provenance": found})
@@ -39,6 +43,8 @@ def _run(args: argparse.Namespace) -> int:
         from serve_app.planning.plots import write_plots  # noqa: PLC0415 - see above
 
         write_plots(args.plot, plan.result, plan.verifier)
+    if args.report is not None:
+        write_report(args.report, plan_report(plan, Origin(found, command_line(args)), warnings))
     return 0
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from serve_app.request import ANYWHERE, Destination
+from serve_app.routing.adapter_holders import AdapterHolders
 from serve_app.routing.context_limits import ContextLimits
 from serve_app.routing.observed.concurrency import ConcurrencyLimit, InFlightLimit
 from serve_app.routing.observed.learned_batch import LearnedBatch
@@ -42,6 +43,7 @@ class ReplicaLedger:
     Attributes:
         open: the replicas that may take one more request.
         contexts: the context limits of the pools.
+        holders: which replicas list which LoRA adapters.
         make_in_flight_limit: for an engine that does not tell its load; experiments compare others.
     """
 
@@ -51,7 +53,8 @@ class ReplicaLedger:
         self._kv_fill_ratio = kv_fill_ratio
         self.make_in_flight_limit: Callable[[], InFlightLimit] = ConcurrencyLimit
         self._replicas: dict[str, ReplicaState] = {}
-        self.open = OpenReplicas(backpressure, self._replicas)
+        self.holders = AdapterHolders()
+        self.open = OpenReplicas(backpressure, self._replicas, self.holders)
         self.contexts = ContextLimits()
         self._by_pool: dict[str, dict[str, ReplicaState]] = {}
         # Replicas with a fresh report, the oldest report first; reports arrive in the order of time.
@@ -127,6 +130,9 @@ class ReplicaLedger:
 
     def expire_reports(self, now: float) -> list[tuple[str, float]]:
         """Close replicas whose report is too old; returns each with the age of its report in seconds."""
+        next_at = self.next_report_expiry()
+        if next_at is None or now < next_at:
+            return []
         expired = []
         while self._fresh:
             replica_id, reported_at = next(iter(self._fresh.items()))
@@ -188,17 +194,15 @@ class ReplicaLedger:
         self.open.update(state, now)
 
     def start(self, replica_id: str, hold: Hold, now: float) -> Hold:
-        """The answer of one request has begun, which ends its quarantine; return what is held on.
-
-        Its prefill is ended on its own.
-        """
+        """The answer of one request has begun, which ends prefill and quarantine; return what is held on."""
         state = self._replicas[replica_id]
         state.unstarted -= 1
         state.quarantined -= hold.quarantined
+        _count_prefill(state, hold, -1)
         state.starts.add(1.0, now)
         self._settle(state)
         self.open.update(state, now)
-        return replace(hold, quarantined=False) if hold.quarantined else hold
+        return Hold(hold.tokens)
 
     def end_prefill(self, replica_id: str, hold: Hold, now: float) -> None:
         """The prefill of one hold on this replica has ended, or is taken to have ended."""
@@ -306,6 +310,7 @@ class ReplicaLedger:
         self._next_order += 1
         self._replicas[spec.replica_id] = state
         self._by_pool.setdefault(spec.pool, {})[spec.replica_id] = state
+        self.holders.add(state)
         return state
 
     def _move(self, state: ReplicaState, spec: ReplicaSpec) -> None:
@@ -313,7 +318,9 @@ class ReplicaLedger:
         if state.spec.pool != spec.pool:
             del self._by_pool[state.spec.pool][spec.replica_id]
             self._by_pool.setdefault(spec.pool, {})[spec.replica_id] = state
+        self.holders.remove(state)
         state.spec = spec
+        self.holders.add(state)
 
     def _kv_budget(self, spec: ReplicaSpec) -> int:
         # vLLM itself refuses to start unless one request of full length fits, so one always may be sent.
@@ -343,6 +350,7 @@ class ReplicaLedger:
         if not state.joined and state.in_flight == 0:
             del self._replicas[state.spec.replica_id]
             del self._by_pool[state.spec.pool][state.spec.replica_id]
+            self.holders.remove(state)
 
 
 def _unknown_spec(replica_id: str) -> ReplicaSpec:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serve_app.request import ANYWHERE, Destination
+from serve_app.routing.adapter_holders import AdapterHolders
 from serve_app.routing.replica_state import ReplicaState
 
 _Heap = list[tuple[int, int, int, ReplicaState]]
@@ -78,11 +79,15 @@ class OpenReplicas:
 
     Args:
         replicas: all replicas of the ledger, by id; it bounds the size of a heap.
+        holders: which of them list which adapters.
     """
 
-    def __init__(self, backpressure: Backpressure, replicas: Mapping[str, ReplicaState]) -> None:
+    def __init__(
+        self, backpressure: Backpressure, replicas: Mapping[str, ReplicaState], holders: AdapterHolders
+    ) -> None:
         self._backpressure = backpressure
         self._replicas = replicas
+        self._holders = holders
         self._heaps: dict[str, list[tuple[tuple[int, int], tuple[_Heap, _Heap]]]] = {}
 
     def is_open(self, state: ReplicaState, now: float) -> bool:
@@ -104,7 +109,7 @@ class OpenReplicas:
     def best(self, query: CapacityQuery, now: float) -> ReplicaState | None:
         """The best replica for a request, few long prefills first; None when it fits none."""
         if query.is_choosy:
-            return self._best_of_all(query, now)
+            return self._best_of_some(query, now)
         for long_prefills, heaps in self._heaps.get(query.pool, ()):
             if (heaps[_EMPTY] or heaps[_QUEUED]) and query.allows(long_prefills):
                 state = self._freest(heaps, now, empty=query.needs_empty_engine_queue)
@@ -146,18 +151,32 @@ class OpenReplicas:
         bisect.insort(pairs, (long_prefills, made), key=lambda pair: pair[0])
         return made
 
-    def _best_of_all(self, query: CapacityQuery, now: float) -> ReplicaState | None:
-        """The same by looking at every replica: for the few requests that exclude some."""
+    def _best_of_some(self, query: CapacityQuery, now: float) -> ReplicaState | None:
+        """The same for the few requests that exclude single replicas."""
         wanted = query.destination
         if wanted.replica_id is not None:
             state = self._replicas.get(wanted.replica_id)
             return state if state is not None and self.fits(state, query, now) else None
-        fitting = [state for state in self._replicas.values() if self.fits(state, query, now)]
-        if wanted.adapter is not None:
-            fitting = _where_warm(fitting, wanted.adapter)
+        if wanted.adapter is None:
+            return self._first_that_fits(query, now)
+        holders = self._holders.of(wanted.adapter)
+        fitting = _where_warm([state for state in holders if self.fits(state, query, now)], wanted.adapter)
         return min(
             fitting, key=lambda state: (state.long_prefills, -state.free_tokens, state.order), default=None
         )
+
+    def _first_that_fits(self, query: CapacityQuery, now: float) -> ReplicaState | None:
+        """In the order of the heaps, past the replicas that a request is not to go to."""
+        for long_prefills, heaps in self._heaps.get(query.pool, ()):
+            if not query.allows(long_prefills):
+                continue
+            entries = [*heaps[_EMPTY], *heaps[_QUEUED]]
+            heapq.heapify(entries)
+            while entries and query.tokens <= -entries[0][0]:
+                _, _, version, state = heapq.heappop(entries)
+                if version == state.version and self.fits(state, query, now):
+                    return state
+        return None
 
     def _freest(self, heaps: tuple[_Heap, _Heap], now: float, *, empty: bool = False) -> ReplicaState | None:
         best = self._top(heaps[_EMPTY], now)
@@ -166,7 +185,9 @@ class OpenReplicas:
         other = self._top(heaps[_QUEUED], now)
         if best is None or other is None:
             return best or other
-        return min(best, other, key=lambda state: (-state.free_tokens, state.order))
+        if best.free_tokens == other.free_tokens:
+            return best if best.order < other.order else other
+        return best if best.free_tokens > other.free_tokens else other
 
     def _top(self, heap: _Heap, now: float) -> ReplicaState | None:
         while heap:

@@ -57,9 +57,16 @@ class PrefillCost:
         if tokens < 1 or seconds <= 0:
             return
         self.observations += 1
-        keep = self._settings.keep
-        self._sums = [total * keep for total in self._sums]
-        self._add(float(tokens), seconds, 1.0)
+        keep, x = self._settings.keep, float(tokens)
+        weight, xs, ys, xxs, xys = self._sums
+        # As `_add` with a weight of 1, at once: this is learned from nearly every first token.
+        self._sums = [
+            weight * keep + 1.0,
+            xs * keep + x,
+            ys * keep + seconds,
+            xxs * keep + x * x,
+            xys * keep + x * seconds,
+        ]
         self._fit()
 
     def state(self) -> dict[str, object]:

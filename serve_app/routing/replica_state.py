@@ -127,7 +127,10 @@ class ReplicaState:
     @property
     def is_usable(self) -> bool:
         """Whether the replica will take requests again, even if it has no capacity for any now."""
-        return self.is_alive and not self.suspended and not (self.answers.hangs and self.in_flight)
+        # As `is_alive`, without the call: it is asked for many times in the life of a request.
+        report = self.report
+        is_alive = self.joined and report is not None and not (report.draining or self.stale)
+        return is_alive and not self.suspended and not (self.answers.hangs and self.in_flight)
 
     @property
     def free_tokens(self) -> int:

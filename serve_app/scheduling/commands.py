@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from serve_app.errors import Conclusion
 from serve_app.rate_limits import RateLimitStatus
+from serve_app.request import Request
 from serve_app.routing.adaptive_b_short import BShortChanged
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.scheduling.request import ScheduledRequest
@@ -112,6 +113,19 @@ def dispatch_of(
         rate_limits=rate_limits,
         passed=scheduled.passed,
         waited=wait_breakdown(scheduled, now),
+    )
+
+
+def conclude_of(
+    request: Request, conclusion: Conclusion, *, dispatched: bool, waited: WaitBreakdown | None = None
+) -> Conclude:
+    """The command for a request that is over."""
+    return Conclude(
+        request_id=request.request_id,
+        gateway_id=request.gateway_id,
+        conclusion=conclusion,
+        dispatched=dispatched,
+        waited=waited,
     )
 
 

@@ -8,7 +8,7 @@ the same lines: the same inputs give the same bytes. JSON here is Python's: infi
 
 import json
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -115,8 +115,15 @@ def read_runs(lines: Iterable[str]) -> Iterator[LoggedRun]:
         yield run
 
 
-def replay(run: LoggedRun, policies: Mapping[str, MakePolicy] = POLICIES) -> Difference | None:
+def replay(
+    run: LoggedRun,
+    policies: Mapping[str, MakePolicy] = POLICIES,
+    on_decision: Callable[[], object] = lambda: None,
+) -> Difference | None:
     """Feed a run's events to a new scheduler; return the first decision that differs, None when none does.
+
+    Args:
+        on_decision: called after each decision that is the same.
 
     Raises:
         DecisionLogError: the run says that it cannot be replayed.
@@ -131,6 +138,7 @@ def replay(run: LoggedRun, policies: Mapping[str, MakePolicy] = POLICIES) -> Dif
         commands = tuple(scheduler.handle(logged.event, logged.now))
         if commands != logged.commands:
             return Difference(number, logged, commands)
+        on_decision()
     return None
 
 

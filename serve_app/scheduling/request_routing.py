@@ -102,9 +102,7 @@ class RequestRouting:
     ) -> Route:
         order = self._router.order()
         holders = [
-            state
-            for state in self._ledger
-            if state.joined and adapter in state.spec.adapters and state.spec.pool in order
+            state for state in self._ledger.holders.of(adapter) if state.joined and state.spec.pool in order
         ]
         routed = self._router.route(request, estimate, above_tokens=above_tokens)
         missing = Destination(adapter=adapter)

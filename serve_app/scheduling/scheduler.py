@@ -30,18 +30,10 @@ from serve_app.routing.pools import PoolRouter
 from serve_app.routing.prefill_cost import PrefillCosts
 from serve_app.routing.prefix.affinity import PrefixAffinity
 from serve_app.routing.replica_state import Hold
+from serve_app.scheduling import commands as cmd
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.admission.admission import Admission
 from serve_app.scheduling.admission.slot_rate import SlotRate
-from serve_app.scheduling.commands import (
-    Command,
-    Conclude,
-    ContextLearned,
-    EngineSilent,
-    ReportFresh,
-    ReportStale,
-    dispatch_of,
-)
 from serve_app.scheduling.context_learning import ContextLearning
 from serve_app.scheduling.dispatch.backpressure import EngineBackpressure
 from serve_app.scheduling.dispatch.dispatcher import Choice, Dispatcher
@@ -135,7 +127,7 @@ class Scheduler:
         self._requests = RequestTable()
         self._sequence = 0
         self._now = now
-        self._commands: list[Command] = []
+        self._commands: list[cmd.Command] = []
         self._handlers: Mapping[type, Callable[[Any, float], None]] = {
             ev.Arrived: self._on_arrival,
             ev.Resumed: self._on_resume,
@@ -153,7 +145,7 @@ class Scheduler:
             ev.Woke: lambda _event, _now: None,
         }
 
-    def handle(self, event: ev.Event, now: float) -> list[Command]:
+    def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
         """Fold one event in and return what to do about it, in order.
 
         Args:
@@ -217,6 +209,11 @@ class Scheduler:
             self._conclude(request, self.admission.deny(scheduled, denial, now))
             return
         self._remember(scheduled)
+        is_lone = choice is None and denial is None and not len(self.queue)
+        if is_lone and (lone := self.dispatcher.lone_choice(scheduled, now)) is not None:
+            self._send(lone, now)
+            self.dispatcher.on_lone_dispatch(scheduled, now)
+            return
         self._enqueue(scheduled)
         if choice is not None:
             self._send(choice, now)
@@ -328,7 +325,7 @@ class Scheduler:
         )
         self._enqueue(scheduled)
 
-    def _on_contexts_learned(self, learned: list[ContextLearned], now: float) -> None:
+    def _on_contexts_learned(self, learned: list[cmd.ContextLearned], now: float) -> None:
         if learned:
             self._commands += learned
             self._refuse_all(self._rerouting.all_waiting(now))
@@ -347,10 +344,10 @@ class Scheduler:
 
     def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
         if self.ledger.report(event.replica_id, event.report, now):
-            self._commands.append(ReportFresh(replica_id=event.replica_id))
+            self._commands.append(cmd.ReportFresh(replica_id=event.replica_id))
         state = self.ledger.get(event.replica_id)
         if state is not None and (silent_s := state.answers.look(now)) is not None:
-            self._commands.append(EngineSilent(replica_id=event.replica_id, silent_s=silent_s))
+            self._commands.append(cmd.EngineSilent(replica_id=event.replica_id, silent_s=silent_s))
             self.ledger.open.update(state, now)
         self.admission.outages.observe(self.ledger.has_alive, now)
         if (moved := self.router.adapt(self.ledger, now)) is not None:
@@ -361,13 +358,15 @@ class Scheduler:
 
     def _end_overdue(self, now: float) -> None:
         for replica_id, age_s in self.ledger.expire_reports(now):
-            self._commands.append(ReportStale(replica_id=replica_id, age_s=age_s))
+            self._commands.append(cmd.ReportStale(replica_id=replica_id, age_s=age_s))
             self.admission.outages.observe(self.ledger.has_alive, now)
         self._prefills.end_overdue(now)
         self.admission.predictor.drain.on_time(len(self.queue), now)
         if self.admission.outages.pop_due(now) or self._routing.is_due(now):
             self._refuse_all(self._rerouting.all_waiting(now))
             self._routing.forget_overdue(now)
+        if not len(self.queue):
+            return
         for scheduled in self._expiry.pop_expired(now):
             self.queue.remove(scheduled)
             self._conclude(scheduled.request, self.admission.expire(scheduled, now))
@@ -394,7 +393,8 @@ class Scheduler:
     def _send(self, choice: Choice, now: float) -> None:
         """Reserve what was chosen, and say so: the decision is its reservation."""
         scheduled, replica, hold = choice.scheduled, choice.replica, choice.hold
-        self.queue.remove(scheduled)
+        if scheduled.queued:
+            self.queue.remove(scheduled)
         self.waits.on_dispatch(scheduled, replica, now)
         self.admission.predictor.on_dispatch(scheduled, now)
         scheduled.prefilled_alone = replica.unstarted == 0
@@ -403,7 +403,7 @@ class Scheduler:
         self._on_held(scheduled, replica.spec.replica_id)
         self._prefills.on_dispatch(scheduled, now)
         rate_limits = self.admission.keys.status(scheduled.request.submission.key, now)
-        self._commands.append(dispatch_of(scheduled, replica.spec, now, rate_limits))
+        self._commands.append(cmd.dispatch_of(scheduled, replica.spec, now, rate_limits))
 
     # The three places of a request
 
@@ -419,8 +419,6 @@ class Scheduler:
 
     def _on_held(self, scheduled: ScheduledRequest, replica_id: str) -> None:
         self.affinity.on_dispatch(replica_id, scheduled.request)
-        if (adapter := scheduled.request.spec.adapter) is not None:
-            self.ledger[replica_id].note_adapter(adapter)
         self.queue.charge(scheduled)
 
     def _take_from_its_place(self, scheduled: ScheduledRequest, now: float) -> None:
@@ -448,11 +446,5 @@ class Scheduler:
             waited = None if dispatched else wait_breakdown(scheduled, self._now)
         if request.submission.key is not None:
             conclusion = self.admission.keys.described(request, conclusion, self._now)
-        ended = Conclude(
-            request_id=request.request_id,
-            gateway_id=request.gateway_id,
-            conclusion=conclusion,
-            dispatched=dispatched,
-            waited=waited,
-        )
+        ended = cmd.conclude_of(request, conclusion, dispatched=dispatched, waited=waited)
         self._commands.append(ended)

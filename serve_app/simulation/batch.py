@@ -24,19 +24,28 @@ def run_all(runs: Sequence[RunSettings], *, jobs: int, keep_records: bool = Fals
     yield from parallel(simulate if keep_records else _figures_only, runs, jobs)
 
 
-def at_load(runs: Sequence[RunSettings], load: float, *, jobs: int) -> list[RunSettings]:
-    """The runs at a share of the rate that saturates their replicas, see `load`."""
-    return [
-        replace(run, rate_per_s=load * rate, load=load)
-        for run, rate in zip(runs, saturated_rates(runs, jobs=jobs), strict=True)
-    ]
+def at_load(
+    runs: Sequence[RunSettings], load: float, *, jobs: int, on_rate: Callable[[], object] = lambda: None
+) -> list[RunSettings]:
+    """The runs at a share of the rate that saturates their replicas, see `load` and `saturated_rates`."""
+    rates = saturated_rates(runs, jobs=jobs, on_rate=on_rate)
+    return [replace(run, rate_per_s=load * rate, load=load) for run, rate in zip(runs, rates, strict=True)]
 
 
-def saturated_rates(runs: Sequence[RunSettings], *, jobs: int) -> list[float]:
-    """The rate at load 1.0 for each run, measured once for those that share fleet, trace and seed."""
+def saturated_rates(
+    runs: Sequence[RunSettings], *, jobs: int, on_rate: Callable[[], object] = lambda: None
+) -> list[float]:
+    """The rate at load 1.0 for each run, measured once for those that share fleet, trace and seed.
+
+    Args:
+        on_rate: called after each measurement.
+    """
     keys = [load_key(run.fleet, run.trace, run.seed) for run in runs]
     different = dict(zip(keys, runs, strict=True))
-    rates = dict(zip(different, parallel(_saturated_rate, list(different.values()), jobs), strict=True))
+    rates = {}
+    for key, rate in zip(different, parallel(_saturated_rate, list(different.values()), jobs), strict=True):
+        rates[key] = rate
+        on_rate()
     return [rates[key] for key in keys]
 
 

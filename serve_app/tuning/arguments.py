@@ -5,8 +5,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from serve_app.command import positive_float, positive_int
+from serve_app.command import add_report_argument, positive_float, positive_int
 from serve_app.errors import SettingsError
+from serve_app.metrics.targets import ClassTarget, ClassTargets
 from serve_app.simulation.command.arguments import setting
 from serve_app.simulation.command.workload_arguments import (
     configure_replicas,
@@ -19,7 +20,6 @@ from serve_app.simulation.load import saturated_rate_per_s
 from serve_app.simulation.run import RunSettings, fitted_trace
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.tuning.objective.objective import ObjectiveSettings
-from serve_app.tuning.objective.service_class import ClassTarget, ClassTargets
 from serve_app.tuning.search.optimiser import METHODS
 from serve_app.tuning.search.search_space import SearchSpace, Values
 from serve_app.tuning.search.study import StudySettings
@@ -41,6 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _configure_objective(parser.add_argument_group("objective"))
     _configure_search(parser.add_argument_group("search"))
     parser.add_argument("--json", type=Path, metavar="OUT", help="write what was found, with provenance")
+    add_report_argument(parser)
 
 
 def _configure_system(group: "argparse._ArgumentGroup") -> None:

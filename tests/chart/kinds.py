@@ -75,13 +75,11 @@ _RAY_SERVICE = _block(
 )
 _SECRET = _block(("name", "key"), name=_TEXT, key=_TEXT)
 _AUTHORIZATION = _block(("credentials",), credentials=_SECRET)
-_ENDPOINT = _block(("port",), port=_TEXT, path=_TEXT, interval=_TEXT, authorization=_AUTHORIZATION)
-_SERVICE_MONITOR = _block(
-    ("selector", "endpoints"), selector=_block(matchLabels=_TEXTS), endpoints=_list(_ENDPOINT)
-)
 _SCRAPE_CONFIG = _block(
     scrapeInterval=_TEXT,
+    metricsPath=_TEXT,
     authorization=_AUTHORIZATION,
+    staticConfigs=_list(_block(("targets",), targets=_list(_TEXT))),
     httpSDConfigs=_list(_block(("url",), url=_TEXT, authorization=_AUTHORIZATION)),
 )
 _RULE = {
@@ -115,7 +113,6 @@ _SCALED_OBJECT = _block(
 )
 _CUSTOM: Mapping[tuple[str, str], Schema] = {
     ("ray.io/v1", "RayService"): _RAY_SERVICE,
-    ("monitoring.coreos.com/v1", "ServiceMonitor"): _SERVICE_MONITOR,
     ("monitoring.coreos.com/v1", "PrometheusRule"): _PROMETHEUS_RULE,
     ("monitoring.coreos.com/v1alpha1", "ScrapeConfig"): _SCRAPE_CONFIG,
     ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,

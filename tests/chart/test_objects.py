@@ -38,7 +38,7 @@ EVERYTHING: dict[str, Any] = {
     "networkPolicy": {"enabled": True, "clients": [{"namespaceSelector": {}}]},
     "gcsFaultTolerance": {"redis": {"storageClass": "fast"}},
     "metrics": {
-        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "application": {"enabled": True, "labels": {"release": "prometheus"}},
         "engines": {"enabled": True, "labels": {"release": "prometheus"}},
         "rules": {"enabled": True, "labels": {"release": "prometheus"}},
         "dashboard": {"enabled": True},
@@ -77,7 +77,7 @@ def test_kubernetes_takes_every_object(example: str, version: str) -> None:
 def test_everything_that_can_be_asked_for_is_there() -> None:
     assert {each["kind"] for each in render(EVERYTHING)} == {
         *("RayService", "StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy", "ConfigMap"),
-        *("ServiceAccount", "Role", "RoleBinding", "ServiceMonitor", "ScrapeConfig", "PrometheusRule"),
+        *("ServiceAccount", "Role", "RoleBinding", "ScrapeConfig", "PrometheusRule"),
         "ScaledObject",
     }
 

@@ -21,7 +21,7 @@ CONFIGS = CHART.parent
         ({"workers": [{"name": "gpu", "cpus": 1, "memory": "1Gi", "min": 0}]}, "missing property 'max'"),
         ({"workers": [{"name": "GPU", "cpus": 1, "memory": "1Gi", "min": 0, "max": 1}]}, "/workers/0/name"),
         ({"service": {"type": "Loadbalancer"}}, "/service/type"),
-        ({"metrics": {"serviceMonitor": {"interval": "15"}}}, "/metrics/serviceMonitor/interval"),
+        ({"metrics": {"application": {"interval": "15"}}}, "/metrics/application/interval"),
         ({"keda": {"enabled": True, "prometheusAddress": "prometheus:9090"}}, "prometheusAddress"),
         ({"application": {"gatewys": {"replicas": 2}}}, "gatewys"),
         ({"application": {"models": [{"name": "m", "pols": []}]}}, "pols"),

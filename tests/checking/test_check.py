@@ -1,6 +1,7 @@
 """The command `check`, as it is used: one sentence per mistake with its line, and status 2."""
 
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,6 +81,16 @@ def test_a_store_whose_client_is_missing_is_named(check: Check, uri: str, says: 
     assert status == 2
     assert any(f"state_uri {uri} cannot be used here" in line and says in line for line in told), told
     assert check(text.replace(uri, "s3://bucket/ewsjf"))[0] == 0
+
+
+def test_traces_need_their_package(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = local(**{"# state_uri__/var/lib/ewsjf": "gateway: {tracing: true}"})
+    assert check(text)[0] == 0
+    # What an import does that finds nothing.
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    status, told = check(text)
+    assert status == 2
+    assert any("gateway.tracing is true" in line and "'ewsjf-serve[tracing]'" in line for line in told), told
 
 
 def test_a_misspelt_profile_names_the_nearest_one(check: Check) -> None:

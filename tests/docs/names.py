@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from docs_reference.metrics import metric_names
 from docs_reference.settings_tree import blocks
+from serve_app.serving.gateway.tracing import names as span_names
 from tests.docs.documents import ROOT
 from tests.docs.marks import BlockError
 
@@ -45,11 +46,19 @@ def check_setting(text: str) -> None:
     """
     if not _SETTING.match(text) or text.endswith(_SUFFIXES):
         return
+    if text in _span_words():
+        return
     path = re.sub(r"\[\d*\]", "", text).removeprefix("args.")
     if path.partition(".")[0] in _block_names() and not any(
         known == path or known.endswith(f".{path}") for known in _setting_paths()
     ):
         raise BlockError(f"there is no setting {text}")
+
+
+@cache
+def _span_words() -> frozenset[str]:
+    """Names of spans and of their attributes."""
+    return frozenset(str(word) for name, word in vars(span_names).items() if name.isupper())
 
 
 @cache

@@ -15,6 +15,7 @@ WAY_IN = WayIn(
     models=("demo", "alias"),
     keys=True,
     logs="/tmp/logs",
+    output="/tmp/serve.log",
     drain_s=600.0,
     dashboard="http://127.0.0.1:8265",
 )
@@ -38,6 +39,8 @@ def test_the_way_in_has_all_that_one_needs(capsys: pytest.CaptureFixture[str]) -
     assert "models   demo, alias" in told
     assert "-H 'authorization: Bearer YOUR_KEY'" in told
     assert '"model": "demo"' in told
+    assert "logs     /tmp/logs" in told
+    assert "output   /tmp/serve.log" in told
     assert "for 600 s at most" in told
     assert "http://127.0.0.1:8265   (its token: ray get-auth-token)" in told
     assert "\x1b" not in told

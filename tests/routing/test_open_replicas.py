@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from serve_app.routing.adapter_holders import AdapterHolders
 from serve_app.routing.open_replicas import CapacityQuery, OpenReplicas
 from serve_app.routing.rate import DecayingRate
 from serve_app.routing.replica_state import ReplicaState
@@ -43,7 +44,9 @@ def query(
 
 def both(asked: CapacityQuery, state: ReplicaState, backpressure: GivenBackpressure | None = None) -> bool:
     """Whether the replica fits; the best of all must say the same when it is the only one."""
-    found = OpenReplicas(backpressure or GivenBackpressure(), {state.spec.replica_id: state})
+    holders = AdapterHolders()
+    holders.add(state)
+    found = OpenReplicas(backpressure or GivenBackpressure(), {state.spec.replica_id: state}, holders)
     found.update(state, 7.0)
     fits = found.fits(state, asked, 7.0)
     assert (found.best(asked, 7.0) is state) == fits

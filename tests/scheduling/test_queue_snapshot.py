@@ -42,3 +42,29 @@ def test_a_snapshot_changes_nothing() -> None:
     before = repr(driver.scheduler.queue), driver.scheduler.next_wakeup()
     driver.scheduler.queue_snapshot(driver.now)
     assert (repr(driver.scheduler.queue), driver.scheduler.next_wakeup()) == before
+
+
+def test_each_length_queue_is_shown_by_its_most_urgent_head() -> None:
+    driver = one_replica(policy="ewsjf", backpressure=BackpressureSettings(lag_factor=0.0))
+    for number in range(3):
+        driver.arrive(f"a{number}", prompt_tokens=40)
+    driver.arrive("first", tenant="b", prompt_tokens=40)
+    driver.now += 2.0
+    driver.arrive("second", tenant="c", prompt_tokens=60)
+    driver.arrive("long", tenant="c", prompt_tokens=600)
+    found = {each.name: each for each in driver.scheduler.queue_snapshot(driver.now + 1.0).length_queues}
+    assert list(found)[:3] == ["1-31", "32-63", "64-127"]
+    assert (found["1-31"].waiting, found["1-31"].head, found["1-31"].longest_wait_s) == (0, None, None)
+    short = found["32-63"]
+    assert short.bounds is not None
+    assert (short.bounds.min_tokens, short.bounds.max_tokens, short.bounds.bubble) == (32, 63, False)
+    assert (short.waiting, short.longest_wait_s) == (2, 3.0)
+    assert short.head is not None
+    assert short.head.head == "first"
+    assert short.head.why
+    assert found["512-1023"].waiting == 1
+
+
+def test_queues_of_a_policy_without_bounds_are_shown_by_their_names() -> None:
+    found = saturated().scheduler.queue_snapshot(3.0).length_queues
+    assert [(each.name, each.bounds, each.waiting) for each in found] == [("all", None, 3)]

@@ -54,6 +54,7 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
     "gateway.max_body_bytes": (2_048, set()),
     "gateway.prefix": ({"per_tenant": True}, set()),
     "gateway.advanced.upstream": ({"connect_timeout_s": 9.0}, {GATEWAY}),
+    "gateway.tracing": (True, {GATEWAY}),
     "gateways.replicas": (3, set()),
     "gateways.autoscaling": ({"max_replicas": 3}, {GATEWAY}),
     "state_uri": ("/var/lib/other", {SCHEDULER, TUNER}),

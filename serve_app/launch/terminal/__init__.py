@@ -1,1 +1,1 @@
-"""The terminal of `serve`: steps and the way in (`console.py`), then one line (`live_view.py`)."""
+"""The terminal of `serve`: steps and the way in (`console.py`), then two lines (`live_view.py`)."""

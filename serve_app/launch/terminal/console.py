@@ -32,6 +32,7 @@ class WayIn:
     Attributes:
         listens: the address of its configuration, where that is not the one to use.
         keys: whether callers need a key.
+        output: the file that has what Ray and Ray Serve write.
     """
 
     url: str
@@ -39,6 +40,7 @@ class WayIn:
     models: Sequence[str]
     keys: bool
     logs: str
+    output: str
     drain_s: float
     dashboard: str | None
 
@@ -116,6 +118,7 @@ class Console:
         self.line(f"  try      {curl}")
         self.line(f"  state    python -m serve_app status --url {way_in.url}")
         self.line(f"  logs     {way_in.logs}")
+        self.line(f"  output   {way_in.output}   (of Ray itself)")
         if way_in.dashboard:
             self.line(f"  Ray      {way_in.dashboard}   (its token: ray get-auth-token)")
         self.line(

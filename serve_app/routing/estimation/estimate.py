@@ -41,9 +41,10 @@ class EstimatorSettings:
     output: OutputSettings = field(default_factory=OutputSettings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen, which would take three times as long to make.
+@dataclass(slots=True, kw_only=True)
 class TokenEstimate:
-    """What a request will need, in tokens.
+    """What a request will need, in tokens. Nobody changes one.
 
     Attributes:
         prompt_tokens: upper estimate of the longest prompt in it, compared with a context limit.

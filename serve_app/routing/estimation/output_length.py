@@ -59,7 +59,10 @@ class OutputLengthEstimator:
         tokens = usage.output_tokens / max(1, request.spec.choices)
         was_cut = stated is not None and tokens >= stated
         category = request.shape.category
-        self._categories.setdefault(category, LengthCurve(self._settings)).observe(tokens, was_cut=was_cut)
+        of_all = self._categories.get(category)
+        if of_all is None:
+            of_all = self._categories[category] = LengthCurve(self._settings)
+        of_all.observe(tokens, was_cut=was_cut)
         key = (request.tenant, category)
         curve = self._tenants.pop(key, None) or LengthCurve(self._settings)
         curve.observe(tokens, was_cut=was_cut)
@@ -75,10 +78,10 @@ class OutputLengthEstimator:
 
     def _curve(self, request: Request) -> LengthCurve | None:
         category = request.shape.category
-        for curve in (self._tenants.get((request.tenant, category)), self._categories.get(category)):
-            if curve is not None and curve.is_learned:
-                return curve
-        return None
+        curve = self._tenants.get((request.tenant, category))
+        if curve is None or not curve.is_learned:
+            curve = self._categories.get(category)
+        return curve if curve is not None and curve.is_learned else None
 
     def state(self) -> dict[str, object]:
         """Everything learned (see `snapshot`)."""

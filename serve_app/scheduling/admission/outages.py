@@ -67,7 +67,7 @@ class Outages:
 
     def deny(self, pools: Sequence[str], now: float) -> bool:
         """Whether none of these pools has had a live replica for the grace period, nor starts on demand."""
-        if not self._on_demand.isdisjoint(pools):
+        if (pools and not self._since) or not self._on_demand.isdisjoint(pools):
             return False
         return all(now >= self._since.get(pool, math.inf) + self._grace_s for pool in pools)
 

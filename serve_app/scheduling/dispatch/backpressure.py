@@ -89,7 +89,7 @@ class EngineBackpressure:
             return False
         if self._prefill_backlog_s(replica) > settings.max_prefill_backlog_s:
             return False
-        if (limit := replica.in_flight_limit) is not None:
+        if batch is None and (limit := replica.in_flight_limit) is not None:
             return replica.in_flight + 1 <= limit
         # A long prefill has its own limit, and is in the engine's batch, not in its queue.
         if replica.unstarted - replica.long_prefills[0] < settings.target_waiting:
@@ -126,4 +126,6 @@ class EngineBackpressure:
 
     def _prefill_backlog_s(self, replica: ReplicaState) -> float:
         """Seconds of prefill under way, as learned."""
+        if not replica.pending_prefill_tokens:
+            return 0.0
         return replica.pending_prefill_tokens * self._costs.of(replica.spec.pool).per_token_s

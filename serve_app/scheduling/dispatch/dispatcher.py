@@ -32,7 +32,8 @@ from serve_app.scheduling.request import ScheduledRequest
 from serve_app.scheduling.settings import SchedulerSettings
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, as `CapacityQuery`.
+@dataclass(slots=True)
 class Choice:
     """A request that goes now, the replica that it goes to, and what to hold there."""
 
@@ -76,7 +77,7 @@ class Dispatcher:
         if self._promotion is not None:
             self._overdue.add(scheduled)
 
-    def choices(self, now: float) -> Iterator[Choice]:
+    def choices(self, now: float) -> Iterable[Choice]:
         """What goes now, one choice after another, until nothing fits any more.
 
         The caller takes each out of the queue and holds its place in the ledger before it asks for the next,
@@ -84,8 +85,9 @@ class Dispatcher:
         the pool next in their preference before any further one.
         """
         self.reservations.prune(now)
-        if not self._queue:
-            return
+        return self._round(now) if self._queue else ()
+
+    def _round(self, now: float) -> Iterator[Choice]:
         self._policy.on_round_start()
         spills = self._queue.spills(self._pools)
         spilled = True
@@ -101,6 +103,35 @@ class Dispatcher:
                     break
         self._policy.on_round_end(self._queue.queue_names())
         self._overdue.prune(len(self._queue))
+
+    def lone_choice(self, scheduled: ScheduledRequest, now: float) -> Choice | None:
+        """What `choices` would choose for a request that has just arrived, if nothing else waits.
+
+        It needs no queue, since there is nobody to be compared with. None where it fits nowhere now, and for
+        batch work, to which more rules apply: they join the queue, and are looked at there.
+        """
+        self.reservations.prune(now)
+        if scheduled.request.priority is PriorityClass.BATCH:
+            return None
+        limits = self._limits(scheduled, now)
+        for pool in scheduled.pools:
+            limit = self._ledger.context_limit(pool)
+            if limit is None:
+                continue
+            tokens = min(scheduled.estimate.expected_tokens, limit)
+            query = self._query(scheduled, CapacityQuery(pool, tokens, limits))
+            replica = self._ledger.open.best(query, now)
+            placed = self._placement.choose(scheduled, replica, query, now)
+            if placed is not None:
+                self._queue.pass_lone(scheduled)
+                return Choice(scheduled, *placed)
+        return None
+
+    def on_lone_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
+        """A `lone_choice` has been sent: it was a round of its own."""
+        self._policy.on_round_start()
+        self._on_dispatch(scheduled, now)
+        self._policy.on_round_end(self._queue.queue_names())
 
     def fits(self, scheduled: ScheduledRequest, now: float) -> bool:
         """Whether some replica has capacity for a request that has just arrived, whatever is ahead of it."""
@@ -174,10 +205,10 @@ class Dispatcher:
         wanted = query.destination
         elsewhere = wanted.replica_id is None and any(
             state.is_usable
-            and state.spec.pool in head.pools
             and state.spec.replica_id not in head.avoided
             and wanted.admits(state.spec.replica_id, state.spec.adapters)
-            for state in self._ledger
+            for pool in head.pools
+            for state in self._ledger.of_pool(pool)
         )
         avoided = head.avoided if elsewhere else frozenset()
         return replace(query, avoided=avoided, quarantined=head.losses > 0)

@@ -47,6 +47,8 @@ class InFlight:
         self._ledger.hold(replica_id, hold, now, seen=resumed is not None, started=scheduled.started)
         replica = self._ledger[replica_id]
         scheduled.dispatch_number = replica.dispatches
+        if (adapter := scheduled.request.spec.adapter) is not None:
+            replica.note_adapter(adapter)
         if _owes(scheduled):
             replica.answers.on_dispatch(now)
 

@@ -35,6 +35,10 @@ class Placement:
         if by_load is None and not (head.prefill_class is not PrefillClass.SHORT and head.cached_tokens):
             return None
         estimate = head.estimate
+        if by_load is not None and not head.request.submission.prefix:
+            # Nothing of it can be cached anywhere.
+            prompt_tokens = estimate.expected_prompt_tokens
+            return by_load, Hold(query.tokens, head.prefill_class, prompt_tokens, query.quarantined)
 
         def admissible(replica_id: str, prefill_tokens: int) -> ReplicaState | None:
             limits = self.isolation.limits(self._prefill_class(head, prefill_tokens), now)

@@ -46,6 +46,7 @@ class Promotion:
 
     def __init__(self, settings: PromotionSettings) -> None:
         self._settings = settings
+        self._max_wait_s = {priority: settings.max_wait_s(priority) for priority in PriorityClass}
         self._allowed = 1.0
 
     @property
@@ -75,7 +76,7 @@ class Promotion:
     def overdue_at(self, scheduled: ScheduledRequest) -> float:
         """When the request will have waited as long as its class, or its claimed reservation, allows."""
         request = scheduled.request
-        wait_s = self._settings.max_wait_s(request.priority)
+        wait_s = self._max_wait_s[request.priority]
         if scheduled.claimed:
             wait_s = min(wait_s, _CLAIMED_SHARE * (request.expires_at - request.arrived_at))
         return request.arrived_at + wait_s

@@ -38,16 +38,16 @@ class PrefillWatch:
             heapq.heappush(self._assumed, (ends_at, self._sent, scheduled, scheduled.dispatch_number))
 
     def on_first_token(self, scheduled: ScheduledRequest, now: float) -> None:
-        """The answer of a running request has begun."""
+        """The answer of a running request has begun; `ReplicaLedger.start` ends its prefill."""
+        # An answer that is not streamed begins when it ends, long after its prefill.
+        if not scheduled.request.spec.streamed:
+            return
         assert scheduled.replica_id is not None
         replica = self._ledger[scheduled.replica_id]
         still_alone = scheduled.dispatch_number == replica.dispatches
-        # An answer that is not streamed begins when it ends, long after its prefill.
-        if scheduled.prefilled_alone and still_alone and scheduled.request.spec.streamed:
+        if scheduled.prefilled_alone and still_alone:
             self._costs.observe(replica.spec.pool, scheduled.prefill_tokens, now - scheduled.dispatched_at)
-        if scheduled.request.spec.streamed:
-            self._learn_delay(scheduled, replica, now - scheduled.dispatched_at)
-        self._end(scheduled, now)
+        self._learn_delay(scheduled, replica, now - scheduled.dispatched_at)
 
     def end_overdue(self, now: float) -> None:
         """End the prefills whose assumed time has come."""

@@ -12,7 +12,7 @@ Source: EWSJF (arXiv 2601.21758), section 4.3, Eq 1, 3, 4 and Algorithm 1.
 import math
 
 from serve_app.scheduling.policies.partition import Partition
-from serve_app.scheduling.policies.protocol import OrderingPolicy, PolicyInputs
+from serve_app.scheduling.policies.protocol import OrderingPolicy, PolicyInputs, QueueBounds
 from serve_app.scheduling.policies.queue_map import QueueMap, prior_partition
 from serve_app.scheduling.policies.settings import (
     OWN_WEIGHTS,
@@ -69,6 +69,18 @@ class EwsjfPaper(OrderingPolicy):
     def queue_of(self, scheduled: ScheduledRequest) -> str:
         """By Dynamic Queue Routing."""
         return self.queues.route(scheduled.prefill_tokens).name
+
+    def queue_bounds(self) -> tuple[QueueBounds, ...]:
+        """Those learned, and bubbles among them."""
+        return tuple(
+            QueueBounds(
+                name=queue.name,
+                min_tokens=queue.min_tokens,
+                max_tokens=queue.max_tokens,
+                bubble=queue.bubble,
+            )
+            for queue in self.queues
+        )
 
     def score(self, head: ScheduledRequest, now: float) -> float:
         """Density-weighted, Eq 1."""

@@ -16,6 +16,23 @@ class PolicyInputs:
     ewsjf: EwsjfSettings = field(default_factory=EwsjfSettings)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueBounds:
+    """The lengths of one length queue.
+
+    Attributes:
+        name: as `OrderingPolicy.queue_of` names it.
+        min_tokens: shortest prompt in it.
+        max_tokens: longest prompt in it; inclusive.
+        bubble: it is for lengths in a gap of the learned queues.
+    """
+
+    name: str
+    min_tokens: int
+    max_tokens: int
+    bubble: bool = False
+
+
 class OrderingPolicy:
     """Orders requests inside length queues, and the heads of queues among each other; by default FCFS.
 
@@ -43,6 +60,10 @@ class OrderingPolicy:
     def queue_of(self, scheduled: ScheduledRequest) -> str:
         """Name of the length queue for `scheduled`. Called once when it is queued."""
         return "all"
+
+    def queue_bounds(self) -> tuple[QueueBounds, ...]:
+        """The length queues of now, the shortest lengths first; none where they have no bounds."""
+        return ()
 
     def key(self, scheduled: ScheduledRequest) -> float:
         """Order inside its length queue, lowest first. Must not change while it waits."""

@@ -9,6 +9,7 @@ Source: EWSJF, Algorithm 2 and Appendix D.
 """
 
 import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from serve_app.scheduling.policies.partition import LengthInterval, Partition
@@ -63,7 +64,10 @@ class QueueMap:
         self._bubble_width_tokens = bubble_width_tokens
         self._bubble_rounds = bubble_rounds
         self._queues: list[LengthQueue] = []
+        # Of the queues, to be searched without a look at each.
+        self._min_tokens: list[int] = []
         self._indices: dict[str, int] = {}
+        self._has_bubbles = False
         self.replace(partition)
 
     def replace(self, partition: Partition) -> None:
@@ -75,7 +79,7 @@ class QueueMap:
 
     def route(self, tokens: int) -> LengthQueue:
         """The queue of a prompt of `tokens`; creates a bubble where it needs one (Algorithm 2)."""
-        index = bisect.bisect_right(self._queues, tokens, key=lambda queue: queue.min_tokens)
+        index = bisect.bisect_right(self._min_tokens, tokens)
         below = self._queues[index - 1] if index else None
         above = self._queues[index] if index < len(self._queues) else None
         if below is not None and tokens <= below.max_tokens * (1 + self._tolerance_ratio):
@@ -94,9 +98,12 @@ class QueueMap:
     def __len__(self) -> int:
         return len(self._queues)
 
+    def __iter__(self) -> Iterator[LengthQueue]:
+        return iter(self._queues)
+
     def retire_bubbles(self, waiting: set[str]) -> None:
         """Count a round for each empty bubble, and remove those that have been empty for too long."""
-        if not any(queue.bubble for queue in self._queues):
+        if not self._has_bubbles:
             return
         for queue in self._queues:
             queue.empty_rounds = 0 if not queue.bubble or queue.name in waiting else queue.empty_rounds + 1
@@ -122,6 +129,8 @@ class QueueMap:
 
     def _number(self) -> None:
         self._indices = {queue.name: index for index, queue in enumerate(self._queues)}
+        self._min_tokens = [queue.min_tokens for queue in self._queues]
+        self._has_bubbles = any(queue.bubble for queue in self._queues)
 
     def __repr__(self) -> str:
         return f"<QueueMap {' '.join(queue.name for queue in self._queues)}>"

@@ -176,6 +176,11 @@ class FairShares:
         self._take_out(tenant)
         tenant.backlogged = False
 
+    def on_pass(self, name: str) -> None:
+        """A request of a tenant comes and goes at once, while no tenant has any waiting."""
+        tenant = self._tenant(name)
+        tenant.counter = max(tenant.counter, self._highest)
+
     def charge(self, name: str, cost: float) -> None:
         """A request of a tenant is dispatched."""
         tenant = self._tenant(name)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from serve_app.request import ANYWHERE, PriorityClass, Request, Usage
+from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling.policies.protocol import OrderingPolicy
 from serve_app.scheduling.queueing.delay_bound import DelayBound, DelayBoundSettings
 from serve_app.scheduling.queueing.fair_work import FairWork
@@ -116,6 +117,15 @@ class RequestQueue:
             self._insert(scheduled, tenant)
         self._count(scheduled, tenant, 1)
         self.waits.add(scheduled)
+
+    def pass_lone(self, scheduled: ScheduledRequest) -> None:
+        """What `add` and `remove` leave of a request that goes as it arrives, while nothing else waits."""
+        scheduled.length_queue = self._policy.queue_of(scheduled)
+        self.shares[scheduled.request.priority].on_pass(scheduled.request.tenant)
+        if scheduled.prefill_class is not PrefillClass.SHORT:
+            bound = self._delay_bound(scheduled)
+            bound.join(scheduled)
+            bound.leave(scheduled, self._now)
 
     def remove(self, scheduled: ScheduledRequest) -> None:
         """Remove a request, wherever it is."""

@@ -8,9 +8,10 @@ here.
 """
 
 import asyncio
+import contextvars
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from serve_app.errors import ChannelError, Conclusion, Outcome
@@ -23,7 +24,9 @@ from serve_app.serving.channel.messages import (
     Exposition,
     Finish,
     First,
+    GatewayPage,
     Granted,
+    PageRequest,
     Refused,
     ReplicaTable,
     Role,
@@ -76,7 +79,11 @@ class GatewayClient:
         self._open: tuple[ReplicaAddress, ...] = ()
         self._queue_timeouts_s: dict[PriorityClass, float] = {}
         self._scrapes: dict[int, asyncio.Future[str]] = {}
+        # Pages of other gateways, until the last part of the answer to a scrape comes.
+        self._others: dict[int, list[str]] = {}
         self._scrape_serial = 0
+        self._own_page: Callable[[], Awaitable[str]] | None = None
+        self._telling: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -179,13 +186,13 @@ class GatewayClient:
         return self._adapters
 
     async def exposition(self) -> str:
-        """Return the scheduler's metrics as text; empty when it does not answer in a second."""
+        """Return the metrics of the scheduler and of other gateways; empty when none come in a second."""
         if self._link is None:
             return ""
         self._scrape_serial += 1
         serial = self._scrape_serial
         answer: asyncio.Future[str] = self._loop.create_future()
-        self._scrapes[serial] = answer
+        self._scrapes[serial], self._others[serial] = answer, []
         self._link.send(Scrape(serial))
         try:
             async with asyncio.timeout(_EXPOSITION_S):
@@ -194,6 +201,11 @@ class GatewayClient:
             return ""
         finally:
             self._scrapes.pop(serial, None)
+            self._others.pop(serial, None)
+
+    def show(self, own_page: Callable[[], Awaitable[str]]) -> None:
+        """Tell the scheduler this page when it asks for the gateway's own metrics."""
+        self._own_page = own_page
 
     # What the connector calls.
 
@@ -219,9 +231,20 @@ class GatewayClient:
         elif isinstance(message, Exposition):
             answer = self._scrapes.get(message.serial)
             if answer is not None and not answer.done():
-                answer.set_result(message.text)
+                answer.set_result("".join((message.text, *self._others[message.serial])))
+        elif isinstance(message, GatewayPage):
+            self._others.get(message.serial, []).append(message.text)
+        elif isinstance(message, PageRequest):
+            if self._own_page is not None and self._link is not None:
+                work = self._tell_page(self._own_page, self._link, message.serial)
+                task = self._loop.create_task(work, context=contextvars.Context())
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)
         else:
             raise ChannelError(f"a scheduler does not say {type(message).__name__} to a gateway")
+
+    async def _tell_page(self, own_page: Callable[[], Awaitable[str]], link: Link, serial: int) -> None:
+        link.send(GatewayPage(serial, await own_page()))
 
     def _forget_left(self) -> None:
         since = self._loop.time() - _LATELY_S

@@ -62,12 +62,14 @@ from serve_app.scheduling.events import (
     ReplicaReported,
     Resumed,
 )
+from serve_app.serving.channel.gateway_pages import GatewayPages
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
     Cancel,
     Exposition,
     Finish,
     First,
+    GatewayPage,
     Granted,
     Message,
     PutBack,
@@ -139,7 +141,9 @@ class GatewaySessions:
             Finish: self._on_finish,
             Cancel: self._on_cancel,
             Scrape: self._on_scrape,
+            GatewayPage: self._on_page,
         }
+        self._pages = GatewayPages(self._links)
 
     def __repr__(self) -> str:
         return f"<GatewaySessions gateways {self.connected}, {self.book}>"
@@ -324,10 +328,21 @@ class GatewaySessions:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _on_page(self, gateway: GatewaySession, message: GatewayPage) -> None:
+        self._pages.on_page(gateway.gateway_id, message)
+
     # How it works.
 
     async def _expose(self, gateway: GatewaySession, serial: int) -> None:
-        gateway.tell(Exposition(serial, await self._host.exposition()))
+        asking = self._host.exposition(), self._pages.of_others(gateway.gateway_id)
+        own, others = await asyncio.gather(*asking)
+        # One after the other: all together might be too long for a frame.
+        for page in others:
+            gateway.tell(GatewayPage(serial, page))
+        gateway.tell(Exposition(serial, own))
+
+    def _links(self) -> dict[str, Link]:
+        return {each.gateway_id: each.link for each in self._gateways.values() if each.link is not None}
 
     def _take_back(
         self, record: GatewayRequest, request_id: str, failure: DispatchFailure, text: str

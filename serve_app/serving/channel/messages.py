@@ -63,6 +63,16 @@ class Heartbeat(Message, frozen=True):
     read: int
 
 
+class GatewayPage(Message, frozen=True):
+    """A gateway's own metrics: answer to `PageRequest`; from the scheduler, a part of that to `Scrape`.
+
+    The pages of other gateways come before the scheduler's own, which is the last part.
+    """
+
+    serial: int
+    text: str
+
+
 # From a peer to the scheduler.
 
 
@@ -233,9 +243,15 @@ class Exposition(Message, frozen=True):
     text: str
 
 
-FromGateway = Submit | PutBack | Running | SnapshotEnd | First | Finish | Cancel | Scrape
+class PageRequest(Message, frozen=True):
+    """Ask a gateway for its own metrics."""
+
+    serial: int
+
+
+FromGateway = Submit | PutBack | Running | SnapshotEnd | First | Finish | Cancel | Scrape | GatewayPage
 FromReplica = Register | Report | EngineFailed
 FromPeer = Heartbeat | Hello | Bye | FromGateway | FromReplica
-ToGateway = ReplicaTable | Granted | Refused | Exposition
+ToGateway = ReplicaTable | Granted | Refused | Exposition | GatewayPage | PageRequest
 ToReplica = Queued
 FromScheduler = Heartbeat | Welcome | Rejected | ToGateway | ToReplica

@@ -3,7 +3,7 @@
 The gateway's handler is written against `SchedulerClient`; the control channel implements it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -110,5 +110,12 @@ class SchedulerClient(Protocol):
         ...
 
     async def exposition(self) -> str:
-        """The scheduler's metrics in the Prometheus text format; empty when none come within a second."""
+        """The metrics of the scheduler and of all other gateways in the Prometheus text format.
+
+        Empty when none come within a second.
+        """
+        ...
+
+    def show(self, own_page: Callable[[], Awaitable[str]]) -> None:
+        """Give other gateways the page of this one when they are scraped."""
         ...

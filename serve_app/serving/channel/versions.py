@@ -26,7 +26,9 @@ from serve_app.serving.channel.messages import (
     OLDEST_VERSION,
     VERSION,
     Finish,
+    GatewayPage,
     Message,
+    PageRequest,
     PutBack,
     Refused,
     Submit,
@@ -105,9 +107,15 @@ def _outcome(outcome: Outcome) -> Outcome:
     return Outcome.REJECTED_QUEUE_FULL if outcome.startswith("rejected_") else Outcome.FAILED
 
 
+def _nothing(_message: Message) -> None:
+    """Peers of version 5 do not know this message."""
+
+
 _AS_BEFORE: Mapping[type[Message], Callable[[Any], Message | None]] = {
     PutBack: _put_back,
     Submit: _submit,
     Finish: _finish,
     Refused: _refused,
+    GatewayPage: _nothing,
+    PageRequest: _nothing,
 }

@@ -25,6 +25,8 @@ from serve_app.serving.gateway.answer.responses import (
     send_json,
 )
 from serve_app.serving.gateway.cors import with_cors
+from serve_app.serving.gateway.dashboard import Dashboard
+from serve_app.serving.gateway.dashboard.frames import Frames
 from serve_app.serving.gateway.debug_pages import DebugPages
 from serve_app.serving.gateway.endpoint_admin import (
     ENDPOINTS_METHODS,
@@ -33,6 +35,7 @@ from serve_app.serving.gateway.endpoint_admin import (
     PoolWatcher,
 )
 from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
+from serve_app.serving.gateway.logs.concluded import ConcludedRequest
 from serve_app.serving.gateway.mode_admin import MODE_METHODS, MODE_PATH, ModeAdmin
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.incoming import IncomingRequest
@@ -43,12 +46,13 @@ from serve_app.serving.gateway.request.structure import check_structure
 from serve_app.serving.gateway.routes.table import FORMS, QUESTIONS, SCHEDULED, UNSCHEDULED
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.scraping.engine_pages import ENGINES_PATH, EnginePages
-from serve_app.serving.gateway.scraping.metrics_endpoint import METRICS_TYPE, MetricsEndpoint
+from serve_app.serving.gateway.scraping.metrics_endpoint import MetricsEndpoint
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, with_hot_gateway
 from serve_app.serving.gateway.stored.background import BackgroundWork
 from serve_app.serving.gateway.stored.holders import ResponseHolders
 from serve_app.serving.gateway.stored.stored_responses import StoredResponses, method_of
-from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
+from serve_app.serving.gateway.telemetry import Telemetry
+from serve_app.serving.gateway.tracing.setup import made_tracer
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
 from serve_app.serving.tls import TlsSettings, made_tls
@@ -58,7 +62,7 @@ _MODELS = "/v1/models"
 Handler = Callable[[IncomingRequest], Awaitable[None]]
 
 
-# For the last event of streams that are cut; clients that do not read it lose it.
+# For the last event of streams that are cut; clients that do not read it lose it. And for the last spans.
 _LAST_WORDS_S = 2.0
 
 
@@ -74,7 +78,7 @@ class Gateway:
         watchers: those of pools of endpoints, by model and pool.
 
     Raises:
-        SettingsError: a model has no scheduler, or a key cannot be read.
+        SettingsError: a model has no scheduler, a key cannot be read, or tracing is asked for and cannot be.
     """
 
     def __init__(
@@ -94,7 +98,8 @@ class Gateway:
         self._schedulers = schedulers
         self._views = views or {}
         self._served = ServedModels(settings.models, schedulers)
-        self._reader = RequestReader(settings, self._served, gateway_id)
+        self._tracer = made_tracer(gateway_id) if settings.tracing else None
+        self._reader = RequestReader(settings, self._served, gateway_id, self._tracer)
         self._upstream = UpstreamPool(settings.upstream, made_tls(tls))
         self._stalls = StallWatch(settings.upstream.stalled_client_timeout_s)
         self.telemetry = Telemetry(
@@ -102,6 +107,7 @@ class Gateway:
             log_requests=settings.log_requests,
             upstream_counts=lambda: (self._upstream.connects, self._upstream.stale_retries),
             held_body_bytes=lambda: self._reader.bodies.held_bytes,
+            targets={model.name: model.targets for model in settings.models},
         )
         self._metrics_endpoint = MetricsEndpoint(
             self.telemetry,
@@ -117,6 +123,7 @@ class Gateway:
         )
         self._stored = StoredResponses(self._upstream, schedulers, self._reader, holders)
         self._any_replica = AnyReplica(self._upstream)
+        self._dashboard = Dashboard(Frames(self._views, gateway_id), self._reader)
         self._calls: set[ScheduledCall] = set()
         self._call_ended = asyncio.Event()
         # What clients are told once the application stops.
@@ -173,6 +180,7 @@ class Gateway:
             MODE_PATH: (", ".join(MODE_METHODS), mode_admin.serve),
             "/openapi.json": ("GET", self._describe_itself),
             **DebugPages(self._views, self._reader).routes,
+            **self._dashboard.routes,
         }
 
     @property
@@ -196,6 +204,7 @@ class Gateway:
             How many were ended with an error.
         """
         self._stops_for_s = retry_after_s
+        self._dashboard.close()
         await self._until_idle(drain_s)
         cut = tuple(self._calls)
         for call in cut:
@@ -217,9 +226,12 @@ class Gateway:
     def close(self) -> None:
         """Cut all connections to replicas, and write what is still to be logged."""
         self.telemetry.flush_log()
+        self._dashboard.close()
         self._background.close()
         self._upstream.close()
         self._reader.close()
+        if self._tracer is not None:
+            self._tracer.close(_LAST_WORDS_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -243,11 +255,11 @@ class Gateway:
             handler = self._route(path, scope["method"])
             await handler(incoming)
         except RequestRefused as refusal:
-            self._conclude_unscheduled(incoming, refusal.outcome, refusal.message)
+            self._conclude_unscheduled(incoming, refusal.outcome, refusal.status, refusal.message)
             with contextlib.suppress(ClientGone):
                 await send_refusal(incoming.api, timed, refusal, incoming.id_headers)
         except ClientGone as gone:
-            self._conclude_unscheduled(incoming, Outcome.CANCELLED, str(gone))
+            self._conclude_unscheduled(incoming, Outcome.CANCELLED, 0, str(gone))
         finally:
             self._stalls.done(timed)
 
@@ -349,7 +361,8 @@ class Gateway:
     async def _metrics(self, incoming: IncomingRequest) -> None:
         """This gateway's metrics and those of the schedulers behind it."""
         self._metrics_endpoint.check(incoming.headers)
-        await send_body(incoming.send, 200, [METRICS_TYPE], await self._metrics_endpoint.page())
+        kind, page = await self._metrics_endpoint.page(incoming.headers.get(b"accept", b""))
+        await send_body(incoming.send, 200, [kind], page)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while (await receive())["type"] != "lifespan.shutdown":
@@ -357,7 +370,9 @@ class Gateway:
         self.close()
         await send({"type": "lifespan.shutdown.complete"})
 
-    def _conclude_unscheduled(self, incoming: IncomingRequest, outcome: Outcome, detail: str) -> None:
+    def _conclude_unscheduled(
+        self, incoming: IncomingRequest, outcome: Outcome, status: int, detail: str
+    ) -> None:
         """Count and log a request that no scheduler has seen."""
         record = RequestRecord(
             request_id=incoming.request_id,
@@ -374,8 +389,9 @@ class Gateway:
             ConcludedRequest(
                 record=record,
                 model="",
+                incoming=incoming,
                 endpoint=endpoint,
-                client_request_id=incoming.client_request_id,
+                status=status,
             )
         )
 

@@ -186,6 +186,10 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         found: Mapping[str, Any] = await scheduler.scale.remote()
         return found
 
+    async def overview() -> Mapping[str, Any]:
+        found: Mapping[str, Any] = await scheduler.overview.remote()
+        return found
+
     async def change_mode(active_share: float) -> None:
         await scheduler.change_mode.remote(active_share)
 
@@ -197,4 +201,5 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         mode=mode,
         scaling=scaling,
         change_mode=change_mode,
+        overview=overview,
     )

@@ -43,12 +43,13 @@ from serve_app.serving.gateway.answer.stream_events import (
     stream_outcome,
 )
 from serve_app.serving.gateway.answer.usage import usage_of
+from serve_app.serving.gateway.logs.concluded import ConcludedRequest
 from serve_app.serving.gateway.request.headers import describing, returned, upstream_head
 from serve_app.serving.gateway.request.job import ForwardJob
 from serve_app.serving.gateway.stored.background import BackgroundWork
 from serve_app.serving.gateway.stored.holders import ResponseHolders
 from serve_app.serving.gateway.stored.kept import KeptResponse
-from serve_app.serving.gateway.telemetry import ConcludedRequest, Telemetry
+from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
 from serve_app.serving.gateway.upstream.response import EngineSilentError, UpstreamError, UpstreamResponse
 
@@ -92,6 +93,7 @@ class ScheduledCall:
         "_services",
         "_started",
         "_streams",
+        "_trace",
         "_usage",
         "_watch",
     )
@@ -101,6 +103,7 @@ class ScheduledCall:
         self._services = services
         self._scheduler = scheduler
         self._send = job.incoming.send
+        self._trace = job.incoming.trace
         self._watch = job.incoming.watch()
         self._owed: Grant | None = None
         self._grant: Grant | None = None
@@ -178,8 +181,12 @@ class ScheduledCall:
         self._watch.fire(refusal)
 
     async def _serve(self) -> None:
-        submission = self._job.submission
+        submission, telemetry = self._job.submission, self._services.telemetry
+        self._trace.queued(submission)
+        asked_at = asyncio.get_running_loop().time()
         answer = await self._scheduler.acquire(submission)
+        if isinstance(answer, Grant):
+            telemetry.on_grant(answer.dispatch, submission.spec.model, self._job.body.whole_at, asked_at)
         failure: UpstreamError | None = None
         while isinstance(answer, Grant):
             self._accept(answer)
@@ -191,7 +198,8 @@ class ScheduledCall:
                 failure = error
             else:
                 return
-            self._services.telemetry.put_back(submission.spec.model, failure.failure)
+            telemetry.put_back(submission.spec.model, failure.failure)
+            self._trace.put_back(failure.failure)
             # From here the dispatcher answers for the request, also when this task is cancelled.
             self._owed = None
             answer = await self._scheduler.put_back(
@@ -210,6 +218,7 @@ class ScheduledCall:
             )
         self._granted_at = asyncio.get_running_loop().time()
         self._attempts += 1
+        self._trace.granted(grant, self._attempts)
 
     async def _attempt(self, grant: Grant) -> None:
         """Send the request to one replica and its answer to the client.
@@ -223,7 +232,7 @@ class ScheduledCall:
             if is_stream and self._job.assembles:
                 await self._pass_assembled(response)
             elif is_stream:
-                await self._pass_stream(response)
+                await self._pass_stream(response, grant)
             else:
                 await self._pass_whole(response)
         finally:
@@ -234,7 +243,8 @@ class ScheduledCall:
         address = grant.address
         name = self._kept.name(address) if self._kept is not None else None
         body = self._job.body_for(grant, name)
-        head = upstream_head(self._job.incoming, self._job.forwarded, address, len(body))
+        forwarded = self._job.forwarded + self._trace.headers()
+        head = upstream_head(self._job.incoming, forwarded, address, len(body))
         return await self._services.upstream.send(address.server, head, body)
 
     async def _pass_whole(self, response: UpstreamResponse) -> None:
@@ -280,7 +290,7 @@ class ScheduledCall:
         headers = [pair for pair in self._headers(response) if pair[0] != b"content-type"]
         await send_body(self._send, status, [JSON_TYPE, *headers], body)
 
-    async def _pass_stream(self, response: UpstreamResponse) -> None:
+    async def _pass_stream(self, response: UpstreamResponse, grant: Grant) -> None:
         scanner = StreamScanner(hide_usage=self._job.hide_usage)
         events = await first_events(response, scanner, self._job.announced)
         if scanner.error is not None and scanner.error_is_engines:
@@ -297,7 +307,8 @@ class ScheduledCall:
             await client({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
         self._streams = True
         if not response.at_end:
-            events = await StreamPassing(response, scanner, client).run(events)
+            gaps = self._services.telemetry.gaps_of(self._job.submission, grant.dispatch)
+            events = await StreamPassing(response, scanner, client, gaps).run(events)
         if response.error is not None:
             events += self._broken(response.error, scanner)
         else:
@@ -371,6 +382,7 @@ class ScheduledCall:
             self._outcome, self._usage, self._detail = outcome, usage, detail
         grant, self._owed = self._owed, None
         if grant is not None:
+            self._trace.forwarded(outcome)
             self._scheduler.finish(grant.dispatch.request_id, outcome, usage)
 
     def _concluded(self) -> ConcludedRequest:
@@ -396,9 +408,11 @@ class ScheduledCall:
         return ConcludedRequest(
             record=record,
             model=submission.spec.model,
+            incoming=incoming,
             endpoint=incoming.path,
-            client_request_id=incoming.client_request_id,
+            key_id=submission.key.key_id if submission.key is not None else "",
             attempts=self._attempts,
+            status=self._send.status,
         )
 
 

@@ -35,6 +35,8 @@ _VIEWS: Mapping[str, str] = {
     "/metrics": "metrics for Prometheus",
     "/metrics/engines": "the engines as targets for Prometheus; with `?replica=` the metrics of one",
     "/openapi.json": "this description",
+    "/dashboard": "the page for admins, in HTML; it holds no data",
+    "/dashboard/events": "what the page shows, as server-sent events; for admins",
     "/debug/queue": "who waits where, and why; for admins",
     "/debug/scaling": "how many replicas each pool should have, and why; for admins",
     "/debug/status": "replicas, learned queues and the tuner; for admins",

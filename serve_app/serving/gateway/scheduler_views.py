@@ -31,6 +31,7 @@ class SchedulerViews:
         mode: how much of the traffic is scheduled.
         scaling: how many replicas each pool should have, and why.
         change_mode: schedules another share of it.
+        overview: all that the page shows of it, see `dashboard`.
     """
 
     queue: View
@@ -40,6 +41,7 @@ class SchedulerViews:
     mode: View = _nothing
     scaling: View = _nothing
     change_mode: Callable[[float], Awaitable[None]] = _unchanged
+    overview: View = _nothing
 
 
 Question = Callable[[str, SchedulerViews], Awaitable[Mapping[str, Any]]]

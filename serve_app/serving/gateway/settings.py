@@ -7,10 +7,12 @@ from typing import Annotated, Any
 
 from serve_app.access import is_loopback
 from serve_app.errors import SettingsError
+from serve_app.metrics.targets import ClassTargets
 from serve_app.serving.gateway.cors import CorsSettings
 from serve_app.serving.gateway.keys.settings import ApiKey
 from serve_app.serving.gateway.request.prefix import PrefixSettings
 from serve_app.serving.gateway.scraping.metrics_endpoint import MetricsKey
+from serve_app.serving.gateway.tracing.setup import check_tracing
 from serve_app.serving.gateway.upstream.pool import UpstreamSettings
 from serve_app.serving.hot import hot_settings, with_hot_settings
 from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
@@ -26,11 +28,13 @@ class ServedModel:
         name: as clients write it; the engines must serve it under the same name.
         max_model_len: the longest context of any of its pools, in tokens, shown in `/v1/models`.
         starts_on_demand: its engines may all be stopped until a request comes.
+        targets: by which requests count as served well; those of its tuner's objective.
     """
 
     name: str
     max_model_len: int | None = None
     starts_on_demand: bool = False
+    targets: ClassTargets = field(default_factory=ClassTargets)
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -79,6 +83,10 @@ class WrittenGateway:
     queued_comment_s: Annotated[float, NOT_NEGATIVE.hint("0 sends none"), ADVANCED] = 25.0
     # One line per concluded request on the logger `ray.serve`; costs about as much as a scheduling decision.
     log_requests: bool = True
+    # Traces of requests by OpenTelemetry, which the extra `tracing` installs. The standard variables of the
+    # gateways' environment say where spans go and which requests are sampled: `OTEL_EXPORTER_OTLP_ENDPOINT`,
+    # `OTEL_TRACES_SAMPLER` and their like. A request that is sampled costs a gateway more than a decision.
+    tracing: bool = False
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
     upstream: Annotated[UpstreamSettings, ADVANCED] = field(default_factory=UpstreamSettings)
 
@@ -93,6 +101,15 @@ class WrittenGateway:
     def asks_for_keys(self) -> bool:
         """Whether callers need a key."""
         return bool(self.keys) or self.keys_file is not None
+
+    def check_tracing(self) -> None:
+        """Refuse traces where this Python cannot make them.
+
+        Raises:
+            SettingsError: they are asked for, and OpenTelemetry is missing or told what it does not know.
+        """
+        if self.tracing:
+            check_tracing()
 
     def check_exposure(self, host: str) -> None:
         """Refuse to let in everybody who reaches an address that others than this machine can reach.
@@ -130,8 +147,8 @@ class GatewaySettings(WrittenGateway):
             raise SettingsError(f"gateway.models names a model twice: {', '.join(names)}")
 
 
-# What needs a new process: the models that it connects to, and its connections to replicas.
-_COLD = ("models", "upstream")
+# What needs a new process: the models that it connects to, its connections to replicas, and its tracer.
+_COLD = ("models", "upstream", "tracing")
 
 
 def gateway_hot(settings: GatewaySettings) -> dict[str, Any]:
@@ -140,7 +157,7 @@ def gateway_hot(settings: GatewaySettings) -> dict[str, Any]:
 
 
 def gateway_cold(settings: GatewaySettings) -> tuple[object, ...]:
-    """What needs a new process: the models that it connects to, and its connections to replicas."""
+    """What needs a new process."""
     return tuple(getattr(settings, name) for name in _COLD)
 
 

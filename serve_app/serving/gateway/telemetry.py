@@ -4,17 +4,26 @@ Labels are bounded by the configuration (model, class, pool, outcome); tenants a
 alone. Every series carries the gateway's id: behind one address several gateways answer a scraper in turn.
 """
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
+from serve_app.errors import HTTP_STATUS, Outcome
 from serve_app.metrics.record import RequestRecord
+from serve_app.metrics.targets import ClassTargets, Miss
+from serve_app.request import Submission
+from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.gateway.request_log import RequestLog
+from serve_app.serving.gateway.logs.concluded import ConcludedRequest
+from serve_app.serving.gateway.logs.request_log import RequestLog
+from serve_app.serving.metric_cells import CellFamily, CounterCell, HistogramCell, counters, histograms
+from serve_app.serving.process_metrics import ProcessMetrics
 
 logger = logging.getLogger("ray.serve")
 
@@ -23,34 +32,38 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 
 # A grant takes well under a millisecond when there is room, and minutes when there is none.
 _WAIT_SECONDS = (0.001, 0.005, *_SECONDS)
 
-# An engine's error may repeat a prompt, and a client's value what it likes.
-_DETAIL_CHARACTERS = 300
+# One step of an engine, from a small model to one that is overloaded; a gap of seconds is a preemption.
+_TOKEN_SECONDS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+# Parsing takes a tenth of a millisecond, and some for a body of megabytes; more means a busy event loop.
+_OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConcludedRequest:
-    """One concluded request, with what the record does not hold.
-
-    Attributes:
-        record: timestamps on the gateway's clock and counts.
-        client_request_id: the id that the client knows.
-        attempts: how often it was sent to a replica.
-    """
-
-    record: RequestRecord
-    model: str
-    endpoint: str
-    client_request_id: str
-    attempts: int = 0
+_USUAL_TARGETS = ClassTargets()
 
 
 class _Series:
-    """Metric children of one (model, class, pool), looked up once."""
+    """Metric cells of one (model, class, pool), looked up once."""
 
-    __slots__ = ("e2e", "output", "prompt", "queue_wait", "ttft")
+    __slots__ = (
+        "e2e",
+        "gaps",
+        "good",
+        "judged",
+        "misses",
+        "output",
+        "prompt",
+        "queue_wait",
+        "tpot",
+        "ttft",
+    )
 
     def __init__(self, metrics: "Telemetry", labels: tuple[str, str, str, str]) -> None:
         self.ttft = metrics.ttft.labels(*labels)
+        self.judged = metrics.judged.labels(*labels)
+        self.good = metrics.good.labels(*labels)
+        # All kinds at once: a rate of what has not happened yet is 0, not nothing.
+        self.misses = {miss: metrics.misses.labels(*labels, miss) for miss in Miss}
+        self.tpot = metrics.tpot.labels(*labels)
+        self.gaps = metrics.gaps.labels(*labels)
         self.e2e = metrics.e2e.labels(*labels)
         self.queue_wait = metrics.queue_wait.labels(*labels)
         self.prompt = metrics.tokens.labels(*labels, "prompt")
@@ -65,6 +78,7 @@ class Telemetry:
         log_requests: write a line per concluded request.
         upstream_counts: connections opened and requests repeated on a new one, so far.
         held_body_bytes: bytes of the bodies held now.
+        targets: what requests are owed, by model name.
 
     Attributes:
         log_requests: may change at any time.
@@ -77,6 +91,7 @@ class Telemetry:
         log_requests: bool,
         upstream_counts: Callable[[], tuple[int, int]],
         held_body_bytes: Callable[[], int],
+        targets: Mapping[str, ClassTargets] = MappingProxyType({}),
     ) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         self.in_flight: dict[str, int] = {}
@@ -85,8 +100,16 @@ class Telemetry:
         self.log_requests = log_requests
         self._upstream_counts = upstream_counts
         self._held_body_bytes = held_body_bytes
-        self._outcomes: dict[tuple[str, str, str, str], Counter] = {}
+        self._targets = targets
+        self._outcomes: dict[tuple[str, str, str, str], CounterCell] = {}
+        self._overheads: dict[str, tuple[HistogramCell, HistogramCell]] = {}
         self._series: dict[tuple[str, str, str], _Series] = {}
+        self._make_counters()
+        self._make_histograms()
+        self.registry.register(self)
+        self.registry.register(ProcessMetrics({"process": "gateway", "gateway": gateway_id}))
+
+    def _make_counters(self) -> None:
         labels = ("gateway", "model", "class", "pool")
         self.requests = self._counter("requests", "Concluded requests.", (*labels, "outcome"))
         self.tokens = self._counter("tokens", "Tokens as the engines counted them.", (*labels, "kind"))
@@ -95,19 +118,40 @@ class Telemetry:
             "Requests that came back from a replica before their first byte.",
             ("gateway", "model", "failure"),
         )
+        text = "Requests with latency targets to keep: all but those refused for what they are."
+        self.judged = self._counter("judged_requests", text, labels)
+        text = "Requests that completed within the latency targets of their class."
+        self.good = self._counter("good_requests", text, labels)
+        text = "What kept requests from the latency targets of their class; a request may miss two of them."
+        self.misses = self._counter("slo_violations", text, (*labels, "kind"))
+
+    def _make_histograms(self) -> None:
+        labels = ("gateway", "model", "class", "pool")
         self.ttft = self._histogram(
             "time_to_first_token_seconds",
             "Arrival to first byte of a streamed answer.",
             labels,
             _SECONDS,
         )
+        text = "Time for each output token after the first, mean of a streamed answer."
+        self.tpot = self._histogram("time_per_output_token_seconds", text, labels, _TOKEN_SECONDS)
+        text = "Time between two pieces of a streamed answer, as they came from the engine."
+        self.gaps = self._histogram("inter_token_latency_seconds", text, labels, _TOKEN_SECONDS)
         self.e2e = self._histogram(
             "e2e_seconds", "Arrival to conclusion of completed requests.", labels, _SECONDS
         )
         self.queue_wait = self._histogram(
             "queue_wait_seconds", "Arrival to the last grant.", labels, _WAIT_SECONDS
         )
-        self.registry.register(self)
+        # Its scheduler exports another stage under the same name.
+        self.overhead = histograms(
+            self.registry,
+            "ewsjf_overhead_seconds",
+            "What the application itself adds to a request, by stage: reading it (`parse`), asking the "
+            "scheduler apart from the wait in the queue (`schedule`), and deciding (`decide`).",
+            ("gateway", "model", "stage"),
+            _OVERHEAD_SECONDS,
+        )
 
     def on_arrival(self, model: str) -> None:
         """A request is under way; its model is empty until its body has been read."""
@@ -117,6 +161,28 @@ class Telemetry:
         """It is over."""
         self.in_flight[model] -= 1
 
+    def on_grant(self, granted: Dispatch, model: str, whole_at: float, asked_at: float) -> None:
+        """A request was granted for the first time, just now.
+
+        Args:
+            whole_at: when its body had come, on the event loop's clock.
+            asked_at: when it was submitted.
+        """
+        cells = self._overheads.get(model)
+        if cells is None:
+            parse, schedule = (
+                self.overhead.labels(self._gateway_id, model, stage) for stage in ("parse", "schedule")
+            )
+            cells = self._overheads[model] = (parse, schedule)
+        cells[0].observe(asked_at - whole_at)
+        schedule_s = asyncio.get_running_loop().time() - asked_at - granted.queue_wait_s
+        # The scheduler's clock and ours may be off by a hair.
+        cells[1].observe(max(0.0, schedule_s))
+
+    def gaps_of(self, submission: Submission, granted: Dispatch) -> HistogramCell:
+        """Where the gaps between the pieces of a stream are counted."""
+        return self._series_of(submission.spec.model, submission.priority, granted.pool).gaps
+
     def put_back(self, model: str, failure: DispatchFailure) -> None:
         """A granted request came back before its first byte."""
         self.put_backs.labels(self._gateway_id, model, failure).inc()
@@ -125,18 +191,26 @@ class Telemetry:
         """Count and log a request that has reached its outcome."""
         record, model = concluded.record, concluded.model
         self._outcome_counter(model, record).inc()
+        if model:
+            self._judge(model, record)
         if record.dispatched_at is not None:
-            self._observe(model, record)
+            self._observe(model, record, concluded.incoming.trace.trace_id)
+        concluded.incoming.trace.ended(record, concluded.status or HTTP_STATUS[Outcome.CANCELLED])
         if self.log_requests and logger.isEnabledFor(logging.INFO):
-            self._log.add(_line(concluded))
+            self._log.add(concluded)
 
     def flush_log(self) -> None:
         """Write the lines of all requests that have been concluded."""
-        self._log.flush()
+        self._log.close()
 
     def exposition(self) -> str:
         """This gateway's own metrics in the Prometheus text format."""
         return generate_latest(self.registry).decode()
+
+    def openmetrics(self) -> str:
+        """The same in OpenMetrics' format, with exemplars, but for its end."""
+        page: bytes = openmetrics.generate_latest(self.registry)  # type: ignore[no-untyped-call]
+        return page.decode().removesuffix("# EOF\n")
 
     def collect(self) -> Iterator[Metric]:
         """Figures that others keep; prometheus_client asks for them at each scrape."""
@@ -163,54 +237,51 @@ class Telemetry:
             family.add_metric((self._gateway_id,), value)
             yield family
 
-    def _observe(self, model: str, record: RequestRecord) -> None:
-        key = (model, record.priority, record.pool)
+    def _judge(self, model: str, record: RequestRecord) -> None:
+        """Count a request as served well, or what was missing."""
+        targets = self._targets.get(model, _USUAL_TARGETS)
+        if not targets.judges(record):
+            return
+        series = self._series_of(model, record.priority, record.pool)
+        series.judged.inc()
+        misses = targets.missed_by(record)
+        if not misses:
+            series.good.inc()
+        for miss in misses:
+            series.misses[miss].inc()
+
+    def _series_of(self, model: str, priority: str, pool: str) -> _Series:
+        key = (model, priority, pool)
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = _Series(self, (self._gateway_id, *key))
+        return series
+
+    def _observe(self, model: str, record: RequestRecord, trace_id: str) -> None:
+        series = self._series_of(model, record.priority, record.pool)
+        # The id of the trace is shown in OpenMetrics' format alone.
         if (queue_wait_s := record.queue_wait_s) is not None:
-            series.queue_wait.observe(queue_wait_s)
+            series.queue_wait.observe(queue_wait_s, trace_id)
         if (ttft_s := record.ttft_s) is not None:
-            series.ttft.observe(ttft_s)
+            series.ttft.observe(ttft_s, trace_id)
+        if (tpot_s := record.tpot_s) is not None:
+            series.tpot.observe(tpot_s, trace_id)
         if record.completed:
-            series.e2e.observe(record.e2e_s)
+            series.e2e.observe(record.e2e_s, trace_id)
         series.prompt.inc(record.prompt_tokens)
         series.output.inc(record.output_tokens)
 
-    def _outcome_counter(self, model: str, record: RequestRecord) -> Counter:
+    def _outcome_counter(self, model: str, record: RequestRecord) -> CounterCell:
         key = (model, record.priority, record.pool, record.outcome)
         counter = self._outcomes.get(key)
         if counter is None:
             counter = self._outcomes[key] = self.requests.labels(self._gateway_id, *key)
         return counter
 
-    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
-        return Counter(f"ewsjf_gateway_{name}", text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> CellFamily[CounterCell]:
+        return counters(self.registry, f"ewsjf_gateway_{name}", text, labels)
 
     def _histogram(
         self, name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]
-    ) -> Histogram:
-        return Histogram(f"ewsjf_gateway_{name}", text, labels, registry=self.registry, buckets=buckets)
-
-
-def _line(concluded: ConcludedRequest) -> str:
-    record = concluded.record
-    parts = [
-        f"event=concluded outcome={record.outcome} model={concluded.model or '-'}",
-        f" endpoint={concluded.endpoint} class={record.priority} tenant={record.tenant}",
-        f" e2e_s={record.e2e_s:.4f}",
-    ]
-    if record.dispatched_at is not None:
-        parts.append(
-            f" queue_wait_s={record.queue_wait_s:.4f} pool={record.pool} replica={record.replica}"
-            f" length_queue={record.length_queue} estimated_tokens={record.estimated_tokens}"
-            f" attempts={concluded.attempts}"
-        )
-    if record.first_token_at is not None:
-        parts.append(f" ttft_s={record.ttft_s:.4f}")
-    if record.prompt_tokens or record.output_tokens:
-        parts.append(f" prompt_tokens={record.prompt_tokens} output_tokens={record.output_tokens}")
-    parts.append(f" request_id={record.request_id} client_request_id={concluded.client_request_id}")
-    if record.detail:
-        parts.append(f" detail={record.detail[:_DETAIL_CHARACTERS]!r}")
-    return "".join(parts)
+    ) -> CellFamily[HistogramCell]:
+        return histograms(self.registry, f"ewsjf_gateway_{name}", text, labels, buckets)

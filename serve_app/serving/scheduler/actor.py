@@ -30,6 +30,8 @@ from serve_app.serving.scheduler.kept_usage import KeptUsage
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
+from serve_app.serving.scheduler.overview import overview
+from serve_app.serving.scheduler.recent_activity import RecentActivity
 from serve_app.serving.state.keeper import StateKeeper
 from serve_app.serving.state.store import StateStore
 from serve_app.serving.versions import ALL_AT_ONCE_PERCENT
@@ -148,6 +150,7 @@ class SchedulerActor:
             settings.scheduler.model, settings.state_uri, settings.scope, settings.state_interval_s
         )
         self.scaling = LiveScaling(settings.scheduler.model, settings.scaling)
+        self._activity = RecentActivity(self._loop.time)
         self._changing = asyncio.Lock()
         self._started = self._begin()
 
@@ -178,6 +181,12 @@ class SchedulerActor:
     async def queue(self) -> dict[str, Any]:
         """Who waits where, for how long, and why."""
         return (await self._current()).queue()
+
+    async def overview(self) -> dict[str, Any]:
+        """All that the page for admins shows of this model."""
+        live = await self._current()
+        found = overview(live.status(), live.queue(), live.activity.document())
+        return {**found, "scaling": self.scaling.described()}
 
     async def scale(self) -> dict[str, Any]:
         """How many replicas each pool should have, and why."""
@@ -312,6 +321,7 @@ class SchedulerActor:
             learned=self._learned,
             more_metrics=self._more_metrics,
             ledger=self._usage.ledger,
+            activity=self._activity,
         )
         live = LiveScheduler(settings.scheduler, parts)
         await live.start(self._surroundings.host())

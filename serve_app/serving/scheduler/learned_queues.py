@@ -5,6 +5,7 @@ All of it is soft. Without a tuner the lengths overwrite each other, and the par
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.scheduling import SchedulerSettings
@@ -92,3 +93,14 @@ class LearnedQueues:
     def age_s(self, now: float) -> float | None:
         """Time since the partition in force was learned; None without one."""
         return None if self.update is None else now - self._learned_at
+
+    def described(self, now: float) -> dict[str, Any]:
+        """How many are in force, how old they are, and why they were put in force."""
+        update = self.update
+        return {
+            "learned": len(self),
+            "age_s": self.age_s(now),
+            "reason": update.reason if update is not None else None,
+            "lengths": update.lengths if update is not None else None,
+            "distance": update.distance if update is not None else None,
+        }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -20,6 +20,7 @@ from serve_app.routing.snapshot import Snapshot
 from serve_app.scaling import FleetScaler, PoolDecision, ScalingSettings, observe
 from serve_app.scheduling import Scheduler
 from serve_app.serving.autoscaling import statistics
+from serve_app.serving.metric_cells import counters
 
 logger = logging.getLogger("ray.serve")
 
@@ -58,8 +59,11 @@ class LiveScaling(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         text = "Decisions of autoscaling that failed; the last one stays in force."
-        failures = Counter("ewsjf_scaling_failures", text, ("model",), registry=self._registry)
-        self._failures = failures.labels(model)
+        self._failures = counters(self._registry, "ewsjf_scaling_failures", text, ("model",)).labels(model)
+        text = "Times that autoscaling asked for more replicas of a pool (`up`), or for fewer (`down`)."
+        labels = ("model", "pool", "direction")
+        self._changes = counters(self._registry, "ewsjf_scaling_decisions", text, labels)
+        self._begin_counts()
         # Where the last decision failed; None when it did not.
         self._fault: _Fault | None = None
 
@@ -77,6 +81,7 @@ class LiveScaling(Collector):
         """Decide within other bounds, of the same pools."""
         self._settings = settings
         self._scaler.change(settings)
+        self._begin_counts()
 
     def state(self) -> dict[str, object]:
         """What was learned, to be kept; see `FleetScaler.state`."""
@@ -128,6 +133,13 @@ class LiveScaling(Collector):
                 family.add_metric((self._model, pool), value(decision))
             yield family
 
+    def _begin_counts(self) -> None:
+        """A rate of what has not happened yet is 0, not nothing."""
+        for name, pool in self._settings.pools.items():
+            if pool.autoscaling is not None:
+                for direction in ("up", "down"):
+                    self._changes.labels(self._model, name, direction)
+
     def _tick(self) -> None:
         self._timer = self._loop.call_later(_INTERVAL_S, self._tick)
         now = self._loop.time()
@@ -164,6 +176,8 @@ class LiveScaling(Collector):
             return
         if self._settings.pools[name].autoscaling is None:
             return
+        direction = "up" if decision.replicas > before.replicas else "down"
+        self._changes.labels(self._model, name, direction).inc()
         logger.info(
             "event=pool_scaled model=%s pool=%s replicas=%d before=%d ready=%d reason=%r",
             self._model,

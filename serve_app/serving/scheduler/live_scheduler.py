@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from serve_app.errors import ChannelError
@@ -32,7 +33,14 @@ from serve_app.scheduling.commands import (
     ReportStale,
 )
 from serve_app.scheduling.decision_log import Decision, RunHeader
-from serve_app.scheduling.events import DispatchFailed, Event, ReplicaLost, ReplicaReported, Woke
+from serve_app.scheduling.events import (
+    DispatchFailed,
+    Event,
+    Finished,
+    ReplicaLost,
+    ReplicaReported,
+    Woke,
+)
 from serve_app.scheduling.learned_state import take_over
 from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
@@ -42,7 +50,11 @@ from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
+from serve_app.serving.scheduler.overview import reserved
+from serve_app.serving.scheduler.recent_activity import RecentActivity
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
+from serve_app.serving.scheduler.scraped.pool_figures import look_at_pools
+from serve_app.serving.scheduler.scraped.queue_figures import look_at_queue
 from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
 from serve_app.serving.scheduler.usage_ledger import UsageLedger
 
@@ -61,6 +73,7 @@ class LiveSchedulerOptions:
         learned: what an earlier scheduler knew, see `learned_state`.
         ledger: counts what is used with each API key; None for one that nobody reads.
         more_metrics: in the Prometheus text format, of what works beside the scheduler; called in a thread.
+        activity: goes on counting what happens; None for one that begins here.
     """
 
     incarnation: int
@@ -71,6 +84,7 @@ class LiveSchedulerOptions:
     learned: Mapping[str, Any] | None = None
     more_metrics: Callable[[], str] = str
     ledger: UsageLedger | None = None
+    activity: RecentActivity | None = None
 
 
 class LiveScheduler:
@@ -81,6 +95,7 @@ class LiveScheduler:
         ended: why this live scheduler schedules no more; empty while it does.
         tuner: what it has to do with its tuner.
         mode: how much of the traffic is scheduled.
+        activity: what happened in the last minutes.
     """
 
     def __init__(self, settings: SchedulerSettings, options: LiveSchedulerOptions) -> None:
@@ -121,6 +136,7 @@ class LiveScheduler:
             replicas=lambda: [spec for spec, _ in self._replicas.reports().values()],
         )
         self.mode = SchedulingMode(self)
+        self.activity = options.activity or RecentActivity(self._loop.time)
         self._log = self._open_log()
 
     def __repr__(self) -> str:
@@ -186,7 +202,7 @@ class LiveScheduler:
             "incarnation": self._options.incarnation,
             "ended": self.ended,
             "gateways": self._gateways.connected,
-            "queues": {"learned": len(self.tuner.queues), "age_s": self.tuner.queues.age_s(self.now())},
+            "queues": self.tuner.queues.described(self.now()),
             "waiting": {priority.value: n for priority, n in self._gateways.book.waiting().items()},
             "tuner": self.tuner.status(),
             "mode": self.mode.described(),
@@ -198,6 +214,7 @@ class LiveScheduler:
                     **self._context_of(replica_id, spec),
                     "in_flight": in_flight.get(replica_id, 0),
                     "report": asdict(report) if report else None,
+                    **reserved(self.core.ledger.get(replica_id)),
                     "stale": replica_id in self._stale,
                 }
                 for replica_id, (spec, report) in self._replicas.reports().items()
@@ -215,7 +232,6 @@ class LiveScheduler:
     def queue(self) -> dict[str, Any]:
         """Who waits where, for how long, and why."""
         snapshot = self.core.queue_snapshot(self.now())
-        sub_queues = [asdict(sub_queue) for sub_queue in snapshot.sub_queues]
         served = {
             priority.value: dict(counters) for priority, counters in snapshot.served.items() if counters
         }
@@ -228,7 +244,8 @@ class LiveScheduler:
             "queue_timeout_s": {
                 priority.value: self._settings.queue_timeout_s.of(priority) for priority in PriorityClass
             },
-            "sub_queues": sub_queues,
+            "length_queues": [asdict(each) for each in snapshot.length_queues],
+            "sub_queues": [asdict(each) for each in snapshot.sub_queues],
             "sub_queues_left_out": snapshot.left_out,
             "b_short_tokens": snapshot.b_short_tokens,
             "served": served,
@@ -242,8 +259,16 @@ class LiveScheduler:
             return
         now = self.now()
         try:
+            # It is forgotten once it has ended.
+            ended = self.core.find(event.request_id) if isinstance(event, Finished) else None
+            began = perf_counter()
             commands = self.core.handle(event, now)
+            self._metrics.requests.decisions.observe(perf_counter() - began)
             self._note(now, event, commands)
+            if ended is not None and isinstance(event, Finished):
+                self._metrics.requests.on_end(
+                    ended, event.outcome, self._settings.routing.pools, self.core.router.b_short_tokens
+                )
             for command in commands:
                 self._carry_out(command)
             self._arm()
@@ -286,6 +311,8 @@ class LiveScheduler:
             retry_reservations=len(self.core.admission.retry_reservations),
             errors=replace(predictor.errors),
             b_short_tokens=self.core.router.b_short_tokens,
+            queue=look_at_queue(self.core, self.now()),
+            pools=look_at_pools(self.core, self.now()),
         )
 
     def _render(self, status: SchedulerStatus) -> str:
@@ -296,6 +323,7 @@ class LiveScheduler:
             self._log.add(Decision(now, event, tuple(commands)))
         self.tuner.note(event, commands, now)
         self.mode.note(event, commands, now)
+        self.activity.note(event, self.core, now)
         if isinstance(event, DispatchFailed):
             self._metrics.put_back(event)
         elif isinstance(event, ReplicaLost):
@@ -315,6 +343,9 @@ class LiveScheduler:
             case Conclude():
                 concluded = self._gateways.conclude(command)
                 self._metrics.on_conclusion(command, concluded.priority)
+                self.activity.on_conclusion(
+                    concluded.priority, concluded.tenant, command.conclusion.outcome, concluded.usage
+                )
                 if self._options.ledger is not None and (ended := concluded.ended()) is not None:
                     self._options.ledger.add(ended)
             case ReportStale(replica_id=replica_id, age_s=age_s):

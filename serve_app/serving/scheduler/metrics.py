@@ -8,7 +8,7 @@ The text is drawn up in a thread, from a snapshot: with 1,000 replicas it takes 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -17,8 +17,15 @@ from serve_app.request import PriorityClass
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling.admission.wait_prediction import PredictionErrors
 from serve_app.scheduling.commands import Conclude, Dispatch
-from serve_app.scheduling.events import DispatchFailed
+from serve_app.scheduling.events import DispatchFailed, DispatchFailure
 from serve_app.scheduling.request import ScheduledRequest
+from serve_app.serving.metric_cells import CellFamily, CounterCell, HistogramCell, counters, histograms
+from serve_app.serving.process_metrics import ProcessMetrics
+from serve_app.serving.scheduler.scraped.ended_requests import RequestMetrics
+from serve_app.serving.scheduler.scraped.labels import Names
+from serve_app.serving.scheduler.scraped.pool_figures import PoolGauges, PoolLoad
+from serve_app.serving.scheduler.scraped.queue_figures import QueueFigures, QueueGauges
+from serve_app.serving.scheduler.scraped.tuner_figures import TunerFigures
 
 # From "there was room" to the patience of batch work.
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -41,6 +48,8 @@ class SchedulerStatus:
     retry_reservations: int = 0
     errors: PredictionErrors = field(default_factory=PredictionErrors)
     b_short_tokens: int = 0
+    queue: QueueFigures = field(default_factory=QueueFigures)
+    pools: Mapping[str, PoolLoad] = field(default_factory=dict)
 
 
 class _ReplicaGauges(Collector):
@@ -70,18 +79,28 @@ class _ReplicaGauges(Collector):
 
 
 class SchedulerMetrics:
-    """The metrics of one scheduler."""
+    """The metrics of one scheduler.
+
+    Attributes:
+        requests: of requests that were dispatched or have ended.
+        tuner: what the tuner tells of itself.
+    """
 
     def __init__(self, model: str, incarnation: int) -> None:
         self._model = model
         self._registry = CollectorRegistry()
-        self._dispatch_children: dict[tuple[str, PriorityClass], tuple[Counter, Histogram]] = {}
-        self._conclusion_children: dict[tuple[PriorityClass, Outcome], Counter] = {}
-        self._error_children: dict[PriorityClass, Histogram] = {}
+        self._dispatch_children: dict[tuple[str, PriorityClass], tuple[CounterCell, HistogramCell]] = {}
+        self._conclusion_children: dict[tuple[PriorityClass, Outcome], CounterCell] = {}
+        self._error_children: dict[PriorityClass, HistogramCell] = {}
         self._make_gauges()
         self._make_counters()
-        self._replicas = _ReplicaGauges(model)
-        self._registry.register(self._replicas)
+        names = Names()
+        self.requests = RequestMetrics(model, self._registry, names)
+        self._replicas, self._pools = _ReplicaGauges(model), PoolGauges(model)
+        self._queue, self.tuner = QueueGauges(model, names), TunerFigures(model)
+        own = ProcessMetrics({"process": "scheduler", "model": model})
+        for collector in (self._replicas, self._queue, self._pools, self.tuner, own):
+            self._registry.register(collector)
         started = self._gauge("ewsjf_scheduler_incarnation", "Rises with every scheduler started.")
         started.labels(model).set(incarnation)
 
@@ -109,24 +128,26 @@ class SchedulerMetrics:
 
     def _make_counters(self) -> None:
         counter = self._counter
-        self._wait = Histogram(
+        self._wait = histograms(
+            self._registry,
             "ewsjf_queue_wait_seconds",
             "Time in the queue until dispatch.",
             ("model", "pool", "class"),
-            buckets=_WAIT_BUCKETS_S,
-            registry=self._registry,
+            _WAIT_BUCKETS_S,
         )
-        self._error = Histogram(
+        self._error = histograms(
+            self._registry,
             "ewsjf_queue_wait_prediction_error_seconds",
             "Predicted minus actual wait of requests that were dispatched and had a prediction.",
             ("model", "class"),
-            buckets=_ERROR_BUCKETS_S,
-            registry=self._registry,
+            _ERROR_BUCKETS_S,
         )
         self._dispatches = counter("ewsjf_dispatches", "Grants issued.", "pool")
         self._spills = counter("ewsjf_spills", "Grants in another pool than the request's own.", "pool")
         text = "Requests that came back before their first byte."
         self._put_backs = counter("ewsjf_put_backs", text, "failure")
+        for failure in DispatchFailure:
+            self._put_backs.labels(self._model, failure.value)
         text = "Requests that reached their outcome."
         self._concluded = counter("ewsjf_requests_concluded", text, "class", "outcome")
         self._stale_reports = counter("ewsjf_stale_reports", "Times a replica's report went stale.")
@@ -140,14 +161,19 @@ class SchedulerMetrics:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, ("model", *labels), registry=self._registry)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, ("model", *labels), registry=self._registry)
+    def _counter(self, name: str, text: str, *labels: str) -> CellFamily[CounterCell]:
+        family = counters(self._registry, name, text, ("model", *labels))
+        if not labels:
+            # A rate of what has not happened yet is 0, not nothing.
+            family.labels(self._model)
+        return family
 
     def on_dispatch(self, command: Dispatch, priority: PriorityClass, *, spilled: bool) -> None:
         """A grant was issued."""
         dispatches, wait = self._of_dispatch(command.pool, priority)
         dispatches.inc()
         wait.observe(command.queue_wait_s)
+        self.requests.on_dispatch(command.length_queue, command.queue_wait_s)
         if spilled:
             self._spills.labels(self._model, command.pool).inc()
 
@@ -211,11 +237,12 @@ class SchedulerMetrics:
         if standing.partition_age_s is not None:
             self._partition_age.labels(self._model).set(standing.partition_age_s)
         self._replicas.status = standing
+        self._queue.figures, self._pools.pools = standing.queue, dict(standing.pools)
         return generate_latest(self._registry).decode()
 
     # Looking labels up takes as long as counting, so what is counted for each request is kept.
 
-    def _of_dispatch(self, pool: str, priority: PriorityClass) -> tuple[Counter, Histogram]:
+    def _of_dispatch(self, pool: str, priority: PriorityClass) -> tuple[CounterCell, HistogramCell]:
         found = self._dispatch_children.get((pool, priority))
         if found is None:
             found = (
@@ -225,7 +252,7 @@ class SchedulerMetrics:
             self._dispatch_children[pool, priority] = found
         return found
 
-    def _of_conclusion(self, priority: PriorityClass, outcome: Outcome) -> Counter:
+    def _of_conclusion(self, priority: PriorityClass, outcome: Outcome) -> CounterCell:
         found = self._conclusion_children.get((priority, outcome))
         if found is None:
             found = self._concluded.labels(self._model, priority.value, outcome.value)

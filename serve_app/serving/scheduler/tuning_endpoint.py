@@ -159,17 +159,19 @@ class TuningEndpoint:
     def freeze(self, reason: str) -> None:
         """Return to what is in force for good, and try nothing until `thaw`."""
         self.frozen = reason or "by command"
+        self.metrics.tuner.frozen = True
         self._go_back("tuning was frozen")
         logger.info("event=tuning_frozen model=%s reason=%r", self.model, self.frozen)
 
     def thaw(self) -> None:
         """Something may be tried again."""
         self.frozen = ""
+        self.metrics.tuner.frozen = False
         logger.info("event=tuning_thawed model=%s", self.model)
 
     def show(self, document: Mapping[str, Any]) -> None:
         """Keep what the tuner tells of itself."""
-        self.shown = document
+        self.shown = self.metrics.tuner.shown = document
         error = (document.get("twin") or {}).get("error")
         if error is not None:
             self.metrics.on_twin_error(error["ttft_ratio"], error["tpot_ratio"])

@@ -6,6 +6,7 @@ clock is right again: a wrong clock must not spoil the days for good. The ledger
 counts into it, by the saved state. A scheduler that is killed loses what was counted since the last save.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -139,4 +140,10 @@ class UsageLedger:
 
 
 def _day_of(moment: float) -> str:
-    return time.strftime("%Y-%m-%d", time.gmtime(moment))
+    return _name_of(int(moment // _DAY_S))
+
+
+# Asked for twice at the end of each request.
+@functools.lru_cache(maxsize=4)
+def _name_of(day: int) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(day * _DAY_S))

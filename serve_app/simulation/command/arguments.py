@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from serve_app.command import positive_float, positive_int
+from serve_app.command import add_report_argument, positive_float, positive_int
 from serve_app.engine_model.waiting import SchedulingPolicy
 from serve_app.simulation.command.workload_arguments import (
     configure_max_output,
@@ -119,6 +119,7 @@ def _configure_results(group: "argparse._ArgumentGroup") -> None:
         help="write the queues in force at the end of the first run that learned any, for --partition",
     )
     group.add_argument("--plot", type=Path, metavar="DIR", help="write pictures")
+    add_report_argument(group)
     group.add_argument("--log", type=Path, metavar="FILE", help="write every decision, a JSON object a line")
     group.add_argument(
         "--jobs",

@@ -2,16 +2,21 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from serve_app.command import Command, given_arguments, progress_bar, say, warn, write_json
+from serve_app.command import Command, command_line, given_arguments, progress_bar, say, warn, write_json
 from serve_app.errors import SettingsError
 from serve_app.provenance import provenance
+from serve_app.reports.document import Origin
+from serve_app.reports.page import write_report
+from serve_app.scheduling.commands import Conclude
 from serve_app.scheduling.decision_log import Decision, encode_decision, encode_header
 from serve_app.simulation.batch import at_load, run_all, saturated_rates
 from serve_app.simulation.command import arguments
+from serve_app.simulation.command.report_page import simulation_report
 from serve_app.simulation.command.results import Row, run_as_json, seeds_table, unequal_work
 from serve_app.simulation.partitions import PartitionSource, write_partition
 from serve_app.simulation.run import DIRECT, RunResult, RunSettings, run_header, simulate
@@ -32,10 +37,12 @@ def _run(args: argparse.Namespace, learned: PartitionSource) -> int:
     results = list(_played(runs, args))
     rows = [run_as_json(result) for result in results]
     say(f"{paragraph(_heading(results[0]))}\n\n{seeds_table(rows)}")
-    for warning in _warnings(results, rows):
+    warnings = list(_warnings(results, rows))
+    for warning in warnings:
         warn(warning)
+    found = _provenance(args, results)
     if args.json is not None:
-        write_json(args.json, {"runs": rows, "provenance": _provenance(args, results)})
+        write_json(args.json, {"runs": rows, "provenance": found})
     if args.save_partition is not None:
         _save_partition(args.save_partition, results)
     if args.plot is not None:
@@ -43,43 +50,63 @@ def _run(args: argparse.Namespace, learned: PartitionSource) -> int:
         from serve_app.simulation.command.plots import write_plots  # noqa: PLC0415 - see above
 
         write_plots(args.plot, results)
+    if args.report is not None:
+        origin = Origin(found, command_line(args))
+        write_report(args.report, simulation_report(results, rows, origin, warnings))
     return 0
 
 
 def _placed(runs: list[RunSettings], args: argparse.Namespace) -> list[RunSettings]:
     """The runs at their rate, with the load that it means."""
-    if args.load is not None:
-        return at_load(runs, args.load, jobs=args.jobs)
+    with progress_bar("rates at load 1.0", len({run.seed for run in runs})) as on_rate:
+        if args.load is not None:
+            return at_load(runs, args.load, jobs=args.jobs, on_rate=on_rate)
+        rates = saturated_rates(runs, jobs=args.jobs, on_rate=on_rate)
     placed = []
-    for run, saturated in zip(runs, saturated_rates(runs, jobs=args.jobs), strict=True):
+    for run, saturated in zip(runs, rates, strict=True):
         rate = run.rate_per_s or choose_trace(run.trace, run.seed).rate_per_s
         placed.append(replace(run, load=None if rate is None else rate / saturated))
     return placed
 
 
 def _played(runs: list[RunSettings], args: argparse.Namespace) -> Iterator[RunResult]:
+    keep_records = bool(args.plot or args.report)
+    if args.log is not None or args.jobs == 1 or len(runs) == 1:
+        for result in _one_by_one(runs, args.log):
+            yield result if keep_records else replace(result, records=[], measured=[])
+        return
     with progress_bar("runs", len(runs)) as advance:
-        if args.log is None:
-            played = run_all(runs, jobs=args.jobs, keep_records=args.plot is not None)
-        else:
-            played = _logged(runs, args.log)
-        for result in played:
+        for result in run_all(runs, jobs=args.jobs, keep_records=keep_records):
             advance()
             yield result
 
 
-def _logged(runs: list[RunSettings], path: Path) -> Iterator[RunResult]:
-    """One after the other, into one file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+def _one_by_one(runs: list[RunSettings], log: Path | None) -> Iterator[RunResult]:
+    """In this process, where every request counts for the progress bar; with all decisions in one file."""
+    requests = sum(len(choose_trace(run.trace, run.seed).requests) for run in runs)
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        progress_bar("requests", requests) as advance,
+        nullcontext() if log is None else log.open("w") as file,
+    ):
 
-        def log(decision: Decision) -> None:
-            file.write(encode_decision(decision) + "\n")
+        def note(decision: Decision) -> None:
+            if file is not None:
+                file.write(encode_decision(decision) + "\n")
+            for command in decision.commands:
+                if isinstance(command, Conclude):
+                    advance()
 
         for run in runs:
-            if run.policy != DIRECT:
-                file.write(encode_header(run_header(run)) + "\n")
-            yield simulate(run, log)
+            if run.policy == DIRECT:
+                result = simulate(run)
+                advance(len(result.records))
+            else:
+                if file is not None:
+                    file.write(encode_header(run_header(run)) + "\n")
+                result = simulate(run, note)
+            yield result
 
 
 def _heading(result: RunResult) -> str:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from serve_app.command import Command, say, write_json
+from serve_app.command import Advance, Command, progress_bar, say, write_json
 from serve_app.scheduling.decision_log import DecisionLogError, LoggedRun, read_runs, replay
 from serve_app.simulation.baselines import SIMULATED_POLICIES
 
@@ -25,7 +25,9 @@ def _run(args: argparse.Namespace) -> int:
         lines = args.log.read_text(encoding="utf-8").splitlines()
     except OSError as exc:
         raise DecisionLogError(f"cannot read {args.log}: {exc.strerror}") from exc
-    rows = [_compared(run) for run in read_runs(lines)]
+    # Nearly every line is a decision.
+    with progress_bar("decisions", len(lines)) as advance:
+        rows = [_compared(run, advance) for run in read_runs(lines)]
     if not rows:
         raise DecisionLogError(f"{args.log} holds no run: its first line must be a header")
     for row in rows:
@@ -36,8 +38,8 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if all(row["same"] for row in rows) else 1
 
 
-def _compared(run: LoggedRun) -> dict[str, object]:
-    difference = replay(run, SIMULATED_POLICIES)
+def _compared(run: LoggedRun, advance: Advance) -> dict[str, object]:
+    difference = replay(run, SIMULATED_POLICIES, advance)
     return {
         "run": {"policy": run.header.settings.policy, **run.header.run},
         "decisions": len(run.decisions),

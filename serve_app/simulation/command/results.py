@@ -15,11 +15,18 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A column of the table: its heading, its value in a row, and its decimals."""
+    """A column of the table.
+
+    Attributes:
+        of: its value in a row.
+        words: its name in a sentence.
+    """
 
     heading: str
     of: Callable[[Row], float | None]
     decimals: int = 2
+    words: str = ""
+    lower_is_better: bool = True
 
 
 def _latency(name: str, size: str, figure: str) -> Callable[[Row], float | None]:
@@ -27,14 +34,22 @@ def _latency(name: str, size: str, figure: str) -> Callable[[Row], float | None]
 
 
 FIGURES = (
-    Figure("short TTFT mean s", _latency("ttft_s", "short", "mean"), 3),
-    Figure("short TTFT p99 s", _latency("ttft_s", "short", "p99"), 3),
-    Figure("long TTFT mean s", _latency("ttft_s", "long", "mean"), 3),
-    Figure("long TTFT p99 s", _latency("ttft_s", "long", "p99")),
-    Figure("longest wait s", _latency("queue_wait_s", "all", "max")),
-    Figure("TPOT mean ms", lambda row: _scaled(row["metrics"]["tpot_s"]["all"]["mean"], 1_000), 1),
-    Figure("goodput /s", lambda row: row["metrics"]["goodput_per_s"]),
-    Figure("tokens/s", lambda row: row["whole_run"]["throughput_tokens_per_s"], 0),
+    Figure("short TTFT mean s", _latency("ttft_s", "short", "mean"), 3, "mean TTFT of short prompts"),
+    Figure("short TTFT p99 s", _latency("ttft_s", "short", "p99"), 3, "P99 TTFT of short prompts"),
+    Figure("long TTFT mean s", _latency("ttft_s", "long", "mean"), 3, "mean TTFT of long prompts"),
+    Figure("long TTFT p99 s", _latency("ttft_s", "long", "p99"), 2, "P99 TTFT of long prompts"),
+    Figure("longest wait s", _latency("queue_wait_s", "all", "max"), 2, "longest wait"),
+    Figure(
+        "TPOT mean ms", lambda row: _scaled(row["metrics"]["tpot_s"]["all"]["mean"], 1_000), 1, "mean TPOT"
+    ),
+    Figure("goodput /s", lambda row: row["metrics"]["goodput_per_s"], 2, "goodput", lower_is_better=False),
+    Figure(
+        "tokens/s",
+        lambda row: row["whole_run"]["throughput_tokens_per_s"],
+        0,
+        "throughput",
+        lower_is_better=False,
+    ),
 )
 
 
@@ -103,7 +118,7 @@ def seeds_table(rows: Sequence[Row], by: Sequence[str] = (), figures: Sequence[F
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((*(row[name] for name in by), _policy(row)), []).append(row)
+        groups.setdefault((*(row[name] for name in by), policy_of(row)), []).append(row)
     head = [*by, "policy", "n", *(figure.heading for figure in figures)]
     lines = [
         [*map(str, key), str(len(group)), *map(_cell_of(group), figures)] for key, group in groups.items()
@@ -111,7 +126,8 @@ def seeds_table(rows: Sequence[Row], by: Sequence[str] = (), figures: Sequence[F
     return shown_table(head, lines, text_columns=len(by) + 1, key_columns=len(by) + 1)
 
 
-def _policy(row: Row) -> str:
+def policy_of(row: Row) -> str:
+    """The name of a run's policy, which says if nobody could deploy it."""
     return str(row["policy"]) if row["deployable"] else f"{row['policy']} (not deployable)"
 
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from serve_app.metrics.record import RequestRecord
+from serve_app.metrics.targets import ClassTargets
 from serve_app.settings_base import ADVANCED, POSITIVE_SHARE, at_least, settings
 from serve_app.tuning.objective.paper_reward import PaperObjective, paper_terms
-from serve_app.tuning.objective.service_class import ClassFigures, ClassTargets, by_class, judged
+from serve_app.tuning.objective.service_class import ClassFigures, by_class, judged
 from serve_app.tuning.objective.slo_reward import SloObjective, slo_terms
 
 Kind = Literal["slo", "paper"]

@@ -5,92 +5,12 @@ method trades short requests against long ones, so a figure of both together wou
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
-from serve_app.metrics.slo import Slo
 from serve_app.metrics.statistics import percentile
-from serve_app.metrics.summary import SHORT_AT_TOKENS
-from serve_app.request import PriorityClass
-from serve_app.settings_base import ADVANCED, FINITE_POSITIVE, at_least, settings
-
-NOT_OURS = frozenset(
-    {
-        Outcome.REJECTED_INVALID,
-        Outcome.REJECTED_UNAUTHORISED,
-        Outcome.REJECTED_UNKNOWN_MODEL,
-        Outcome.REJECTED_BODY_TOO_LARGE,
-        Outcome.REJECTED_TOO_LONG,
-        Outcome.REJECTED_RATE_LIMITED,
-    }
-)
-"""Outcomes that no order of service could have changed."""
-
-
-@settings(block="targets")
-class ClassTarget:
-    """Latency limits of one priority class, in seconds.
-
-    Attributes:
-        ttft_s: time to first token of short prompts.
-        long_ttft_s: time to first token of all others.
-        tpot_s: time per output token after the first; None sets no limit.
-    """
-
-    ttft_s: Annotated[float, FINITE_POSITIVE] = 1.0
-    long_ttft_s: Annotated[float, FINITE_POSITIVE] = 10.0
-    tpot_s: Annotated[float | None, FINITE_POSITIVE] = 0.1
-
-
-@settings(block="targets")
-class ClassTargets:
-    """The targets of every priority class.
-
-    Attributes:
-        short_at_tokens: longest short prompt.
-    """
-
-    interactive: ClassTarget = field(default_factory=ClassTarget)
-    default: ClassTarget = field(default_factory=ClassTarget)
-    # Nobody waits for a batch answer; one minute and five keep the class from being starved.
-    batch: ClassTarget = field(
-        default_factory=lambda: ClassTarget(ttft_s=60.0, long_ttft_s=300.0, tpot_s=None)
-    )
-    short_at_tokens: Annotated[int, at_least(1), ADVANCED] = SHORT_AT_TOKENS
-
-    def is_short(self, record: RequestRecord) -> bool:
-        """Whether the prompt counts as short."""
-        return record.prompt_tokens <= self.short_at_tokens
-
-    def class_of(self, record: RequestRecord) -> str:
-        """The name of its class, such as `default short`."""
-        return f"{record.priority.value} {'short' if self.is_short(record) else 'long'}"
-
-    def ttft_limit_s(self, record: RequestRecord) -> float:
-        """The limit on its time to first token."""
-        target = self._of(record.priority)
-        return target.ttft_s if self.is_short(record) else target.long_ttft_s
-
-    def met_by(self, record: RequestRecord) -> bool:
-        """Whether the request completed within the limits of its class."""
-        slo = Slo(ttft_s=self.ttft_limit_s(record), tpot_s=self._of(record.priority).tpot_s)
-        return slo.met_by(record)
-
-    def lateness(self, record: RequestRecord) -> float:
-        """`ttft / (ttft + limit)`: 0 at once, 0.5 at the limit, 1 without an answer.
-
-        Unlike seconds it is bounded, so one lost request cannot outweigh a thousand. Unlike the SLO it falls
-        with every second saved, also where all limits are kept, or none.
-        """
-        if not record.completed or record.ttft_s is None:
-            return 1.0
-        return record.ttft_s / (record.ttft_s + self.ttft_limit_s(record))
-
-    def _of(self, priority: PriorityClass) -> ClassTarget:
-        target: ClassTarget = getattr(self, priority.value)
-        return target
+from serve_app.metrics.targets import ClassTargets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,18 +40,11 @@ def judged(records: Iterable[RequestRecord], targets: ClassTargets) -> list[Requ
     token. A cancelled request counts when it had waited past its limit for a first token; before that, the
     client had its own reasons.
     """
-    return [record for record in records if _counts(record, targets)]
-
-
-def _counts(record: RequestRecord, targets: ClassTargets) -> bool:
-    if record.outcome in NOT_OURS:
-        return False
-    if record.completed:
-        return record.ttft_s is not None
-    if record.outcome is Outcome.CANCELLED:
-        waited_s = record.e2e_s if record.ttft_s is None else record.ttft_s
-        return waited_s > targets.ttft_limit_s(record)
-    return True
+    return [
+        record
+        for record in records
+        if targets.judges(record) and (record.ttft_s is not None or not record.completed)
+    ]
 
 
 def by_class(counted: Sequence[RequestRecord], targets: ClassTargets) -> dict[str, ClassFigures]:

@@ -13,7 +13,7 @@ change the queues themselves, and cannot be tried in slices of a minute: `python
 them offline.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +31,7 @@ from serve_app.tuning.online.parameter_search import (
 )
 from serve_app.tuning.online.replay import ReplayResult, ReplayTask
 from serve_app.tuning.online.rollout import Rollout
-from serve_app.tuning.online.rollout_settings import Apply, Retune
+from serve_app.tuning.online.rollout_settings import Act, Apply, Retune
 from serve_app.tuning.online.slice_noise import rewards_in, steady_slices
 from serve_app.tuning.online.trial_replays import TrialReplays
 from serve_app.tuning.online.twin_calibration import TwinCalibration
@@ -49,6 +49,8 @@ _RECENT = 50_000
 _AUDITS_SHOWN = 12
 _USUAL_QUEUES = RefineAndPruneSettings()
 _STUDIES_KEPT = 50
+_MOST_DOUBLINGS = 2
+"""Of the interval between two searches, while they find nothing: a search takes a minute of CPU time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,10 @@ class ParameterLoop:
         self._settings, self._queues = settings, queues
         self._studies: deque[dict[str, Any]] = deque(maxlen=_STUDIES_KEPT)
         self._searching = self._replaying = False
+        self._searches = self._trials = 0
+        # Searches in a row that found nothing.
+        self._in_vain = 0
+        self._acts: Counter[Act] = Counter()
         self.calibration = TwinCalibration(settings.calibration, settings.profile)
         self.forecasts = Forecasts()
         self._start(configured, now)
@@ -105,6 +111,8 @@ class ParameterLoop:
         configured = self._configured
         self._space = _space(configured)
         self.rollout = Rollout(self._space, self._space.current, self._settings.rollout)
+        # Counts go on with the next scheduler.
+        self.rollout.acts = self._acts
         # Times of an earlier scheduler are on another clock.
         self._traffic, self._next_search_at = TrafficLog(), now
         self.calibration.restart()
@@ -220,8 +228,11 @@ class ParameterLoop:
 
     def on_search_result(self, result: SearchResult, now: float) -> list[Retune]:
         """Propose what a search has found."""
+        self._in_vain = 0 if result.finding.confident else self._in_vain + 1
         self.on_search_failure(now)
         finding, found = result.finding, result.finding.confirmation
+        self._searches += 1
+        self._trials += finding.trials
         self._studies.append(
             {
                 "trials": finding.trials,
@@ -240,9 +251,9 @@ class ParameterLoop:
         return self._orders(self.rollout.propose(finding.best.values, now, reason, noise, control))
 
     def on_search_failure(self, now: float) -> None:
-        """Note that a search has ended; the next one comes after the usual interval."""
+        """Note that a search has ended; the next one comes later where several have found nothing."""
         self._searching = False
-        self._next_search_at = now + self._settings.every_s
+        self._next_search_at = now + self._settings.every_s * 2.0 ** min(self._in_vain, _MOST_DOUBLINGS)
 
     # For people, and for a restart
 
@@ -264,6 +275,11 @@ class ParameterLoop:
                 for each in reversed(self.rollout.audit[-_AUDITS_SHOWN:])
             ],
             "studies": list(self._studies)[-_AUDITS_SHOWN:],
+            "counts": {
+                "searches": self._searches,
+                "trials": self._trials,
+                "decisions": {act.value: self._acts[act] for act in Act},
+            },
         }
 
     def state(self) -> dict[str, Any]:

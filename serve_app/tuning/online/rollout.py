@@ -17,7 +17,7 @@ Rules:
 - After a step nothing is tried for a while, longer after one that looked no better; and never while frozen.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +49,7 @@ class Rollout:
         target: the step on trial; None between trials.
         frozen: the reason, while nothing may be tried; empty otherwise.
         trials: how many were begun.
+        acts: how many decisions of each kind were made.
     """
 
     def __init__(self, space: SearchSpace, incumbent: Values, settings: RolloutSettings) -> None:
@@ -57,6 +58,7 @@ class Rollout:
         self.target: dict[str, float] | None = None
         self.frozen = ""
         self.trials = 0
+        self.acts: Counter[Act] = Counter()
         self._canary: Canary | None = None
         self._neighbours: list[Neighbours] = []
         self._in_force = self.incumbent
@@ -248,6 +250,7 @@ class Rollout:
         figures: Any = None,
     ) -> list[Apply]:
         """Note a decision; puts nothing in force."""
+        self.acts[act] += 1
         self._audits.append(
             Audit(at=now, act=act, reason=reason, values=dict(values or {}), figures=dict(figures or {}))
         )

@@ -39,6 +39,7 @@ _UNKNOWN = FittedEngine(
 _BLOCK = 16
 """Tokens in a block of the KV cache, as in vLLM on GPUs."""
 _USUAL_BUDGET = 2_048
+_MOST_DOUBLINGS = 4
 # Of a server that states neither.
 _USUAL_KV_TOKENS, _USUAL_NUM_SEQS = 100_000, 256
 """`max_num_batched_tokens` of an engine that does not say: the smaller of vLLM's usual defaults."""
@@ -75,6 +76,8 @@ class TwinCalibration:
         self.error: TwinError | None = None
         self._fits = 0
         self._is_busy = False
+        # Fits in a row that left the twin wrong.
+        self._in_vain = 0
         # Since the last task; and the times of this scheduler's clock.
         self._fresh, self._next_at, self._fitted_until = 0, -math.inf, -math.inf
 
@@ -142,13 +145,17 @@ class TwinCalibration:
         if not self._is_busy:
             # Of an earlier scheduler; its times mean nothing here.
             return
-        self._is_busy, self._next_at = False, now + self._settings.every_s
         self._fitted_until = result.until
         if result.error is not None:
+            is_wrong = result.error.largest > self._settings.max_error_ratio
+            self._in_vain = self._in_vain + 1 if is_wrong and self._fits else 0
             self.error = result.error
         if result.engines:
             self._fitted = result.engines
             self._fits += 1
+        # Engines that no step times describe are asked less and less often: each fit takes seconds of CPU.
+        wait_s = self._settings.every_s * 2.0 ** min(self._in_vain, _MOST_DOUBLINGS)
+        self._is_busy, self._next_at = False, now + wait_s
 
     def on_failure(self, now: float) -> None:
         """Go on without the result of a task."""

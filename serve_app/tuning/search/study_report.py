@@ -32,12 +32,11 @@ class StudyReport:
     def as_text(self) -> str:
         """The verdict for a reader."""
         best = self.finding.best
-        lines = [self._verdict(), "", self._class_table()]
+        lines = [self.verdict, "", self._class_table()]
         if best is not None:
             lines += ["", *self._changes(best.values)]
-        if self.finding.confident and best is not None:
-            pasted = yaml.safe_dump(as_model_settings(self.space, best.values), sort_keys=False)
-            lines += ["", "To paste into the model's settings:", "", pasted.rstrip()]
+        if self.pasted is not None:
+            lines += ["", "To paste into the model's settings:", "", self.pasted]
         else:
             lines += ["", "The current settings stand."]
         return "\n".join(lines)
@@ -72,7 +71,17 @@ class StudyReport:
             "course": [asdict(each) for each in self.course.rounds],
         }
 
-    def _verdict(self) -> str:
+    @property
+    def pasted(self) -> str | None:
+        """The settings of a candidate that is recommended, as YAML; None when those in force stand."""
+        best = self.finding.best
+        if best is None or not self.finding.confident:
+            return None
+        return yaml.safe_dump(as_model_settings(self.space, best.values), sort_keys=False).rstrip()
+
+    @property
+    def verdict(self) -> str:
+        """What was tried, what came of it, and how sure that is."""
         tried = self.finding.trials
         text = f"{tried} candidate{'' if tried == 1 else 's'}: {self.finding.reason}"
         found = self.finding.confirmation

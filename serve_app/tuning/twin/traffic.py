@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from serve_app.metrics.record import RequestRecord
-from serve_app.tuning.objective.service_class import NOT_OURS
+from serve_app.metrics.targets import NOT_OURS
 from serve_app.workloads.streams import stream
 from serve_app.workloads.trace import Trace, TraceRequest
 

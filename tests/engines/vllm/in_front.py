@@ -75,7 +75,7 @@ class Front:
 
 @contextlib.asynccontextmanager
 async def in_front_of(
-    engine: Engine, limits: EngineLimits, no_replica_grace_s: float = 1.0
+    engine: Engine, limits: EngineLimits, no_replica_grace_s: float = 1.0, *, tracing: bool = False
 ) -> AsyncIterator[Front]:
     """Everything in front of an engine that runs already, and goes on running."""
     world = Simulation(scheduler_settings(model="m", no_replica_grace_s=no_replica_grace_s), FAST)
@@ -95,6 +95,7 @@ async def in_front_of(
         served = GatewaySettings(
             models=(ServedModel(name="m", max_model_len=limits.max_model_len),),
             upstream=UpstreamSettings(silence_timeout_s=ANSWER_TIMEOUT_S),
+            tracing=tracing,
         )
         gateway = Gateway(served, {"m": await world.gateway()}, "g1")
         stack.callback(gateway.close)

@@ -4,6 +4,7 @@ import pytest
 
 from serve_app.errors import Outcome
 from serve_app.scheduling.commands import Command
+from serve_app.scheduling.dispatch import openings
 from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
 from serve_app.scheduling.dispatch.promotion import PromotionSettings
 from serve_app.scheduling.events import Cancelled, Event, Finished, FirstToken, ReplicaLost
@@ -16,11 +17,18 @@ KV, SMALL = 10_000, 1_000
 class Crowd(ManualDriver):
     """One pool that is always full of small requests, each of which ends ten seconds after its dispatch."""
 
-    def __init__(self, replicas: int = 1, *, policy: str = "ewsjf", promoted_after_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        replicas: int = 1,
+        *,
+        policy: str = "ewsjf",
+        promoted_after_s: float = 20.0,
+        max_long_prefills: int = 0,
+    ) -> None:
         super().__init__(
             policy=policy,
             routing=ONE_POOL,
-            isolation=IsolationSettings(max_long_prefills=0),
+            isolation=IsolationSettings(max_long_prefills=max_long_prefills),
             backpressure=BackpressureSettings(target_waiting=4),
             promotion=PromotionSettings(default_s=promoted_after_s),
         )
@@ -152,6 +160,17 @@ def test_a_tenant_that_is_behind_has_capacity_kept_before_it_has_waited_long() -
     # All that ran when it came has ended by then, and what the flood was served since puts it behind.
     assert crowd.sent_at["huge"] <= arrived_at + 15.0
     assert crowd.reserved == [0]
+
+
+def test_capacity_is_kept_for_it_also_where_nothing_like_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the only long prompt, so the heads that are looked at because they may fit do not include it."""
+    monkeypatch.setattr(openings, "_FEW_HEADS", 0)
+    crowd = Crowd(promoted_after_s=1_000.0, max_long_prefills=2)
+    crowd.seconds(15)
+    crowd.arrive("huge", prompt_tokens=5_990, max_output_tokens=10, tenant="light")
+    arrived_at = crowd.now
+    crowd.seconds(20, 2)
+    assert crowd.sent_at["huge"] <= arrived_at + 15.0
 
 
 def test_among_equal_shares_no_capacity_is_kept_idle() -> None:

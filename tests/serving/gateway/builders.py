@@ -352,6 +352,9 @@ class FakeDispatcher:
     def adapters(self) -> dict[str, frozenset[str]]:
         return {}
 
+    def show(self, own_page: Callable[[], Awaitable[str]]) -> None:
+        pass
+
     async def exposition(self) -> str:
         return self.page
 

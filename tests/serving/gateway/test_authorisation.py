@@ -12,6 +12,8 @@ from serve_app.access import ADMIN_KEY_VARIABLE
 from serve_app.api_keys.file import changed_keys
 from serve_app.request import PriorityClass
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway.dashboard import DASHBOARD_PATH, EVENTS_PATH
+from serve_app.serving.gateway.dashboard.pages import STATIC_FOLDER
 from serve_app.serving.gateway.routes.table import FORMS, SCHEDULED
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from tests.api_keys.test_file import record
@@ -57,9 +59,12 @@ BODIES: dict[str, dict[str, Any]] = {
 KEPT = {"/v1/responses/resp_1": "GET", "/v1/responses/resp_1/cancel": "POST"}
 ADMINS = {"admin": 200, "own admin": 200}
 # What each kind of key gets that is not 200, by endpoint.
-OPEN = ("/health", "/ping", "/ready", "/openapi.json")
+PAGE = tuple(f"{DASHBOARD_PATH}/{path.name}" for path in STATIC_FOLDER.iterdir() if path.suffix != ".html")
+OPEN = ("/health", "/ping", "/ready", "/openapi.json", DASHBOARD_PATH, *PAGE)
+REDIRECTED = f"{DASHBOARD_PATH}/"
 QUESTIONS = ("/version", "/tokenizer_info", "/load")
 DEBUG = {
+    EVENTS_PATH: "GET",
     "/debug/queue": "GET",
     "/debug/scaling": "GET",
     "/debug/status": "GET",
@@ -77,6 +82,8 @@ DEBUG = {
 def expected(path: str, kind: str) -> int:
     if path in OPEN:
         return 200
+    if path == REDIRECTED:
+        return 308
     if kind in NOBODY_YET:
         return 401
     if path in DEBUG:
@@ -103,7 +110,12 @@ class Door:
             return await self.http.post(path, data={"model": MODEL}, files=files, headers=headers)
         if path in BODIES:
             return await self.http.post(path, json=BODIES[path], headers=headers)
-        return await self.http.request({**DEBUG, **KEPT}.get(path, "GET"), path, headers=headers)
+        method = {**DEBUG, **KEPT}.get(path, "GET")
+        async with self.http.stream(method, path, headers=headers) as answer:
+            # A stream of events has no end.
+            if path != EVENTS_PATH or answer.status_code != 200:
+                await answer.aread()
+        return answer
 
 
 @pytest.fixture
@@ -138,7 +150,8 @@ async def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 def routes() -> list[str]:
-    return [*BODIES, *FORMS, *KEPT, *QUESTIONS, "/v1/models", f"/v1/models/{MODEL}", *OPEN, *DEBUG]
+    models = ("/v1/models", f"/v1/models/{MODEL}")
+    return [*BODIES, *FORMS, *KEPT, *QUESTIONS, *models, *OPEN, REDIRECTED, *DEBUG]
 
 
 async def test_no_endpoint_is_left_out() -> None:

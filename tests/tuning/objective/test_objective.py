@@ -5,10 +5,10 @@ import pytest
 
 from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
+from serve_app.metrics.targets import ClassTarget, ClassTargets
 from serve_app.request import PriorityClass
 from serve_app.tuning.objective.objective import ObjectiveSettings, reward_of
 from serve_app.tuning.objective.paper_reward import PaperObjective, paper_terms
-from serve_app.tuning.objective.service_class import ClassTarget, ClassTargets
 from serve_app.tuning.objective.slo_reward import SloObjective, slo_terms
 from tests.metrics.builders import record
 

@@ -90,21 +90,35 @@ def test_a_search_needs_traffic_replicas_and_leave() -> None:
     assert frozen.search_due(observation(20.0)) is None
 
 
-@pytest.mark.parametrize("failed", [True, False])
-def test_the_next_search_comes_after_a_rest_however_the_last_one_ended(failed: bool) -> None:
+def searched_again_at(loop: ParameterLoop, since: float) -> float:
+    """When the next search is due, with a request in each second."""
+    at = since
+    while loop.search_due(observation(at)) is None:
+        at += 1.0
+        loop.observe(observation(at, [arrived(at - 1.0)]))
+    return at
+
+
+def test_the_next_search_comes_after_a_rest() -> None:
     loop = watched()
     assert loop.search_due(observation(40.0)) is not None
-    if failed:
-        loop.on_search_failure(45.0)
-    else:
-        assert loop.on_search_result(found(6, confident=False), 45.0) == []
+    loop.on_search_failure(45.0)
     assert not loop.is_searching
     # Without new traffic there is nothing new to find.
     assert loop.search_due(observation(500.0)) is None
-    for second in range(80, 90):
-        loop.observe(observation(second + 1.0, [arrived(second)]))
-    assert loop.search_due(observation(94.0)) is None
-    assert loop.search_due(observation(95.0)) is not None
+    assert searched_again_at(loop, 45.0) == 95.0
+
+
+def test_searches_that_find_nothing_become_rarer_until_one_finds_something() -> None:
+    advises = replace(SETTINGS, rollout=replace(SETTINGS.rollout, mode="advise"))
+    loop, at, rests = watched(settings=advises), 40.0, []
+    assert loop.search_due(observation(at)) is not None
+    for confident in (False, False, False, True):
+        loop.on_search_result(found(6, confident=confident), at)
+        again = searched_again_at(loop, at)
+        rests.append(again - at)
+        at = again
+    assert rests == [100.0, 200.0, 200.0, 50.0]
 
 
 def test_nothing_is_searched_for_while_the_twin_is_not_known() -> None:

@@ -92,6 +92,22 @@ def test_a_large_error_is_an_obstacle_until_a_small_one_is_measured() -> None:
     assert made.source() == "fitted to the engines (1 fits)"
 
 
+def test_engines_that_no_fit_describes_are_fitted_less_and_less_often() -> None:
+    made, traffic = TwinCalibration(SETTINGS, None), TrafficLog()
+    at, waits = 10.0, []
+    for error in (None, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.01, 0.5):
+        fed(made, 20, traffic)
+        assert made.due(traffic, REPLICAS, at, at) is not None
+        made.on_result(result(error), at)
+        fed(made, 20, traffic)
+        ended_at = at
+        while made.due(traffic, REPLICAS, at, at) is None:
+            at += 30.0
+        made.on_failure(at - 30.0)
+        waits.append(at - ended_at)
+    assert waits == [30.0, 60.0, 120.0, 240.0, 480.0, 480.0, 480.0, 30.0, 60.0]
+
+
 def test_answers_that_show_no_pace_do_not_count() -> None:
     made, traffic = TwinCalibration(SETTINGS, None), TrafficLog()
     fed(made, 30, traffic, output_tokens=1)

@@ -67,6 +67,7 @@ class GatewayRequest:
         granted_at: when it was granted, or found to run.
         key_id: of its API key; empty when it came with none.
         model: the name that its client used.
+        tenant: who is charged for it.
         usage: what the engine counted, once it is over.
     """
 
@@ -79,13 +80,16 @@ class GatewayRequest:
     granted_at: float = 0.0
     key_id: str = ""
     model: str = ""
+    tenant: str = ""
     usage: Usage | None = None
 
     @classmethod
     def of(cls, gateway: GatewaySession, submission: Submission, grants: int) -> Self:
         """The record of a request that a gateway tells of."""
         key_id = submission.key.key_id if submission.key is not None else ""
-        return cls(gateway, submission.priority, grants, key_id=key_id, model=submission.spec.model)
+        record = cls(gateway, submission.priority, grants, key_id=key_id, model=submission.spec.model)
+        record.tenant = submission.tenant
+        return record
 
     def ended(self) -> EndedRequest | None:
         """Its line for the ledger of usage; None when it came with no key, or ended before it ran."""

@@ -50,6 +50,7 @@ class ClientStream:
     Attributes:
         on_room: called when there is room again, after `pass_on` has told of none.
         request_id: the client's name of its request, which every answer tells; empty while it is not known.
+        status: of the answer, once it has begun; 0 before.
     """
 
     __slots__ = (
@@ -62,6 +63,7 @@ class ClientStream:
         "on_room",
         "request_id",
         "since",
+        "status",
     )
 
     def __init__(self, send: Send, watch: "StallWatch", exchange: DirectExchange | None) -> None:
@@ -73,6 +75,7 @@ class ClientStream:
         self._failure: Exception | None = None
         self.on_room: Callable[[], None] | None = None
         self.request_id = b""
+        self.status = 0
         # When the client stopped reading, or the send that is under way began, in ticks of the watch.
         self.since: int | None = None
 
@@ -81,9 +84,9 @@ class ClientStream:
         if self._failure is not None:
             # A comment that was sent beside the request was the one that nobody read.
             raise self._failure
-        if self.request_id and message["type"] == "http.response.start":
-            headers = message["headers"]
-            if all(name != _REQUEST_ID for name, _ in headers):
+        if message["type"] == "http.response.start":
+            self.status, headers = message["status"], message["headers"]
+            if self.request_id and all(name != _REQUEST_ID for name, _ in headers):
                 message["headers"] = [*headers, (_REQUEST_ID, self.request_id)]
         self._task, self.since = asyncio.current_task(), self._watch.ticks
         try:

@@ -9,14 +9,24 @@ import asyncio
 from serve_app.serving.gateway.answer.client_stream import ClientStream
 from serve_app.serving.gateway.answer.sse import StreamScanner
 from serve_app.serving.gateway.upstream.response import UpstreamResponse
+from serve_app.serving.metric_cells import HistogramCell
 
 
 class StreamPassing:
-    """One stream whose first events have been taken; use once."""
+    """One stream whose first events have been taken; use once.
 
-    __slots__ = ("_client", "_fault", "_has_room", "_response", "_scanner")
+    Args:
+        gaps: where the time between two pieces is counted.
+    """
 
-    def __init__(self, response: UpstreamResponse, scanner: StreamScanner, client: ClientStream) -> None:
+    __slots__ = ("_client", "_fault", "_gaps", "_has_room", "_last_at", "_loop", "_response", "_scanner")
+
+    def __init__(
+        self, response: UpstreamResponse, scanner: StreamScanner, client: ClientStream, gaps: HistogramCell
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._gaps = gaps
+        self._last_at = self._loop.time()
         self._response = response
         self._scanner = scanner
         self._client = client
@@ -39,7 +49,7 @@ class StreamPassing:
         self._has_room = client.pass_on(events)
         response.on_pieces = self._take
         try:
-            self._take()
+            self._pass_on()
             await client.passing(self._waiter)
         finally:
             response.on_pieces = None
@@ -55,6 +65,12 @@ class StreamPassing:
 
     def _take(self) -> None:
         """Pieces have come."""
+        now = self._loop.time()
+        self._gaps.observe(now - self._last_at)
+        self._last_at = now
+        self._pass_on()
+
+    def _pass_on(self) -> None:
         if not self._has_room or self._response.complete:
             return
         try:
@@ -67,4 +83,4 @@ class StreamPassing:
 
     def _go_on(self) -> None:
         self._has_room = True
-        self._take()
+        self._pass_on()

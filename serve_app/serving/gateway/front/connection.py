@@ -6,10 +6,15 @@ HAProxy must not send it again, since it cannot know that. HAProxy closes connec
 by itself, within seconds. A host that vanished is noticed by TCP.
 
 Requests for the gateway pass Serve by, where `ingress` lets them.
+
+A client may offer to go on in another protocol, as Java's HttpClient does with `Upgrade: h2c`. HAProxy drops
+such offers. The parser takes what follows the head for the other protocol, and not for a body. So a head
+whose offer is not taken up is parsed again without it.
 """
 
 import asyncio
 import socket
+import sys
 from functools import partial
 from typing import Any, cast
 from urllib.parse import unquote
@@ -25,6 +30,7 @@ from serve_app.serving.http_heads import LimitedHeads, serve_connections_with
 
 # How long the rest of a body may take whose request has been answered.
 _REST_OF_BODY_S = 5.0
+_OF_OFFERS = frozenset({b"upgrade", b"http2-settings"})
 
 
 class FrontEndConnection(LimitedHeads):
@@ -40,6 +46,8 @@ class FrontEndConnection(LimitedHeads):
     def __init__(self, gateway: ASGIApp, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         self._gateway = gateway
+        # The bytes that are being parsed.
+        self._received = b""
         self.ingress: Ingress | None = ingress_of(self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
@@ -71,7 +79,7 @@ class FrontEndConnection(LimitedHeads):
         scope["method"] = parser.get_method().decode("ascii")
         if version != "1.1":
             scope["http_version"] = version
-        if self._is_upgrade():
+        if self._offers_upgrade():
             return
         url = httptools.parse_url(self.url)
         path = url.path.decode("ascii")
@@ -92,13 +100,13 @@ class FrontEndConnection(LimitedHeads):
     def on_body(self, body: bytes) -> None:
         """A piece of a body."""
         exchange = self._exchange
-        if exchange is not None and not exchange.response_complete and not self._is_upgrade():
+        if exchange is not None and not exchange.response_complete and not self._offers_upgrade():
             exchange.take_body(body)
 
     def on_message_complete(self) -> None:
         """A body is complete."""
         exchange = self._exchange
-        if exchange is not None and not self._is_upgrade():
+        if exchange is not None and not self._offers_upgrade():
             exchange.more_body = False
             exchange.message_event.set()
 
@@ -115,9 +123,26 @@ class FrontEndConnection(LimitedHeads):
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
 
-    def _is_upgrade(self) -> bool:
-        """Whether the connection becomes a websocket; other offers, such as h2c, need not be taken up."""
-        return bool(self.parser.should_upgrade() and self._should_upgrade())
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of a request."""
+        self._received = data
+        super().data_received(data)
+        self._received = b""
+
+    def _offers_upgrade(self) -> bool:
+        """Whether the request offers to go on in another protocol, a websocket among them."""
+        return bool(self.parser.should_upgrade() and self._get_upgrade())
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Uvicorn calls it for an offer that it does not take up: the request goes on in HTTP/1.1."""
+        upgrade = sys.exception()
+        if not isinstance(upgrade, httptools.HttpParserUpgrade) or not self._offers_upgrade():
+            return
+        head = without_offer(self.scope["method"], self.url, self.headers)
+        rest = self._received[upgrade.args[0] :]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.data_received(head + rest)
 
     def _end_unless_read(self, exchange: Exchange) -> None:
         if exchange.more_body and not self.transport.is_closing():
@@ -148,6 +173,19 @@ class FrontEndConnection(LimitedHeads):
         scope["root_path"] = root + prefix
         scope["extensions"] = {EXTENSION: self.cycle}
         return self._gateway
+
+
+def without_offer(method: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """A request's head without its offer to go on in another protocol."""
+    lines = [b"%b %b HTTP/1.1" % (method.encode("ascii"), url)]
+    for name, value in headers:
+        if name == b"connection":
+            options = [option.strip() for option in value.split(b",")]
+            kept = b", ".join(option for option in options if option.lower() not in _OF_OFFERS)
+            lines.append(b"connection: %b" % kept)
+        elif name not in _OF_OFFERS:
+            lines.append(b"%b: %b" % (name, value))
+    return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
 def serve_front_end(gateway: ASGIApp) -> None:

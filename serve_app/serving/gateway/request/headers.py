@@ -32,8 +32,10 @@ _HOP_BY_HOP = frozenset(
     }
 )
 # Of what a client sends, only this is for engines. Whatever else it sends says who it is, or would steer an
-# engine past the scheduler (`x-data-parallel-rank`). Traces go on through the engine.
-_FORWARDED = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent"})
+# engine past the scheduler (`x-data-parallel-rank`). Traces go on through the engine: the client's own, or
+# with the gateway's span in its place.
+_FORWARDED_TRACED = frozenset({b"accept", b"content-type", b"user-agent"})
+_FORWARDED = _FORWARDED_TRACED | {b"traceparent", b"tracestate"}
 # The server in front writes its own date and server; the length is written anew with the body.
 _NOT_RETURNED = _HOP_BY_HOP | {
     *(b"content-length", b"date", b"server", b"x-request-id"),
@@ -161,13 +163,18 @@ def content_type(raw: Iterable[tuple[bytes, bytes]]) -> bytes:
     return given[0] if given else b""
 
 
-def forwarded(raw: Iterable[tuple[bytes, bytes]], headers: Mapping[bytes, bytes]) -> bytes:
+def forwarded(
+    raw: Iterable[tuple[bytes, bytes]], headers: Mapping[bytes, bytes], *, is_traced: bool = False
+) -> bytes:
     """The lines of a client's headers that go on to the replica, each with its line end.
+
+    Args:
+        is_traced: each attempt to serve the request tells the replica of a span of its own.
 
     Raises:
         RequestRefused: a header contains a line break.
     """
-    passed = _FORWARDED
+    passed = _FORWARDED_TRACED if is_traced else _FORWARDED
     connection = headers.get(b"connection", b"").lower()
     if connection not in _ORDINARY_CONNECTION:
         passed = passed - {token.strip() for token in connection.split(b",")}

@@ -24,14 +24,16 @@ class HeldBody:
 
     Attributes:
         data: its bytes; empty once it was released.
+        whole_at: when its last byte had come, on the event loop's clock.
     """
 
-    __slots__ = ("_budget", "_held_bytes", "data")
+    __slots__ = ("_budget", "_held_bytes", "data", "whole_at")
 
     def __init__(self, budget: "BodyBudget") -> None:
         self._budget = budget
         self._held_bytes = 0
         self.data: bytes = b""
+        self.whole_at = 0.0
 
     def grow(self, size: int) -> None:
         """More of it has arrived.

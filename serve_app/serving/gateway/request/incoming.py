@@ -9,6 +9,7 @@ from serve_app.serving.gateway.answer.client_api import ClientApi
 from serve_app.serving.gateway.answer.client_stream import ClientStream, exchange_of
 from serve_app.serving.gateway.answer.disconnect import DisconnectWatch
 from serve_app.serving.gateway.answer.responses import HeaderList
+from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace
 
 
 class IncomingRequest(msgspec.Struct, frozen=True):
@@ -19,6 +20,7 @@ class IncomingRequest(msgspec.Struct, frozen=True):
         request_id: the gateway's own, unique among all gateways.
         client_request_id: the client's, or the gateway's when it sent none.
         arrived_at: on the event loop's clock, in seconds.
+        trace: told what happens to it.
     """
 
     scope: Scope
@@ -30,6 +32,7 @@ class IncomingRequest(msgspec.Struct, frozen=True):
     request_id: str
     client_request_id: str
     arrived_at: float
+    trace: RequestTrace = UNTRACED
 
     @property
     def method(self) -> str:

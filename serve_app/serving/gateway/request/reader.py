@@ -34,6 +34,7 @@ from serve_app.serving.gateway.request.splice import (
 from serve_app.serving.gateway.request.structure import check_structure, is_plain
 from serve_app.serving.gateway.routes.table import FORMS, SCHEDULED, api_of
 from serve_app.serving.gateway.settings import GatewaySettings
+from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTracer
 
 # Longer bodies are checked and parsed on a thread. Below, the change of threads costs more than the 5 ms at
 # most for which a body of this length occupies the event loop.
@@ -47,15 +48,25 @@ _OWN_PIECE_BYTES = 4 * 1024
 class RequestReader:
     """What a gateway checks before it bothers a scheduler.
 
+    Args:
+        tracer: of requests; None for no traces.
+
     Attributes:
         bodies: the memory for bodies.
     """
 
-    def __init__(self, settings: GatewaySettings, models: ServedModels, gateway_id: str) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        models: ServedModels,
+        gateway_id: str,
+        tracer: RequestTracer | None = None,
+    ) -> None:
         self._settings = settings
         self._models = models
         self._keyring = _keyring(settings)
         self._gateway_id = gateway_id
+        self._tracer = tracer
         self._numbers = itertools.count(1)
         self.bodies = BodyBudget(settings.max_held_body_bytes)
         # Threads take turns, so more of them make nothing faster; one large body after the other does not
@@ -89,6 +100,7 @@ class RequestReader:
             request_id=own,
             client_request_id=heads.request_id(headers.get(b"x-request-id"), own),
             arrived_at=now,
+            trace=UNTRACED if self._tracer is None else self._tracer.begin(scope, path, headers, now),
         )
 
     def authenticate(self, incoming: IncomingRequest) -> Caller:
@@ -129,6 +141,7 @@ class RequestReader:
         except BaseException:
             held.release()
             raise
+        held.whole_at = asyncio.get_running_loop().time()
         return held
 
     async def _receive(self, incoming: IncomingRequest, held: HeldBody, deadline: asyncio.Timeout) -> None:
@@ -242,7 +255,11 @@ class RequestReader:
         Raises:
             RequestRefused: a header contains a line break.
         """
-        return heads.forwarded(incoming.scope["headers"], incoming.headers)
+        is_traced = incoming.trace is not UNTRACED
+        lines = heads.forwarded(incoming.scope["headers"], incoming.headers, is_traced=is_traced)
+        if self._tracer is None or is_traced or b"traceparent" in incoming.headers:
+            return lines
+        return lines + self._tracer.unsampled_parent()
 
 
 def _collect(pieces: list[bytes | bytearray], piece: bytes) -> None:

@@ -2,12 +2,16 @@
 
 Each scheduler writes its own page, and two pages that describe the same metric may not simply follow each
 other: a scraper refuses a metric that is described twice or whose samples lie apart.
+
+Exemplars exist in OpenMetrics' format alone. The gateway writes its own page in it, and those of schedulers,
+which have none, are rewritten: the two formats differ in what they call a counter, and in an end.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 # What the text format appends to a metric's name in its samples.
 _SUFFIXES = frozenset({"", "_total", "_created", "_bucket", "_sum", "_count", "_info"})
+_END = "# EOF\n"
 
 
 def merge(pages: Iterable[str]) -> str:
@@ -24,6 +28,51 @@ def merge(pages: Iterable[str]) -> str:
                 family = _owner(families, family, line)
                 family.samples.setdefault(line.rpartition(" ")[0] or line, line)
     return "".join(family.text() for family in families.values())
+
+
+def merge_openmetrics(own: str, pages: Iterable[str]) -> str:
+    """The same in OpenMetrics' format.
+
+    Args:
+        own: a page that is in this format.
+        pages: in the text format.
+    """
+    return merge((own, *map(as_openmetrics, pages))) + _END
+
+
+def as_openmetrics(page: str) -> str:
+    """A page of the text format in OpenMetrics', but for its end."""
+    return "".join(f"{line}\n" for line in _rewritten(page.splitlines()))
+
+
+def _rewritten(lines: Iterable[str]) -> Iterator[str]:
+    help_of: dict[str, str] = {}
+    skipped = ""
+    for line in lines:
+        words = line.split(" ", 3)
+        if line.startswith("# HELP ") and len(words) > 2:
+            # Written once the type is known, which decides the name.
+            help_of[words[2]] = words[3] if len(words) > 3 else ""
+        elif line.startswith("# TYPE ") and len(words) > 3:
+            name, kind = words[2], words[3]
+            # Of a counter or histogram these are samples, in both formats; as a metric the name is taken.
+            skipped = name if name.endswith("_created") and kind == "gauge" else ""
+            if not skipped:
+                yield from _head(name, kind, help_of.get(name))
+        elif line.strip() and not line.startswith("#") and not (skipped and line.startswith(skipped)):
+            yield line
+
+
+def _head(name: str, kind: str, text: str | None) -> Iterator[str]:
+    """The description of a metric; a counter bears the name that its samples have without `_total`."""
+    if kind == "counter":
+        name, kind = (name.removesuffix("_total"), kind) if name.endswith("_total") else (name, "unknown")
+    elif kind == "untyped":
+        kind = "unknown"
+    if text is not None:
+        escaped = text.replace('"', '\\"')
+        yield f"# HELP {name} {escaped}"
+    yield f"# TYPE {name} {kind}"
 
 
 class _Family:

@@ -1,4 +1,7 @@
-"""`/metrics`: who may read it, and the page of this gateway and of the schedulers behind it.
+"""`/metrics`: who may read it, and the page of all gateways and of the schedulers behind them.
+
+Whichever gateway is asked, it shows them all, so one address suffices for a scraper. A gateway that did not
+answer in a moment is missing, with all of its series, and is there again next time.
 
 The page tells models, replicas and how busy they are, which is nobody's business but the operator's. Where
 keys are configured, it takes the scraper's own (`gateway.advanced.metrics_key`) or an admin's. Where none
@@ -17,11 +20,12 @@ from serve_app.serving.channel.scheduler_client import SchedulerClient
 from serve_app.serving.gateway.answer.responses import ForbiddenError
 from serve_app.serving.gateway.keys.caller import Caller
 from serve_app.serving.gateway.keys.secret import check_one_place, read_secret
-from serve_app.serving.gateway.scraping.exposition import merge
+from serve_app.serving.gateway.scraping.exposition import merge, merge_openmetrics
 from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.settings_base import settings
 
-METRICS_TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+_TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+_OPENMETRICS = (b"content-type", b"application/openmetrics-text; version=1.0.0; charset=utf-8")
 _METRICS_KEY = "gateway.advanced.metrics_key"
 
 
@@ -72,12 +76,17 @@ class MetricsEndpoint:
         asks_for_keys: bool,
         authenticate: Callable[[Mapping[bytes, bytes]], Caller],
     ) -> None:
-        self._telemetry = telemetry
         # A scheduler stands once under each of its model's names.
         self._schedulers = tuple({id(scheduler): scheduler for scheduler in schedulers}.values())
         self.change(key, asks_for_keys=asks_for_keys)
         self._authenticate = authenticate
-        self._page = CachedPage(self._gather, self._render)
+        self._own = CachedPage(_nothing, lambda _: telemetry.exposition())
+        self._text = CachedPage(self._gather, lambda pages: merge((telemetry.exposition(), *pages)))
+        self._openmetrics = CachedPage(
+            self._gather, lambda pages: merge_openmetrics(telemetry.openmetrics(), pages)
+        )
+        for scheduler in self._schedulers:
+            scheduler.show(self._own.text)
 
     def change(self, key: MetricsKey | None, *, asks_for_keys: bool) -> None:
         """Ask for another key from now on.
@@ -106,15 +115,41 @@ class MetricsEndpoint:
                 "Authorization: Bearer KEY",
             )
 
-    async def page(self) -> bytes:
-        """The metrics of this gateway and of its schedulers, drawn up a moment ago."""
-        return (await self._page.text()).encode()
+    async def page(self, accept: bytes) -> tuple[tuple[bytes, bytes], bytes]:
+        """The metrics of all gateways and schedulers, drawn up a moment ago, after their content type.
+
+        Args:
+            accept: what the scraper reads; OpenMetrics, which has exemplars, where it says so.
+        """
+        if prefers_openmetrics(accept):
+            return _OPENMETRICS, (await self._openmetrics.text()).encode()
+        return _TEXT, (await self._text.text()).encode()
 
     async def _gather(self) -> Sequence[str]:
         return await asyncio.gather(*(scheduler.exposition() for scheduler in self._schedulers))
 
-    def _render(self, pages: Sequence[str]) -> str:
-        return merge((self._telemetry.exposition(), *pages))
+
+async def _nothing() -> None:
+    """Nothing has to be gathered."""
+
+
+def prefers_openmetrics(accept: bytes) -> bool:
+    """Whether a scraper reads OpenMetrics at least as gladly as the text format."""
+    gladness = {b"application/openmetrics-text": 0.0, b"text/plain": 0.0}
+    for accepted in accept.lower().split(b","):
+        kind, *parameters = (part.strip() for part in accepted.split(b";"))
+        if kind in gladness:
+            stated = next((part[2:] for part in parameters if part.startswith(b"q=")), b"1")
+            gladness[kind] = max(gladness[kind], _number(stated))
+    openmetrics, text = gladness.values()
+    return openmetrics > 0 and openmetrics >= text
+
+
+def _number(written: bytes) -> float:
+    try:
+        return float(written)
+    except ValueError:
+        return 0.0
 
 
 def _digest(secret: bytes) -> bytes:

@@ -1,0 +1,1 @@
+"""Gateways: more than one, and one with ten thousand waiting streams."""

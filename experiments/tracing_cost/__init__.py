@@ -1,0 +1,1 @@
+"""What a traced request costs a gateway: see `run`."""

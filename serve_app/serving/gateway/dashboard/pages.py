@@ -1,0 +1,138 @@
+"""The dashboard's paths: files that hold no data and are open to all, and events, which need an admin's key.
+
+GET   /dashboard          the page
+GET   /dashboard/FILE     its style and its modules
+GET   /dashboard/events   frames as server-sent events
+
+The page asks for the key and sends it in the header `Authorization`, as all clients do. No cookie is set: a
+cookie would come along with requests that another site's page has a browser send.
+"""
+
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from serve_app.errors import Outcome
+from serve_app.serving.gateway.answer.disconnect import ClientGone
+from serve_app.serving.gateway.answer.responses import HeaderList, RequestRefused, data_event, send_body
+from serve_app.serving.gateway.dashboard.frames import Frames
+from serve_app.serving.gateway.request.incoming import IncomingRequest
+from serve_app.serving.gateway.request.reader import RequestReader
+
+DASHBOARD_PATH = "/dashboard"
+EVENTS_PATH = f"{DASHBOARD_PATH}/events"
+# Of one gateway. They share a frame, so each costs the writing of it.
+MOST_WATCHERS = 20
+
+STATIC_FOLDER = Path(__file__).with_name("static")
+_INDEX = "index.html"
+_TYPES = {
+    ".html": b"text/html; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".svg": b"image/svg+xml",
+}
+# Nothing from elsewhere, nothing inline, and no text that becomes markup: a tenant names itself as it likes.
+_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    b"require-trusted-types-for 'script'; trusted-types 'none'"
+)
+_HEADERS: HeaderList = [
+    (b"content-security-policy", _POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    # Another version of the application may serve other files under the same names.
+    (b"cache-control", b"no-cache"),
+]
+_STREAM_HEADERS: HeaderList = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    # Reverse proxies hold streams back otherwise.
+    (b"x-accel-buffering", b"no"),
+]
+
+Handler = Callable[[IncomingRequest], Awaitable[None]]
+
+
+class Dashboard:
+    """Serves the page, its files and its events.
+
+    Args:
+        most_watchers: browsers that may watch at once.
+    """
+
+    def __init__(self, frames: Frames, reader: RequestReader, most_watchers: int = MOST_WATCHERS) -> None:
+        self._frames = frames
+        self._reader = reader
+        self._most_watchers = most_watchers
+
+    @property
+    def routes(self) -> Mapping[str, tuple[str, Handler]]:
+        """Method and handler of each path."""
+        files = sorted(path for path in STATIC_FOLDER.iterdir() if path.suffix in _TYPES)
+        served: dict[str, tuple[str, Handler]] = {
+            f"{DASHBOARD_PATH}/{path.name}": ("GET", partial(_send_file, _File(path))) for path in files
+        }
+        served[DASHBOARD_PATH] = served.pop(f"{DASHBOARD_PATH}/{_INDEX}")
+        return {**served, f"{DASHBOARD_PATH}/": ("GET", _redirect), EVENTS_PATH: ("GET", self._watch)}
+
+    def close(self) -> None:
+        """End all streams."""
+        self._frames.close()
+
+    async def _watch(self, incoming: IncomingRequest) -> None:
+        self._reader.authenticate(incoming).check_admin()
+        if self._frames.watchers >= self._most_watchers:
+            message = (
+                f"{self._most_watchers} browsers watch this gateway already: close one, or come back later"
+            )
+            raise RequestRefused(Outcome.REJECTED_RATE_LIMITED, message, retry_after_s=10.0)
+        try:
+            with incoming.watch(), self._frames:
+                await self._send_frames(incoming)
+        except (ClientGone, OSError):
+            # The end of every watching.
+            return
+
+    async def _send_frames(self, incoming: IncomingRequest) -> None:
+        send = incoming.send
+        await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS]})
+        while incoming.scope["method"] != "HEAD" and (frame := await self._frames.next()) is not None:
+            if not self._is_still_admin(incoming):
+                break
+            await send({"type": "http.response.body", "body": data_event(frame), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _is_still_admin(self, incoming: IncomingRequest) -> bool:
+        """Whether the key that the stream was opened with is valid: one may be revoked meanwhile."""
+        try:
+            self._reader.authenticate(incoming).check_admin()
+        except RequestRefused:
+            return False
+        return True
+
+
+class _File:
+    """One file of the page, as it is sent."""
+
+    def __init__(self, path: Path) -> None:
+        self.content = path.read_bytes()
+        self.tag = b'"%s"' % hashlib.sha256(self.content).hexdigest()[:16].encode()
+        self.headers: HeaderList = [(b"content-type", _TYPES[path.suffix]), (b"etag", self.tag), *_HEADERS]
+
+
+async def _send_file(file: _File, incoming: IncomingRequest) -> None:
+    if incoming.headers.get(b"if-none-match") == file.tag:
+        await incoming.send({"type": "http.response.start", "status": 304, "headers": [*file.headers]})
+        await incoming.send({"type": "http.response.body", "body": b""})
+        return
+    await send_body(incoming.send, 200, file.headers, file.content)
+
+
+async def _redirect(incoming: IncomingRequest) -> None:
+    """The page names its files relative to its own path, so that it works under any prefix."""
+    await send_body(incoming.send, 308, [(b"location", b"../dashboard")], b"")

@@ -1,0 +1,98 @@
+// Small charts in SVG. Each has a table of the same figures beside it, so it is one picture to a screen reader.
+
+import { h } from "./dom.js";
+
+/** Widths inside of what charts are drawn into, followed without asking the layout at each frame. */
+const widths = new WeakMap();
+const seen = new ResizeObserver((entries) => {
+  for (const { target, contentRect } of entries) widths.set(target, Math.round(contentRect.width));
+});
+
+/** The width that a chart may take, in pixels: of an element that is always there. */
+export function widthOf(id) {
+  const element = document.getElementById(id);
+  if (!element) return 800;
+  if (!widths.has(element)) {
+    const { paddingLeft, paddingRight } = getComputedStyle(element);
+    widths.set(element, Math.round(element.clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight)));
+    seen.observe(element);
+  }
+  return Math.max(260, widths.get(element) || 800);
+}
+
+/** Round steps from 0 up to at least `most`. */
+export function steps(most, wanted = 4) {
+  if (!(most > 0)) return [0, 1];
+  const rough = most / wanted;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
+  const found = [];
+  for (let at = 0; at < most + step * 0.999; at += step) found.push(Number(at.toPrecision(12)));
+  return found;
+}
+
+const HEIGHT = 170;
+const LEFT = 52;
+const BOTTOM = 22;
+const TOP = 8;
+
+/**
+ * A frame with axes: time from `span` seconds ago to now, and values from 0.
+ * `draw({x, y})` gives what stands inside, `x` of seconds ago and `y` of a value.
+ */
+export function timeChart({ label, width, span, most, unit, draw }) {
+  const marks = steps(most);
+  const top = marks[marks.length - 1];
+  const x = (ago) => LEFT + (width - LEFT - 8) * (1 - ago / span);
+  const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top);
+  const every = span > 300 && width < 500 ? 240 : 120;
+  const times = [];
+  for (let ago = 0; ago <= span; ago += every) times.push(ago);
+  return h("svg", { role: "img", "aria-label": label, width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}` },
+    marks.map((mark) => h("g", { class: "grid" },
+      h("line", { x1: LEFT, x2: width - 8, y1: y(mark), y2: y(mark) }),
+      h("text", { x: LEFT - 6, y: y(mark) + 4, "text-anchor": "end" }, unit(mark)))),
+    times.map((ago) => h("g", { class: "grid" },
+      h("text", { x: x(ago), y: HEIGHT - 6, "text-anchor": ago === 0 ? "end" : ago === span ? "start" : "middle" }, ago ? `${ago / 60} min ago` : "now"))),
+    draw({ x, y, height: HEIGHT - BOTTOM }));
+}
+
+/** Lines of one series; a gap where a slot has no value. */
+export function line(points, { x, y }, kind) {
+  const pieces = [];
+  let current = null;
+  for (const [ago, value] of points) {
+    if (value === null || value === undefined) { current = null; continue; }
+    if (!current) pieces.push((current = []));
+    current.push(`${x(ago).toFixed(1)},${y(value).toFixed(1)}`);
+  }
+  return pieces.map((each) => each.length === 1
+    ? h("circle", { class: `dot ${kind}`, cx: each[0].split(",")[0], cy: each[0].split(",")[1], r: 2 })
+    : h("polyline", { class: `line ${kind}`, points: each.join(" ") }));
+}
+
+export const legend = (entries) =>
+  h("ul", { class: "legend" }, entries.map(([kind, name]) => h("li", { key: name }, h("span", { class: `swatch ${kind}` }), name)));
+
+/** A bar of a share, with its figure beside it as text. */
+export const bar = (share, kind = "") =>
+  h("span", { class: `bar ${kind}`, "aria-hidden": "true" },
+    h("span", { vars: { "--share": `${Math.max(0, Math.min(1, share || 0)) * 100}%` } }));
+
+/**
+ * A table: `columns` are `[name, "figure"?]`, each row `{key, cells, kind?}`. On narrow screens each row becomes a
+ * list of named cells, and the roles say that it is a table still.
+ */
+export const table = (caption, columns, rows, empty) =>
+  h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    h("table", { role: "table" },
+      h("caption", null, caption),
+      h("thead", { role: "rowgroup" }, h("tr", { role: "row" },
+        columns.map(([name, kind]) => h("th", { role: "columnheader", scope: "col", class: kind, key: name }, name)))),
+      h("tbody", { role: "rowgroup" }, rows.length
+        ? rows.map((row) => h("tr", { key: row.key, class: row.kind, role: "row" }, row.cells.map((cell, place) => cellOf(cell, place, columns[place]))))
+        : h("tr", { key: "none", role: "row" }, h("td", { role: "cell", colspan: columns.length, class: "none" }, empty)))));
+
+const cellOf = (cell, place, [name, kind]) => (place
+  ? h("td", { role: "cell", class: kind, "data-name": name }, cell)
+  : h("th", { role: "rowheader", scope: "row" }, cell));

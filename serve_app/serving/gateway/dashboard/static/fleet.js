@@ -1,0 +1,67 @@
+// Pools and replicas: what runs there, and what is reserved of them.
+
+import { bar, table } from "./charts.js";
+import { h } from "./dom.js";
+import { compact, NONE, percent, seconds, shortId, whole } from "./format.js";
+
+export const title = "Fleet";
+
+export function render(model) {
+  return h("div", { key: "fleet" },
+    h("div", { class: "card" }, poolTable(model)),
+    h("div", { class: "card" }, replicaTable(model)));
+}
+
+const reserved = (each) => each.budget_tokens
+  ? h("span", { class: "meter" }, bar(each.held_tokens / each.budget_tokens), `${compact(each.held_tokens)} of ${compact(each.budget_tokens)} (${percent(each.held_tokens / each.budget_tokens)})`)
+  : `${compact(each.held_tokens)}, no limit told`;
+
+const used = (ratio) => (ratio === null || ratio === undefined
+  ? NONE
+  : h("span", { class: "meter" }, bar(ratio, "kv"), percent(ratio)));
+
+function poolTable(model) {
+  const scaling = model.scaling?.pools ?? {};
+  const columns = [["Pool"], ["Ready", "figure"], ["Wanted", "figure"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engines", "figure"], ["In-flight tokens reserved", "meters"], ["KV cache used, mean", "meters"]];
+  const rows = model.pools.map((pool) => ({
+    key: pool.pool,
+    kind: pool.ready < pool.replicas || !pool.replicas ? "attention" : "",
+    cells: [
+      pool.pool, `${whole(pool.ready)} of ${whole(pool.replicas)}`, wanted(scaling[pool.pool]), whole(pool.in_flight), whole(pool.running),
+      whole(pool.waiting_in_engine), reserved(pool), used(pool.kv_usage_ratio),
+    ],
+  }));
+  return table("Pools", columns, rows, "The configuration has no pools.");
+}
+
+const wanted = (decision) => decision
+  ? h("span", { title: decision.reason }, whole(decision.desired_replicas))
+  : NONE;
+
+function replicaTable(model) {
+  const columns = [["Replica"], ["Pool"], ["State"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engine", "figure"], ["In-flight tokens reserved", "meters"], ["KV cache used", "meters"], ["Time per token", "figure"]];
+  const rows = model.replicas.map((each) => ({
+    key: each.replica,
+    kind: each.state === "ready" ? "" : "attention",
+    cells: [
+      h("span", { title: each.replica }, shortId(each.replica)), each.pool, state(each.state), whole(each.in_flight),
+      each.running === null ? NONE : `${whole(each.running)}${each.max_num_seqs ? ` of ${whole(each.max_num_seqs)}` : ""}`,
+      whole(each.waiting_in_engine), reserved(each), used(each.kv_usage_ratio), seconds(each.tpot_s),
+    ],
+  }));
+  const left = model.replicas_left_out;
+  const caption = `Replicas, those that need attention first${left ? ` (${whole(left)} more not shown)` : ""}`;
+  const empty = "No replica is connected. Requests wait for one, or are refused after a grace period; look at the logs of the pools.";
+  return table(caption, columns, rows, empty);
+}
+
+const MEANING = {
+  ready: "takes requests as far as it has room",
+  "too busy": "its time per token is over the limit of backpressure; it gets nothing until that falls",
+  stale: "it has not reported for too long; it counts as saturated",
+  draining: "it takes no new requests, and stops when its last one ends",
+  suspended: "it failed; it gets nothing for a while",
+  "no report yet": "it has joined and has not told its load yet",
+};
+
+const state = (name) => h("span", { class: `tag state-${name.replaceAll(" ", "-")}`, title: MEANING[name] }, name);

@@ -1,0 +1,54 @@
+// Figures as people read them, with their units.
+
+const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+
+const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+
+/** What stands where an engine does not tell a figure, or there is none yet. */
+export const NONE = "–";
+
+export const whole = (value) => (isNumber(value) ? WHOLE.format(value) : NONE);
+
+/** A count that must be short: 950, 12.3k, 4.56M. */
+export function compact(value) {
+  if (!isNumber(value)) return NONE;
+  for (const [limit, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+    if (Math.abs(value) >= limit) return `${digits(value / (unit === "k" ? 1e3 : limit))}${unit}`;
+  }
+  return WHOLE.format(value);
+}
+
+/** A time with its unit: 0.4 ms, 35 ms, 1.25 s, 3 min 20 s, 2 h 5 min. */
+export function seconds(value) {
+  if (!isNumber(value)) return NONE;
+  const size = Math.abs(value);
+  if (size === 0) return "0 s";
+  if (size < 0.9995) return `${digits(value * 1e3)} ms`;
+  if (size < 119.5) return `${digits(value)} s`;
+  const minutes = Math.floor(Math.round(size) / 60);
+  if (minutes < 120) return `${minutes} min ${Math.round(size) - 60 * minutes} s`;
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+export const percent = (share) => (isNumber(share) ? `${digits(100 * share, 2)} %` : NONE);
+
+export const perSecond = (value) => (isNumber(value) ? `${digits(value)}/s` : NONE);
+
+/** Three digits that matter, of a score. */
+export function score(value) {
+  if (!isNumber(value)) return NONE;
+  if (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3)) return value.toExponential(1);
+  return Math.abs(value) < 1 ? String(Number(value.toPrecision(2))) : digits(value);
+}
+
+/** "12 requests", "1 request". */
+export const counted = (count, one, many = `${one}s`) => `${whole(count)} ${count === 1 ? one : many}`;
+
+/** The last part of a long id, with the whole of it in a tooltip. */
+export const shortId = (id) => (id.length > 18 ? `…${id.slice(-14)}` : id);
+
+function digits(value, most = 3) {
+  const size = Math.abs(value);
+  const after = size >= 100 ? 0 : size >= 10 ? Math.max(0, most - 2) : most - 1;
+  return Number(value.toFixed(after)).toLocaleString("en", { maximumFractionDigits: after });
+}

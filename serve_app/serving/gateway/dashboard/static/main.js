@@ -1,0 +1,235 @@
+// The page: who watches, which view is shown, and what all views share.
+
+import { h, show } from "./dom.js";
+import { compact, counted, percent, seconds, whole } from "./format.js";
+import { Watcher } from "./stream.js";
+import * as fleet from "./fleet.js";
+import * as outcomes from "./outcomes.js";
+import * as playground from "./playground.js";
+import * as queues from "./queues.js";
+import * as tenants from "./tenants.js";
+import * as tuner from "./tuner.js";
+
+const VIEWS = { queues, fleet, outcomes, tenants, tuner, playground };
+const KEY = "ewsjf.admin-key";
+// After so long without a frame the figures are told to be old.
+const SILENT_AFTER_MS = 4000;
+
+const byId = (id) => document.getElementById(id);
+/** The addresses of the gateway, under whatever prefix this page lies. */
+const address = (path) => new URL(`..${path}`, import.meta.url).href;
+
+const page = {
+  key: sessionStorage.getItem(KEY) ?? "",
+  /** The latest document of each model, and when it came. */
+  models: new Map(),
+  model: "",
+  view: "queues",
+  paused: false,
+  state: "locked",
+  address,
+  /** Show another view, for an id where it takes one. */
+  open(view, id) {
+    location.hash = id ? `#${view}/${encodeURIComponent(id)}` : `#${view}`;
+  },
+};
+
+page.render = render;
+
+let watcher = null;
+let lastFrameAt = 0;
+
+function watch() {
+  watcher?.stop();
+  watcher = new Watcher(address("/dashboard/events"), page.key, { onFrame, onState });
+}
+
+function onFrame(frame) {
+  lastFrameAt = performance.now();
+  for (const model of frame.models) {
+    const known = page.models.get(model.model);
+    if (model.error) page.models.set(model.model, { ...known, error: model.error });
+    else page.models.set(model.model, { shown: model, at: frame.at, error: "" });
+  }
+  const names = new Set(frame.models.map((each) => each.model));
+  for (const name of page.models.keys()) if (!names.has(name)) page.models.delete(name);
+  if (!page.models.has(page.model)) page.model = frame.models[0]?.model ?? "";
+  if (!page.paused) render();
+}
+
+function onState(state, message) {
+  const was = page.state;
+  page.state = state;
+  const isIn = page.models.size > 0 && state !== "refused";
+  if (state === "refused") {
+    page.models.clear();
+    sessionStorage.removeItem(KEY);
+    byId("door-error").textContent = message;
+  } else if (state === "live") {
+    sessionStorage.setItem(KEY, page.key);
+    byId("door-error").textContent = "";
+  }
+  byId("door").hidden = isIn || state === "live";
+  for (const id of ["pause", "leave"]) byId(id).hidden = !(isIn || state === "live");
+  if (state === "refused") byId("key").focus();
+  if (was !== state || message) showState(message);
+  if (state !== "live") render();
+}
+
+function showState(message) {
+  const words = { live: page.paused ? "paused" : "live", locked: "not connected", refused: "the key was refused" };
+  const line = byId("state");
+  const text = words[page.state] ?? message;
+  if (line.textContent !== text) line.textContent = text;
+  line.dataset.state = page.paused && page.state === "live" ? "paused" : page.state;
+}
+
+function leave() {
+  watcher?.stop();
+  watcher = null;
+  sessionStorage.removeItem(KEY);
+  Object.assign(page, { key: "", state: "locked", paused: false });
+  page.models.clear();
+  byId("door").hidden = false;
+  for (const id of ["pause", "leave"]) byId(id).hidden = true;
+  showState("");
+  render();
+  byId("key").focus();
+}
+
+// What is shown.
+
+function render() {
+  const known = page.models.get(page.model);
+  renderModels();
+  renderTiles(known?.shown);
+  const panel = byId(`panel-${page.view}`);
+  const view = VIEWS[page.view];
+  if (view.update) view.update(page, known?.shown);
+  if (!view.render) return;
+  show(panel, notice(known), known?.shown ? view.render(known.shown, page) : null);
+}
+
+function notice(known) {
+  if (!known) {
+    const text =
+      page.state === "locked" || page.state === "refused"
+        ? "Give the key above to see live figures."
+        : "Waiting for the first figures …";
+    return h("p", { class: "notice", key: "notice" }, text);
+  }
+  if (!known.error) return null;
+  const old = known.shown ? ` These figures are of ${new Date(1000 * known.at).toLocaleTimeString()}.` : "";
+  return h("p", { class: "notice warning", key: "notice" }, `${page.model}: ${known.error}.${old}`);
+}
+
+function renderModels() {
+  const select = byId("model");
+  select.closest("label").hidden = page.models.size < 2;
+  show(select, [...page.models.keys()].map((name) => h("option", { key: name, value: name }, name)));
+  if (select.value !== page.model) select.value = page.model;
+}
+
+const CLASSES = ["interactive", "default", "batch"];
+const REFUSED = (name) => name.startsWith("rejected");
+
+function renderTiles(model) {
+  const tiles = byId("tiles");
+  tiles.hidden = !model;
+  if (!model) return;
+  const waiting = CLASSES.map((name) => [name, model.waiting[name]]).filter(([, count]) => count);
+  const pools = model.pools;
+  const sum = (figure) => pools.reduce((total, pool) => total + pool[figure], 0);
+  const minute = Object.entries(model.activity.last_minute);
+  const ended = minute.flatMap(([, each]) => Object.entries(each.outcomes));
+  const number = (test) => ended.reduce((total, [name, count]) => total + (test(name) ? count : 0), 0);
+  const all = number(() => true);
+  const bad = number((name) => name === "failed" || name === "expired");
+  const refused = number(REFUSED);
+  const begun = minute.filter(([, each]) => each.first_tokens);
+  const [slowest, slow] = begun.reduce((most, each) => (most && most[1].ttft_p95_s >= each[1].ttft_p95_s ? most : each), null) ?? [];
+  show(
+    tiles,
+    tile("Waiting", whole(model.waiting_requests), waiting.map(([name, count]) => `${compact(count)} ${name}`).join(", ") || "no queue"),
+    tile("Running", whole(sum("in_flight")), `in ${counted(sum("replicas"), "replica")}`),
+    tile("Replicas ready", `${sum("ready")} of ${sum("replicas")}`, pools.map((pool) => `${pool.pool} ${pool.ready}/${pool.replicas}`).join(", ")),
+    tile("TTFT, 95 % below", seconds(slow?.ttft_p95_s),
+      slow ? `class ${slowest}, the slowest in the last minute` : "no stream began in the last minute"),
+    tile("Completed", all ? percent(number((name) => name === "completed") / all) : "–",
+      all ? `of ${counted(all, "request")} in the last minute` : "none ended in the last minute"),
+    tile("Refused / failed", `${whole(refused)} / ${whole(bad)}`, "in the last minute", bad ? "bad" : refused ? "warn" : ""),
+  );
+}
+
+const tile = (name, figure, more, kind = "") =>
+  h("div", { class: `tile ${kind}`, key: name }, h("h2", null, name), h("p", { class: "figure" }, figure), h("p", { class: "more", title: more }, more));
+
+// Tabs.
+
+function makeTabs() {
+  const tabs = byId("tabs");
+  const panels = byId("panels");
+  show(tabs, Object.entries(VIEWS).map(([name, view]) =>
+    h("button", { key: name, type: "button", role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}`, onclick: () => page.open(name) }, view.title)));
+  show(panels, Object.keys(VIEWS).map((name) =>
+    h("section", { key: name, role: "tabpanel", id: `panel-${name}`, "aria-labelledby": `tab-${name}`, tabindex: "0", hidden: true })));
+  tabs.addEventListener("keydown", onTabKey);
+  for (const [name, view] of Object.entries(VIEWS)) view.mount?.(byId(`panel-${name}`), page);
+}
+
+function onTabKey(event) {
+  const names = Object.keys(VIEWS);
+  const now = names.indexOf(page.view);
+  const wanted = { ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: names.length - 1 }[event.key];
+  if (wanted === undefined) return;
+  event.preventDefault();
+  const name = names[(wanted + names.length) % names.length];
+  page.open(name);
+  byId(`tab-${name}`).focus();
+}
+
+function followAddress() {
+  const [name, id] = location.hash.slice(1).split("/", 2);
+  page.view = name in VIEWS ? name : "queues";
+  for (const each of Object.keys(VIEWS)) {
+    const chosen = each === page.view;
+    const tab = byId(`tab-${each}`);
+    tab.setAttribute("aria-selected", chosen);
+    tab.tabIndex = chosen ? 0 : -1;
+    byId(`panel-${each}`).hidden = !chosen;
+  }
+  VIEWS[page.view].opened?.(page, id ? decodeURIComponent(id) : "");
+  render();
+}
+
+function start() {
+  byId("where").textContent = byId("where").textContent.replace("8000", location.port || "8000");
+  makeTabs();
+  byId("door").addEventListener("submit", (event) => {
+    event.preventDefault();
+    page.key = byId("key").value.trim();
+    byId("key").value = "";
+    byId("door-error").textContent = "";
+    watch();
+  });
+  byId("model").addEventListener("change", (event) => {
+    page.model = event.target.value;
+    render();
+  });
+  byId("leave").addEventListener("click", leave);
+  byId("pause").addEventListener("click", () => {
+    page.paused = !page.paused;
+    byId("pause").setAttribute("aria-pressed", page.paused);
+    showState("");
+    if (!page.paused) render();
+  });
+  addEventListener("hashchange", followAddress);
+  setInterval(() => {
+    const silent = page.state === "live" && performance.now() - lastFrameAt > SILENT_AFTER_MS;
+    if (silent) onState("lost", "nothing has come for some seconds");
+  }, 1000);
+  followAddress();
+  if (page.key) watch();
+}
+
+start();

@@ -1,0 +1,112 @@
+// How requests ended, and how long their first token took, over the last minutes.
+
+import { legend, line, table, timeChart, widthOf } from "./charts.js";
+import { h } from "./dom.js";
+import { NONE, percent, perSecond, seconds, whole } from "./format.js";
+
+export const title = "Outcomes";
+
+// What an outcome means to an operator, in the order of the stack.
+const KINDS = [
+  ["completed", "completed", (name) => name === "completed"],
+  ["cancelled", "cancelled by the client", (name) => name === "cancelled"],
+  ["refused", "refused", (name) => name.startsWith("rejected")],
+  ["broken", "failed or expired", (name) => name === "failed" || name === "expired"],
+];
+const CLASSES = ["interactive", "default", "batch"];
+
+export function render(model) {
+  const activity = model.activity;
+  return h("div", { key: "outcomes" },
+    h("div", { class: "card", id: "outcomes-card" },
+      h("h2", null, "Requests that ended, per second"),
+      h("p", { class: "note" }, known(activity)),
+      endings(activity),
+      legend(KINDS.map(([kind, name]) => [kind, name]))),
+    h("div", { class: "card" },
+      h("h2", null, "Time to first token"),
+      h("p", { class: "note" }, "From arrival at the gateway, of streamed answers: the time that 95 % stay below (line), and 50 % (thin line)."),
+      firstTokens(activity),
+      legend(CLASSES.map((name) => [name, name]))),
+    h("div", { class: "card" }, classTable("The last minute", activity.last_minute, 60)),
+    h("div", { class: "card" }, classTable(`The last ${seconds(activity.known_s)}`, activity.last_minutes, activity.known_s)));
+}
+
+function known(activity) {
+  const all = activity.slots * activity.slot_s;
+  const since = activity.known_s < all ? ` The scheduler's process began ${seconds(activity.known_s)} ago, and knows nothing of before.` : "";
+  return `The scheduler counts in slots of ${seconds(activity.slot_s)}. Requests that a gateway refuses by itself, such as invalid ones, do not reach it.${since}`;
+}
+
+const ago = (activity, slot) => (activity.current - slot.number + 0.5) * activity.slot_s;
+
+function endings(activity) {
+  const span = activity.slots * activity.slot_s;
+  const stacks = activity.series.map((slot) => {
+    const counts = KINDS.map(([kind, , test]) => [kind, Object.entries(slot.outcomes).reduce((sum, [name, count]) => sum + (test(name) ? count : 0), 0) / activity.slot_s]);
+    return { slot, counts, total: counts.reduce((sum, [, rate]) => sum + rate, 0) };
+  });
+  const most = Math.max(0, ...stacks.map((each) => each.total));
+  const width = widthOf("outcomes-card");
+  if (!most) return empty("No request has ended in this time.");
+  return timeChart({
+    label: `Requests that ended per second over the last ${seconds(span)}, at most ${perSecond(most)}. The tables below have the figures.`,
+    width, span, most, unit: perSecond,
+    draw: ({ x, y }) => stacks.map(({ slot, counts }) => {
+      let below = 0;
+      const from = ago(activity, slot);
+      const wide = Math.max(1, x(from - activity.slot_s / 2) - x(from + activity.slot_s / 2) - 0.5);
+      return h("g", { key: slot.number }, counts.filter(([, rate]) => rate).map(([kind, rate]) => {
+        const top = y(below + rate);
+        const tall = y(below) - top;
+        below += rate;
+        return h("rect", { class: `fill ${kind}`, x: x(from + activity.slot_s / 2), y: top, width: wide, height: tall });
+      }));
+    }),
+  });
+}
+
+function firstTokens(activity) {
+  const span = activity.slots * activity.slot_s;
+  const values = activity.series.flatMap((slot) => Object.values(slot.ttft_p95_s));
+  const width = widthOf("outcomes-card");
+  if (!values.length) return empty("No streamed answer has begun in this time. Answers that are not streamed have no first token.");
+  const byNumber = new Map(activity.series.map((slot) => [slot.number, slot]));
+  const points = (figure, name) => {
+    const found = [];
+    for (let number = activity.current - activity.slots + 1; number <= activity.current; number++) {
+      const slot = byNumber.get(number);
+      found.push([ago(activity, { number }), slot?.[figure][name]]);
+    }
+    return found;
+  };
+  return timeChart({
+    label: `Time to first token by class over the last ${seconds(span)}. The tables below have the figures.`,
+    width, span, most: Math.max(...values), unit: seconds,
+    draw: (scale) => CLASSES.map((name) => h("g", { key: name },
+      line(points("ttft_p50_s", name), scale, `${name} thin`), line(points("ttft_p95_s", name), scale, name))),
+  });
+}
+
+const empty = (text) => h("p", { class: "empty chart-space" }, text);
+
+function classTable(caption, summary, span) {
+  const columns = [["Class"], ["Ended", "figure"], ["Rate", "figure"], ["Completed", "figure"], ["Refused", "figure"], ["Expired", "figure"], ["Failed", "figure"], ["Cancelled", "figure"], ["TTFT 50 %", "figure"], ["TTFT 95 %", "figure"], ["TTFT 99 %", "figure"]];
+  const rows = CLASSES.filter((name) => name in summary).map((name) => {
+    const { outcomes, ...figures } = summary[name];
+    const all = Object.values(outcomes).reduce((sum, count) => sum + count, 0);
+    const refused = Object.entries(outcomes).filter(([each]) => each.startsWith("rejected"));
+    const why = refused.map(([each, count]) => `${count} ${each.slice("rejected_".length).replaceAll("_", " ")}`).join(", ");
+    return {
+      key: name,
+      kind: all ? "" : "idle",
+      cells: [
+        name, whole(all), perSecond(span ? all / span : null), all ? percent((outcomes.completed ?? 0) / all) : NONE,
+        h("span", { title: why }, whole(refused.reduce((sum, [, count]) => sum + count, 0))),
+        whole(outcomes.expired ?? 0), whole(outcomes.failed ?? 0), whole(outcomes.cancelled ?? 0),
+        seconds(figures.ttft_p50_s), seconds(figures.ttft_p95_s), seconds(figures.ttft_p99_s),
+      ],
+    };
+  });
+  return table(caption, columns, rows, "Nothing is known yet.");
+}

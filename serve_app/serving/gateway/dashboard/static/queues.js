@@ -1,0 +1,146 @@
+// The length axis with the length queues, and why their heads wait.
+
+import { widthOf, table } from "./charts.js";
+import { h } from "./dom.js";
+import { compact, counted, NONE, score, seconds, whole } from "./format.js";
+
+export const title = "Queues";
+
+const HEIGHT = 220;
+const BASE = 178;
+const TOP = 48;
+const SIDE = 10;
+
+export function render(model, page) {
+  const learned = model.queues;
+  return h("div", { key: "queues" },
+    h("div", { class: "card", id: "axis-card" },
+      h("h2", null, "Length queues"),
+      h("p", { class: "note" }, introduction(model, learned)),
+      axis(model)),
+    h("div", { class: "card" }, queueTable(model)),
+    h("div", { class: "card" }, subQueueTable(model, page)));
+}
+
+function introduction(model, learned) {
+  const origin = learned.learned
+    ? `${learned.learned} queues, learned ${seconds(learned.age_s)} ago from ${counted(learned.lengths, "prompt")} (${learned.reason}).`
+    : "No queues have been learned yet: these are the policy's own.";
+  const backoff = model.in_backoff ? ` ${counted(model.in_backoff, "more request rests", "more requests rest")} after a failure.` : "";
+  return `Model ${model.model}, policy ${model.policy}. ${origin} Bars show how many wait; at most ${whole(model.max_waiting)} may.${backoff}`;
+}
+
+function axis(model) {
+  const bounded = model.length_queues.filter((queue) => queue.bounds);
+  if (!bounded.length) return h("p", { class: "empty" }, `Under the policy ${model.policy} queues have no bounds of length; the table names them.`);
+  const width = widthOf("axis-card");
+  // Powers of four, so that a bubble more or less rarely moves the others.
+  const power = (tokens, round) => 4 ** round(Math.log(tokens) / Math.log(4));
+  const shortest = power(Math.min(...bounded.map((queue) => queue.bounds.min_tokens)), Math.floor);
+  const longest = power(Math.max(4 * shortest, model.b_short_tokens, ...bounded.map((queue) => queue.bounds.max_tokens)), Math.ceil);
+  const x = (tokens) => SIDE + ((width - 2 * SIDE) * Math.log(Math.max(shortest, tokens) / shortest)) / Math.log((longest + 1) / shortest);
+  const most = Math.max(1, ...bounded.map((queue) => queue.waiting));
+  const height = (waiting) => (waiting ? Math.max(4, (BASE - TOP) * Math.log1p(waiting) / Math.log1p(Math.max(most, 8))) : 0);
+  let labelled = -Infinity;
+  const waiting = bounded.reduce((sum, queue) => sum + queue.waiting, 0);
+  const label = `Length axis from ${whole(shortest)} to ${whole(longest)} prompt tokens with ${bounded.length} queues, in which ${counted(waiting, "request waits", "requests wait")}. The table below has the figures.`;
+  return h("svg", { role: "img", "aria-label": label, width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, class: "axis" },
+    bounded.map((queue) => {
+      const { min_tokens: low, max_tokens: high, bubble } = queue.bounds;
+      const left = x(low);
+      const wide = Math.max(2, x(high + 1) - left - 1);
+      const tall = height(queue.waiting);
+      const middle = left + wide / 2;
+      const text = queue.waiting ? compact(queue.waiting) : "";
+      const room = text && middle - labelled > 8 * text.length + 6;
+      if (room) labelled = middle;
+      const told = queue.waiting
+        ? `${queue.name} tokens${bubble ? " (bubble)" : ""}: ${counted(queue.waiting, "request waits", "requests wait")}, the longest for ${seconds(queue.longest_wait_s)}`
+        : `${queue.name} tokens${bubble ? " (bubble)" : ""}: empty`;
+      return h("g", { key: queue.name, class: bubble ? "queue bubble" : "queue" },
+        h("title", null, told),
+        h("rect", { class: "band", x: left, y: TOP, width: wide, height: BASE - TOP }),
+        h("rect", { class: "waiting", x: left, y: BASE - tall, width: wide, height: tall }),
+        room ? h("text", { x: middle, y: BASE - tall - 5, "text-anchor": "middle" }, text) : null);
+    }),
+    ticks(shortest, longest, x, width),
+    border(model.b_short_tokens, x, width));
+}
+
+function ticks(shortest, longest, x, width) {
+  const found = [];
+  for (let tokens = shortest; tokens <= longest; tokens *= 4) {
+    if (x(tokens) < width - 30) found.push(tokens);
+  }
+  const every = width < 500 ? 2 : 1;
+  return h("g", { class: "grid", key: "ticks" },
+    h("line", { x1: SIDE, x2: width - SIDE, y1: BASE + 0.5, y2: BASE + 0.5 }),
+    found.filter((_, place) => place % every === 0).map((tokens) =>
+      h("text", { x: x(tokens), y: BASE + 16, "text-anchor": tokens === shortest ? "start" : "middle" }, compact(tokens))),
+    h("text", { x: width - SIDE, y: BASE + 34, "text-anchor": "end" }, "prompt tokens (logarithmic)"));
+}
+
+function border(tokens, x, width) {
+  const at = x(tokens);
+  const left = at > width / 2;
+  return h("g", { class: "border", key: "border" },
+    h("title", null, `Up to a budget of ${whole(tokens)} tokens a request is at home in the first pool`),
+    h("line", { x1: at, x2: at, y1: TOP - 44, y2: BASE }),
+    h("text", { x: at + (left ? -6 : 6), y: TOP - 34, "text-anchor": left ? "end" : "start" }, `B_short ${whole(tokens)}`));
+}
+
+function queueTable(model) {
+  const columns = [["Queue (tokens)"], ["Waiting", "figure"], ["Longest wait", "figure"], ["Most urgent head"], ["Its wait", "figure"], ["Score", "figure"], ["Why it is not dispatched", "why"]];
+  const rows = model.length_queues.map((queue) => {
+    const head = queue.head;
+    const name = queue.bounds?.bubble ? [queue.name, " ", h("span", { class: "tag" }, "bubble")] : queue.name;
+    return {
+      key: queue.name,
+      kind: queue.waiting ? "" : "idle",
+      cells: head
+        ? [name, whole(queue.waiting), seconds(queue.longest_wait_s), `${head.priority} · ${head.tenant}`, seconds(head.wait_s), score(head.score), reasons(head)]
+        : [name, "0", NONE, NONE, NONE, NONE, "empty"],
+    };
+  });
+  return table("Each length queue and its most urgent head", columns, rows, "There are no queues now: nobody waits.");
+}
+
+/** Why a head waits: "pool: reason; pool: reason", with pools of one reason together. */
+function reasons(head) {
+  const pieces = head.why.split(/; (?=[^;: ]+: )/);
+  const pools = new Map();
+  for (const piece of pieces) {
+    const [pool, ...reason] = piece.split(": ");
+    if (!head.pools.includes(pool)) return head.why;
+    const text = reason.join(": ");
+    pools.set(text, [...(pools.get(text) ?? []), pool]);
+  }
+  return [...pools].map(([text, names]) => `${names.join(", ")}: ${text}`).join("; ");
+}
+
+const FEW = 12;
+let showsAll = false;
+
+function subQueueTable(model, page) {
+  const columns = [["Tenant"], ["Class"], ["Queue"], ["Waiting", "figure"], ["Head waits", "figure"], ["Score", "figure"], ["Pools"], ["Why", "why"]];
+  const shown = showsAll ? model.sub_queues : model.sub_queues.slice(0, FEW);
+  const rows = shown.map((each) => ({
+    key: `${each.priority} ${each.tenant} ${each.length_queue} ${each.pools} ${each.prefill_class} ${each.head}`,
+    cells: [
+      h("span", { title: `first request: ${each.head}` }, each.tenant), each.priority, each.length_queue, whole(each.waiting),
+      seconds(each.wait_s), score(each.score), each.pools.join(", "), reasons(each),
+    ],
+  }));
+  const all = model.sub_queues.length + model.sub_queues_left_out;
+  const caption = `Who has waited longest${all > rows.length ? ` (${rows.length} of ${counted(all, "sub-queue")})` : ""}`;
+  const toggle = () => {
+    showsAll = !showsAll;
+    page.render();
+  };
+  return [
+    table(caption, columns, rows, "Nobody waits: every request so far went to an engine at once, or has ended."),
+    model.sub_queues.length > FEW
+      ? h("button", { type: "button", key: "more", class: "more", "aria-expanded": String(showsAll), onclick: toggle }, showsAll ? "Show fewer" : `Show ${model.sub_queues.length}`)
+      : null,
+  ];
+}

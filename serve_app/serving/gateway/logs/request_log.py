@@ -1,0 +1,194 @@
+"""The log of concluded requests: lines that are written together, a few times a second.
+
+A line by itself costs a gateway about as much as all the rest of a small request: a record, a search for its
+caller, a look whether the file is full, a write. Together, lines share all of that, and the time that stands
+before them, which is that of the writing. A process that is killed loses the lines of the last moment.
+
+A completed request always has its line. Under overload most requests are refused, and thousands of lines a
+second would say one and the same thing: of each other outcome some are written in a second, and the rest is
+counted in one line, `event=log_suppressed`.
+"""
+
+import asyncio
+import contextvars
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from logging.handlers import MemoryHandler, RotatingFileHandler
+from typing import Any, TextIO
+
+import msgspec
+
+from serve_app.errors import Outcome
+from serve_app.serving.gateway.logs.concluded import ConcludedRequest
+from serve_app.serving.gateway.logs.lines import json_fields, text_line
+
+_INTERVAL_S = 0.2
+# So many lines are not kept any longer.
+_MOST_LINES = 1_000
+# Of an outcome that is not `completed`, in a second.
+MOST_REFUSED_LINES = 10
+_SECOND_S = 1.0
+# What a handler's format makes of one record with this message shows where a line goes.
+_PLACE = "\x00"
+# Others may do with a record what they like.
+_PLAIN_HANDLERS = (logging.StreamHandler, logging.FileHandler, RotatingFileHandler)
+
+_encoder = msgspec.json.Encoder()
+
+Line = ConcludedRequest | Counter[Outcome]
+"""A request, or how many of each outcome have no line."""
+
+
+class RequestLog:
+    """Lines on their way to a logger's handlers, in order."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._lines: list[Line] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_this_second: Counter[Outcome] = Counter()
+        self._second: asyncio.TimerHandle | None = None
+
+    def add(self, concluded: ConcludedRequest) -> None:
+        """Have a line written soon, if it is not one of too many; on the event loop."""
+        outcome = concluded.record.outcome
+        if outcome is not Outcome.COMPLETED:
+            self._in_this_second[outcome] += 1
+            if self._second is None:
+                self._second = _later(_SECOND_S, self._end_second)
+            if self._in_this_second[outcome] > MOST_REFUSED_LINES:
+                return
+        self._lines.append(concluded)
+        if len(self._lines) >= _MOST_LINES:
+            self.flush()
+        elif self._timer is None:
+            self._timer = _later(_INTERVAL_S, self.flush)
+
+    def _end_second(self) -> None:
+        """Say how many lines are missing, and begin to count anew."""
+        if self._second is not None:
+            self._second.cancel()
+            self._second = None
+        missing = Counter({name: count - MOST_REFUSED_LINES for name, count in self._in_this_second.items()})
+        self._in_this_second.clear()
+        if missing := +missing:
+            self._lines.append(missing)
+            self._write_lines()
+
+    def flush(self) -> None:
+        """Write all lines now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._write_lines()
+
+    def close(self) -> None:
+        """Write all that is still to be said."""
+        self._end_second()
+        self.flush()
+
+    def _write_lines(self) -> None:
+        lines, self._lines = self._lines, []
+        if not lines or not self._logger.isEnabledFor(logging.INFO):
+            return
+        logger = self._logger
+        record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, _PLACE, (), None)
+        for handler in _handlers(logger):
+            _write(handler, record, lines)
+
+
+def _later(delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+    # In an empty context: Serve's logs name the request in whose context they are written.
+    return asyncio.get_running_loop().call_later(delay_s, call, context=contextvars.Context())
+
+
+def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
+    """Those that a logger's records go to."""
+    while logger is not None:
+        yield from logger.handlers
+        logger = logger.parent if logger.propagate else None
+
+
+def _write(handler: logging.Handler, record: logging.LogRecord, lines: Sequence[Line]) -> None:
+    if record.levelno < handler.level:
+        return
+    if isinstance(handler, MemoryHandler) and handler.target is not None:
+        if handler.filter(record):
+            # What it keeps came before.
+            handler.flush()
+            _write(handler.target, record, lines)
+    elif isinstance(handler, logging.StreamHandler) and _is_plain(handler):
+        _write_together(handler, record, lines)
+    else:
+        for line in lines:
+            handler.handle(logging.makeLogRecord({**record.__dict__, "msg": _text(line)}))
+
+
+def _is_plain(handler: "logging.StreamHandler[TextIO]") -> bool:
+    """Whether it does with a record what the standard library's does; a file is opened by the first one."""
+    return type(handler) in _PLAIN_HANDLERS and handler.stream is not None
+
+
+def _write_together(
+    handler: "logging.StreamHandler[TextIO]", record: logging.LogRecord, lines: Sequence[Line]
+) -> None:
+    if not handler.filter(record):
+        return
+    handler.acquire()
+    try:
+        if isinstance(handler, RotatingFileHandler) and handler.shouldRollover(record):
+            handler.doRollover()
+        stream: TextIO = handler.stream
+        stream.write(_formatted(handler.format(record), lines, handler.terminator))
+        handler.flush()
+    except Exception:  # noqa: BLE001 - as handlers do
+        handler.handleError(record)
+    finally:
+        handler.release()
+
+
+def _formatted(made: str, lines: Sequence[Line], terminator: str) -> str:
+    """Each line as the one record was formatted, which may be a JSON document."""
+    document = _document(made)
+    if document is not None:
+        return "".join([f"{_json(document, line)}{terminator}" for line in lines])
+    place = json.dumps(_PLACE)[1:-1]
+    if place in made:
+        before, _, after = made.partition(place)
+        return "".join([f"{before}{json.dumps(_text(line))[1:-1]}{after}{terminator}" for line in lines])
+    before, _, after = made.partition(_PLACE)
+    return "".join([f"{before}{_text(line)}{after}{terminator}" for line in lines])
+
+
+def _document(made: str) -> dict[str, Any] | None:
+    """The document that a format has made, if its message is a field of it."""
+    if not made.startswith("{"):
+        return None
+    try:
+        found = json.loads(made)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or found.get("message") != _PLACE:
+        return None
+    # Serve's own name of this process; `replica` is where a request ran, here as in text.
+    if "replica" in found:
+        found["gateway"] = found.pop("replica")
+    return found
+
+
+def _json(document: Mapping[str, Any], line: Line) -> str:
+    fields = _counts(line) if isinstance(line, Counter) else json_fields(line)
+    return _encoder.encode({**document, "message": fields["event"], **fields}).decode()
+
+
+def _text(line: Line) -> str:
+    if isinstance(line, Counter):
+        return " ".join([f"{name}={value}" for name, value in _counts(line).items()])
+    return text_line(line)
+
+
+def _counts(missing: Counter[Outcome]) -> dict[str, str | int]:
+    by_outcome = {outcome.value: count for outcome, count in missing.most_common()}
+    return {"event": "log_suppressed", "count": missing.total(), **by_outcome}

@@ -1,0 +1,109 @@
+"""The overview of one scheduler for the page of the gateways: what `status` and `queue` say, cut to a size.
+
+A page asks once a second. So the lists that grow with the fleet or with tenants are cut, and their sums are
+made of all.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from serve_app.routing.replica_state import ReplicaState
+
+# More than a person looks through on a page. Those that need attention come first.
+_MOST_REPLICAS = 100
+_MOST_SUB_QUEUES = 60
+_MOST_TENANTS = 50
+_SUMMED = ("in_flight", "held_tokens", "waiting_in_engine", "running")
+
+
+def reserved(state: ReplicaState | None) -> dict[str, Any]:
+    """What the scheduler has reserved of a replica; nothing of one that the core does not know.
+
+    `budget_tokens` is None where the engine does not tell the size of its KV cache.
+    """
+    if state is None:
+        return {}
+    return {
+        "held_tokens": state.held_tokens,
+        "budget_tokens": None if state.spec.kv_tokens is None else state.kv_budget,
+        "kept_free_tokens": state.reserved_tokens,
+        "pending_prefill_tokens": state.pending_prefill_tokens,
+        "unstarted": state.unstarted,
+        "suspended": state.suspended,
+        "too_busy": state.gated,
+        "quarantined": state.quarantined,
+    }
+
+
+def overview(
+    status: Mapping[str, Any], queue: Mapping[str, Any], activity: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One document of what a scheduler tells of itself."""
+    replicas = [_replica(name, each) for name, each in status["replicas"].items()]
+    replicas.sort(key=lambda each: (each["state"] == "ready", each["pool"], each["replica"]))
+    sub_queues = queue["sub_queues"]
+    most = slice(_MOST_SUB_QUEUES)
+    return {
+        **{name: each for name, each in status.items() if name not in ("replicas", "pools")},
+        **{name: each for name, each in queue.items() if name not in ("sub_queues", "served", "waiting")},
+        "waiting_requests": queue["waiting"],
+        "sub_queues": sub_queues[most],
+        "sub_queues_left_out": queue["sub_queues_left_out"] + len(sub_queues[most.stop :]),
+        "served": {priority: _most_served(counters) for priority, counters in queue["served"].items()},
+        "pools": [_pool(name, replicas) for name in status["pools"]],
+        "replicas": replicas[:_MOST_REPLICAS],
+        "replicas_left_out": len(replicas[_MOST_REPLICAS:]),
+        "activity": activity,
+    }
+
+
+def _replica(name: str, shown: Mapping[str, Any]) -> dict[str, Any]:
+    report = shown["report"] or {}
+    return {
+        "replica": name,
+        "pool": shown["pool"],
+        "state": _state(shown),
+        "in_flight": shown["in_flight"],
+        "running": report.get("running"),
+        "waiting_in_engine": report.get("waiting"),
+        "max_num_seqs": shown["max_num_seqs"],
+        "kv_usage_ratio": report.get("kv_usage_ratio"),
+        "tpot_s": report.get("tpot_s"),
+        "max_model_len": shown.get("max_model_len"),
+        "held_tokens": shown.get("held_tokens", 0),
+        "budget_tokens": shown.get("budget_tokens"),
+        "pending_prefill_tokens": shown.get("pending_prefill_tokens", 0),
+    }
+
+
+def _state(shown: Mapping[str, Any]) -> str:
+    """What a person should know first of a replica."""
+    report = shown["report"]
+    if shown["stale"]:
+        return "stale"
+    if report is None:
+        return "no report yet"
+    if report["draining"]:
+        return "draining"
+    if shown.get("suspended"):
+        return "suspended"
+    return "too busy" if shown.get("too_busy") else "ready"
+
+
+def _pool(name: str, replicas: list[dict[str, Any]]) -> dict[str, Any]:
+    members = [each for each in replicas if each["pool"] == name]
+    budgets = [each["budget_tokens"] for each in members]
+    used = [each["kv_usage_ratio"] for each in members if each["kv_usage_ratio"] is not None]
+    return {
+        "pool": name,
+        "replicas": len(members),
+        "ready": sum(each["state"] in ("ready", "too busy") for each in members),
+        **{figure: sum(each[figure] or 0 for each in members) for figure in _SUMMED},
+        "budget_tokens": None if None in budgets else sum(budgets),
+        "kv_usage_ratio": sum(used) / len(used) if used else None,
+    }
+
+
+def _most_served(counters: Mapping[str, float]) -> dict[str, float]:
+    shown = sorted(counters.items(), key=lambda each: -each[1])[:_MOST_TENANTS]
+    return dict(shown)

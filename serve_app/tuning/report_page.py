@@ -1,0 +1,268 @@
+"""The report of a study: whether a candidate is better than the values in force, and how the search went."""
+
+import statistics
+from collections.abc import Iterator, Mapping
+
+from serve_app.reports.differences import FigureDifference
+from serve_app.reports.document import (
+    Cell,
+    DifferenceTable,
+    Listing,
+    Look,
+    Origin,
+    Plot,
+    PlotAxis,
+    ReportSection,
+    ReportTable,
+    ResultReport,
+    Series,
+    Unit,
+    number_cell,
+)
+from serve_app.tuning.search.comparison import Comparison
+from serve_app.tuning.search.scoreboard import INCUMBENT
+from serve_app.tuning.search.study_report import StudyReport
+from serve_app.tuning.twin.digital_twin import TwinPlan
+
+_NOW, _BEST = "in force", "best candidate"
+
+
+def study_page(report: StudyReport, plan: TwinPlan, origin: Origin) -> ResultReport:
+    """The report of a study that is over."""
+    trace = plan.traffic
+    stands = "Its values are recommended." if report.finding.confident else "The current settings stand."
+    return ResultReport(
+        title=f"Settings for {trace.name}",
+        question=f"Does any setting of the scheduler serve {trace.title} better than those in force?",
+        facts=list(_facts(report, plan)),
+        verdict=[f"{report.verdict[:1].upper()}{report.verdict[1:]}.", stands],
+        notes=[
+            "Both sides met the same windows of the same traffic, in a model of the engines.",
+            "The best of many looks better than it is on the windows of the search: the verdict has others.",
+            f"At most {report.settings.finalists} candidates get to those; one in forty wins by luck.",
+        ],
+        sections=list(_sections(report)),
+        origin=origin,
+    )
+
+
+def _facts(report: StudyReport, plan: TwinPlan) -> Iterator[tuple[str, str]]:
+    trace, settings = plan.traffic, report.settings
+    rate = "" if trace.rate_per_s is None else f" at {trace.rate_per_s:.2f} requests/s"
+    yield "workload", f"{trace.title}: {len(trace.requests):,} requests{rate}"
+    yield "source", trace.source
+    yield "fleet", f"{len(plan.engines)} engine{'' if len(plan.engines) == 1 else 's'} in the model"
+    yield "searched", ", ".join(each.model_path for each in report.space)
+    yield "objective", f"{plan.objective.kind}, windows of {plan.settings.window_requests:,} requests"
+    yield "search", f"{report.finding.trials} candidates on up to {settings.rungs[-1]} windows"
+    yield "confirmation", f"the best candidates on {settings.confirm_windows} fresh windows"
+    yield "effort", f"{report.course.requests:,} requests simulated in {report.course.seconds:.0f} s"
+
+
+def _sections(report: StudyReport) -> Iterator[ReportSection]:
+    best, found = report.finding.best, report.as_json()
+    rewards = list(_rewards(report))
+    if rewards:
+        yield ReportSection(
+            title="Reward",
+            intro="More is better; the bar is the 95 % interval of the paired change, the line no change.",
+            blocks=[
+                DifferenceTable(
+                    caption="The best candidate against the values in force",
+                    base=_NOW,
+                    other=_BEST,
+                    differences=rewards,
+                )
+            ],
+        )
+    if best is not None:
+        changed = ReportTable(
+            caption="Values that differ",
+            head=["setting", _NOW, _BEST],
+            rows=[
+                [
+                    each.model_path,
+                    Cell(f"{report.space.current[each.name]:g}", report.space.current[each.name]),
+                    Cell(f"{best.values[each.name]:g}", best.values[each.name]),
+                ]
+                for each in report.space
+                if best.values[each.name] != report.space.current[each.name]
+            ],
+        )
+        pasted = report.pasted
+        listings = [] if pasted is None else [Listing("To paste into the model's settings:", pasted)]
+        yield ReportSection(title="Settings", blocks=[changed, *listings])
+    yield ReportSection(
+        title="The search",
+        intro="A gain is the mean difference in reward from the values in force, on the same windows.",
+        blocks=[*_course(report), _candidates(report), *_fresh_windows(report)],
+    )
+    yield ReportSection(title="Figures", blocks=[_classes(found["classes"]), _terms(found["terms"])])
+
+
+# Rewards
+
+
+def _rewards(report: StudyReport) -> Iterator[FigureDifference]:
+    """On fresh windows, if it came to that, and on those of the search."""
+    finding, first = report.finding, report.settings.rungs[-1]
+    if finding.best is None:
+        return
+    stages: tuple[tuple[str, Comparison | None, range], ...] = (
+        ("fresh windows", finding.confirmation, range(first, first + report.settings.confirm_windows)),
+        ("windows of the search, which flatter", finding.search, range(first)),
+    )
+    for name, comparison, windows in stages:
+        base = _mean_reward(report, INCUMBENT, windows)
+        other = _mean_reward(report, finding.best.number, windows)
+        if comparison is not None and base is not None and other is not None:
+            yield FigureDifference(
+                figure=f"reward on {name}",
+                base=base,
+                other=other,
+                difference=comparison.mean,
+                low=comparison.low,
+                high=comparison.high,
+                lower_is_better=False,
+                decimals=4,
+            )
+
+
+def _mean_reward(report: StudyReport, candidate: int, windows: range) -> float | None:
+    values = list(_window_rewards(report, candidate, windows).values())
+    return statistics.fmean(values) if values else None
+
+
+def _window_rewards(report: StudyReport, candidate: int, windows: range) -> dict[int, float]:
+    """The rewards that were measured, by window."""
+    return {
+        window: result.reward.value
+        for window in windows
+        if (result := report.course.results.get((candidate, window))) is not None
+        and result.reward.value is not None
+    }
+
+
+# The search
+
+
+def _course(report: StudyReport) -> Iterator[Plot]:
+    rounds = report.course.rounds
+    if len(rounds) > 1:
+        yield Plot(
+            title="Gain of the leader by effort",
+            reading="Higher is better. Where the line stays level, more search found nothing.",
+            x=PlotAxis(label="requests simulated", unit=Unit.COUNT, logarithmic=None),
+            y=PlotAxis(label="gain of the leader", logarithmic=None),
+            places=[float(each.requests) for each in rounds],
+            series=[
+                Series(name="values in force", values=[0.0] * len(rounds), look=Look.BASELINE),
+                Series(name="leader", values=[each.gain for each in rounds], look=Look.STEP, colour=2),
+            ],
+        )
+
+
+def _candidates(report: StudyReport) -> Plot:
+    numbers = sorted({candidate for candidate, _ in report.course.results} - {INCUMBENT})
+    search = range(report.settings.rungs[-1])
+    gains = [_gain(report, number, search) for number in numbers]
+    whole = [len(_window_rewards(report, number, search)) == len(search) for number in numbers]
+    return Plot(
+        title="Gain of every candidate",
+        reading="Candidates that looked poor after a few windows were stopped there.",
+        x=PlotAxis(label="candidate", unit=Unit.COUNT, logarithmic=None),
+        y=PlotAxis(label="gain", logarithmic=None),
+        places=[float(number) for number in numbers],
+        series=[
+            Series(name="values in force", values=[0.0] * len(numbers), look=Look.BASELINE),
+            Series(
+                name="on all windows of the search",
+                values=[gain if all_ else None for gain, all_ in zip(gains, whole, strict=True)],
+                look=Look.POINTS,
+                colour=2,
+            ),
+            Series(
+                name="stopped early",
+                values=[None if all_ else gain for gain, all_ in zip(gains, whole, strict=True)],
+                look=Look.POINTS,
+                colour=1,
+            ),
+        ],
+    )
+
+
+def _gain(report: StudyReport, candidate: int, windows: range) -> float | None:
+    base = _window_rewards(report, INCUMBENT, windows)
+    own = _window_rewards(report, candidate, windows)
+    differences = [own[window] - base[window] for window in own if window in base]
+    return statistics.fmean(differences) if differences else None
+
+
+def _fresh_windows(report: StudyReport) -> Iterator[Plot]:
+    best, first = report.finding.best, report.settings.rungs[-1]
+    if best is None or report.finding.confirmation is None:
+        return
+    windows = range(first, first + report.settings.confirm_windows)
+    rewards = {
+        _NOW: _window_rewards(report, INCUMBENT, windows),
+        _BEST: _window_rewards(report, best.number, windows),
+    }
+    yield Plot(
+        title="Reward on each fresh window",
+        reading="Higher is better. Both meet the same requests in a window, so the gap between them counts.",
+        x=PlotAxis(label="window", unit=Unit.COUNT, logarithmic=None),
+        y=PlotAxis(label="reward", logarithmic=None, from_zero=False),
+        places=[float(window) for window in windows],
+        series=[
+            Series(
+                name=name,
+                values=[found.get(window) for window in windows],
+                look=Look.BASELINE if name == _NOW else Look.LINE,
+                colour=2,
+            )
+            for name, found in rewards.items()
+        ],
+    )
+
+
+# Tables
+
+
+def _classes(classes: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> ReportTable:
+    """From the JSON output: side, class, figure."""
+    sides = {"incumbent": _NOW, "best": _BEST}
+    return ReportTable(
+        caption="Classes of requests, means over windows: fresh ones if there was a confirmation",
+        head=["class", "side", "requests", "p50 TTFT s", "p99 TTFT s", "within targets"],
+        rows=[
+            [
+                name,
+                sides[side],
+                number_cell(figures["requests"]),
+                number_cell(figures["ttft_p50_s"], 3),
+                number_cell(figures["ttft_p99_s"], 3),
+                _percent(figures["attainment_ratio"]),
+            ]
+            for name in classes["incumbent"]
+            for side, found in classes.items()
+            for figures in [found.get(name)]
+            if figures is not None
+        ],
+        text_columns=2,
+    )
+
+
+def _terms(terms: Mapping[str, Mapping[str, float | None]]) -> ReportTable:
+    names = list(terms["incumbent"])
+    return ReportTable(
+        caption="Terms of the reward, means over the same windows",
+        head=["side", *names],
+        rows=[
+            [_NOW if side == "incumbent" else _BEST, *(number_cell(found.get(name), 4) for name in names)]
+            for side, found in terms.items()
+        ],
+    )
+
+
+def _percent(value: float | None) -> Cell:
+    return Cell("-") if value is None else Cell(f"{value:.1%}", value)

@@ -1,0 +1,198 @@
+"""A headless Chromium for tests of pages, driven through its DevTools protocol.
+
+    async with open_page(url, tmp_path) as page:
+        assert await page.evaluate("document.title") == "..."
+
+Tests that need it carry the mark `needs_browser`.
+"""
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+_PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+_FOUND = next((path for name in _PROGRAMS if (path := shutil.which(name))), None)
+_LISTENING = b"DevTools listening on "
+_WAIT_S = 60.0
+# In a container there is neither a sandbox nor much of /dev/shm; a graphics card is nowhere.
+_OPTIONS = (
+    *("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"),
+    *("--no-first-run", "--disable-background-networking", "--remote-debugging-port=0"),
+)
+_KEYS = {"Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39, "Tab": 9, " ": 32}
+
+needs_browser = pytest.mark.skipif(
+    _FOUND is None, reason=f"needs a browser, one of {', '.join(_PROGRAMS)}: apt-get install chromium"
+)
+
+
+class BrowserPage:
+    """One open page.
+
+    Attributes:
+        requests: addresses that it asked for, its own first.
+        problems: errors of scripts, and what a policy of the page refused.
+    """
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.requests: list[str] = []
+        self.problems: list[str] = []
+        self._socket = socket
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._session: str | None = None
+        self._loaded = asyncio.Event()
+
+    async def evaluate(self, expression: str) -> Any:
+        """The value of an expression of JavaScript; a promise is waited for."""
+        found = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True, userGesture=True
+        )
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    async def becomes(self, expression: str) -> Any:
+        """The value of an expression as soon as it is true."""
+        async with asyncio.timeout(_WAIT_S):
+            while not (value := await self.evaluate(expression)):  # noqa: ASYNC110 - a page tells no event
+                await asyncio.sleep(0.05)
+        return value
+
+    async def press(self, key: str) -> None:
+        """Press a key where the focus is."""
+        common: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": _KEYS.get(key, ord(key[0]))}
+        if len(key) == 1:
+            common["text"] = key
+        await self.call("Input.dispatchKeyEvent", type="keyDown", **common)
+        await self.call("Input.dispatchKeyEvent", type="keyUp", **common)
+
+    async def mouse(self, *steps: tuple[str, float, float]) -> None:
+        """Move, press and release the mouse: `("mouseMoved", 10, 20)` and the like."""
+        for kind, x, y in steps:
+            held = kind != "mouseMoved"
+            await self.call(
+                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=int(held)
+            )
+
+    async def emulate(self, *, scheme: str = "light", medium: str = "screen", width: int = 1_280) -> None:
+        """Show the page in a colour scheme, on a screen or on paper, so many pixels wide."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        await self.call("Emulation.setEmulatedMedia", media=medium, features=features)
+        await self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
+        )
+
+    async def screenshot(self, path: Path) -> None:
+        """Write a picture of the whole page."""
+        found = await self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png")
+        await asyncio.to_thread(path.write_bytes, base64.b64decode(found["data"]))
+
+    async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One command of the protocol."""
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        await self._socket.send_json(message)
+        async with asyncio.timeout(_WAIT_S):
+            found: dict[str, Any] = await answer
+        return found
+
+    async def listen(self) -> None:
+        """Read what the browser says, until it ends."""
+        async for message in self._socket:
+            found = message.json()
+            if "id" in found:
+                self._settle(found)
+            else:
+                self._note(found["method"], found.get("params", {}))
+
+    async def open(self, url: str, *, scripts: bool) -> None:
+        """Open a page, and wait until it is loaded."""
+        target = await self.call("Target.createTarget", url="about:blank")
+        attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Network", "Runtime", "Log"):
+            await self.call(f"{domain}.enable")
+        await self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
+        self._loaded.clear()
+        await self.call("Page.navigate", url=url)
+        async with asyncio.timeout(_WAIT_S):
+            await self._loaded.wait()
+
+    def _settle(self, found: dict[str, Any]) -> None:
+        answer = self._answers.pop(found["id"])
+        if answer.done():
+            return
+        if "error" in found:
+            answer.set_exception(AssertionError(found["error"]))
+        else:
+            answer.set_result(found["result"])
+
+    def _note(self, method: str, parameters: dict[str, Any]) -> None:
+        if method == "Page.loadEventFired":
+            self._loaded.set()
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(parameters["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.problems.append(str(parameters["exceptionDetails"]))
+        elif method == "Log.entryAdded" and parameters["entry"]["level"] == "error":
+            self.problems.append(parameters["entry"]["text"])
+
+
+@contextlib.asynccontextmanager
+async def open_page(url: str, folder: Path, *, scripts: bool = True) -> AsyncIterator[BrowserPage]:
+    """A page in a browser of its own.
+
+    Args:
+        folder: for the browser's files.
+        scripts: whether the page may run any.
+    """
+    assert _FOUND is not None
+    # Its start takes no time; what it says is read in a thread.
+    program = subprocess.Popen(  # noqa: ASYNC220 - see above
+        [_FOUND, *_OPTIONS, f"--user-data-dir={folder / 'browser'}", "about:blank"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(_WAIT_S):
+            address = await asyncio.to_thread(_address, program)
+        async with (
+            aiohttp.ClientSession() as session,
+            session.ws_connect(address, max_msg_size=0) as socket,
+        ):
+            page = BrowserPage(socket)
+            listening = asyncio.create_task(page.listen())
+            try:
+                await page.open(url, scripts=scripts)
+                yield page
+            finally:
+                listening.cancel()
+    finally:
+        # Its own process group: the launcher and everything that it started.
+        os.killpg(program.pid, signal.SIGKILL)
+        program.communicate()
+
+
+def _address(program: subprocess.Popen[bytes]) -> str:
+    assert program.stderr is not None
+    seen = []
+    for line in program.stderr:
+        if line.startswith(_LISTENING):
+            return line.removeprefix(_LISTENING).decode().strip()
+        seen.append(line.decode(errors="replace"))
+    raise AssertionError(f"the browser ended with {program.wait()}: {''.join(seen)[-2_000:]}")

@@ -1,0 +1,283 @@
+"""Every alert is fired by its fault, in a running application that a real Prometheus watches.
+
+Times are shortened: no `for`, windows of seconds, and two thresholds that would take minutes to reach. Not
+here are SchedulerFault, ScalingFails and MixedVersions: a fault of this project or half an upgrade would have
+to be made first. tests/observability/test_rules.py has them, as all others, on series.
+"""
+
+import asyncio
+import contextlib
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from serve_app.engines.engine import Receive, Scope, Send
+from tests.e2e.served import Served, serve
+from tests.engines.servers import free_port
+from tests.http_server import listening
+from tests.observability.prometheus import Prometheus, prometheus, rules, until
+from tests.serving.endpoints.servers import VllmLike
+from tests.serving.gateway.builders import MODEL, reply_json
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+BY_SERIES_ALONE = {"SchedulerFault", "ScalingFails", "MixedVersions"}
+PATIENCE_S = 90.0
+
+
+class FaultyEndpoint(VllmLike):
+    """A server whose engine fails when it is told to."""
+
+    fails = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.fails and scope["method"] == "POST":
+            await reply_json(send, 500, {"error": {"message": "CUDA error", "code": 500}})
+        else:
+            await super().__call__(scope, receive, send)
+
+
+class BackgroundServer:
+    """An endpoint on a thread of its own, which can be stopped."""
+
+    def __init__(self, engine: FaultyEndpoint) -> None:
+        self.engine, self.port = engine, free_port()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+        self._thread.start()
+
+    async def _serve(self) -> None:
+        async with listening(self.engine, self.port):
+            await self._stop.wait()
+
+    def stop(self) -> None:
+        """Listen no more."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(20)
+
+
+@contextlib.contextmanager
+def load(url: str, clients: int, headers: dict[str, str] | None = None, **body: Any) -> Iterator[None]:
+    """So many clients, each with one request after the other, until the block ends."""
+    stop = threading.Event()
+
+    async def client(http: httpx.AsyncClient, number: int) -> None:
+        asked = {"model": "demo", "max_tokens": 200, "stream": True, "user": f"tenant{number % 3}", **body}
+        asked["messages"] = [{"role": "user", "content": f"{number} " + "word " * 30}]
+        while not stop.is_set():
+            with contextlib.suppress(httpx.HTTPError):
+                async with http.stream("POST", "/v1/chat/completions", json=asked, headers=headers) as answer:
+                    await answer.aread()
+                # Whoever is refused comes back at once, but not as fast as the machine can.
+                if answer.status_code != 200:
+                    await asyncio.sleep(0.2)
+
+    async def run() -> None:
+        limits = httpx.Limits(max_connections=clients)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as http:
+            await asyncio.gather(*(client(http, number) for number in range(clients)))
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(60)
+
+
+def hurried(text: str) -> str:
+    """The rules with short times."""
+    text = re.sub(r"\n +for: \w+", "", text)
+    text = re.sub(r"\[(5m|10m|1h)\]", "[15s]", text)
+    assert "> 900" in text
+    assert "> 30\n" in text
+    return text.replace("> 900", "> 10").replace("> 30\n", "> 3\n")
+
+
+@dataclass
+class Watched:
+    """The application, its watcher, and what has fired."""
+
+    app: Served
+    watcher: Prometheus
+    fired: set[str]
+
+    def expect(self, name: str) -> None:
+        """Wait until the alert fires."""
+        until(lambda: name in self.watcher.firing(), PATIENCE_S, lambda: f"{name} did not fire")
+        self.fired.add(name)
+
+    def quiet(self, *names: str) -> None:
+        """Wait until none of these fires any more."""
+        until(lambda: not self.watcher.firing() & set(names), PATIENCE_S, self.watcher.firing)
+
+    def process(self, deployment: str) -> psutil.Process:
+        """A replica of a deployment."""
+        until(lambda: self.app.replicas(deployment), 60)
+        return self.app.replicas(deployment)[0]
+
+
+def args(endpoint: str, state: Path) -> dict[str, Any]:
+    """A small model that is easily overrun, and one of a server outside."""
+    engine = {"profile": "laptop", "max_model_len": 2048, "max_num_seqs": 4, "advanced": {"kv_tokens": 2048}}
+    targets = {"ttft_s": 0.3, "long_ttft_s": 0.3}
+    return {
+        "models": [
+            {
+                "name": "demo",
+                "pools": [{"name": "only", "engine": {"emulated": engine}, "resources": {"num_cpus": 0.1}}],
+                "scheduler": {
+                    "max_waiting": 40,
+                    # More is promised than there is, so the engine takes it away again.
+                    "backpressure": {"advanced": {"kv_fill_ratio": 4.0}},
+                },
+                # Of other engines: the twin is wrong until it has been fitted.
+                "tuner": {
+                    "mode": True,
+                    "parameters": {
+                        "profile": "llama2-70b-h100-tp4",
+                        "objective": {"targets": dict.fromkeys(("interactive", "default"), targets)},
+                        "advanced": {
+                            "calibration": {"first_requests": 100_000, "check_requests": 20, "every_s": 1.0}
+                        },
+                    },
+                },
+            },
+            {
+                "name": MODEL,
+                "pools": [{"name": "outside", "engine": {"remote": {"endpoints": [endpoint]}}}],
+                "scheduler": {"advanced": {"no_replica_grace_s": 1.0}},
+                "tuner": {"mode": False},
+            },
+        ],
+        "gateways": {"replicas": 1, "num_cpus": 0.1},
+        "state_uri": str(state),
+        "advanced": {"state_interval_s": 2.0},
+    }
+
+
+@pytest.fixture
+def outside() -> Iterator[BackgroundServer]:
+    found = BackgroundServer(FaultyEndpoint())
+    yield found
+    found.stop()
+
+
+def test_every_alert_is_fired_by_its_fault(outside: BackgroundServer, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    (tmp_path / "prometheus").mkdir()
+    with contextlib.ExitStack() as stack:
+        running = stack.enter_context(contextlib.ExitStack())
+        app = running.enter_context(serve(args(f"http://127.0.0.1:{outside.port}", state)))
+        app.wait_until_ready()
+        watcher = stack.enter_context(prometheus(app.url, tmp_path / "prometheus", hurried))
+        watched = Watched(app, watcher, set())
+        until(lambda: watcher.targets().get("ewsjf", 0) == 1, 30, watcher.targets)
+        in_order(watched)
+        too_many_requests(watched)
+        failing_engines(watched, outside)
+        silent_and_dying_replicas(watched)
+        slow_and_dying_schedulers(watched)
+        lost_state(watched, state)
+        running.close()
+        watched.expect("NoMetrics")
+        assert watched.fired == {rule["alert"] for rule in rules()} - BY_SERIES_ALONE
+
+
+def in_order(watched: Watched) -> None:
+    """Light traffic fires nothing but what the wrong profile of the twin does."""
+    with load(watched.app.url, 1, max_tokens=4), load(watched.app.url, 1, model=MODEL, max_tokens=4):
+        time.sleep(10)
+        assert watched.watcher.firing() <= {"TwinError"}
+        watched.expect("TwinError")
+
+
+def too_many_requests(watched: Watched) -> None:
+    """More than one small engine takes: it preempts, refuses, expires, and lets others wait."""
+    url = watched.app.url
+    with (
+        load(url, 60, max_tokens=800, ignore_eos=True),
+        load(url, 4, {"x-queue-timeout-s": "0.4", "x-priority": "batch"}),
+    ):
+        for name in ("OverCapacity", "PoolSaturated", "RequestsWaitLong", "TargetsMissed", "Preemptions"):
+            watched.expect(name)
+        watched.expect("DeadlinesMissed")
+    watched.quiet("OverCapacity", "PoolSaturated", "RequestsWaitLong", "DeadlinesMissed")
+
+
+def failing_engines(watched: Watched, outside: BackgroundServer) -> None:
+    """A server answers 500, and then not at all."""
+    with load(watched.app.url, 2, model=MODEL, max_tokens=4):
+        outside.engine.fails = True
+        watched.expect("EnginesFail")
+        outside.stop()
+        watched.expect("NoReplica")
+
+
+def silent_and_dying_replicas(watched: Watched) -> None:
+    """A replica that stands still, and one that dies under requests."""
+    silent = watched.process("only-demo")
+    silent.suspend()
+    try:
+        watched.expect("StaleReplicas")
+    finally:
+        # Serve may have replaced it meanwhile.
+        with contextlib.suppress(psutil.Error):
+            silent.resume()
+    watched.quiet("StaleReplicas")
+    with load(watched.app.url, 30):
+        time.sleep(3)
+        watched.process("only-demo").kill()
+        watched.expect("ReplicasLost")
+
+
+def slow_and_dying_schedulers(watched: Watched) -> None:
+    """A scheduler that stands still now and then, and one that dies again and again."""
+    serving = 'ewsjf_pool_replicas{model="demo",state="open"} > 0'
+    until(lambda: watched.watcher.value(serving), PATIENCE_S)
+    scheduler = watched.process("scheduler-demo")
+    is_over = threading.Event()
+
+    def halt() -> None:
+        while not is_over.is_set():
+            scheduler.suspend()
+            time.sleep(0.4)
+            scheduler.resume()
+            time.sleep(0.2)
+
+    halting = threading.Thread(target=halt)
+    with load(watched.app.url, 3, max_tokens=4):
+        halting.start()
+        try:
+            watched.expect("SlowApplication")
+        finally:
+            is_over.set()
+            halting.join()
+        for _ in range(5):
+            replaced = watched.process("scheduler-demo")
+            replaced.kill()
+            replaced.wait(10)
+            until(lambda: watched.watcher.value("ewsjf_gateways_connected > 0"), 60)
+            time.sleep(5)
+        watched.expect("SchedulerRestarts")
+
+
+def lost_state(watched: Watched, state: Path) -> None:
+    """What is learned cannot be saved any more."""
+    shutil.rmtree(state)
+    state.write_text("a file where the folder was")
+    with load(watched.app.url, 2):
+        watched.expect("StateNotSaved")

@@ -1,0 +1,83 @@
+"""Logs and traces of a served application: JSON lines with who has called, through the real front end."""
+
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from experiments.common.application import BUILD_APP, Application, serve_config, served_application
+from tests.serving.gateway.tracing.collector import Collector, collecting
+
+pytestmark = pytest.mark.timeout(400)
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+CHAT = "/v1/chat/completions"
+MODEL = {
+    "name": "demo",
+    "pools": [
+        {
+            "name": "only",
+            "engine": {"emulated": {"profile": "laptop", "max_model_len": 2048}},
+            "resources": {"num_cpus": 0.1},
+        }
+    ],
+}
+
+
+def told(application: Application, count: int) -> list[dict[str, Any]]:
+    """The documents of concluded requests in the gateway's log."""
+    deadline = time.monotonic() + 20
+    while True:
+        documents = [json.loads(line) for line in application.log_lines("gateway")]
+        found = [each for each in documents if each.get("event") == "concluded"]
+        if len(found) >= count:
+            return found
+        assert time.monotonic() < deadline, documents
+        time.sleep(0.1)
+
+
+def wait_for(collector: Collector, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while len(collector.spans) < count:
+        assert time.monotonic() < deadline, [each.name for each in collector.spans]
+        time.sleep(0.1)
+
+
+def test_a_line_of_json_says_who_has_called_and_leads_to_the_trace() -> None:
+    config = serve_config("logs", [MODEL], BUILD_APP, 0)
+    config["logging_config"] = {"enable_access_log": False, "encoding": "JSON"}
+    key = {"tenant": "acme", "key": "s3cret-of-acme"}
+    config["applications"][0]["args"]["gateway"] = {"keys": [key], "tracing": True}
+    asked = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    headers = {
+        "authorization": "Bearer s3cret-of-acme",
+        "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01",
+        # A client may write what it likes; who has connected is known better.
+        "x-forwarded-for": "9.9.9.9",
+    }
+    with collecting() as collector:
+        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "100"}
+        with served_application(config, environment=environment) as application:
+            url = application.url + CHAT
+            assert httpx.post(url, json=asked, headers=headers, timeout=60).status_code == 200
+            assert httpx.post(url, json=asked, timeout=60).status_code == 401
+            served, unknown = told(application, 2)
+            wait_for(collector, 5)
+            raw = "\n".join(application.log_lines("gateway"))
+    assert served["message"] == "concluded"
+    assert (served["outcome"], served["status"], served["tenant"]) == ("completed", 200, "acme")
+    assert (served["key"], served["client"]) == ("config/acme", "127.0.0.1")
+    assert served["forwarded_for"] == "9.9.9.9"
+    assert (served["trace_id"], served["output_tokens"], served["pool"]) == (TRACE, 5, "only")
+    assert isinstance(served["e2e_s"], float)
+    # Serve's own fields are there, and this process has another name than the replica of the engine.
+    assert served["deployment"] == "logs_gateway"
+    assert served["replica"] != served["gateway"]
+    assert (unknown["outcome"], unknown["status"]) == ("rejected_unauthorised", 401)
+    assert unknown["client"] == "127.0.0.1"
+    assert "forwarded_for" not in unknown
+    assert "s3cret" not in raw
+    assert {each.trace_id for each in collector.spans} >= {TRACE}
+    assert collector.only("chat demo").told["ewsjf.tenant"] == "acme"

@@ -1,0 +1,83 @@
+"""A request that finds an empty queue is decided as if it had joined the queue, in random histories."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from serve_app.scheduling import Scheduler
+from serve_app.scheduling import events as ev
+from serve_app.scheduling.commands import Command
+from serve_app.scheduling.dispatch.dispatcher import Choice
+from serve_app.scheduling.request import ScheduledRequest
+from tests.builders import dispatched, two_pools
+from tests.properties.test_scheduler_invariants import IsolatingMachine, SchedulerMachine
+
+
+def all_join_the_queue(scheduler: Scheduler) -> None:
+    def lone_choice(scheduled: ScheduledRequest, now: float) -> Choice | None:
+        return None
+
+    scheduler.dispatcher.lone_choice = lone_choice  # type: ignore[method-assign]
+
+
+def compare(one: Scheduler) -> None:
+    """From now on another scheduler is fed the same, queues every request, and must decide the same."""
+    other = Scheduler(one.settings)
+    all_join_the_queue(other)
+    decide = one.handle
+
+    def handle(event: ev.Event, now: float) -> list[Command]:
+        decided = decide(event, now)
+        assert decided == other.handle(event, now)
+        assert remembered(one) == remembered(other)
+        return decided
+
+    one.handle = handle  # type: ignore[method-assign]
+
+
+def remembered(scheduler: Scheduler) -> list[object]:
+    """What a dispatch leaves behind that later decisions depend on."""
+    dispatcher = scheduler.dispatcher
+    promotion = dispatcher._promotion
+    return [
+        scheduler.next_wakeup(),
+        repr(scheduler.ledger),
+        [shares.counters() for shares in scheduler.queue.shares.values()],
+        None if promotion is None else promotion._allowed,
+        dispatcher._floors._credit,
+    ]
+
+
+class ComparedMachine(SchedulerMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        compare(self.scheduler)
+
+
+class ComparedIsolatingMachine(IsolatingMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        compare(self.scheduler)
+
+
+class ComparedEwsjfMachine(ComparedIsolatingMachine):
+    policy = "ewsjf"
+
+
+def test_a_lone_request_joins_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the histories would compare nothing."""
+    driver = two_pools(policy="ewsjf")
+    joined: list[str] = []
+    monkeypatch.setattr(driver.scheduler.queue, "add", lambda one: joined.append(one.request.request_id))
+    assert dispatched(driver.arrive("a")) == [("a", "s1")]
+    assert not joined
+
+
+TestComparedMachine = ComparedMachine.TestCase
+TestComparedIsolatingMachine = ComparedIsolatingMachine.TestCase
+TestComparedEwsjfMachine = ComparedEwsjfMachine.TestCase
+for tried in (TestComparedMachine, TestComparedIsolatingMachine, TestComparedEwsjfMachine):
+    tried.settings = settings(
+        max_examples=150, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
+    )
+# Else it would be collected as one more case.
+del tried

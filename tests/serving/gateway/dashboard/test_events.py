@@ -1,0 +1,245 @@
+"""The page's paths over HTTP: open files under a strict policy, and frames for admins, shared and bounded."""
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.api_keys.file import changed_keys
+from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel, UpstreamSettings
+from serve_app.serving.gateway.dashboard.pages import MOST_WATCHERS
+from serve_app.serving.gateway.scheduler_views import SchedulerViews
+from tests.api_keys.test_file import record
+from tests.serving.gateway.builders import MODEL, FakeDispatcher, eventually, serving
+
+EVENTS = "/dashboard/events"
+ADMIN = {"authorization": "Bearer k1"}
+
+
+@dataclass
+class Looks:
+    """Counts how often schedulers are looked into, and what they tell.
+
+    Attributes:
+        padding: makes a frame as long as that.
+    """
+
+    count: int = 0
+    padding: int = 0
+    failure: Exception | None = None
+    hangs: bool = False
+    told: dict[str, Any] = field(default_factory=dict)
+
+    async def overview(self) -> dict[str, Any]:
+        self.count += 1
+        if self.hangs:
+            await asyncio.sleep(3600)
+        if self.failure is not None:
+            raise self.failure
+        return {"model": MODEL, "look": self.count, "padding": "x" * self.padding, **self.told}
+
+
+@dataclass
+class Door:
+    http: httpx.AsyncClient
+    looks: Looks
+    app: Gateway
+    port: int
+    keys: Path
+
+
+@asynccontextmanager
+async def door_of(tmp_path: Path, **upstream: Any) -> AsyncIterator[Door]:
+    looks, path = Looks(), tmp_path / "keys.json"
+    found, _ = record()
+    changed_keys(path, lambda _: [found])
+    settings = GatewaySettings(
+        models=(ServedModel(name=MODEL),),
+        keys=(ApiKey(tenant="ops", key="k1", admin=True), ApiKey(tenant="t", key="k2")),
+        keys_file=str(path),
+        upstream=UpstreamSettings(**upstream),
+    )
+
+    async def nothing(_: str = "") -> Any:
+        return {}
+
+    views = SchedulerViews(queue=nothing, status=nothing, freeze=nothing, overview=looks.overview)
+    app = Gateway(settings, {MODEL: FakeDispatcher([])}, "gw", {MODEL: views})
+    async with serving(app) as port, httpx.AsyncClient(timeout=20) as http:
+        http.base_url = httpx.URL(f"http://127.0.0.1:{port}")
+        yield Door(http, looks, app, port, path)
+    app.close()
+
+
+@pytest.fixture
+async def door(tmp_path: Path) -> AsyncIterator[Door]:
+    async with door_of(tmp_path) as made:
+        yield made
+
+
+@asynccontextmanager
+async def watching(door: Door, headers: dict[str, str] | None = None) -> AsyncIterator[AsyncIterator[Any]]:
+    async with door.http.stream("GET", EVENTS, headers=headers or ADMIN) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert answer.headers["cache-control"] == "no-store"
+        yield frames_of(answer)
+
+
+async def frames_of(answer: httpx.Response) -> AsyncIterator[Any]:
+    async for line in answer.aiter_lines():
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+async def test_the_page_and_its_files_are_open_and_name_nothing_from_elsewhere(door: Door) -> None:
+    page = await door.http.get("/dashboard")
+    named = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
+    assert {"dashboard/main.js", "dashboard/style.css", "dashboard/icon.svg"} == set(named)
+    modules = {path for path, _ in door.app._routes.items() if path.startswith("/dashboard/") and "." in path}
+    assert {f"/{name}" for name in named} < modules
+    for path in ("/dashboard", *modules):
+        answer = await door.http.get(path)
+        assert answer.status_code == 200, path
+        assert "http://" not in answer.text.replace("http://www.w3.org/", ""), path
+        assert "https://" not in answer.text, path
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self';")
+        assert "unsafe" not in policy
+        assert "require-trusted-types-for 'script'" in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    for path in modules:
+        for name in re.findall(r'from "\./([^"]+)"', (await door.http.get(path)).text):
+            assert f"/dashboard/{name}" in modules, (path, name)
+
+
+async def test_a_browser_that_has_a_file_is_told_so(door: Door) -> None:
+    first = await door.http.get("/dashboard/main.js")
+    again = await door.http.get("/dashboard/main.js", headers={"if-none-match": first.headers["etag"]})
+    other = await door.http.get("/dashboard/dom.js", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert other.status_code == 200
+    assert first.headers["content-type"] == "text/javascript; charset=utf-8"
+
+
+async def test_the_page_with_a_slash_is_the_page(door: Door) -> None:
+    answer = await door.http.get("/dashboard/")
+    assert (answer.status_code, answer.headers["location"]) == (308, "../dashboard")
+    assert (await door.http.get("/dashboard/", follow_redirects=True)).text.startswith("<!doctype html>")
+
+
+async def test_all_who_watch_share_one_look_a_second_and_nothing_is_looked_at_before_or_after(
+    door: Door,
+) -> None:
+    assert door.looks.count == 0
+    async with watching(door) as one, watching(door) as other:
+        seen = [
+            ((await anext(one))["models"][0]["look"], (await anext(other))["models"][0]) for _ in range(3)
+        ]
+        assert door.looks.count <= 5
+        assert seen[0][0] < seen[1][0] < seen[2][0]
+        assert (await anext(one))["gateway"] == {"id": "gw", "watchers": 2}
+    frames = door.app._dashboard._frames
+    await eventually(lambda: frames.watchers == 0)
+    looked = door.looks.count
+    await asyncio.sleep(1.5)
+    assert door.looks.count == looked
+
+
+async def test_a_scheduler_that_fails_or_hangs_is_named_and_comes_back(door: Door) -> None:
+    async with watching(door) as frames:
+        assert "error" not in (await anext(frames))["models"][0]
+        door.looks.failure = ConnectionError("gone")
+        await anext(frames)
+        told = (await anext(frames))["models"][0]
+        assert told["model"] == MODEL
+        assert "gone" in told["error"]
+        door.looks.failure, door.looks.hangs = None, True
+        await anext(frames)
+        assert "has not answered for 2 s" in (await anext(frames))["models"][0]["error"]
+        door.looks.hangs = False
+        await anext(frames)
+        assert "error" not in (await anext(frames))["models"][0]
+
+
+async def test_a_browser_that_stops_reading_holds_up_nobody_and_is_let_go(tmp_path: Path) -> None:
+    async with door_of(tmp_path, stalled_client_timeout_s=2.0) as door:
+        door.looks.padding = 2_000_000
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port, limit=1024)
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        writer.write(f"GET {EVENTS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k1\r\n\r\n".encode())
+        frames = door.app._dashboard._frames
+        await eventually(lambda: frames.watchers == 1)
+        async with watching(door) as others:
+            for _ in range(3):
+                assert (await anext(others))["models"][0]["padding"]
+        await eventually(lambda: frames.watchers == 0, within_s=10)
+        writer.close()
+        assert not reader.at_eof()
+
+
+async def test_only_so_many_may_watch_and_the_next_is_told_so(door: Door) -> None:
+    door.app._dashboard._most_watchers = 2
+    assert MOST_WATCHERS == 20
+    async with watching(door) as one, watching(door) as other:
+        await anext(one)
+        await anext(other)
+        refused = await door.http.get(EVENTS, headers=ADMIN)
+        assert refused.status_code == 429
+        assert "2 browsers watch this gateway already" in refused.json()["error"]["message"]
+    await eventually(lambda: door.app._dashboard._frames.watchers == 0)
+    async with watching(door) as again:
+        await anext(again)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 401), ({"authorization": "Bearer k2"}, 403), ({"authorization": "Bearer guess"}, 401)],
+)
+async def test_nobody_else_sees_a_frame(door: Door, headers: dict[str, str], status: int) -> None:
+    assert (await door.http.get(EVENTS, headers=headers)).status_code == status
+    in_address = await door.http.get(f"{EVENTS}?key=k1&access_token=k1", headers={"cookie": "key=k1"})
+    assert in_address.status_code == 401
+    assert door.looks.count == 0
+
+
+async def test_a_key_that_is_revoked_sees_no_further_frame(door: Door) -> None:
+    found, secret = record(admin=True)
+    changed_keys(door.keys, lambda before: [*before, found])
+    headers = {"authorization": f"Bearer {secret}"}
+
+    async def lets_in() -> bool:
+        async with door.http.stream("GET", EVENTS, headers=headers) as answer:
+            return answer.status_code == 200
+
+    async with asyncio.timeout(20):
+        while not await lets_in():  # noqa: ASYNC110 - the file is read by a thread
+            await asyncio.sleep(0.2)
+    async with watching(door, headers) as frames, asyncio.timeout(20):
+        await anext(frames)
+        changed_keys(door.keys, lambda before: before[:1])
+        # The file is read again within two seconds.
+        assert len([frame async for frame in frames]) <= 5
+    assert (await door.http.get(EVENTS, headers=headers)).status_code == 401
+
+
+async def test_a_gateway_that_drains_ends_the_streams(door: Door) -> None:
+    async with watching(door) as frames, asyncio.timeout(10):
+        await anext(frames)
+        assert await door.app.drain(5.0, 1.0) == 0
+        assert [frame async for frame in frames] == []
+
+
+async def test_a_head_request_gets_no_stream(door: Door) -> None:
+    answer = await door.http.head(EVENTS, headers=ADMIN)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert door.looks.count <= 1

@@ -1,0 +1,386 @@
+"""The log of concluded requests, in a gateway and by itself."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from logging.handlers import MemoryHandler, RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.errors import Outcome
+from serve_app.metrics.record import RequestRecord
+from serve_app.serving.gateway.answer.client_api import OPENAI
+from serve_app.serving.gateway.answer.client_stream import ClientStream, StallWatch
+from serve_app.serving.gateway.keys.settings import ApiKey
+from serve_app.serving.gateway.logs.concluded import ConcludedRequest
+from serve_app.serving.gateway.logs.lines import json_fields, text_line
+from serve_app.serving.gateway.logs.request_log import MOST_REFUSED_LINES, RequestLog
+from serve_app.serving.gateway.request.incoming import IncomingRequest
+
+from ..builders import MODEL, Engine, FakeDispatcher, chat, eventually, gateway, refusal, serving
+from ..conftest import Stage, staged
+
+CHAT = "/v1/chat/completions"
+
+
+async def test_each_request_is_concluded_in_one_log_line(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    await stage.http.post(CHAT, json=chat(stream=True), headers={"x-request-id": "mine", "x-tenant": "acme"})
+    await stage.http.post(CHAT, json=chat(temperature=1, max_tokens="x"))
+    stage.gateway.telemetry.flush_log()
+    first, second = (record.getMessage() for record in caplog.records if record.name == "ray.serve")
+    for part in (
+        "event=concluded outcome=completed",
+        "tenant=acme",
+        "pool=short",
+        "attempts=1",
+        "ttft_s=",
+        "output_tokens=4",
+        "client_request_id=mine",
+    ):
+        assert part in first
+    assert "event=concluded outcome=rejected_invalid" in second
+    assert "max_tokens is invalid" in second
+
+
+async def test_a_line_has_the_status_the_key_and_the_trace(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    engine = Engine()
+    async with serving(engine) as port:
+        dispatcher = FakeDispatcher([port])
+        app = gateway(dispatcher, keys=(ApiKey(tenant="acme", key="s3cret-of-acme"),))
+        async with staged(engine, dispatcher, app) as stage:
+            key = {"authorization": "Bearer s3cret-of-acme"}
+            traced = {
+                "traceparent": f"00-{trace_id}-00f067aa0ba902b7-01",
+                "x-forwarded-for": "9.9.9.9, 8.8.8.8",
+            }
+            assert (await stage.http.post(CHAT, json=chat(), headers={**key, **traced})).status_code == 200
+            dispatcher.script.append(refusal(Outcome.REJECTED_QUEUE_FULL, "full", 3.0))
+            assert (await stage.http.post(CHAT, json=chat(), headers=key)).status_code == 429
+            assert (await stage.http.post(CHAT, json=chat())).status_code == 401
+            stage.gateway.telemetry.flush_log()
+    served, full, unknown = (each.getMessage() for each in caplog.records if "concluded" in each.getMessage())
+    assert "outcome=completed status=200 " in served
+    assert " tenant=acme key=config/acme client=8.8.8.8 forwarded_for=9.9.9.9 " in served
+    assert f" trace_id={trace_id}" in served
+    assert "outcome=rejected_queue_full status=429 " in full
+    assert " key=config/acme client=127.0.0.1 " in full
+    assert "trace_id" not in full
+    assert "outcome=rejected_unauthorised status=401 " in unknown
+    assert "s3cret" not in caplog.text
+
+
+async def test_clients_that_are_refused_by_the_hundred_leave_a_few_lines_and_a_count(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    for number in range(120):
+        if number % 3:
+            stage.dispatcher.script.append(refusal(Outcome.REJECTED_QUEUE_FULL, "full", 3.0))
+        answer = await stage.http.post(CHAT, json=chat())
+        assert answer.status_code == (429 if number % 3 else 200)
+    stage.gateway.telemetry.flush_log()
+    lines = [each.getMessage() for each in caplog.records if each.name == "ray.serve"]
+    refused = [line for line in lines if "outcome=rejected_queue_full" in line]
+    told = [dict(part.split("=") for part in line.split(" ")) for line in lines if "log_suppressed" in line]
+    assert sum("outcome=completed" in line for line in lines) == 40
+    assert len(refused) + sum(int(each["rejected_queue_full"]) for each in told) == 80
+    # At most so many in each second.
+    assert len(refused) <= MOST_REFUSED_LINES * (len(told) + 1)
+    assert told
+
+
+async def test_a_long_error_is_cut_in_the_log(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    answer = await stage.http.post(CHAT, json=chat(service_tier="x" * 10_000, model="y" * 10_000))
+    assert answer.status_code in (400, 404)
+    stage.dispatcher.script.append(refusal(Outcome.REJECTED_INVALID, "z" * 10_000))
+    assert len((await stage.http.post(CHAT, json=chat())).json()["error"]["message"]) == 10_000
+    stage.gateway.telemetry.flush_log()
+    lines = [each.getMessage() for each in caplog.records if "event=concluded" in each.getMessage()]
+    assert len(lines) == 2
+    assert max(map(len, lines)) < 1_000
+
+
+async def unused(message: Any = None) -> Any:
+    raise AssertionError("nobody reads or answers")
+
+
+def concluded(number: int = 0, outcome: Outcome = Outcome.COMPLETED, **scope: Any) -> ConcludedRequest:
+    """A request that has ended, with little in it."""
+    headers = scope.pop("headers", [])
+    incoming = IncomingRequest(
+        scope={"headers": headers, **scope},
+        receive=unused,
+        send=ClientStream(unused, StallWatch(1.0), None),
+        path=CHAT,
+        api=OPENAI,
+        headers=dict(headers),
+        request_id=f"g-{number}",
+        client_request_id=f"c-{number}",
+        arrived_at=0.0,
+    )
+    record = RequestRecord(
+        request_id=f"g-{number}",
+        arrived_at=0.0,
+        finished_at=1.0,
+        outcome=outcome,
+        prompt_tokens=0,
+        output_tokens=0,
+    )
+    return ConcludedRequest(record=record, incoming=incoming, model=MODEL, endpoint=CHAT, status=200)
+
+
+FULL = replace(
+    concluded(
+        7, client=("10.1.2.3", 5), headers=[(b"traceparent", b"00-" + b"ab" * 16 + b"-" + b"cd" * 8 + b"-00")]
+    ),
+    key_id="config/acme",
+    attempts=2,
+)
+FULL = replace(
+    FULL,
+    record=replace(
+        FULL.record,
+        dispatched_at=0.25,
+        first_token_at=0.5,
+        pool="short",
+        replica="r1",
+        length_queue="0-256",
+        estimated_tokens=44,
+        prompt_tokens=3,
+        output_tokens=9,
+        tenant="acme",
+        detail="a 'quoted' \"word\"\nand a line",
+    ),
+)
+
+
+def test_text_and_json_say_the_same() -> None:
+    fields = json_fields(FULL)
+    assert fields == {
+        "event": "concluded",
+        "outcome": "completed",
+        "status": 200,
+        "model": MODEL,
+        "endpoint": CHAT,
+        "class": "default",
+        "tenant": "acme",
+        "key": "config/acme",
+        "client": "10.1.2.3",
+        "e2e_s": 1.0,
+        "queue_wait_s": 0.25,
+        "pool": "short",
+        "replica": "r1",
+        "length_queue": "0-256",
+        "estimated_tokens": 44,
+        "attempts": 2,
+        "ttft_s": 0.5,
+        "prompt_tokens": 3,
+        "output_tokens": 9,
+        "request_id": "g-7",
+        "client_request_id": "c-7",
+        "trace_id": "ab" * 16,
+        "detail": FULL.record.detail,
+    }
+    line = text_line(FULL)
+    before, _, detail = line.partition(" detail=")
+    assert detail == repr(FULL.record.detail)
+    told = dict(part.split("=", 1) for part in before.split(" "))
+    assert list(told) == [name for name in fields if name != "detail"]
+    times = {name: told.pop(name) for name in ("e2e_s", "queue_wait_s", "ttft_s")}
+    assert times == {"e2e_s": "1.0000", "queue_wait_s": "0.2500", "ttft_s": "0.5000"}
+    assert told == {name: str(fields[name]) for name in told}
+
+
+@pytest.mark.parametrize(
+    ("headers", "direct", "client", "said"),
+    [
+        ([], True, "10.0.0.9", None),
+        (["1.2.3.4"], True, "1.2.3.4", None),
+        (["6.6.6.6, 7.7.7.7", "1.2.3.4"], True, "1.2.3.4", "6.6.6.6,7.7.7.7"),
+        (["2001:db8::1"], True, "2001:db8::1", None),
+        (["1.2.3.4"], False, "10.0.0.9", "1.2.3.4"),
+        (["a b outcome=completed\t[", "::1"], True, "::1", "a_b_outcome_completed_["),
+        ([", ,"], True, "-", None),
+    ],
+)
+def test_the_client_is_who_has_connected_to_the_front_end(
+    headers: list[str], direct: bool, client: str, said: str | None
+) -> None:
+    """What a client writes into the header itself is only what it says."""
+    raw = [(b"x-forwarded-for", value.encode()) for value in headers]
+    extensions = {"ewsjf.exchange": object()} if direct else {}
+    fields = json_fields(concluded(headers=raw, client=("10.0.0.9", 1), extensions=extensions))
+    assert (fields["client"], fields.get("forwarded_for")) == (client, said)
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    made = logging.getLogger("test.request_log")
+    made.setLevel(logging.INFO)
+    made.propagate = False
+    yield made
+    for handler in tuple(made.handlers):
+        made.removeHandler(handler)
+        handler.close()
+
+
+def kept_in(file: Path, form: str, max_bytes: int = 0) -> RotatingFileHandler:
+    """A file as Serve keeps its logs: open from the first record on."""
+    handler = RotatingFileHandler(file, maxBytes=max_bytes, backupCount=3)
+    handler.setFormatter(logging.Formatter(form))
+    return handler
+
+
+class Document(logging.Formatter):
+    """As Serve's, when `logging_config.encoding` is JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        own = {"levelname": record.levelname, "replica": "gateway-1"}
+        return json.dumps({**own, "message": record.getMessage()})
+
+
+def documents(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+async def test_lines_are_written_soon_in_order_and_formatted_one_by_one(
+    logger: logging.Logger, tmp_path: Path
+) -> None:
+    file = tmp_path / "log"
+    memory = MemoryHandler(100, target=kept_in(file, "%(levelname)s %(message)s"))
+    logger.addHandler(memory)
+    log = RequestLog(logger)
+    logger.info("before")
+    made = [replace(each, record=replace(each.record, detail="100%s")) for each in map(concluded, range(3))]
+    for each in made:
+        log.add(each)
+    assert file.read_text() == ""
+    await eventually(lambda: file.read_text().count("\n") == 4)
+    assert file.read_text().splitlines() == ["INFO before", *(f"INFO {text_line(each)}" for each in made)]
+
+
+async def test_a_format_of_json_gets_one_document_a_line_with_fields(
+    logger: logging.Logger, tmp_path: Path
+) -> None:
+    file = tmp_path / "log"
+    handler = kept_in(file, "")
+    handler.setFormatter(Document())
+    logger.addHandler(handler)
+    log = RequestLog(logger)
+    refused = concluded(1, Outcome.REJECTED_QUEUE_FULL)
+    log.add(FULL)
+    log.add(refused)
+    log.flush()
+    own = {"levelname": "INFO", "message": "concluded", "gateway": "gateway-1"}
+    assert documents(file) == [{**own, **json_fields(FULL)}, {**own, **json_fields(refused)}]
+
+
+async def test_another_format_of_json_gets_the_line_as_text(logger: logging.Logger, tmp_path: Path) -> None:
+    class Nested(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return json.dumps({"body": {"text": record.getMessage()}})
+
+    handler = kept_in(tmp_path / "log", "")
+    handler.setFormatter(Nested())
+    logger.addHandler(handler)
+    log = RequestLog(logger)
+    log.add(FULL)
+    log.flush()
+    assert [each["body"]["text"] for each in documents(tmp_path / "log")] == [text_line(FULL)]
+
+
+async def test_a_full_file_is_put_away(logger: logging.Logger, tmp_path: Path) -> None:
+    logger.addHandler(kept_in(tmp_path / "log", "%(message)s", max_bytes=100))
+    log = RequestLog(logger)
+    for number in range(3):
+        for _ in range(10):
+            log.add(concluded(number))
+        log.flush()
+    assert "request_id=g-2 " in (tmp_path / "log").read_text().splitlines()[0]
+    assert "request_id=g-1 " in (tmp_path / "log.1").read_text().splitlines()[0]
+
+
+async def test_other_handlers_get_a_record_for_each_line_that_passes_their_level(
+    logger: logging.Logger,
+) -> None:
+    found: list[str] = []
+
+    class Collected(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    for level in (logging.INFO, logging.ERROR):
+        handler = Collected()
+        handler.setLevel(level)
+        logger.addHandler(handler)
+    log = RequestLog(logger)
+    log.add(concluded(1))
+    log.add(concluded(2))
+    log.flush()
+    assert found == [text_line(concluded(1)), text_line(concluded(2))]
+
+
+async def test_many_lines_do_not_wait(logger: logging.Logger, tmp_path: Path) -> None:
+    logger.addHandler(kept_in(tmp_path / "log", "%(message)s"))
+    log = RequestLog(logger)
+    made = [concluded(number) for number in range(1_000)]
+    for each in made:
+        log.add(each)
+    assert (tmp_path / "log").read_text().splitlines() == [text_line(each) for each in made]
+    log.flush()
+    await asyncio.sleep(0.3)
+    assert len((tmp_path / "log").read_text().splitlines()) == 1_000
+
+
+async def test_a_flood_of_refusals_is_counted_and_no_completed_request_is_left_out(
+    logger: logging.Logger, tmp_path: Path
+) -> None:
+    file = tmp_path / "log"
+    handler = kept_in(file, "")
+    handler.setFormatter(Document())
+    logger.addHandler(handler)
+    log = RequestLog(logger)
+    for number in range(3_000):
+        log.add(concluded(number, Outcome.REJECTED_QUEUE_FULL))
+        if number % 2:
+            log.add(concluded(number, Outcome.EXPIRED))
+        if number % 3 == 0:
+            log.add(concluded(number))
+    log.add(concluded(0, Outcome.FAILED))
+    await eventually(lambda: "log_suppressed" in file.read_text())
+    told = documents(file)
+    lines = [each["outcome"] for each in told if each["event"] == "concluded"]
+    assert lines.count("completed") == 1_000
+    assert lines.count("rejected_queue_full") == lines.count("expired") == MOST_REFUSED_LINES
+    assert lines.count("failed") == 1
+    (suppressed,) = [each for each in told if each["event"] == "log_suppressed"]
+    assert suppressed["message"] == "log_suppressed"
+    assert suppressed["rejected_queue_full"] == 3_000 - MOST_REFUSED_LINES
+    assert suppressed["expired"] == 1_500 - MOST_REFUSED_LINES
+    assert suppressed["count"] == 4_500 - 2 * MOST_REFUSED_LINES
+    # The next second begins anew.
+    log.add(concluded(1, Outcome.EXPIRED))
+    log.close()
+    assert documents(file)[-1]["outcome"] == "expired"
+    assert file.read_text().count("log_suppressed") == 2  # of one line
+
+
+async def test_what_is_suppressed_is_told_at_the_end(logger: logging.Logger, tmp_path: Path) -> None:
+    logger.addHandler(kept_in(tmp_path / "log", "%(message)s"))
+    log = RequestLog(logger)
+    for number in range(25):
+        log.add(concluded(number, Outcome.CANCELLED))
+    log.close()
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines[-1] == "event=log_suppressed count=15 cancelled=15"
+    assert len(lines) == MOST_REFUSED_LINES + 1

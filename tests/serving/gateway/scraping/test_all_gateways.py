@@ -1,0 +1,117 @@
+"""One scrape shows every gateway, whichever of them it reaches."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
+from tests.http_server import listening
+from tests.serving.channel.harness import FAST, Simulation, Stranger, hello, scheduler_settings, until
+from tests.serving.channel.version_5 import Hello as OldHello
+from tests.serving.channel.version_5 import Role as OldRole
+from tests.serving.gateway.builders import Engine, chat, serving
+from tests.serving.gateway.fleet import _place
+
+MODEL = "tiny"
+NAMES = ("g1", "g2", "g3")
+
+
+@dataclass
+class Gateways:
+    """Three gateways before one scheduler, each with an address of its own."""
+
+    world: Simulation
+    http: dict[str, httpx.AsyncClient]
+
+    async def requests(self, asked: str) -> dict[str, float]:
+        """What a scrape of one gateway says that each has concluded."""
+        page = (await self.http[asked].get("/metrics")).text
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                if sample.name == "ewsjf_gateway_requests_total":
+                    gateway = sample.labels["gateway"]
+                    found[gateway] = found.get(gateway, 0) + sample.value
+        return found
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[Gateways]:
+    world = Simulation(scheduler_settings(model=MODEL), FAST)
+    async with AsyncExitStack() as stack:
+        await world.begin()
+        stack.push_async_callback(world.close)
+        engine = Engine()
+        port = await stack.enter_async_context(listening(engine))
+        await world.replica("s1", prepare=lambda double: _place(double, engine, port))
+        http = {}
+        for name in NAMES:
+            settings = GatewaySettings(models=(ServedModel(name=MODEL),))
+            app = Gateway(settings, {MODEL: await world.gateway(name)}, name)
+            stack.callback(app.close)
+            own = await stack.enter_async_context(serving(app))
+            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{own}", timeout=10)
+            http[name] = await stack.enter_async_context(client)
+        yield Gateways(world, http)
+
+
+async def shows(fleet: Gateways, asked: str, counts: dict[str, float]) -> None:
+    """Wait until a scrape of one gateway shows these counts: pages are kept for a moment."""
+    async with asyncio.timeout(20):
+        while await fleet.requests(asked) != counts:  # noqa: ASYNC110 - asking is what is tested
+            await asyncio.sleep(0.1)
+
+
+async def test_each_gateway_shows_what_all_of_them_count(fleet: Gateways) -> None:
+    for number, name in enumerate(NAMES, start=1):
+        for _ in range(number):
+            answer = await fleet.http[name].post("/v1/chat/completions", json=chat())
+            assert answer.status_code == 200
+    for asked in NAMES:
+        await shows(fleet, asked, {"g1": 1, "g2": 2, "g3": 3})
+
+
+async def test_counts_never_fall_while_scrapes_reach_one_gateway_after_the_other(fleet: Gateways) -> None:
+    before = dict.fromkeys(NAMES, 0.0)
+    for turn in range(12):
+        name = NAMES[turn % 3]
+        await fleet.http[name].post("/v1/chat/completions", json=chat())
+        seen = await fleet.requests(NAMES[(turn + 1) % 3])
+        assert all(seen.get(each, 0.0) >= before[each] for each in before if each in seen)
+        before |= seen
+    async with asyncio.timeout(20):
+        # Pages are kept for a moment, and one that comes too late is missing.
+        while sum(before.values()) < 12:
+            before |= await fleet.requests("g1")
+            await asyncio.sleep(0.1)
+
+
+async def test_a_gateway_that_does_not_answer_is_missing_from_a_scrape_and_holds_none_up(
+    fleet: Gateways,
+) -> None:
+    for name in NAMES:
+        await fleet.http[name].post("/v1/chat/completions", json=chat())
+    endpoint = fleet.world.endpoint()
+    silent = await Stranger.at(endpoint)
+    silent.say(hello(endpoint, peer_id="silent"))
+    await until(lambda: fleet.world.live._gateways.connected == 4)
+    await shows(fleet, "g1", {"g1": 1, "g2": 1, "g3": 1})
+    silent.leave()
+
+
+async def test_a_gateway_of_the_version_before_is_not_asked(fleet: Gateways) -> None:
+    endpoint = fleet.world.endpoint()
+    old = await Stranger.at(endpoint)
+    secret = fleet.world.live.endpoint(None).secret
+    old.say(OldHello(5, OldRole.GATEWAY, "old", secret, 0))  # type: ignore[arg-type]
+    await until(lambda: fleet.world.live._gateways.connected == 4)
+    await fleet.http["g1"].post("/v1/chat/completions", json=chat())
+    await shows(fleet, "g2", {"g1": 1})
+    # Its connection has not been ended by a message that it does not know.
+    assert fleet.world.live._gateways.connected == 4
+    old.leave()

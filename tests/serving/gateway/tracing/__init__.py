@@ -1,0 +1,1 @@
+"""Traces of requests, from the gateway to a collector."""

@@ -1,0 +1,15 @@
+"""A collector, and an environment that sends spans to it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from .collector import Collector, collecting
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    with collecting() as made:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        yield made

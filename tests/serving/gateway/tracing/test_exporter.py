@@ -1,0 +1,91 @@
+"""A collector that is gone, slow or refuses harms no request; and tracing that cannot be is refused."""
+
+import importlib
+import logging
+import sys
+import time
+
+import pytest
+
+from serve_app.errors import SettingsError
+from serve_app.serving.gateway.tracing.setup import check_tracing, made_tracer
+
+from ..builders import Engine, FakeDispatcher, chat, eventually, gateway
+from ..fleet import fleet_of
+from .collector import Collector
+
+CHAT = "/v1/chat/completions"
+
+
+async def test_a_collector_that_is_gone_costs_nothing_but_its_spans(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0.2")
+    # Retried by the exporter for as long as it has time.
+    collector.status = 503
+    async with fleet_of([Engine()], tracing=True) as fleet:
+        for _ in range(20):
+            answer = await fleet.http.post(CHAT, json=chat(stream=True))
+            assert answer.text.endswith("data: [DONE]\n\n")
+        await eventually(lambda: "event=traces_lost" in caplog.text)
+        collector.status = 200
+        await fleet.http.post(CHAT, json=chat())
+        await eventually(lambda: "event=traces_exported" in caplog.text)
+    assert caplog.text.count("event=traces_lost") == 1
+
+
+async def test_a_gateway_ends_in_time_though_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    app = gateway(FakeDispatcher([1]), tracing=True)
+    began = time.monotonic()
+    app.close()
+    assert time.monotonic() - began < 4.0
+
+
+async def test_the_last_spans_leave_when_a_gateway_ends(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
+    async with fleet_of([Engine()], tracing=True) as fleet:
+        await fleet.http.post(CHAT, json=chat())
+        assert collector.spans == []
+    assert len(collector.spans) == 4
+
+
+@pytest.mark.parametrize(("name", "value"), [("OTEL_SDK_DISABLED", "TRUE"), ("OTEL_TRACES_EXPORTER", "none")])
+def test_the_environment_switches_tracing_off(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert made_tracer("g") is None
+
+
+def test_an_unknown_protocol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier-pigeon")
+    with pytest.raises(
+        SettingsError, match="OTEL_EXPORTER_OTLP_PROTOCOL is 'carrier-pigeon': use http/protobuf"
+    ):
+        check_tracing()
+
+
+def test_grpc_is_there_with_its_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    check_tracing()
+
+
+def test_what_is_not_installed_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What an import does that finds nothing.
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(SettingsError, match=r"pip install 'ewsjf-serve\[tracing\]'"):
+        gateway(FakeDispatcher([1]), tracing=True)
+
+
+def test_without_tracing_a_gateway_needs_no_opentelemetry() -> None:
+    found = importlib.util.find_spec("serve_app.serving.gateway.app")
+    assert found is not None
+    code = "import sys, serve_app.serving.gateway.app; print('opentelemetry.sdk.trace' in sys.modules)"
+    import subprocess
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,80 @@
+import re
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from serve_app.request import PriorityClass
+from serve_app.scheduling.dispatch import dispatcher
+from serve_app.serving.scheduler.scraped.labels import BoundedNames, Names
+from serve_app.serving.scheduler.scraped.pool_figures import PoolGauges, look_at_pools
+from serve_app.serving.scheduler.scraped.queue_figures import (
+    REASONS,
+    QueueGauges,
+    look_at_queue,
+    reason_of,
+)
+from tests import builders
+
+
+def pages(driver: builders.ManualDriver) -> str:
+    """What a scrape shows of a scheduler."""
+    registry = CollectorRegistry()
+    queue, pools = QueueGauges("m", Names()), PoolGauges("m")
+    queue.figures = look_at_queue(driver.scheduler, driver.now)
+    pools.pools = look_at_pools(driver.scheduler, driver.now)
+    registry.register(queue)
+    registry.register(pools)
+    return generate_latest(registry).decode()
+
+
+def test_who_waits_where_and_for_how_long() -> None:
+    driver = builders.one_replica()
+    builders.fill(driver)
+    driver.arrive("r1", tenant="acme", priority=PriorityClass.BATCH)
+    driver.now += 3.0
+    driver.arrive("r2", tenant="acme", priority=PriorityClass.BATCH)
+    driver.now += 2.0
+    page = pages(driver)
+    name = driver.find("r1").length_queue
+    labels = f'{{class="batch",length_queue="{name}",model="m"}}'
+    assert f"ewsjf_length_queue_requests_waiting{labels} 2.0" in page
+    assert f"ewsjf_length_queue_oldest_wait_seconds{labels} 5.0" in page
+    assert 'ewsjf_tenant_requests_waiting{model="m",tenant="acme"} 2.0' in page
+
+
+def test_why_heads_wait_and_what_pools_could_take() -> None:
+    driver = builders.one_replica()
+    assert 'ewsjf_pool_saturation_ratio{model="m",pool="only"} 0.0' in pages(driver)
+    builders.fill(driver)
+    driver.arrive("r1")
+    page = pages(driver)
+    assert 'ewsjf_blocked_heads{model="m",pool="only",reason="saturated"} 1.0' in page
+    assert 'ewsjf_pool_replicas{model="m",pool="only",state="saturated"} 1.0' in page
+    assert 'ewsjf_pool_saturation_ratio{model="m",pool="only"} 1.0' in page
+    assert re.search(r'ewsjf_pool_kv_reserved_ratio\{model="m",pool="only"\} 0\.\d+', page)
+
+
+def test_states_of_replicas_that_take_nothing() -> None:
+    driver = builders.two_pools()
+    driver.report("s1", draining=True)
+    assert 'ewsjf_pool_replicas{model="m",pool="short",state="draining"} 1.0' in pages(driver)
+    driver.report("s1")
+    driver.now += 60.0
+    driver.report("l1")
+    page = pages(driver)
+    assert 'ewsjf_pool_replicas{model="m",pool="short",state="stale"} 1.0' in page
+    assert 'ewsjf_pool_replicas{model="m",pool="long",state="open"} 1.0' in page
+    assert 'ewsjf_pool_saturation_ratio{model="m",pool="short"}' not in page
+
+
+def test_every_reason_of_the_dispatcher_has_a_name() -> None:
+    source = Path(dispatcher.__file__).read_text().partition("def _obstacle")[2]
+    said = re.findall(r'(?:return |, )f?"([^"]+)"', source)
+    found = {reason_of(f"short: {text}") for text in said if " " in text and text[0] not in ";<"}
+    assert len(said) >= 9
+    assert found == set(REASONS) - {"other"}
+
+
+def test_names_from_traffic_are_bounded() -> None:
+    names = BoundedNames(2)
+    assert [names(each) for each in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]
