@@ -53,7 +53,7 @@ export function timeChart({ label, width, span, most, unit, draw }) {
       h("line", { x1: LEFT, x2: width - 8, y1: y(mark), y2: y(mark) }),
       h("text", { x: LEFT - 6, y: y(mark) + 4, "text-anchor": "end" }, unit(mark)))),
     times.map((ago) => h("g", { class: "grid" },
-      h("text", { x: x(ago), y: HEIGHT - 6, "text-anchor": ago ? "middle" : "end" }, ago ? `${ago / 60} min ago` : "now"))),
+      h("text", { x: x(ago), y: HEIGHT - 6, "text-anchor": ago === 0 ? "end" : ago === span ? "start" : "middle" }, ago ? `${ago / 60} min ago` : "now"))),
     draw({ x, y, height: HEIGHT - BOTTOM }));
 }
 
@@ -79,13 +79,20 @@ export const bar = (share, kind = "") =>
   h("span", { class: `bar ${kind}`, "aria-hidden": "true" },
     h("span", { vars: { "--share": `${Math.max(0, Math.min(1, share || 0)) * 100}%` } }));
 
-/** A table: `columns` are `[name, "figure"?]`, each row `{key, cells, kind?}`. */
+/**
+ * A table: `columns` are `[name, "figure"?]`, each row `{key, cells, kind?}`. On narrow screens each row becomes a
+ * list of named cells, and the roles say that it is a table still.
+ */
 export const table = (caption, columns, rows, empty) =>
   h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
-    h("table", null,
+    h("table", { role: "table" },
       h("caption", null, caption),
-      h("thead", null, h("tr", null, columns.map(([name, kind]) => h("th", { scope: "col", class: kind, key: name }, name)))),
-      h("tbody", null, rows.length
-        ? rows.map((row) => h("tr", { key: row.key, class: row.kind },
-          row.cells.map((cell, place) => h(place ? "td" : "th", { scope: place ? null : "row", class: columns[place][1] }, cell))))
-        : h("tr", { key: "none" }, h("td", { colspan: columns.length, class: "none" }, empty)))));
+      h("thead", { role: "rowgroup" }, h("tr", { role: "row" },
+        columns.map(([name, kind]) => h("th", { role: "columnheader", scope: "col", class: kind, key: name }, name)))),
+      h("tbody", { role: "rowgroup" }, rows.length
+        ? rows.map((row) => h("tr", { key: row.key, class: row.kind, role: "row" }, row.cells.map((cell, place) => cellOf(cell, place, columns[place]))))
+        : h("tr", { key: "none", role: "row" }, h("td", { role: "cell", colspan: columns.length, class: "none" }, empty)))));
+
+const cellOf = (cell, place, [name, kind]) => (place
+  ? h("td", { role: "cell", class: kind, "data-name": name }, cell)
+  : h("th", { role: "rowheader", scope: "row" }, cell));

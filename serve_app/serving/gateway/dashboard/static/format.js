@@ -38,7 +38,7 @@ export const perSecond = (value) => (isNumber(value) ? `${digits(value)}/s` : NO
 export function score(value) {
   if (!isNumber(value)) return NONE;
   if (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3)) return value.toExponential(1);
-  return digits(value);
+  return Math.abs(value) < 1 ? String(Number(value.toPrecision(2))) : digits(value);
 }
 
 /** "12 requests", "1 request". */

@@ -34,6 +34,8 @@ const page = {
   },
 };
 
+page.render = render;
+
 let watcher = null;
 let lastFrameAt = 0;
 
@@ -128,13 +130,14 @@ function renderModels() {
   if (select.value !== page.model) select.value = page.model;
 }
 
+const CLASSES = ["interactive", "default", "batch"];
 const REFUSED = (name) => name.startsWith("rejected");
 
 function renderTiles(model) {
   const tiles = byId("tiles");
   tiles.hidden = !model;
   if (!model) return;
-  const waiting = Object.entries(model.waiting).filter(([, count]) => count);
+  const waiting = CLASSES.map((name) => [name, model.waiting[name]]).filter(([, count]) => count);
   const pools = model.pools;
   const sum = (figure) => pools.reduce((total, pool) => total + pool[figure], 0);
   const minute = Object.entries(model.activity.last_minute);
@@ -142,17 +145,19 @@ function renderTiles(model) {
   const number = (test) => ended.reduce((total, [name, count]) => total + (test(name) ? count : 0), 0);
   const all = number(() => true);
   const bad = number((name) => name === "failed" || name === "expired");
-  const slow = minute.filter(([, each]) => each.first_tokens);
+  const refused = number(REFUSED);
+  const begun = minute.filter(([, each]) => each.first_tokens);
+  const [slowest, slow] = begun.reduce((most, each) => (most && most[1].ttft_p95_s >= each[1].ttft_p95_s ? most : each), null) ?? [];
   show(
     tiles,
     tile("Waiting", whole(model.waiting_requests), waiting.map(([name, count]) => `${compact(count)} ${name}`).join(", ") || "no queue"),
     tile("Running", whole(sum("in_flight")), `in ${counted(sum("replicas"), "replica")}`),
     tile("Replicas ready", `${sum("ready")} of ${sum("replicas")}`, pools.map((pool) => `${pool.pool} ${pool.ready}/${pool.replicas}`).join(", ")),
-    tile("TTFT, 95 % below", slow.length ? seconds(Math.max(...slow.map(([, each]) => each.ttft_p95_s))) : "–",
-      slow.length ? `last minute: ${slow.map(([name, each]) => `${name} ${seconds(each.ttft_p95_s)}`).join(", ")}` : "no stream began in the last minute"),
+    tile("TTFT, 95 % below", seconds(slow?.ttft_p95_s),
+      slow ? `class ${slowest}, the slowest in the last minute` : "no stream began in the last minute"),
     tile("Completed", all ? percent(number((name) => name === "completed") / all) : "–",
       all ? `of ${counted(all, "request")} in the last minute` : "none ended in the last minute"),
-    tile("Refused, failed", `${whole(number(REFUSED))}, ${whole(bad)}`, "in the last minute", bad ? "bad" : ""),
+    tile("Refused / failed", `${whole(refused)} / ${whole(bad)}`, "in the last minute", bad ? "bad" : refused ? "warn" : ""),
   );
 }
 

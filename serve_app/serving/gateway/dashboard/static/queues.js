@@ -6,12 +6,12 @@ import { compact, counted, NONE, score, seconds, whole } from "./format.js";
 
 export const title = "Queues";
 
-const HEIGHT = 210;
-const BASE = 168;
-const TOP = 40;
+const HEIGHT = 220;
+const BASE = 178;
+const TOP = 48;
 const SIDE = 10;
 
-export function render(model) {
+export function render(model, page) {
   const learned = model.queues;
   return h("div", { key: "queues" },
     h("div", { class: "card", id: "axis-card" },
@@ -19,7 +19,7 @@ export function render(model) {
       h("p", { class: "note" }, introduction(model, learned)),
       axis(model)),
     h("div", { class: "card" }, queueTable(model)),
-    h("div", { class: "card" }, subQueueTable(model)));
+    h("div", { class: "card" }, subQueueTable(model, page)));
 }
 
 function introduction(model, learned) {
@@ -34,13 +34,16 @@ function axis(model) {
   const bounded = model.length_queues.filter((queue) => queue.bounds);
   if (!bounded.length) return h("p", { class: "empty" }, `Under the policy ${model.policy} queues have no bounds of length; the table names them.`);
   const width = widthOf("axis-card");
-  const longest = Math.max(32768, ...bounded.map((queue) => queue.bounds.max_tokens));
-  const x = (tokens) => SIDE + ((width - 2 * SIDE) * Math.log(Math.max(1, tokens))) / Math.log(longest + 1);
+  // Powers of four, so that a bubble more or less rarely moves the others.
+  const power = (tokens, round) => 4 ** round(Math.log(tokens) / Math.log(4));
+  const shortest = power(Math.min(...bounded.map((queue) => queue.bounds.min_tokens)), Math.floor);
+  const longest = power(Math.max(4 * shortest, model.b_short_tokens, ...bounded.map((queue) => queue.bounds.max_tokens)), Math.ceil);
+  const x = (tokens) => SIDE + ((width - 2 * SIDE) * Math.log(Math.max(shortest, tokens) / shortest)) / Math.log((longest + 1) / shortest);
   const most = Math.max(1, ...bounded.map((queue) => queue.waiting));
   const height = (waiting) => (waiting ? Math.max(4, (BASE - TOP) * Math.log1p(waiting) / Math.log1p(Math.max(most, 8))) : 0);
   let labelled = -Infinity;
   const waiting = bounded.reduce((sum, queue) => sum + queue.waiting, 0);
-  const label = `Length axis from 1 to ${whole(longest)} prompt tokens with ${bounded.length} queues, in which ${counted(waiting, "request waits", "requests wait")}. The table below has the figures.`;
+  const label = `Length axis from ${whole(shortest)} to ${whole(longest)} prompt tokens with ${bounded.length} queues, in which ${counted(waiting, "request waits", "requests wait")}. The table below has the figures.`;
   return h("svg", { role: "img", "aria-label": label, width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, class: "axis" },
     bounded.map((queue) => {
       const { min_tokens: low, max_tokens: high, bubble } = queue.bounds;
@@ -60,20 +63,20 @@ function axis(model) {
         h("rect", { class: "waiting", x: left, y: BASE - tall, width: wide, height: tall }),
         room ? h("text", { x: middle, y: BASE - tall - 5, "text-anchor": "middle" }, text) : null);
     }),
-    ticks(longest, x, width),
+    ticks(shortest, longest, x, width),
     border(model.b_short_tokens, x, width));
 }
 
-function ticks(longest, x, width) {
+function ticks(shortest, longest, x, width) {
   const found = [];
-  for (let tokens = 1; tokens <= longest; tokens *= 4) {
+  for (let tokens = shortest; tokens <= longest; tokens *= 4) {
     if (x(tokens) < width - 30) found.push(tokens);
   }
   const every = width < 500 ? 2 : 1;
   return h("g", { class: "grid", key: "ticks" },
     h("line", { x1: SIDE, x2: width - SIDE, y1: BASE + 0.5, y2: BASE + 0.5 }),
     found.filter((_, place) => place % every === 0).map((tokens) =>
-      h("text", { x: x(tokens), y: BASE + 16, "text-anchor": tokens === 1 ? "start" : "middle" }, compact(tokens))),
+      h("text", { x: x(tokens), y: BASE + 16, "text-anchor": tokens === shortest ? "start" : "middle" }, compact(tokens))),
     h("text", { x: width - SIDE, y: BASE + 34, "text-anchor": "end" }, "prompt tokens (logarithmic)"));
 }
 
@@ -82,8 +85,8 @@ function border(tokens, x, width) {
   const left = at > width / 2;
   return h("g", { class: "border", key: "border" },
     h("title", null, `Up to a budget of ${whole(tokens)} tokens a request is at home in the first pool`),
-    h("line", { x1: at, x2: at, y1: TOP - 18, y2: BASE }),
-    h("text", { x: at + (left ? -6 : 6), y: TOP - 10, "text-anchor": left ? "end" : "start" }, `B_short ${whole(tokens)}`));
+    h("line", { x1: at, x2: at, y1: TOP - 44, y2: BASE }),
+    h("text", { x: at + (left ? -6 : 6), y: TOP - 34, "text-anchor": left ? "end" : "start" }, `B_short ${whole(tokens)}`));
 }
 
 function queueTable(model) {
@@ -95,23 +98,49 @@ function queueTable(model) {
       key: queue.name,
       kind: queue.waiting ? "" : "idle",
       cells: head
-        ? [name, whole(queue.waiting), seconds(queue.longest_wait_s), `${head.priority} · ${head.tenant}`, seconds(head.wait_s), score(head.score), head.why]
+        ? [name, whole(queue.waiting), seconds(queue.longest_wait_s), `${head.priority} · ${head.tenant}`, seconds(head.wait_s), score(head.score), reasons(head)]
         : [name, "0", NONE, NONE, NONE, NONE, "empty"],
     };
   });
   return table("Each length queue and its most urgent head", columns, rows, "There are no queues now: nobody waits.");
 }
 
-function subQueueTable(model) {
+/** Why a head waits: "pool: reason; pool: reason", with pools of one reason together. */
+function reasons(head) {
+  const pieces = head.why.split(/; (?=[^;: ]+: )/);
+  const pools = new Map();
+  for (const piece of pieces) {
+    const [pool, ...reason] = piece.split(": ");
+    if (!head.pools.includes(pool)) return head.why;
+    const text = reason.join(": ");
+    pools.set(text, [...(pools.get(text) ?? []), pool]);
+  }
+  return [...pools].map(([text, names]) => `${names.join(", ")}: ${text}`).join("; ");
+}
+
+const FEW = 12;
+let showsAll = false;
+
+function subQueueTable(model, page) {
   const columns = [["Tenant"], ["Class"], ["Queue"], ["Waiting", "figure"], ["Head waits", "figure"], ["Score", "figure"], ["Pools"], ["Why", "why"]];
-  const rows = model.sub_queues.map((each) => ({
+  const shown = showsAll ? model.sub_queues : model.sub_queues.slice(0, FEW);
+  const rows = shown.map((each) => ({
     key: `${each.priority} ${each.tenant} ${each.length_queue} ${each.pools} ${each.prefill_class} ${each.head}`,
     cells: [
       h("span", { title: `first request: ${each.head}` }, each.tenant), each.priority, each.length_queue, whole(each.waiting),
-      seconds(each.wait_s), score(each.score), each.pools.join(", "), each.why,
+      seconds(each.wait_s), score(each.score), each.pools.join(", "), reasons(each),
     ],
   }));
-  const left = model.sub_queues_left_out;
-  const caption = `Who has waited longest${left ? ` (${counted(left, "further sub-queue")} not shown)` : ""}`;
-  return table(caption, columns, rows, "Nobody waits: every request so far went to an engine at once, or has ended.");
+  const all = model.sub_queues.length + model.sub_queues_left_out;
+  const caption = `Who has waited longest${all > rows.length ? ` (${rows.length} of ${counted(all, "sub-queue")})` : ""}`;
+  const toggle = () => {
+    showsAll = !showsAll;
+    page.render();
+  };
+  return [
+    table(caption, columns, rows, "Nobody waits: every request so far went to an engine at once, or has ended."),
+    model.sub_queues.length > FEW
+      ? h("button", { type: "button", key: "more", class: "more", "aria-expanded": String(showsAll), onclick: toggle }, showsAll ? "Show fewer" : `Show ${model.sub_queues.length}`)
+      : null,
+  ];
 }

@@ -27,8 +27,16 @@ const scheduling = (mode) => (mode.active_share === 1
   ? "every request is scheduled"
   : `${mode.mode}: ${percent(mode.active_share)} of the requests are scheduled, the others pass by`);
 
+const REASONS = {
+  first: "the first ones",
+  interval: "it was time",
+  drift: "lengths have drifted",
+  adjusted: "a part of them was adjusted",
+  restored: "as they were before the scheduler was replaced",
+};
+
 const partition = (queues) => (queues.learned
-  ? `${whole(queues.learned)} queues, learned ${seconds(queues.age_s)} ago from ${counted(queues.lengths, "prompt")}; reason: ${queues.reason}; distance from those before: ${score(queues.distance)}`
+  ? `${whole(queues.learned)} queues, learned ${seconds(queues.age_s)} ago from ${counted(queues.lengths, "prompt")}: ${REASONS[queues.reason] ?? queues.reason}`
   : "none yet: the policy's own are in force until enough prompts have come");
 
 function twin(shown) {

@@ -1,0 +1,333 @@
+"""The page as an operator meets it: in a browser, over a live scheduler."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.accessibility import barriers, needs_axe
+from tests.browser import BrowserPage, needs_browser, open_page
+from tests.serving.gateway.builders import MODEL, replies
+
+from .stage import KEY, PageStage, page_stage
+
+pytestmark = needs_browser
+
+TABS = ("queues", "fleet", "outcomes", "tenants", "tuner", "playground")
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[PageStage]:
+    async with page_stage() as made:
+        yield made
+
+
+@pytest.fixture
+async def page(stage: PageStage, tmp_path: Path) -> AsyncIterator[BrowserPage]:
+    async with open_page(f"{stage.url}/dashboard", tmp_path) as opened:
+        await opened.emulate()
+        await opened.becomes("document.querySelectorAll('[role=tab]').length > 0")
+        yield opened
+
+
+async def sign_in(page: BrowserPage, key: str = KEY) -> None:
+    await page.evaluate(f"document.getElementById('key').value = {json.dumps(key)}")
+    await page.evaluate("document.querySelector('#door button').click()")
+
+
+async def live(page: BrowserPage, key: str = KEY) -> None:
+    await sign_in(page, key)
+    await page.becomes("document.getElementById('state').textContent === 'live'")
+    await page.becomes("document.querySelectorAll('.tile').length === 6")
+
+
+async def choose(page: BrowserPage, tab: str) -> None:
+    await page.evaluate(f"document.getElementById('tab-{tab}').click()")
+    await page.becomes(f"!document.getElementById('panel-{tab}').hidden")
+
+
+def tile(name: str) -> str:
+    return (
+        f"[...document.querySelectorAll('.tile')].find((each) => each.textContent.startsWith({name!r}))"
+        ".querySelector('.figure').textContent"
+    )
+
+
+async def text(page: BrowserPage, selector: str) -> str:
+    found: str = await page.evaluate(f"document.querySelector({selector!r}).innerText")
+    return found
+
+
+async def test_it_opens_without_a_key_and_asks_nobody_but_its_gateway(
+    stage: PageStage, page: BrowserPage
+) -> None:
+    assert "Give the key above" in await text(page, "#panel-queues")
+    await live(page)
+    assert all(url.startswith(stage.url) for url in page.requests)
+    assert KEY not in "".join(page.requests)
+    assert await page.evaluate("document.cookie") == ""
+    assert await page.evaluate("document.getElementById('door').hidden")
+    assert page.problems == []
+
+
+@pytest.mark.parametrize(
+    ("key", "words"), [("sk-guess", "the API key is not known here"), ("sk-app", "use one with admin: true")]
+)
+async def test_a_wrong_key_is_told_so_and_another_may_be_given(
+    page: BrowserPage, key: str, words: str
+) -> None:
+    await sign_in(page, key)
+    await page.becomes(f"document.getElementById('door-error').textContent.includes({words!r})")
+    assert await page.evaluate("document.activeElement.id") == "key"
+    assert await page.evaluate("sessionStorage.length") == 0
+    await live(page)
+    assert await text(page, "#door-error") == ""
+
+
+async def test_it_shows_who_waits_and_why_and_follows_what_happens(
+    stage: PageStage, page: BrowserPage
+) -> None:
+    await live(page)
+    assert await page.evaluate(tile("Waiting")) == "0"
+    stage.hold()
+    await stage.held()
+    for number in range(3):
+        stage.submit(f"r{number}", tenant="search")
+    await page.becomes(f"{tile('Waiting')} === '3'")
+    rows = "[...document.querySelectorAll('#panel-queues tbody tr')]"
+    row = f"{rows}.find((row) => row.textContent.startsWith('32-63'))"
+    told = await page.becomes(f"{row}.innerText.includes('search') && {row}.innerText")
+    assert "default · search" in told
+    assert "saturated" in told
+    drawn = "document.querySelector('#panel-queues svg').textContent"
+    assert "32-63 tokens: 3 requests wait" in await page.becomes(drawn)
+    stage.release()
+    await page.becomes(f"{tile('Waiting')} === '0'")
+    await page.becomes(f"{tile('Running')} === '3'")
+    await choose(page, "fleet")
+    assert "3" in await page.becomes("document.querySelector('#panel-fleet tbody').innerText")
+
+
+async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
+    stage: PageStage, page: BrowserPage
+) -> None:
+    await live(page)
+    await choose(page, "outcomes")
+    assert "No request has ended" in await text(page, "#panel-outcomes")
+    async with httpx.AsyncClient(base_url=stage.url, timeout=20) as http:
+        for tenant in ("search", "search", "chat"):
+            headers = {"authorization": f"Bearer {KEY}", "x-tenant": tenant, "x-priority": "interactive"}
+            body: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "stream": True}
+            assert (await http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+    cell = "document.querySelectorAll('#panel-outcomes tbody tr')[0].innerText"
+    told = await page.becomes(f"{cell}.startsWith('interactive\\t3') && {cell}")
+    assert "100 %" in told
+    assert "ms" in told
+    assert await page.evaluate("document.querySelectorAll('#panel-outcomes svg').length") == 2
+    await choose(page, "tenants")
+    rows = "[...document.querySelectorAll('#panel-tenants tbody tr')].map((row) => row.innerText).join('\\n')"
+    shown = await page.becomes(f"{rows}.includes('search') && {rows}")
+    assert "67 %" in shown
+    assert "33 %" in shown
+
+
+async def test_tabs_are_changed_by_keys_and_the_address_names_them(page: BrowserPage) -> None:
+    chosen = "document.querySelector('[aria-selected=true]').id + ' ' + document.activeElement.id"
+    await page.evaluate("document.getElementById('tab-queues').focus()")
+    for key, tab in (("ArrowRight", "fleet"), ("End", "playground"), ("ArrowRight", "queues")):
+        await page.press(key)
+        await page.becomes(f"{chosen} === 'tab-{tab} tab-{tab}'")
+    await page.press("ArrowLeft")
+    await page.becomes("location.hash === '#playground'")
+    visible = "[...document.querySelectorAll('[role=tabpanel]:not([hidden])')].map((each) => each.id)"
+    assert await page.evaluate(visible) == ["panel-playground"]
+    await page.press("Tab")
+    assert await page.evaluate("document.activeElement.id") == "panel-playground"
+
+
+async def test_an_update_leaves_the_focus_and_the_choice_where_they_are(
+    stage: PageStage, page: BrowserPage
+) -> None:
+    await live(page)
+    await page.evaluate("document.querySelector('#panel-queues .scroll').focus()")
+    was = "document.activeElement === document.querySelector('#panel-queues .scroll')"
+    frames = stage.app._dashboard._frames
+    drawn = frames.drawn
+    while frames.drawn < drawn + 2:  # noqa: ASYNC110 - frames come by themselves
+        await asyncio.sleep(0.05)
+    assert await page.evaluate(was)
+
+
+async def test_a_pause_holds_the_figures_still(stage: PageStage, page: BrowserPage) -> None:
+    await live(page)
+    await page.evaluate("document.getElementById('pause').click()")
+    assert await text(page, "#state") == "paused"
+    stage.hold()
+    await stage.held()
+    stage.submit("r1")
+    frames = stage.app._dashboard._frames
+    drawn = frames.drawn
+    while frames.drawn < drawn + 2:  # noqa: ASYNC110 - frames come by themselves
+        await asyncio.sleep(0.05)
+    assert await page.evaluate(tile("Waiting")) == "0"
+    await page.evaluate("document.getElementById('pause').click()")
+    await page.becomes(f"{tile('Waiting')} === '1'")
+
+
+async def test_a_request_of_the_playground_takes_the_real_way(stage: PageStage, page: BrowserPage) -> None:
+    await live(page)
+    await choose(page, "playground")
+    await page.becomes(f"document.querySelector('[name=model]').value === {MODEL!r}")
+    await page.evaluate(
+        "const form = document.querySelector('#panel-playground form');"
+        "form.tokens.value = 120; form.output.value = 5; form.priority.value = 'interactive';"
+        "form.requestSubmit()"
+    )
+    told = await page.becomes(
+        "document.querySelector('#panel-playground').innerText.includes('completed (200)')"
+        " && document.querySelector('#panel-playground').innerText"
+    )
+    assert "short, s0" in told
+    assert "128-255 tokens" in told or "64-127 tokens" in told
+    assert "as this browser saw it" in told
+    assert "7 of the prompt, 5 of the answer" in told
+    assert "w0 w1 w2 w3 w4" in told
+    (body,) = [json.loads(each) for each in stage.engine.bodies]
+    assert (body["stream"], body["max_tokens"]) == (True, 5)
+    assert len(body["messages"][0]["content"].split()) == 120
+
+
+async def test_the_playground_shows_why_a_request_was_refused_and_cancels_one_that_waits(
+    stage: PageStage, page: BrowserPage
+) -> None:
+    await live(page)
+    await choose(page, "playground")
+    await page.becomes(f"document.querySelector('[name=model]').value === {MODEL!r}")
+    shown = "document.querySelector('#panel-playground').innerText"
+    form = "document.querySelector('#panel-playground form')"
+    stage.engine.answers.append(replies(400, {"error": {"message": "no such thing", "code": 400}}))
+    await page.evaluate(f"{form}.stream.checked = false; {form}.requestSubmit()")
+    assert "no such thing" in await page.becomes(f"{shown}.includes('refused (400)') && {shown}")
+    stage.hold()
+    await stage.held()
+    await page.evaluate(f"{form}.requestSubmit()")
+    await page.becomes(f"{shown}.includes('1 request in the queue')")
+    await page.evaluate(f"{form}.stop.click()")
+    await page.becomes(f"{shown}.includes('cancelled here')")
+    await page.becomes(f"{tile('Waiting')} === '0'")
+
+
+async def test_a_scheduler_that_is_replaced_is_told_and_the_figures_go_on(
+    stage: PageStage, page: BrowserPage
+) -> None:
+    await live(page)
+    stage.hold()
+    await stage.held()
+    stage.submit("r1")
+    await page.becomes(f"{tile('Waiting')} === '1'")
+    stage.fleet.world.kill()
+    notice = "document.querySelector('#panel-queues .notice')"
+    told = await page.becomes(f"{notice} && {notice}.innerText")
+    assert "its scheduler does not answer" in told
+    assert "These figures are of" in told
+    assert await page.evaluate(tile("Waiting")) == "1"
+    await stage.fleet.world.begin()
+    await page.becomes(f"!{notice} && {tile('Waiting')} === '1'")
+    assert await text(page, "#state") == "live"
+
+
+async def test_a_gateway_that_goes_is_told_and_one_that_comes_back_is_watched_again(
+    stage: PageStage, page: BrowserPage
+) -> None:
+    await live(page)
+    frames = stage.app._dashboard._frames
+    frames.close()
+    await page.becomes("document.getElementById('state').textContent.includes('trying again in')")
+    assert not await page.evaluate("document.getElementById('tiles').hidden")
+    frames._closed = False
+    await page.becomes("document.getElementById('state').textContent === 'live'")
+
+
+async def test_names_that_tenants_give_themselves_stay_text(stage: PageStage, page: BrowserPage) -> None:
+    await live(page)
+    stage.hold()
+    await stage.held()
+    name = "<img/src=x/onerror=document.title='owned'>"
+    stage.submit("r1", tenant=name)
+    stage.submit("r2", tenant="</td><script>alert(1)</script>")
+    await page.becomes("document.querySelector('#panel-queues').innerText.includes('<img/src=x')")
+    for tab in TABS:
+        await choose(page, tab)
+        await asyncio.sleep(0.1)
+    assert await page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+    assert await page.evaluate("document.title") == "ewsjf-serve"
+    assert page.problems == []
+
+
+async def test_nothing_of_it_runs_beside_its_own_scripts(page: BrowserPage) -> None:
+    refused = await page.evaluate(
+        """(() => {
+          const added = document.createElement('script');
+          try {
+            added.textContent = 'window.intruded = true';
+            document.body.append(added);
+          } catch {
+            return 'thrown';
+          }
+          return String(window.intruded);
+        })()"""
+    )
+    assert refused in {"thrown", "undefined"}
+    outcome = (
+        "(() => { try { document.body.innerHTML = '<b>x</b>'; return 'set'; } catch { return 'thrown'; } })()"
+    )
+    assert await page.evaluate(outcome) == "thrown"
+
+
+@needs_axe
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_no_view_has_a_barrier(stage: PageStage, page: BrowserPage, scheme: str) -> None:
+    await page.emulate(scheme=scheme)
+    assert await barriers(page) == []
+    await live(page)
+    stage.hold()
+    await stage.held()
+    for number in range(5):
+        stage.submit(f"r{number}", tenant=f"t{number % 3}")
+    await page.becomes(f"{tile('Waiting')} === '5'")
+    for tab in TABS:
+        await choose(page, tab)
+        assert await barriers(page) == [], tab
+    await page.emulate(scheme=scheme, width=400)
+    for tab in TABS:
+        await choose(page, tab)
+        assert await barriers(page) == [], tab
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+async def test_nothing_is_wider_than_the_window(stage: PageStage, page: BrowserPage, width: int) -> None:
+    await live(page)
+    await page.emulate(width=width)
+    stage.hold()
+    await stage.held()
+    stage.submit("r1", tenant="a-tenant-with-quite-a-long-name" * 4)
+    await page.becomes(f"{tile('Waiting')} === '1'")
+    for tab in TABS:
+        await choose(page, tab)
+        await asyncio.sleep(0.2)
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width, tab
+
+
+async def test_nothing_moves_for_those_who_want_it_still(page: BrowserPage) -> None:
+    moving = "getComputedStyle(document.querySelector('.waiting')).transitionDuration.split(', ')[0]"
+    await live(page)
+    await page.becomes("document.querySelector('.waiting') !== null")
+    assert await page.evaluate(moving) == "0.3s"
+    await page.call(
+        "Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}]
+    )
+    assert await page.evaluate(moving) == "0s"
