@@ -5,12 +5,13 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from observability.files import OBSERVABILITY
-from tests.e2e.served import Served
+from tests.e2e.served import Served, serve
 from tests.observability.prometheus import Prometheus, prometheus, rules, until
 
 # What shows nothing in an application without the thing, by a part of the query.
@@ -32,11 +33,14 @@ def watcher(app: Served, tmp_path: Path) -> Iterator[Prometheus]:
         yield found
 
 
-async def overload(url: str, seconds: float = 12.0) -> None:
-    """More than the engines take, of several tenants and classes, until all has been seen."""
+async def overload(
+    url: str, seconds: float = 12.0, key: str = "", *, clients: int = 280, **changes: Any
+) -> None:
+    """More than the engines take, of several tenants and classes."""
     stop = asyncio.get_running_loop().time() + seconds
     limits = httpx.Limits(max_connections=300)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+    own = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, headers=own) as http:
 
         async def send(number: int) -> None:
             words = "word " * (20 if number % 4 else 900)
@@ -47,13 +51,14 @@ async def overload(url: str, seconds: float = 12.0) -> None:
                     "max_tokens": 400,
                     "stream": True,
                     "user": f"tenant{number % 5}",
+                    **changes,
                 }
                 headers = {"x-priority": ("interactive", "default", "batch")[number % 3]}
                 async with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
                     await answer.aread()
 
         assert (await http.post("/v1/chat/completions", json={})).status_code == 400
-        await asyncio.gather(*(send(number) for number in range(280)))
+        await asyncio.gather(*(send(number) for number in range(clients)))
 
 
 def queries() -> dict[str, str]:
@@ -87,3 +92,69 @@ def test_every_alert_can_be_asked_and_none_fires_without_its_fault(watcher: Prom
     for rule in rules():
         watcher.value(rule["expr"])
     assert watcher.firing() == set()
+
+
+SCRAPER, CLIENT = "sk-of-the-scraper", "sk-of-a-client"
+# All that the application of the other tests lacks, but for a value that the tuner tries: that takes an hour.
+RARE = {
+    "models": [
+        {
+            "name": "demo",
+            "pools": [
+                {
+                    "name": "short",
+                    "engine": {"emulated": {"profile": "laptop", "max_model_len": 4096, "max_num_seqs": 4}},
+                    "resources": {"num_cpus": 0.1},
+                    "autoscaling": {"max_replicas": 2, "downscale_delay_s": 2.0},
+                },
+                {
+                    "name": "long",
+                    "engine": {"emulated": {"profile": "laptop", "max_model_len": 8192}},
+                    "resources": {"num_cpus": 0.1},
+                },
+            ],
+            "scheduler": {"routing": {"b_short_tokens": 1_000, "spill": True}},
+            "tuner": {
+                "mode": True,
+                "advanced": {"pull_interval_s": 0.5, "strategic": {"first_after": 40}},
+                "parameters": {
+                    "profile": "laptop",
+                    "advanced": {
+                        "min_requests": 1_000_000,
+                        "calibration": {"check_requests": 20, "every_s": 1.0},
+                    },
+                },
+            },
+        }
+    ],
+    "gateway": {
+        "keys": [{"tenant": "app", "key": CLIENT}],
+        "advanced": {"metrics_key": {"key": SCRAPER}},
+    },
+    "gateways": {"replicas": 2, "num_cpus": 0.1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_what_is_rare_is_shown_where_it_happens(tmp_path: Path) -> None:
+    with serve(RARE) as app, prometheus(app.url, tmp_path, key=SCRAPER) as watcher:
+        app.wait_until_ready()
+        asyncio.run(overload(app.url, 15.0, CLIENT, clients=100))
+        # Answers end long before the most that they may have: they belonged into the short pool.
+        asyncio.run(overload(app.url, 5.0, CLIENT, clients=20, max_tokens=2_000))
+        rare = {
+            place: expression
+            for place, expression in queries().items()
+            if any(part in expression for part in MAY_BE_EMPTY) and "ewsjf_tuned_value" not in expression
+        }
+        assert len(rare) >= 10
+
+        def empty() -> list[str]:
+            return [
+                place
+                for place, expression in rare.items()
+                if not watcher.value(f"last_over_time(({expression})[90s:1s])")
+            ]
+
+        until(lambda: not empty(), 60, empty)

@@ -60,13 +60,14 @@ class Prometheus:
 
 @contextlib.contextmanager
 def prometheus(
-    application: str, folder: Path, change: Callable[[str], str] = lambda rules: rules
+    application: str, folder: Path, change: Callable[[str], str] = lambda rules: rules, key: str = ""
 ) -> Iterator[Prometheus]:
     """Prometheus with the settings of configs/observability, of which only addresses and times differ.
 
     Args:
         application: its URL.
         change: of the rules.
+        key: that the application asks of scrapers; empty for none.
     """
     binary = program("prometheus")
     settings = (OBSERVABILITY / "prometheus.yaml").read_text()
@@ -75,6 +76,10 @@ def prometheus(
     for job in config["scrape_configs"]:
         for discovery in job.get("http_sd_configs", ()):
             discovery["refresh_interval"] = _INTERVAL
+        if key:
+            (folder / "key").write_text(key)
+            for place in (job, *job.get("http_sd_configs", ())):
+                place["authorization"] = {"credentials_file": str(folder / "key")}
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     (folder / "alerts.yaml").write_text(change((OBSERVABILITY / "alerts.yaml").read_text()))
     address = f"127.0.0.1:{free_port()}"
