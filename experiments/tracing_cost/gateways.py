@@ -21,7 +21,7 @@ from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Submission, Usage
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
+from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestTimes
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.front.connection import FrontEndConnection
 
@@ -59,7 +59,13 @@ class GrantsAll:
     def first_token(self, request_id: str) -> None:
         """Nobody hears of it."""
 
-    def finish(self, request_id: str, outcome: Outcome, usage: Usage | None = None) -> None:
+    def finish(
+        self,
+        request_id: str,
+        outcome: Outcome,
+        usage: Usage | None = None,
+        times: RequestTimes | None = None,
+    ) -> None:
         """Nobody hears of it."""
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:

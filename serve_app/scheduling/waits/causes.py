@@ -38,6 +38,30 @@ class WaitCause(enum.StrEnum):
     BEFORE_SCHEDULER = "before_scheduler"
     """Before this scheduler knew of it: a scheduler that has been replaced since may have held it."""
 
+    @property
+    def meaning(self) -> str:
+        """What it means, in words for a reader of a receipt."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    WaitCause.HIGHER_CLASS: "requests of a higher class took the places that came free",
+    WaitCause.OTHER_TENANTS: "requests of other tenants took the places that came free",
+    WaitCause.OWN_REQUESTS: "other requests of the same tenant took the places that came free",
+    WaitCause.LOWER_CLASS: "requests of a lower class, which were owed it, took the places that came free",
+    WaitCause.ENGINES_BUSY: "no engine took more requests",
+    WaitCause.LONG_PREFILL: "as many long prefills as are allowed were under way",
+    WaitCause.KV_CACHE: "no engine had enough KV cache free",
+    WaitCause.ENGINE_QUEUE: "batch work waits for an engine without a queue of its own",
+    WaitCause.PARTICULAR_REPLICA: "the replicas that hold what it needs took no more requests",
+    WaitCause.NO_REPLICA: "no replica was connected",
+    WaitCause.STALE_REPORT: "the replicas did not report, or drained",
+    WaitCause.FAILING_REPLICAS: "the replicas were suspended after failures",
+    WaitCause.BACKOFF: "it rested after coming back from replicas",
+    WaitCause.EARLIER_ATTEMPT: "it was on a replica that gave it back",
+    WaitCause.BEFORE_SCHEDULER: "another scheduler held it, or it was on its way",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class WaitBreakdown:

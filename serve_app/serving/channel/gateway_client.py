@@ -43,7 +43,7 @@ from serve_app.serving.channel.requests.pending_request import (
     refuse_away,
     refuse_oversized,
 )
-from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
+from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestTimes
 from serve_app.serving.channel.settings import ChannelSettings
 
 logger = logging.getLogger("ray.serve")
@@ -162,14 +162,20 @@ class GatewayClient:
             if self._link is not None:
                 self._link.send(First(request_id))
 
-    def finish(self, request_id: str, outcome: Outcome, usage: Usage | None = None) -> None:
+    def finish(
+        self,
+        request_id: str,
+        outcome: Outcome,
+        usage: Usage | None = None,
+        times: RequestTimes | None = None,
+    ) -> None:
         """The request is over and its place is free."""
         pending = self._pending.pop(request_id, None)
         if pending is None:
             return
         if not pending.answer.done():
             pending.answer.cancel()
-        finish = Finish(request_id, outcome, usage)
+        finish = Finish(request_id, outcome, usage, times)
         self._ended.append((self._link.send(finish) if self._link is not None else 0, finish))
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:

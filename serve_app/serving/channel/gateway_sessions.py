@@ -243,8 +243,9 @@ class GatewaySessions:
 
     def _admit(self, gateway: GatewaySession, message: Submit) -> None:
         submission = message.submission
-        self.book[submission.request_id] = GatewayRequest.of(gateway, submission, message.grants)
+        record = self.book[submission.request_id] = GatewayRequest.of(gateway, submission, message.grants)
         request = self._request(gateway, message)
+        record.arrived_at = request.arrived_at
         self._host.feed(Arrived(request))
 
     def _reconcile_grant(self, record: GatewayRequest, message: Submit) -> None:
@@ -284,6 +285,7 @@ class GatewaySessions:
         record.granted_at = self._host.now()
         self.book[submission.request_id] = record
         request = self._request(gateway, message)
+        record.arrived_at = request.arrived_at
         self._host.feed(Resumed(request, message.replica_id, message.started))
 
     def _on_snapshot_end(self, gateway: GatewaySession, _message: SnapshotEnd) -> None:
@@ -314,7 +316,7 @@ class GatewaySessions:
         if record is None:
             return
         if record.runs:
-            record.usage = message.usage
+            record.usage, record.times = message.usage, message.times
             self._host.feed(Finished(message.request_id, message.outcome, message.usage))
         else:
             self._host.feed(Cancelled(message.request_id))

@@ -15,7 +15,7 @@ from serve_app.request import PriorityClass, Submission, Usage
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import ReplicaAddress
+from serve_app.serving.channel.scheduler_client import ReplicaAddress, RequestTimes
 
 VERSION = 6
 OLDEST_VERSION = VERSION - 1
@@ -143,11 +143,12 @@ class First(Message, frozen=True):
 
 
 class Finish(Message, frozen=True):
-    """A granted request is over."""
+    """A granted request is over; `times` are for its receipt."""
 
     request_id: str
     outcome: Outcome
     usage: Usage | None
+    times: RequestTimes | None = None
 
 
 class Cancel(Message, frozen=True):

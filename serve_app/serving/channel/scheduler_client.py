@@ -62,6 +62,26 @@ class Grant:
     address: ReplicaAddress
 
 
+class RequestTimes(NamedTuple):
+    """How long the parts of a request took at its gateway, in seconds, for its receipt.
+
+    Attributes:
+        client_request_id: the id that the client knows.
+        endpoint: the path that it was sent to.
+        read_s: from its arrival until the scheduler was asked.
+        grant_s: from there to the last grant.
+        first_token_s: from that grant to the first token; None where the answer is not streamed.
+        engine_s: from that grant to the end in the engine.
+    """
+
+    client_request_id: str
+    endpoint: str
+    read_s: float
+    grant_s: float
+    first_token_s: float | None
+    engine_s: float
+
+
 class SchedulerClient(Protocol):
     """One model's scheduler, as seen from one gateway.
 
@@ -89,7 +109,13 @@ class SchedulerClient(Protocol):
         """The first byte of the engine's streamed answer has come."""
         ...
 
-    def finish(self, request_id: str, outcome: Outcome, usage: Usage | None = None) -> None:
+    def finish(
+        self,
+        request_id: str,
+        outcome: Outcome,
+        usage: Usage | None = None,
+        times: RequestTimes | None = None,
+    ) -> None:
         """The request is over and its place is free."""
         ...
 

@@ -24,17 +24,18 @@ from serve_app.serving.gateway.answer.responses import (
     send_body,
     send_json,
 )
+from serve_app.serving.gateway.answer.scheduler_refusal import stopping
 from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.dashboard import Dashboard
 from serve_app.serving.gateway.dashboard.frames import Frames
-from serve_app.serving.gateway.debug_pages import DebugPages
+from serve_app.serving.gateway.debug_pages import RECEIPTS_PATH, DebugPages
 from serve_app.serving.gateway.endpoint_admin import (
     ENDPOINTS_METHODS,
     ENDPOINTS_PATH,
     EndpointAdmin,
     PoolWatcher,
 )
-from serve_app.serving.gateway.forward import ScheduledCall, Services, stopping
+from serve_app.serving.gateway.forward import ScheduledCall, Services
 from serve_app.serving.gateway.logs.concluded import ConcludedRequest
 from serve_app.serving.gateway.mode_admin import MODE_METHODS, MODE_PATH, ModeAdmin
 from serve_app.serving.gateway.openapi import openapi_document
@@ -128,6 +129,7 @@ class Gateway:
         self._call_ended = asyncio.Event()
         # What clients are told once the application stops.
         self._stops_for_s: float | None = None
+        self._debug = DebugPages(self._views, self._reader)
         self._routes = self._routing_table(watchers or {})
 
     def __repr__(self) -> str:
@@ -179,7 +181,7 @@ class Gateway:
             ENDPOINTS_PATH: (", ".join(ENDPOINTS_METHODS), endpoint_admin.serve),
             MODE_PATH: (", ".join(MODE_METHODS), mode_admin.serve),
             "/openapi.json": ("GET", self._describe_itself),
-            **DebugPages(self._views, self._reader).routes,
+            **self._debug.routes,
             **self._dashboard.routes,
         }
 
@@ -267,6 +269,8 @@ class Gateway:
         route = self._routes.get(path)
         if route is None and path.startswith(_MODELS + "/"):
             route = ("GET", self._show_model)
+        elif route is None and path.startswith(RECEIPTS_PATH):
+            route = ("GET", self._debug.receipt)
         elif route is None and (kept := method_of(path)) is not None:
             route = (kept, self._stored.serve)
         if route is None:

@@ -1,22 +1,33 @@
 """The pages under `/debug`: a look into every model's scheduler, for admins.
 
 GET   /debug/queue, /debug/status, /debug/usage, /debug/tuner
+GET   /debug/requests/ID: where the time of a request went, for ten minutes after its end
+GET   /debug/capture: the requests of that time as a trace without text, one JSON document a line
 POST  /debug/tuner/freeze, /debug/tuner/thaw
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
-from serve_app.serving.gateway.answer.responses import encode, send_json
+from serve_app.errors import Outcome
+from serve_app.serving.gateway.answer.responses import RequestRefused, encode, send_body, send_json
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
-from serve_app.serving.gateway.scheduler_views import Question, SchedulerViews, ask_each
+from serve_app.serving.gateway.scheduler_views import VIEW_TIMEOUT_S, Question, SchedulerViews, ask_each
 
 _FROZEN = (
     "the tuner is frozen: values on trial are withdrawn, those in force stay, and no others are tried until "
     "POST /debug/tuner/thaw"
 )
+RECEIPTS_PATH = "/debug/requests/"
+_NO_RECEIPT = (
+    "no receipt of this request: receipts are kept for ten minutes after its end, of the last 20,000 "
+    "requests, and not across a restart of the scheduler. Ask with the x-request-id of its answer"
+)
+_LINES = (b"content-type", b"application/jsonl")
 _THAWED = "the tuner is thawed: other values may be tried again"
 
 
@@ -43,7 +54,30 @@ class DebugPages:
             "/debug/tuner/freeze": ("POST", partial(_freeze, "frozen by an admin")),
             "/debug/tuner/thaw": ("POST", partial(_freeze, "")),
         }
-        return {path: (method, partial(self._show, question)) for path, (method, question) in pages.items()}
+        shown = {path: (method, partial(self._show, question)) for path, (method, question) in pages.items()}
+        return {**shown, "/debug/capture": ("GET", self._capture)}
+
+    async def receipt(self, incoming: IncomingRequest) -> None:
+        """The receipt of one request, whichever model it was for.
+
+        Raises:
+            RequestRefused: the caller is no admin, or no scheduler knows the request.
+        """
+        self._reader.authenticate(incoming).check_admin()
+        request_id = unquote(incoming.path.removeprefix(RECEIPTS_PATH))
+        for found in await ask_each(self._views, lambda _model, views: views.receipt(request_id)):
+            if "request_id" in found:
+                await send_json(incoming.send, 200, encode(found), [])
+                return
+        raise RequestRefused(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
+
+    async def _capture(self, incoming: IncomingRequest) -> None:
+        self._reader.authenticate(incoming).check_admin()
+        lines = b""
+        for model, views in self._views.items():
+            for line in await asyncio.wait_for(views.capture(), VIEW_TIMEOUT_S):
+                lines += encode({**line, "model": model}) + b"\n"
+        await send_body(incoming.send, 200, [_LINES], lines)
 
     async def _show(self, question: Question, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming).check_admin()

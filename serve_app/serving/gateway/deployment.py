@@ -190,6 +190,14 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         found: Mapping[str, Any] = await scheduler.overview.remote()
         return found
 
+    async def receipt(request_id: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = await scheduler.receipt.remote(request_id)
+        return found
+
+    async def capture() -> Sequence[Mapping[str, Any]]:
+        found: Sequence[Mapping[str, Any]] = await scheduler.capture.remote()
+        return found
+
     async def change_mode(active_share: float) -> None:
         await scheduler.change_mode.remote(active_share)
 
@@ -202,4 +210,6 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         scaling=scaling,
         change_mode=change_mode,
         overview=overview,
+        receipt=receipt,
+        capture=capture,
     )

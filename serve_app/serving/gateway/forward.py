@@ -16,15 +16,15 @@ import contextlib
 import logging
 from dataclasses import dataclass
 
-from serve_app.errors import Conclusion, Outcome
+from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
 from serve_app.request import Usage
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
+from serve_app.serving.channel.scheduler_client import Grant, RequestTimes, SchedulerClient
 from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.answer.client_api import send_refusal
 from serve_app.serving.gateway.answer.disconnect import ClientGone
-from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, outcome_of
+from serve_app.serving.gateway.answer.engine_answer import failure_of, outcome_of
 from serve_app.serving.gateway.answer.passing import StreamPassing
 from serve_app.serving.gateway.answer.queued_comments import QueuedComments
 from serve_app.serving.gateway.answer.responses import (
@@ -35,6 +35,7 @@ from serve_app.serving.gateway.answer.responses import (
     RequestRefused,
     send_body,
 )
+from serve_app.serving.gateway.answer.scheduler_refusal import as_refusal, stopping
 from serve_app.serving.gateway.answer.sse import StreamScanner
 from serve_app.serving.gateway.answer.stream_events import (
     engine_failure,
@@ -44,7 +45,13 @@ from serve_app.serving.gateway.answer.stream_events import (
 )
 from serve_app.serving.gateway.answer.usage import usage_of
 from serve_app.serving.gateway.logs.concluded import ConcludedRequest
-from serve_app.serving.gateway.request.headers import describing, returned, upstream_head
+from serve_app.serving.gateway.request.headers import (
+    RECEIPT_HEADER,
+    describing,
+    returned,
+    upstream_head,
+    wait_receipt,
+)
 from serve_app.serving.gateway.request.job import ForwardJob
 from serve_app.serving.gateway.stored.background import BackgroundWork
 from serve_app.serving.gateway.stored.holders import ResponseHolders
@@ -77,6 +84,7 @@ class ScheduledCall:
     """Serves one job; use once: `await ScheduledCall(...).run()`."""
 
     __slots__ = (
+        "_asked_at",
         "_attempts",
         "_comments",
         "_detail",
@@ -105,6 +113,7 @@ class ScheduledCall:
         self._send = job.incoming.send
         self._trace = job.incoming.trace
         self._watch = job.incoming.watch()
+        self._asked_at = 0.0
         self._owed: Grant | None = None
         self._grant: Grant | None = None
         self._attempts = 0
@@ -183,7 +192,7 @@ class ScheduledCall:
     async def _serve(self) -> None:
         submission, telemetry = self._job.submission, self._services.telemetry
         self._trace.queued(submission)
-        asked_at = asyncio.get_running_loop().time()
+        self._asked_at = asked_at = asyncio.get_running_loop().time()
         answer = await self._scheduler.acquire(submission)
         if isinstance(answer, Grant):
             telemetry.on_grant(answer.dispatch, submission.spec.model, self._job.body.whole_at, asked_at)
@@ -205,7 +214,7 @@ class ScheduledCall:
             answer = await self._scheduler.put_back(
                 submission.request_id, answer.dispatch.replica_id, failure.failure, str(failure)
             )
-        raise _as_refusal(answer, failure)
+        raise as_refusal(answer, failure)
 
     def _accept(self, grant: Grant) -> None:
         self._owed = self._grant = grant
@@ -350,7 +359,9 @@ class ScheduledCall:
     def _headers(self, response: UpstreamResponse) -> HeaderList:
         assert self._grant is not None
         own = self._job.incoming.id_headers
-        return [*returned(response.headers), *own, *describing(self._grant.dispatch)]
+        dispatch = self._grant.dispatch
+        receipt = wait_receipt(dispatch) if RECEIPT_HEADER in self._job.incoming.headers else []
+        return [*returned(response.headers), *own, *describing(dispatch), *receipt]
 
     async def _answer(self, refusal: RequestRefused) -> None:
         """Tell the client of an error: in its stream, or as long as nothing else has been told."""
@@ -383,7 +394,20 @@ class ScheduledCall:
         grant, self._owed = self._owed, None
         if grant is not None:
             self._trace.forwarded(outcome)
-            self._scheduler.finish(grant.dispatch.request_id, outcome, usage)
+            self._scheduler.finish(grant.dispatch.request_id, outcome, usage, self._times())
+
+    def _times(self) -> RequestTimes:
+        """How long its parts took, for its receipt."""
+        incoming, asked_at, first_at = self._job.incoming, self._asked_at, self._first_token_at
+        granted_at = asked_at if self._granted_at is None else self._granted_at
+        return RequestTimes(
+            incoming.client_request_id,
+            incoming.path,
+            asked_at - incoming.arrived_at,
+            granted_at - asked_at,
+            None if first_at is None else first_at - granted_at,
+            asyncio.get_running_loop().time() - granted_at,
+        )
 
     def _concluded(self) -> ConcludedRequest:
         incoming, submission, usage = self._job.incoming, self._job.submission, self._usage
@@ -414,29 +438,3 @@ class ScheduledCall:
             attempts=self._attempts,
             status=self._send.status,
         )
-
-
-def stopping(retry_after_s: float) -> RequestRefused:
-    """What a request hears that comes, or still waits, when the application stops."""
-    return RequestRefused(
-        Outcome.REJECTED_STOPPING, "the server is stopping: try again later", retry_after_s=retry_after_s
-    )
-
-
-def _as_refusal(refusal: Conclusion, failure: UpstreamError | None) -> RequestRefused:
-    """The scheduler's refusal for the client; the engine's own words where it found the request too long."""
-    message, param = refusal.message, None
-    if refusal.outcome is Outcome.REJECTED_TOO_LONG and isinstance(failure, TooLongError):
-        message, param = failure.message, failure.param
-    elif refusal.outcome is Outcome.REJECTED_UNKNOWN_RESPONSE:
-        param = "previous_response_id"
-    elif not message and failure is not None:
-        message = str(failure)
-    found = RequestRefused(
-        refusal.outcome,
-        message or f"the request was refused: {refusal.outcome}",
-        param=param,
-        retry_after_s=refusal.retry_after_s,
-    )
-    found.rate_limits = refusal.rate_limits
-    return found

@@ -11,6 +11,7 @@ import msgspec.inspect as inspected
 
 from serve_app import __version__
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
+from serve_app.serving.gateway.debug_pages import RECEIPTS_PATH
 from serve_app.serving.gateway.endpoint_admin import ENDPOINTS_PATH, EndpointChange
 from serve_app.serving.gateway.mode_admin import MODE_PATH, ModeChange
 from serve_app.serving.gateway.routes.table import (
@@ -37,6 +38,7 @@ _VIEWS: Mapping[str, str] = {
     "/openapi.json": "this description",
     "/dashboard": "the page for admins, in HTML; it holds no data",
     "/dashboard/events": "what the page shows, as server-sent events; for admins",
+    "/debug/capture": "the requests of the last ten minutes as a trace without text; for admins",
     "/debug/queue": "who waits where, and why; for admins",
     "/debug/scaling": "how many replicas each pool should have, and why; for admins",
     "/debug/status": "replicas, learned queues and the tuner; for admins",
@@ -142,6 +144,9 @@ def _paths() -> Iterator[tuple[str, Schema]]:
             )
         },
     )
+    asked = {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}}
+    summary = "where the time of a request went, for ten minutes after its end; for admins"
+    yield f"{RECEIPTS_PATH}{{request_id}}", {"get": _operation(summary, parameters=[asked])}
     for path, (method, summary) in STORED_PATHS.items():
         named = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
         yield path, {method.lower(): _operation(summary, parameters=[named])}

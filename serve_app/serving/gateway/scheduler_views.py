@@ -1,7 +1,7 @@
 """How a gateway looks into the schedulers, for those who may."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,14 @@ VIEW_TIMEOUT_S = 5.0
 
 async def _nothing() -> Mapping[str, Any]:
     return {}
+
+
+async def _unknown(_request_id: str) -> Mapping[str, Any]:
+    return {}
+
+
+async def _none() -> Sequence[Mapping[str, Any]]:
+    return ()
 
 
 async def _unchanged(_active_share: float) -> None:
@@ -32,6 +40,8 @@ class SchedulerViews:
         scaling: how many replicas each pool should have, and why.
         change_mode: schedules another share of it.
         overview: all that the page shows of it, see `dashboard`.
+        receipt: where the time of a request went, by its id; empty where the scheduler does not know it.
+        capture: the requests that completed lately, without their text.
     """
 
     queue: View
@@ -42,6 +52,8 @@ class SchedulerViews:
     scaling: View = _nothing
     change_mode: Callable[[float], Awaitable[None]] = _unchanged
     overview: View = _nothing
+    receipt: Callable[[str], Awaitable[Mapping[str, Any]]] = _unknown
+    capture: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] = _none
 
 
 Question = Callable[[str, SchedulerViews], Awaitable[Mapping[str, Any]]]

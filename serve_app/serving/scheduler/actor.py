@@ -24,6 +24,7 @@ from serve_app.scheduling.learned_state import STATE_KIND, denial, learned_state
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.hot import hot_settings, with_hot_settings
+from serve_app.serving.scheduler.capture import captured
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
 from serve_app.serving.scheduler.kept_usage import KeptUsage
@@ -192,6 +193,15 @@ class SchedulerActor:
         """How many replicas each pool should have, and why."""
         await self._current()
         return self.scaling.described()
+
+    async def receipt(self, request_id: str) -> dict[str, Any]:
+        """Where the time of a request went that has ended lately; empty for one that is not known."""
+        found = (await self._current()).receipts.find(request_id)
+        return {} if found is None else found.document()
+
+    async def capture(self) -> list[dict[str, Any]]:
+        """The requests that completed lately, as lines of a trace without any text."""
+        return captured((await self._current()).receipts)
 
     async def usage(self) -> dict[str, Any]:
         """What was used with each API key, day by day."""

@@ -52,6 +52,7 @@ from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from serve_app.serving.scheduler.overview import reserved
+from serve_app.serving.scheduler.receipts import ReceiptBook
 from serve_app.serving.scheduler.recent_activity import RecentActivity
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.serving.scheduler.scraped.pool_figures import look_at_pools
@@ -96,6 +97,7 @@ class LiveScheduler:
         ended: why this live scheduler schedules no more; empty while it does.
         tuner: what it has to do with its tuner.
         mode: how much of the traffic is scheduled.
+        receipts: where the time of each request went that has ended lately.
         activity: what happened in the last minutes.
     """
 
@@ -138,6 +140,8 @@ class LiveScheduler:
         )
         self.mode = SchedulingMode(self)
         self.activity = options.activity or RecentActivity(self._loop.time)
+        costs = self.core.prefill_costs
+        self.receipts = ReceiptBook(lambda pool, tokens: costs.of(pool).seconds(tokens))
         self._log = self._open_log()
 
     def __repr__(self) -> str:
@@ -250,6 +254,10 @@ class LiveScheduler:
             "sub_queues_left_out": snapshot.left_out,
             "b_short_tokens": snapshot.b_short_tokens,
             "served": served,
+            "imposed_delay_s": [
+                {"class": priority.value, "tenant": tenant, "seconds": seconds}
+                for priority, tenant, seconds in self.core.waits.imposed.seconds()
+            ],
         }
 
     # What the sessions and the registry call.
@@ -341,8 +349,10 @@ class LiveScheduler:
                 self._metrics.on_dispatch(command, priority, spilled=spilled)
                 if scheduled is not None:
                     self._metrics.on_prediction(scheduled)
+                    self.receipts.on_dispatch(command, scheduled, self._now)
             case Conclude():
                 concluded = self._gateways.conclude(command)
+                self.receipts.on_conclusion(command, concluded, self._now)
                 self._metrics.on_conclusion(command, concluded.priority)
                 self.activity.on_conclusion(
                     concluded.priority, concluded.tenant, command.conclusion.outcome, concluded.usage

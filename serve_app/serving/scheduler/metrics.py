@@ -19,6 +19,7 @@ from serve_app.scheduling.admission.wait_prediction import PredictionErrors
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.events import DispatchFailed, DispatchFailure
 from serve_app.scheduling.request import ScheduledRequest
+from serve_app.scheduling.waits.causes import WaitBreakdown, WaitCause
 from serve_app.serving.metric_cells import CellFamily, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process_metrics import ProcessMetrics
 from serve_app.serving.scheduler.scraped.ended_requests import RequestMetrics
@@ -143,6 +144,9 @@ class SchedulerMetrics:
             _ERROR_BUCKETS_S,
         )
         self._dispatches = counter("ewsjf_dispatches", "Grants issued.", "pool")
+        text = "Time in the queue of dispatched requests, and of those that ended there, by what they waited for."
+        self._wait_causes = counter("ewsjf_queue_wait_cause_seconds", text, "class", "cause")
+        self._cause_children: dict[tuple[PriorityClass, WaitCause], CounterCell] = {}
         self._spills = counter("ewsjf_spills", "Grants in another pool than the request's own.", "pool")
         text = "Requests that came back before their first byte."
         self._put_backs = counter("ewsjf_put_backs", text, "failure")
@@ -176,6 +180,8 @@ class SchedulerMetrics:
         self.requests.on_dispatch(command.length_queue, command.queue_wait_s)
         if spilled:
             self._spills.labels(self._model, command.pool).inc()
+        if command.waited is not None:
+            self._on_wait(command.waited, priority)
 
     def on_prediction(self, scheduled: ScheduledRequest) -> None:
         """A request was dispatched; how long it waited was predicted when it came, or could not be."""
@@ -194,6 +200,8 @@ class SchedulerMetrics:
     def on_conclusion(self, command: Conclude, priority: PriorityClass) -> None:
         """A request reached its outcome."""
         self._of_conclusion(priority, command.conclusion.outcome).inc()
+        if command.waited is not None:
+            self._on_wait(command.waited, priority)
 
     def on_report_stale(self) -> None:
         """A replica has not reported for too long."""
@@ -239,6 +247,14 @@ class SchedulerMetrics:
         self._replicas.status = standing
         self._queue.figures, self._pools.pools = standing.queue, dict(standing.pools)
         return generate_latest(self._registry).decode()
+
+    def _on_wait(self, waited: WaitBreakdown, priority: PriorityClass) -> None:
+        for cause, nanoseconds in waited.causes.items():
+            found = self._cause_children.get((priority, cause))
+            if found is None:
+                found = self._wait_causes.labels(self._model, priority.value, cause.value)
+                self._cause_children[priority, cause] = found
+            found.inc(nanoseconds / 1e9)
 
     # Looking labels up takes as long as counting, so what is counted for each request is kept.
 

@@ -15,7 +15,7 @@ from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Submission, Usage
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
+from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestTimes
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, UpstreamSettings
 from serve_app.serving.gateway.front.connection import FrontEndConnection
 from tests.http_server import listening
@@ -336,7 +336,13 @@ class FakeDispatcher:
         assert request_id in self.held
         self.events.append(("first_token",))
 
-    def finish(self, request_id: str, outcome: Outcome, usage: Usage | None = None) -> None:
+    def finish(
+        self,
+        request_id: str,
+        outcome: Outcome,
+        usage: Usage | None = None,
+        times: RequestTimes | None = None,
+    ) -> None:
         self.held.remove(request_id)  # raises when it is told twice
         self.events.append(("finished", outcome, usage))
 

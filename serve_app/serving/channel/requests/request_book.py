@@ -11,6 +11,7 @@ from serve_app.request import PriorityClass, Request, Submission, Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import Granted, Message, Running, Submit
+from serve_app.serving.channel.scheduler_client import RequestTimes
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +70,8 @@ class GatewayRequest:
         model: the name that its client used.
         tenant: who is charged for it.
         usage: what the engine counted, once it is over.
+        arrived_at: on the scheduler's clock.
+        times: what its gateway tells for its receipt, once it is over.
     """
 
     gateway: GatewaySession
@@ -82,6 +85,8 @@ class GatewayRequest:
     model: str = ""
     tenant: str = ""
     usage: Usage | None = None
+    arrived_at: float = 0.0
+    times: RequestTimes | None = None
 
     @classmethod
     def of(cls, gateway: GatewaySession, submission: Submission, grants: int) -> Self:
