@@ -96,6 +96,11 @@ def _prose(text: str) -> str:
     return _OPTION.sub(r"<code>\g<0></code>", escape(text).replace(" %", "\u00a0%"))
 
 
+def _command(line: str) -> str:
+    """A command line that is broken between its words only."""
+    return " ".join(f"<span>{escape(word)}</span>" for word in line.split(" "))
+
+
 def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in pairs)
     return f"<dl>{rows}</dl>"
@@ -202,7 +207,7 @@ def _difference(one: FigureDifference, scale: IntervalScale) -> str:
 
 def _provenance(origin: Origin) -> Iterable[str]:
     yield '<section aria-labelledby="provenance"><h2 id="provenance">Where this comes from</h2>'
-    yield f"<p>Made by:</p><pre><code>{escape(origin.command_line)}</code></pre>"
+    yield f"<p>Made by:</p><pre><code>{_command(origin.command_line)}</code></pre>"
     pairs = [(name.replace("_", " "), value) for name, value in origin.provenance.items()]
     short = [(name, _plain(value)) for name, value in pairs if not isinstance(value, Mapping)]
     yield _pairs(short)

@@ -61,6 +61,7 @@ class ReplicaLedger:
         self._fresh: OrderedDict[str, float] = OrderedDict()
         # A live replica of each pool, as it was found last; it may have died since.
         self._alive: dict[str, ReplicaState | None] = {}
+        self._usable: dict[str, ReplicaState | None] = {}
         self._next_order = 0
 
     # Replicas
@@ -255,6 +256,14 @@ class ReplicaLedger:
         found = self._alive.get(pool)
         if found is None or not found.is_alive or found.spec.pool != pool:
             found = self._alive[pool] = next((state for state in self.of_pool(pool) if state.is_alive), None)
+        return found is not None
+
+    def has_usable(self, pool: str) -> bool:
+        """Whether a replica of a pool will take requests again, even if it has no capacity now."""
+        found = self._usable.get(pool)
+        if found is None or not found.is_usable or found.spec.pool != pool:
+            found = next((state for state in self.of_pool(pool) if state.is_usable), None)
+            self._usable[pool] = found
         return found is not None
 
     def of_pool(self, pool: str) -> Iterable[ReplicaState]:

@@ -130,6 +130,10 @@ class OpenReplicas:
             and query.destination.admits(state.spec.replica_id, state.spec.adapters)
         )
 
+    def has_empty_queue(self, state: ReplicaState) -> bool:
+        """Whether the queue of a replica's engine is empty, or nearly so."""
+        return self._backpressure.has_empty_queue(state)
+
     def has_any(self, pool: str, now: float) -> bool:
         """Whether any replica of `pool` is open."""
         for _, heaps in self._heaps.get(pool, ()):

@@ -8,6 +8,8 @@ from serve_app.request import Request
 from serve_app.routing.adaptive_b_short import BShortChanged
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.scheduling.request import ScheduledRequest
+from serve_app.scheduling.waits.accounts import wait_breakdown
+from serve_app.scheduling.waits.causes import WaitBreakdown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,7 @@ class Dispatch:
             not told one.
         rate_limits: how the limits of its key stand; None when it has none.
         passed: it was not scheduled (`dispatch.pass_through`).
+        waited: what it has waited for since it arrived; None when it did not wait.
     """
 
     request_id: str
@@ -35,6 +38,7 @@ class Dispatch:
     engine_priority: int | None = None
     rate_limits: RateLimitStatus | None = None
     passed: bool = False
+    waited: WaitBreakdown | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +48,14 @@ class Conclude:
     Attributes:
         dispatched: it had been sent to a replica, so its gateway knows already how it ended, unless
             the conclusion was reached here after a put-back.
+        waited: what it has waited for, where it was concluded in the queue.
     """
 
     request_id: str
     gateway_id: str
     conclusion: Conclusion
     dispatched: bool = False
+    waited: WaitBreakdown | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,16 +112,20 @@ def dispatch_of(
         engine_priority=scheduled.engine_priority,
         rate_limits=rate_limits,
         passed=scheduled.passed,
+        waited=wait_breakdown(scheduled, now),
     )
 
 
-def conclude_of(request: Request, conclusion: Conclusion, *, dispatched: bool) -> Conclude:
+def conclude_of(
+    request: Request, conclusion: Conclusion, *, dispatched: bool, waited: WaitBreakdown | None = None
+) -> Conclude:
     """The command for a request that is over."""
     return Conclude(
         request_id=request.request_id,
         gateway_id=request.gateway_id,
         conclusion=conclusion,
         dispatched=dispatched,
+        waited=waited,
     )
 
 

@@ -79,11 +79,16 @@ class QueueSnapshot:
 
 
 def take_queue_snapshot(
-    queue: RequestQueue, dispatcher: Dispatcher, policy: OrderingPolicy, b_short_tokens: int, now: float
+    queue: RequestQueue,
+    dispatcher: Dispatcher,
+    policy: OrderingPolicy,
+    b_short_tokens: int,
+    now: float,
+    most: int,
 ) -> QueueSnapshot:
-    """Take a snapshot at `now`; changes nothing."""
+    """Take a snapshot at `now`, with at most so many sub-queues; changes nothing."""
     heads = list(queue.sub_queue_heads())
-    longest = heapq.nsmallest(MAX_SUB_QUEUES, heads, key=lambda sub_queue: sub_queue[0].request.arrived_at)
+    longest = heapq.nsmallest(most, heads, key=lambda sub_queue: sub_queue[0].request.arrived_at)
     return QueueSnapshot(
         length_queues=tuple(_length_queues(heads, dispatcher, policy, now)),
         sub_queues=tuple(_view(head, waiting, dispatcher, policy, now) for head, waiting in longest),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from serve_app.request import Request, Usage
 from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.replica_state import Hold, PrefillClass
+from serve_app.scheduling.waits.tally import WaitTally
 
 NOTHING = Hold(0)
 
@@ -67,6 +68,7 @@ class ScheduledRequest:
         prediction: of its wait; None when none was possible, or it came back from a replica.
         turn: work that leaves the queue before it in the order of arrival, see `queueing.delay_bound`; None
             for short prompts, and outside the queue.
+        waits: its wait so far by cause; None until it has waited.
     """
 
     request: Request
@@ -103,6 +105,7 @@ class ScheduledRequest:
     prediction: PredictedWait | None = None
     turn: int | None = None
     passed: bool = False
+    waits: WaitTally | None = None
 
     @property
     def prefill_tokens(self) -> int:

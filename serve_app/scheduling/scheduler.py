@@ -30,18 +30,10 @@ from serve_app.routing.pools import PoolRouter
 from serve_app.routing.prefill_cost import PrefillCosts
 from serve_app.routing.prefix.affinity import PrefixAffinity
 from serve_app.routing.replica_state import Hold
+from serve_app.scheduling import commands as cmd
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.admission.admission import Admission
 from serve_app.scheduling.admission.slot_rate import SlotRate
-from serve_app.scheduling.commands import (
-    Command,
-    ContextLearned,
-    EngineSilent,
-    ReportFresh,
-    ReportStale,
-    conclude_of,
-    dispatch_of,
-)
 from serve_app.scheduling.context_learning import ContextLearning
 from serve_app.scheduling.dispatch.backpressure import EngineBackpressure
 from serve_app.scheduling.dispatch.dispatcher import Choice, Dispatcher
@@ -56,7 +48,7 @@ from serve_app.scheduling.isolation.prefill_watch import PrefillWatch
 from serve_app.scheduling.policies import POLICIES, MakePolicy, make_policy
 from serve_app.scheduling.policies.protocol import PolicyInputs
 from serve_app.scheduling.put_backs import exhausted, note_earlier_dispatches, note_put_back
-from serve_app.scheduling.queue_snapshot import QueueSnapshot, take_queue_snapshot
+from serve_app.scheduling.queue_snapshot import MAX_SUB_QUEUES, QueueSnapshot, take_queue_snapshot
 from serve_app.scheduling.queueing.expiry import ExpiryHeap
 from serve_app.scheduling.queueing.request_queue import RequestQueue
 from serve_app.scheduling.request import RequestTable, ScheduledRequest
@@ -64,6 +56,8 @@ from serve_app.scheduling.request_routing import RequestRouting
 from serve_app.scheduling.rerouting import Refused, Rerouting
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.scheduling.settings import SchedulerSettings
+from serve_app.scheduling.waits.accounts import note_attempt, wait_breakdown
+from serve_app.scheduling.waits.watch import WaitWatch
 
 
 class Scheduler:
@@ -87,6 +81,7 @@ class Scheduler:
         admission: who may wait, and how long that is predicted to take.
         router: which pools a request may go to.
         arrived: the work that has arrived so far, for whoever scales the pools.
+        waits: what keeps waiting requests waiting.
     """
 
     def __init__(
@@ -118,6 +113,7 @@ class Scheduler:
         self.affinity = PrefixAffinity(settings.affinity, self.prefill_costs, self.estimator.bytes_per_token)
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
+        self.waits = WaitWatch(settings.routing.pools, self.queue.waits, self.ledger, self.isolation)
         self.passing = PassThrough(settings.active_share, self.ledger)
         self.router = PoolRouter(settings.routing, self.ledger.context_limit, self.ledger.told_context_limit)
         self._contexts = ContextLearning(self.ledger)
@@ -131,7 +127,7 @@ class Scheduler:
         self._requests = RequestTable()
         self._sequence = 0
         self._now = now
-        self._commands: list[Command] = []
+        self._commands: list[cmd.Command] = []
         self._handlers: Mapping[type, Callable[[Any, float], None]] = {
             ev.Arrived: self._on_arrival,
             ev.Resumed: self._on_resume,
@@ -149,7 +145,7 @@ class Scheduler:
             ev.Woke: lambda _event, _now: None,
         }
 
-    def handle(self, event: ev.Event, now: float) -> list[Command]:
+    def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
         """Fold one event in and return what to do about it, in order.
 
         Args:
@@ -168,6 +164,7 @@ class Scheduler:
         self._end_overdue(now)
         self._handlers[type(event)](event, now)
         self._dispatch(now)
+        self.waits.settle(now)
         return commands
 
     def next_wakeup(self) -> float | None:
@@ -185,9 +182,10 @@ class Scheduler:
         """All requests of one gateway, waiting and running."""
         return self._requests.of_gateway(gateway_id)
 
-    def queue_snapshot(self, now: float) -> QueueSnapshot:
-        """Which requests wait where, and why; for people."""
-        return take_queue_snapshot(self.queue, self.dispatcher, self._policy, self.router.b_short_tokens, now)
+    def queue_snapshot(self, now: float, most: int = MAX_SUB_QUEUES) -> QueueSnapshot:
+        """Which requests wait where, and why, with at most so many sub-queues; for people."""
+        parts = self.queue, self.dispatcher, self._policy, self.router.b_short_tokens
+        return take_queue_snapshot(*parts, now, most)
 
     def __len__(self) -> int:
         """Requests that are waiting or running."""
@@ -300,6 +298,7 @@ class Scheduler:
             return
         if event.failure is ev.DispatchFailure.TOO_LONG:
             self._on_contexts_learned(self._contexts.on_refusal(scheduled, event.stated_context), now)
+        note_attempt(scheduled, now)
         note_put_back(scheduled, event, self.ledger[event.replica_id], now)
         self._in_flight.release(scheduled, now, ran=False)
         if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
@@ -327,7 +326,7 @@ class Scheduler:
         )
         self._enqueue(scheduled)
 
-    def _on_contexts_learned(self, learned: list[ContextLearned], now: float) -> None:
+    def _on_contexts_learned(self, learned: list[cmd.ContextLearned], now: float) -> None:
         if learned:
             self._commands += learned
             self._refuse_all(self._rerouting.all_waiting(now))
@@ -346,10 +345,10 @@ class Scheduler:
 
     def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
         if self.ledger.report(event.replica_id, event.report, now):
-            self._commands.append(ReportFresh(replica_id=event.replica_id))
+            self._commands.append(cmd.ReportFresh(replica_id=event.replica_id))
         state = self.ledger.get(event.replica_id)
         if state is not None and (silent_s := state.answers.look(now)) is not None:
-            self._commands.append(EngineSilent(replica_id=event.replica_id, silent_s=silent_s))
+            self._commands.append(cmd.EngineSilent(replica_id=event.replica_id, silent_s=silent_s))
             self.ledger.open.update(state, now)
         self.admission.outages.observe(self.ledger.has_alive, now)
         if (moved := self.router.adapt(self.ledger, now)) is not None:
@@ -360,7 +359,7 @@ class Scheduler:
 
     def _end_overdue(self, now: float) -> None:
         for replica_id, age_s in self.ledger.expire_reports(now):
-            self._commands.append(ReportStale(replica_id=replica_id, age_s=age_s))
+            self._commands.append(cmd.ReportStale(replica_id=replica_id, age_s=age_s))
             self.admission.outages.observe(self.ledger.has_alive, now)
         self._prefills.end_overdue(now)
         self.admission.predictor.drain.on_time(len(self.queue), now)
@@ -397,6 +396,7 @@ class Scheduler:
         scheduled, replica, hold = choice.scheduled, choice.replica, choice.hold
         if scheduled.queued:
             self.queue.remove(scheduled)
+        self.waits.on_dispatch(scheduled, replica, now)
         self.admission.predictor.on_dispatch(scheduled, now)
         scheduled.prefilled_alone = replica.unstarted == 0
         scheduled.cached_tokens = scheduled.estimate.expected_prompt_tokens - hold.prefill_tokens
@@ -404,7 +404,7 @@ class Scheduler:
         self._on_held(scheduled, replica.spec.replica_id)
         self._prefills.on_dispatch(scheduled, now)
         rate_limits = self.admission.keys.status(scheduled.request.submission.key, now)
-        self._commands.append(dispatch_of(scheduled, replica.spec, now, rate_limits))
+        self._commands.append(cmd.dispatch_of(scheduled, replica.spec, now, rate_limits))
 
     # The three places of a request
 
@@ -440,9 +440,12 @@ class Scheduler:
 
     def _conclude(self, request: Request, conclusion: Conclusion, *, dispatched: bool = False) -> None:
         """Say how it ended. One that is refused on arrival was never remembered."""
+        waited = None
         if (scheduled := self._requests.pop(request.request_id)) is not None:
             self.router.on_departure(scheduled.estimate, scheduled.counted_at)
             self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
+            waited = None if dispatched else wait_breakdown(scheduled, self._now)
         if request.submission.key is not None:
             conclusion = self.admission.keys.described(request, conclusion, self._now)
-        self._commands.append(conclude_of(request, conclusion, dispatched=dispatched))
+        ended = cmd.conclude_of(request, conclusion, dispatched=dispatched, waited=waited)
+        self._commands.append(ended)

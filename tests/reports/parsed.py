@@ -71,7 +71,7 @@ class ParsedReport(HTMLParser):
     def text(self) -> str:
         """What a reader without a script sees."""
         seen = (text for within, text in self.texts if not {"script", "style"} & set(within))
-        return " ".join(seen).replace("\u00a0", " ")
+        return " ".join(" ".join(seen).split())
 
     def table(self, beginning: str) -> ParsedTable:
         """The one table whose caption begins like this."""

@@ -16,7 +16,7 @@ Source: ours; virtual queues as in telephone call-back systems, and the textbook
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve_app.request import PromptShape, Request
@@ -66,17 +66,12 @@ class _RetryReservation:
 
 @dataclass(slots=True)
 class ReservedWork:
-    """The reservations of one tenant and class that are due at about the same time.
-
-    Attributes:
-        due_s: seconds until they are due; 0 when they are overdue.
-    """
+    """The reservations of one tenant and class that are due at about the same time."""
 
     rank: int
     tenant: str
     count: int = 0
     tokens: int = 0
-    due_s: float = 0.0
 
 
 class RetryReservations:
@@ -159,22 +154,19 @@ class RetryReservations:
             0.0 when it may join now. Infinity when the queue is above its limit and does not drain.
         """
         level, at_s = queue.level, 0.0
-        admissible_in_s = _until_limit_s(level, queue)
-        for reserved in self._reserved(now):
-            level = max(0.0, level - queue.drain_per_s * (reserved.due_s - at_s))
-            at_s = reserved.due_s
-            joins = work_of(reserved) * self.claim_rate * _WEIGHT
-            level += joins
-            if joins > 0 and level > queue.limit:
-                admissible_in_s = at_s + _until_limit_s(level, queue)
-        return admissible_in_s
-
-    def _reserved(self, now: float) -> Iterator[ReservedWork]:
+        admissible_in_s, weight = _until_limit_s(level, queue), _WEIGHT
         for slot in sorted(self._slots):
             due_s = max(0.0, slot * _SLOT_S - now)
+            level = max(0.0, level - queue.drain_per_s * (due_s - at_s))
+            at_s, joins = due_s, False
+            # Where many tenants are refused, this loop is nearly all that a refusal costs.
             for reserved in self._slots[slot].values():
-                reserved.due_s = due_s
-                yield reserved
+                work = work_of(reserved) * self.claim_rate * weight
+                if work > 0:
+                    level, joins = level + work, True
+            if joins and level > queue.limit:
+                admissible_in_s = at_s + _until_limit_s(level, queue)
+        return admissible_in_s
 
     def _remove(self, reservation: _RetryReservation) -> None:
         same = self._by_key[reservation.key]
@@ -203,19 +195,23 @@ def fair_tokens(request: Request, own_tokens: float) -> Callable[[ReservedWork],
     Args:
         own_tokens: what its tenant has waiting, this request included.
     """
-    own = own_tokens
+    own, rank, tenant = own_tokens, request.priority.rank, request.tenant
     counted: dict[str, float] = {}
 
     def work_of(reserved: ReservedWork) -> float:
         nonlocal own
-        if reserved.rank != request.priority.rank:
-            return float(reserved.tokens) if reserved.rank < request.priority.rank else 0.0
-        if reserved.tenant == request.tenant:
-            own += reserved.tokens
-            return float(reserved.tokens)
+        tokens = reserved.tokens
+        if reserved.rank != rank:
+            return float(tokens) if reserved.rank < rank else 0.0
+        if reserved.tenant == tenant:
+            own += tokens
+            return float(tokens)
         before = counted.get(reserved.tenant, 0.0)
-        counted[reserved.tenant] = max(before, min(before + reserved.tokens, own))
-        return counted[reserved.tenant] - before
+        if before >= own:
+            # It is served no more than the own tenant, whatever else is reserved for it.
+            return 0.0
+        after = counted[reserved.tenant] = min(before + tokens, own)
+        return after - before
 
     return work_of
 

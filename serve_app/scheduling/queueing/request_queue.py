@@ -21,6 +21,7 @@ from serve_app.scheduling.queueing.resting import RestingRequests
 from serve_app.scheduling.queueing.sub_queue import SubQueue, TenantQueues
 from serve_app.scheduling.queueing.waiting_work import WaitingWork
 from serve_app.scheduling.request import ScheduledRequest
+from serve_app.scheduling.waits.accounts import WaitAccounts
 
 # Tenants up to which those with a head that may fit are sorted; among more, one is soon found in the order of
 # their shares.
@@ -53,6 +54,7 @@ class RequestQueue:
         resting: those of the waiting requests that are in backoff.
         groups: the heads by what decides where they fit.
         particular: waiting requests that only some replicas of their pools will do for.
+        waits: what they have waited for so far.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class RequestQueue:
         self._now = 0.0
         self.resting = RestingRequests()
         self.groups = HeadGroups()
+        self.waits = WaitAccounts()
         self._is_fair = fairness.mode is not FairnessMode.OFF
         self._weights = TenantWeights(fairness)
         self._fair_work = {
@@ -113,6 +116,7 @@ class RequestQueue:
         else:
             self._insert(scheduled, tenant)
         self._count(scheduled, tenant, 1)
+        self.waits.add(scheduled)
 
     def pass_lone(self, scheduled: ScheduledRequest) -> None:
         """What `add` and `remove` leave of a request that goes as it arrives, while nothing else waits."""
@@ -130,6 +134,7 @@ class RequestQueue:
         tenant = tenants[request.tenant]
         self._take_out(scheduled, tenant)
         self._delay_bound(scheduled).leave(scheduled, self._now)
+        self.waits.remove(scheduled, self._now)
         scheduled.queued = False
         self._count(scheduled, tenant, -1)
         if not tenant.waiting:
@@ -141,6 +146,8 @@ class RequestQueue:
         for scheduled in self.resting.pop_due(now):
             scheduled.resting_until = 0.0
             self._insert(scheduled, self._tenants[scheduled.request.priority][scheduled.request.tenant])
+            self.waits.remove(scheduled, now)
+            self.waits.add(scheduled)
 
     @property
     def promotes_claimed(self) -> bool:
@@ -234,6 +241,8 @@ class RequestQueue:
         self._take_out(scheduled, tenant)
         self._count_at_home(scheduled, -1)
         self._delay_bound(scheduled).leave(scheduled, self._now)
+        self.waits.remove(scheduled, self._now)
+        self.waits.add(scheduled)
         scheduled.pools = pools
         self._delay_bound(scheduled).join(scheduled)
         self._count_at_home(scheduled, 1)

@@ -30,7 +30,7 @@ from serve_app.serving.scheduler.kept_usage import KeptUsage
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
-from serve_app.serving.scheduler.overview import overview
+from serve_app.serving.scheduler.overview import SUB_QUEUES_SHOWN, overview
 from serve_app.serving.scheduler.recent_activity import RecentActivity
 from serve_app.serving.state.keeper import StateKeeper
 from serve_app.serving.state.store import StateStore
@@ -185,7 +185,7 @@ class SchedulerActor:
     async def overview(self) -> dict[str, Any]:
         """All that the page for admins shows of this model."""
         live = await self._current()
-        found = overview(live.status(), live.queue(), live.activity.document())
+        found = overview(live.status(), live.queue(SUB_QUEUES_SHOWN), live.activity.document())
         return {**found, "scaling": self.scaling.described()}
 
     async def scale(self) -> dict[str, Any]:

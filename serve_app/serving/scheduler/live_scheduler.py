@@ -42,6 +42,7 @@ from serve_app.scheduling.events import (
     Woke,
 )
 from serve_app.scheduling.learned_state import take_over
+from serve_app.scheduling.queue_snapshot import MAX_SUB_QUEUES
 from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
@@ -229,9 +230,9 @@ class LiveScheduler:
         learned = state.context.limit_tokens if state is not None and state.context is not None else None
         return {"max_model_len": None, "learned_context_tokens": learned}
 
-    def queue(self) -> dict[str, Any]:
-        """Who waits where, for how long, and why."""
-        snapshot = self.core.queue_snapshot(self.now())
+    def queue(self, most: int = MAX_SUB_QUEUES) -> dict[str, Any]:
+        """Who waits where, for how long, and why, with at most so many sub-queues."""
+        snapshot = self.core.queue_snapshot(self.now(), most)
         served = {
             priority.value: dict(counters) for priority, counters in snapshot.served.items() if counters
         }

@@ -11,7 +11,7 @@ from serve_app.routing.replica_state import ReplicaState
 
 # More than a person looks through on a page. Those that need attention come first.
 _MOST_REPLICAS = 100
-_MOST_SUB_QUEUES = 60
+SUB_QUEUES_SHOWN = 60
 _MOST_TENANTS = 50
 _SUMMED = ("in_flight", "held_tokens", "waiting_in_engine", "running")
 
@@ -38,17 +38,17 @@ def reserved(state: ReplicaState | None) -> dict[str, Any]:
 def overview(
     status: Mapping[str, Any], queue: Mapping[str, Any], activity: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One document of what a scheduler tells of itself."""
+    """One document of what a scheduler tells of itself.
+
+    Args:
+        queue: with at most `SUB_QUEUES_SHOWN`.
+    """
     replicas = [_replica(name, each) for name, each in status["replicas"].items()]
     replicas.sort(key=lambda each: (each["state"] == "ready", each["pool"], each["replica"]))
-    sub_queues = queue["sub_queues"]
-    most = slice(_MOST_SUB_QUEUES)
     return {
         **{name: each for name, each in status.items() if name not in ("replicas", "pools")},
-        **{name: each for name, each in queue.items() if name not in ("sub_queues", "served", "waiting")},
+        **{name: each for name, each in queue.items() if name not in ("served", "waiting")},
         "waiting_requests": queue["waiting"],
-        "sub_queues": sub_queues[most],
-        "sub_queues_left_out": queue["sub_queues_left_out"] + len(sub_queues[most.stop :]),
         "served": {priority: _most_served(counters) for priority, counters in queue["served"].items()},
         "pools": [_pool(name, replicas) for name in status["pools"]],
         "replicas": replicas[:_MOST_REPLICAS],

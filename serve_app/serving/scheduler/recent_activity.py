@@ -21,6 +21,8 @@ SLOTS = 120
 # Of one slot; what others were served is added up. It bounds the memory at some MB.
 _MOST_TENANTS = 500
 _OTHERS = "(others)"
+# More than a person would read.
+_TENANTS_SHOWN = 50
 # Times are counted in steps of 10 %, from a millisecond on.
 _LEAST_S = 0.001
 _STEP = math.log(1.1)
@@ -51,6 +53,49 @@ class _Slot:
     most_waiting: int = 0
     document: dict[str, Any] | None = None
 
+    def add(self, other: "_Slot") -> None:
+        """Count what the other one has counted, too."""
+        self.outcomes.update(other.outcomes)
+        self.tokens.update(other.tokens)
+        for priority, steps in other.first_tokens.items():
+            self.first_tokens.setdefault(priority, Counter()).update(steps)
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Outcomes, and quantiles of all times to first token, by class."""
+        outcomes: dict[PriorityClass, dict[str, int]] = {priority: {} for priority in PriorityClass}
+        for (priority, outcome), count in self.outcomes.items():
+            outcomes[priority][outcome.value] = count
+        return {
+            priority.value: {
+                "outcomes": outcomes[priority],
+                "first_tokens": steps.total(),
+                "ttft_p50_s": _quantile_s(steps, 0.5),
+                "ttft_p95_s": _quantile_s(steps, 0.95),
+                "ttft_p99_s": _quantile_s(steps, 0.99),
+            }
+            for priority in PriorityClass
+            for steps in (self.first_tokens.get(priority, Counter()),)
+        }
+
+    def served(self) -> dict[str, Any]:
+        """Tokens of each tenant in each class, the most first, as far as the engines counted them."""
+        shown = self.tokens.most_common(_TENANTS_SHOWN)
+        return {
+            "rows": [
+                {"priority": priority.value, "tenant": tenant, "tokens": count}
+                for (priority, tenant), count in shown
+            ],
+            "left_out": len(self.tokens) - len(shown),
+            "tokens": self.tokens.total(),
+        }
+
+
+def _sum_of(slots: Iterable[_Slot]) -> _Slot:
+    total = _Slot(0)
+    for slot in slots:
+        total.add(slot)
+    return total
+
 
 class RecentActivity:
     """The slots, the latest last.
@@ -63,6 +108,9 @@ class RecentActivity:
         self._clock = clock
         self._began = clock()
         self._slots: deque[_Slot] = deque(maxlen=SLOTS)
+        self._now_ends = -math.inf
+        # The sum of the slots before the current one, which is kept as long as that is the current one.
+        self._closed: tuple[int, _Slot] | None = None
 
     def __repr__(self) -> str:
         return f"<RecentActivity slots={len(self._slots)}>"
@@ -106,21 +154,26 @@ class RecentActivity:
         now = self._clock()
         current = int(now // SLOT_S)
         kept = [slot for slot in self._slots if slot.number > current - SLOTS]
+        if self._closed is None or self._closed[0] != current:
+            self._closed = current, _sum_of(slot for slot in kept if slot.number < current)
+        total = _sum_of([self._closed[1], *(slot for slot in kept if slot.number == current)])
         return {
             "slot_s": SLOT_S,
             "slots": SLOTS,
             "known_s": min(now - self._began, SLOT_S * SLOTS),
             "current": current,
             "series": [self._document_of(slot, current) for slot in kept],
-            "last_minute": _summary(slot for slot in kept if slot.number > current - 60 / SLOT_S),
-            "last_minutes": _summary(kept),
-            "tenants": _tenants(kept),
+            "last_minute": _sum_of(slot for slot in kept if slot.number > current - 60 / SLOT_S).summary(),
+            "last_minutes": total.summary(),
+            "tenants": total.served(),
         }
 
     def _slot(self) -> _Slot:
-        number = int(self._clock() // SLOT_S)
-        if not self._slots or self._slots[-1].number != number:
+        now = self._clock()
+        if now >= self._now_ends:
+            number = int(now // SLOT_S)
             self._slots.append(_Slot(number))
+            self._now_ends = (number + 1) * SLOT_S
         return self._slots[-1]
 
     def _document_of(self, slot: _Slot, current: int) -> dict[str, Any]:
@@ -137,44 +190,3 @@ class RecentActivity:
             # It changes no more.
             slot.document = found
         return found
-
-
-def _summary(slots: Iterable[_Slot]) -> dict[str, dict[str, Any]]:
-    """Outcomes, and quantiles of all times to first token, by class."""
-    outcomes: Counter[tuple[PriorityClass, Outcome]] = Counter()
-    firsts: dict[PriorityClass, Counter[int]] = {}
-    for slot in slots:
-        outcomes.update(slot.outcomes)
-        for priority, steps in slot.first_tokens.items():
-            firsts.setdefault(priority, Counter()).update(steps)
-    return {
-        priority.value: {
-            "outcomes": {outcome.value: n for (each, outcome), n in outcomes.items() if each is priority},
-            "first_tokens": steps.total(),
-            "ttft_p50_s": _quantile_s(steps, 0.5),
-            "ttft_p95_s": _quantile_s(steps, 0.95),
-            "ttft_p99_s": _quantile_s(steps, 0.99),
-        }
-        for priority in PriorityClass
-        for steps in (firsts.get(priority, Counter()),)
-    }
-
-
-# More than a person would read.
-_TENANTS_SHOWN = 50
-
-
-def _tenants(slots: Iterable[_Slot]) -> dict[str, Any]:
-    """Tokens of each tenant in each class, the most first, as far as the engines counted them."""
-    tokens: Counter[tuple[PriorityClass, str]] = Counter()
-    for slot in slots:
-        tokens.update(slot.tokens)
-    shown = tokens.most_common(_TENANTS_SHOWN)
-    return {
-        "rows": [
-            {"priority": priority.value, "tenant": tenant, "tokens": count}
-            for (priority, tenant), count in shown
-        ],
-        "left_out": len(tokens) - len(shown),
-        "tokens": tokens.total(),
-    }

@@ -10,7 +10,7 @@ from serve_app.errors import ChannelError
 from serve_app.routing.replica import ReplicaReport
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
-from serve_app.serving.scheduler.overview import overview
+from serve_app.serving.scheduler.overview import SUB_QUEUES_SHOWN, overview
 from tests.serving.channel.harness import scheduler_settings, submission
 from tests.serving.gateway.builders import MODEL, Engine, serving
 from tests.serving.gateway.fleet import Fleet, fleet_of
@@ -89,7 +89,9 @@ async def page_stage() -> AsyncIterator[PageStage]:
             live = fleet.world.live
             if live.ended:
                 raise ChannelError(f"this scheduler does not schedule: {live.ended}")
-            return overview(live.status(), live.queue(), live.activity.document()) | {"scaling": {}}
+            return overview(live.status(), live.queue(SUB_QUEUES_SHOWN), live.activity.document()) | {
+                "scaling": {}
+            }
 
         async def nothing(_: str = "") -> Any:
             return {}

@@ -2,6 +2,9 @@
 
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
+// A figure and its unit stay on one line.
+const SPACE = "\u00a0";
+
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
 /** What stands where an engine does not tell a figure, or there is none yet. */
@@ -22,15 +25,15 @@ export function compact(value) {
 export function seconds(value) {
   if (!isNumber(value)) return NONE;
   const size = Math.abs(value);
-  if (size === 0) return "0 s";
-  if (size < 0.9995) return `${digits(value * 1e3)} ms`;
-  if (size < 119.5) return `${digits(value)} s`;
+  if (size === 0) return `0${SPACE}s`;
+  if (size < 0.9995) return `${digits(value * 1e3)}${SPACE}ms`;
+  if (size < 119.5) return `${digits(value)}${SPACE}s`;
   const minutes = Math.floor(Math.round(size) / 60);
-  if (minutes < 120) return `${minutes} min ${Math.round(size) - 60 * minutes} s`;
-  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  if (minutes < 120) return `${minutes}${SPACE}min ${Math.round(size) - 60 * minutes}${SPACE}s`;
+  return `${Math.floor(minutes / 60)}${SPACE}h ${minutes % 60}${SPACE}min`;
 }
 
-export const percent = (share) => (isNumber(share) ? `${digits(100 * share, 2)} %` : NONE);
+export const percent = (share) => (isNumber(share) ? `${digits(100 * share, 2)}${SPACE}%` : NONE);
 
 export const perSecond = (value) => (isNumber(value) ? `${digits(value)}/s` : NONE);
 

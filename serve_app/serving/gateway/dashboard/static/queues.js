@@ -1,6 +1,6 @@
 // The length axis with the length queues, and why their heads wait.
 
-import { widthOf, table } from "./charts.js";
+import { legend, table, widthOf } from "./charts.js";
 import { h } from "./dom.js";
 import { compact, counted, NONE, score, seconds, whole } from "./format.js";
 
@@ -17,7 +17,8 @@ export function render(model, page) {
     h("div", { class: "card", id: "axis-card" },
       h("h2", null, "Length queues"),
       h("p", { class: "note" }, introduction(model, learned)),
-      axis(model)),
+      axis(model),
+      legend([["queue", "queue of a range of lengths"], ["bubble", "bubble queue, for lengths in a gap between them"]])),
     h("div", { class: "card" }, queueTable(model)),
     h("div", { class: "card" }, subQueueTable(model, page)));
 }
@@ -41,7 +42,8 @@ function axis(model) {
   const x = (tokens) => SIDE + ((width - 2 * SIDE) * Math.log(Math.max(shortest, tokens) / shortest)) / Math.log((longest + 1) / shortest);
   const most = Math.max(1, ...bounded.map((queue) => queue.waiting));
   const height = (waiting) => (waiting ? Math.max(4, (BASE - TOP) * Math.log1p(waiting) / Math.log1p(Math.max(most, 8))) : 0);
-  let labelled = -Infinity;
+  const middleOf = (queue) => (x(queue.bounds.min_tokens) + x(queue.bounds.max_tokens + 1)) / 2;
+  const labels = roomFor(bounded, middleOf);
   const waiting = bounded.reduce((sum, queue) => sum + queue.waiting, 0);
   const label = `Length axis from ${whole(shortest)} to ${whole(longest)} prompt tokens with ${bounded.length} queues, in which ${counted(waiting, "request waits", "requests wait")}. The table below has the figures.`;
   return h("svg", { role: "img", "aria-label": label, width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, class: "axis" },
@@ -50,10 +52,6 @@ function axis(model) {
       const left = x(low);
       const wide = Math.max(2, x(high + 1) - left - 1);
       const tall = height(queue.waiting);
-      const middle = left + wide / 2;
-      const text = queue.waiting ? compact(queue.waiting) : "";
-      const room = text && middle - labelled > 8 * text.length + 6;
-      if (room) labelled = middle;
       const told = queue.waiting
         ? `${queue.name} tokens${bubble ? " (bubble)" : ""}: ${counted(queue.waiting, "request waits", "requests wait")}, the longest for ${seconds(queue.longest_wait_s)}`
         : `${queue.name} tokens${bubble ? " (bubble)" : ""}: empty`;
@@ -61,10 +59,24 @@ function axis(model) {
         h("title", null, told),
         h("rect", { class: "band", x: left, y: TOP, width: wide, height: BASE - TOP }),
         h("rect", { class: "waiting", x: left, y: BASE - tall, width: wide, height: tall }),
-        room ? h("text", { x: middle, y: BASE - tall - 5, "text-anchor": "middle" }, text) : null);
+        labels.has(queue.name) ? h("text", { x: middleOf(queue), y: BASE - tall - 5, "text-anchor": "middle" }, compact(queue.waiting)) : null);
     }),
     ticks(shortest, longest, x, width),
     border(model.b_short_tokens, x, width));
+}
+
+/** The queues whose numbers fit beside each other, the longest queues first. */
+function roomFor(queues, middleOf) {
+  const taken = [];
+  const found = new Set();
+  for (const queue of queues.filter((each) => each.waiting).sort((one, other) => other.waiting - one.waiting)) {
+    const half = 4 * compact(queue.waiting).length + 2;
+    const middle = middleOf(queue);
+    if (taken.some((each) => Math.abs(each.middle - middle) < each.half + half)) continue;
+    taken.push({ middle, half });
+    found.add(queue.name);
+  }
+  return found;
 }
 
 function ticks(shortest, longest, x, width) {

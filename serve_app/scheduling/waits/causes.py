@@ -1,0 +1,67 @@
+"""What can keep a request waiting, and how a wait is divided among those causes."""
+
+import enum
+from dataclasses import dataclass, field
+
+
+class WaitCause(enum.StrEnum):
+    """What a request waited for. The first four are matters of order: others went first."""
+
+    HIGHER_CLASS = "higher_class"
+    """A place in an engine came free, and a request of a higher class got it."""
+    OTHER_TENANTS = "other_tenants"
+    """A request of another tenant of its class got the place."""
+    OWN_REQUESTS = "own_requests"
+    """Another request of its own tenant and class got the place."""
+    LOWER_CLASS = "lower_class"
+    """A request of a lower class got the place: its floor share, or it had waited too long."""
+    ENGINES_BUSY = "engines_busy"
+    """No engine took more, until this request got the next place."""
+    LONG_PREFILL = "long_prefill"
+    """It has a long prompt, and as many long prefills as are allowed were under way."""
+    KV_CACHE = "kv_cache"
+    """The free places had too little KV cache for it."""
+    ENGINE_QUEUE = "engine_queue"
+    """Batch work waits for an engine without a queue of its own."""
+    PARTICULAR_REPLICA = "particular_replica"
+    """Only some replicas will do for it, for an adapter or a stored response, and those took nothing."""
+    NO_REPLICA = "no_replica"
+    """No replica of its pools was connected."""
+    STALE_REPORT = "stale_report"
+    """The replicas were connected, and did not report, or drained."""
+    FAILING_REPLICAS = "failing_replicas"
+    """The replicas were suspended because they failed, or gave no sign."""
+    BACKOFF = "backoff"
+    """It had come back from more than one replica, and rested before the next try."""
+    EARLIER_ATTEMPT = "earlier_attempt"
+    """It was on a replica that gave it back."""
+    BEFORE_SCHEDULER = "before_scheduler"
+    """Before this scheduler knew of it: a scheduler that has been replaced since may have held it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitBreakdown:
+    """Where a wait went.
+
+    Attributes:
+        causes: nanoseconds by cause, without those that are 0. They add up to the time since the arrival.
+        ahead: how many requests took a place in its pool meanwhile that it could have had, by cause.
+    """
+
+    causes: dict[WaitCause, int] = field(default_factory=dict)
+    ahead: dict[WaitCause, int] = field(default_factory=dict)
+
+    @property
+    def wait_s(self) -> float:
+        """The sum of all causes, in seconds."""
+        return sum(self.causes.values()) / 1e9
+
+    @property
+    def main_cause(self) -> WaitCause | None:
+        """The cause of most of it; None where there was no wait."""
+        return max(self.causes, key=self.causes.__getitem__, default=None)
+
+
+def nanoseconds(at: float) -> int:
+    """A time in seconds as a whole number, so that sums of differences are exact."""
+    return int(at * 1e9)

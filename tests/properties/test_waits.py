@@ -1,0 +1,151 @@
+"""The causes of waits, in random histories: they add up, and the shared accounts divide as a slow one would.
+
+The slow one keeps a list of spans for each request. What it shares with the accounts is the judgement what a
+request lacks; what it does without are sums over all requests of a kind, and newcomers.
+"""
+
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+
+from serve_app.routing.replica_state import ReplicaState
+from serve_app.scheduling import events as ev
+from serve_app.scheduling.commands import Conclude, Dispatch
+from serve_app.scheduling.request import ScheduledRequest
+from serve_app.scheduling.scheduler import Scheduler
+from serve_app.scheduling.waits.account import BUSY, PLACE_OF
+from serve_app.scheduling.waits.causes import WaitBreakdown, WaitCause, nanoseconds
+from serve_app.scheduling.waits.watch import WaitWatch
+from tests.properties.test_scheduler_invariants import IsolatingMachine, SchedulerMachine, ThreePoolsMachine
+
+_CAUSE_OF = {place: cause for cause, place in PLACE_OF.items()}
+
+
+class SlowWatch(WaitWatch):
+    """Notes the same for each request by itself."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.__dict__.update(scheduler.waits.__dict__)
+        self.scheduler = scheduler
+        self.since: dict[str, int] = {}
+        self.spent: dict[str, Counter[WaitCause]] = {}
+        self.ahead: dict[str, Counter[WaitCause]] = {}
+
+    def on_dispatch(self, taker: ScheduledRequest, replica: ReplicaState, now: float) -> None:
+        at = nanoseconds(now)
+        for waiting in self.scheduler.queue:
+            account = waiting.waits.account if waiting.waits is not None else None
+            if account is None or account.pool != replica.spec.pool or account.state != BUSY:
+                continue
+            lacking = self._lacking(account, replica, now)
+            if (
+                lacking is WaitCause.ENGINE_QUEUE
+                and taker.request.priority.rank < waiting.request.priority.rank
+            ):
+                lacking = None
+            cause = lacking or _order(waiting, taker)
+            self._spend(waiting.request.request_id, cause, at)
+            if lacking is None:
+                self.ahead.setdefault(waiting.request.request_id, Counter())[cause] += 1
+        super().on_dispatch(taker, replica, now)
+
+    def settle(self, now: float) -> None:
+        at = nanoseconds(now)
+        before = {
+            waiting.request.request_id: (account, account.state)
+            for waiting in self.scheduler.queue
+            if waiting.waits is not None and (account := waiting.waits.account) is not None
+        }
+        super().settle(now)
+        for waiting in self.scheduler.queue:
+            request_id = waiting.request.request_id
+            tally = waiting.waits
+            if request_id not in before:
+                self.since[request_id] = at
+            elif (
+                tally is None
+                or tally.account is None
+                or before[request_id] != (tally.account, tally.account.state)
+            ):
+                self._spend(request_id, _CAUSE_OF[before[request_id][1]], at)
+
+    def _spend(self, request_id: str, cause: WaitCause, at: int) -> None:
+        self.spent.setdefault(request_id, Counter())[cause] += at - self.since[request_id]
+        self.since[request_id] = at
+
+
+def _order(waiting: ScheduledRequest, taker: ScheduledRequest) -> WaitCause:
+    mine, theirs = waiting.request, taker.request
+    if theirs.priority is not mine.priority:
+        is_higher = theirs.priority.rank < mine.priority.rank
+        return WaitCause.HIGHER_CLASS if is_higher else WaitCause.LOWER_CLASS
+    return WaitCause.OWN_REQUESTS if theirs.tenant == mine.tenant else WaitCause.OTHER_TENANTS
+
+
+class WaitsMachine(SchedulerMachine):
+    """Checks what commands say of waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler.waits = self.slow = SlowWatch(self.scheduler)
+        self.arrived_at: dict[str, float] = {}
+        self.resumed: set[str] = set()
+        self.simple: dict[str, bool] = {}
+
+    def feed(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Arrived | ev.Resumed):
+            self.arrived_at[event.request.request_id] = event.request.arrived_at
+        elif isinstance(event, ev.DispatchFailed):
+            self.simple[event.request_id] = False
+        handle = self.scheduler.handle
+        seen = []
+
+        def watched(event: ev.Event, now: float):  # type: ignore[no-untyped-def]
+            seen.extend(commands := handle(event, now))
+            return commands
+
+        self.scheduler.handle = watched  # type: ignore[method-assign]
+        try:
+            super().feed(event)
+        finally:
+            self.scheduler.handle = handle  # type: ignore[method-assign]
+        for command in seen:
+            if isinstance(command, Dispatch | Conclude) and command.waited is not None:
+                self.adds_up(command.request_id, command.waited)
+
+    def adds_up(self, request_id: str, waited: WaitBreakdown) -> None:
+        now = nanoseconds(self.now)
+        assert sum(waited.causes.values()) == now - nanoseconds(self.arrived_at[request_id])
+        assert all(spent > 0 for spent in waited.causes.values())
+        assert all(count > 0 for count in waited.ahead.values())
+        assert WaitCause.BEFORE_SCHEDULER not in waited.causes
+        if not self.simple.get(request_id, True):
+            return
+        spent = self.slow.spent.get(request_id, Counter()).copy()
+        left = now - self.slow.since[request_id]
+        told = Counter(waited.causes)
+        told.subtract(spent)
+        # What is open at its end has one cause, that of its state.
+        assert {cause: ns for cause, ns in told.items() if ns} in ([{}] if not left else _open(left))
+        assert waited.ahead == dict(self.slow.ahead.get(request_id, Counter()))
+
+
+def _open(left: int) -> list[dict[WaitCause, int]]:
+    return [{cause: left} for cause in PLACE_OF]
+
+
+class IsolatingWaitsMachine(WaitsMachine, IsolatingMachine):
+    pass
+
+
+class ThreePoolsWaitsMachine(WaitsMachine, ThreePoolsMachine):
+    pass
+
+
+TestWaits = WaitsMachine.TestCase
+TestIsolatingWaits = IsolatingWaitsMachine.TestCase
+TestThreePoolsWaits = ThreePoolsWaitsMachine.TestCase
+for case, examples in ((TestWaits, 100), (TestIsolatingWaits, 100), (TestThreePoolsWaits, 50)):
+    case.settings = settings(
+        max_examples=examples, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
+    )
