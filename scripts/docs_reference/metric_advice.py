@@ -63,8 +63,9 @@ METRIC_ADVICE = {
     "ewsjf_b_short_moves_total": "Many in an hour: the traffic swings around the border; see routing.",
     "ewsjf_b_short_tokens": "Compare with `ewsjf_misroutes_total` before you fix it by hand.",
     "ewsjf_blocked_heads": (
-        "`kv_cache` and `saturated`: more replicas; `no_replica`: engines are missing; `isolation`: "
-        "long prefills wait for each other; `engine_queue`: batch work waits, as it should."
+        "`kv_cache` and `engines_busy`: more replicas; `no_replica`: engines are missing; `long_prefill`: "
+        "long prefills wait for each other; `particular_replica`: an adapter or a stored response is there "
+        "alone; `engine_queue`: batch work waits, as it should."
     ),
     "ewsjf_dispatches_total": "Its rate against arrivals: below them, the queue grows.",
     "ewsjf_estimate_ratio": (
