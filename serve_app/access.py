@@ -14,7 +14,8 @@ from pathlib import Path
 
 ADMIN_KEY_VARIABLE = "EWSJF_ADMIN_KEY"
 """Environment variable of gateways that holds it; to be set where something else than `serve` starts Ray."""
-_FILE = "admin-key"
+ADMIN_KEY_FILE = "admin-key"
+"""In the folder of an application; only the user who started it can read it."""
 
 
 def is_loopback(host: str) -> bool:
@@ -35,7 +36,7 @@ def admin_key_of(environment: Mapping[str, str]) -> str:
 def written_admin_key(folder: Path, environment: Mapping[str, str] = os.environ) -> str:
     """The key of an application that is to start, written into its folder."""
     key = admin_key_of(environment) or secrets.token_urlsafe(32)
-    descriptor = os.open(folder / _FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = os.open(folder / ADMIN_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(key)
     return key
@@ -44,5 +45,5 @@ def written_admin_key(folder: Path, environment: Mapping[str, str] = os.environ)
 def read_admin_key(folder: Path) -> str | None:
     """The key that lies in the folder of an application; None when this user cannot read one there."""
     with contextlib.suppress(OSError):
-        return (folder / _FILE).read_text(encoding="utf-8").strip() or None
+        return (folder / ADMIN_KEY_FILE).read_text(encoding="utf-8").strip() or None
     return None

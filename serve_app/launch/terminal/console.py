@@ -33,6 +33,7 @@ class WayIn:
         listens: the address of its configuration, where that is not the one to use.
         keys: whether callers need a key.
         output: the file that has what Ray and Ray Serve write.
+        key_file: the file with the application's own admin key.
     """
 
     url: str
@@ -41,6 +42,7 @@ class WayIn:
     keys: bool
     logs: str
     output: str
+    key_file: str
     drain_s: float
     dashboard: str | None
 
@@ -116,6 +118,7 @@ class Console:
         self.line(f"  models   {', '.join(way_in.models)}")
         curl = f"curl {way_in.url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
         self.line(f"  try      {curl}")
+        self.line(f"  page     {way_in.url}/dashboard   (its key: {way_in.key_file})")
         self.line(f"  state    python -m serve_app status --url {way_in.url}")
         self.line(f"  logs     {way_in.logs}")
         self.line(f"  output   {way_in.output}   (of Ray itself)")

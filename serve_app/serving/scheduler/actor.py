@@ -25,14 +25,14 @@ from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.hot import hot_settings, with_hot_settings
 from serve_app.serving.scheduler.capture import captured
+from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, overview
+from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
 from serve_app.serving.scheduler.kept_usage import KeptUsage
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
-from serve_app.serving.scheduler.overview import SUB_QUEUES_SHOWN, overview
-from serve_app.serving.scheduler.recent_activity import RecentActivity
 from serve_app.serving.state.keeper import StateKeeper
 from serve_app.serving.state.store import StateStore
 from serve_app.serving.versions import ALL_AT_ONCE_PERCENT

@@ -49,11 +49,11 @@ from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.scheduler.dashboard.overview import reserved
+from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
-from serve_app.serving.scheduler.overview import reserved
 from serve_app.serving.scheduler.receipts import ReceiptBook
-from serve_app.serving.scheduler.recent_activity import RecentActivity
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.serving.scheduler.scraped.pool_figures import look_at_pools
 from serve_app.serving.scheduler.scraped.queue_figures import look_at_queue

@@ -144,7 +144,7 @@ class SchedulerMetrics:
             _ERROR_BUCKETS_S,
         )
         self._dispatches = counter("ewsjf_dispatches", "Grants issued.", "pool")
-        text = "Time in the queue of dispatched requests, and of those that ended there, by what they waited for."
+        text = "Time in the queue, of requests that have left it, by what they waited for."
         self._wait_causes = counter("ewsjf_queue_wait_cause_seconds", text, "class", "cause")
         self._cause_children: dict[tuple[PriorityClass, WaitCause], CounterCell] = {}
         self._spills = counter("ewsjf_spills", "Grants in another pool than the request's own.", "pool")

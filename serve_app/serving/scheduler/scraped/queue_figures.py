@@ -17,16 +17,16 @@ _MOST_HEADS = 100
 
 _REASONS = (
     ("no replica is connected", "no_replica"),
-    ("every replica is saturated", "saturated"),
-    ("it refers to what replica", "bound_to_replica"),
-    ("no replica that holds the adapter", "adapter"),
+    ("every replica is saturated", "engines_busy"),
+    ("it refers to what replica", "particular_replica"),
+    ("no replica that holds the adapter", "particular_replica"),
     ("no open replica has", "kv_cache"),
     ("it has failed on every", "failed_before"),
-    ("long prefills are under way", "isolation"),
+    ("long prefills are under way", "long_prefill"),
     ("batch work waits", "engine_queue"),
     ("others go first", "order"),
 )
-REASONS = (*(name for _, name in _REASONS), "other")
+REASONS = (*dict.fromkeys(name for _, name in _REASONS), "other")
 """What can keep a head: see `Dispatcher.why_waiting`."""
 
 

@@ -10,7 +10,7 @@ from serve_app.errors import ChannelError
 from serve_app.routing.replica import ReplicaReport
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
-from serve_app.serving.scheduler.overview import SUB_QUEUES_SHOWN, overview
+from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, overview
 from tests.serving.channel.harness import scheduler_settings, submission
 from tests.serving.gateway.builders import MODEL, Engine, serving
 from tests.serving.gateway.fleet import Fleet, fleet_of

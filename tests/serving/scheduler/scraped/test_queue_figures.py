@@ -48,7 +48,7 @@ def test_why_heads_wait_and_what_pools_could_take() -> None:
     builders.fill(driver)
     driver.arrive("r1")
     page = pages(driver)
-    assert 'ewsjf_blocked_heads{model="m",pool="only",reason="saturated"} 1.0' in page
+    assert 'ewsjf_blocked_heads{model="m",pool="only",reason="engines_busy"} 1.0' in page
     assert 'ewsjf_pool_replicas{model="m",pool="only",state="saturated"} 1.0' in page
     assert 'ewsjf_pool_saturation_ratio{model="m",pool="only"} 1.0' in page
     assert re.search(r'ewsjf_pool_kv_reserved_ratio\{model="m",pool="only"\} 0\.\d+', page)

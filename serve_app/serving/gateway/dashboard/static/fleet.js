@@ -12,9 +12,11 @@ export function render(model) {
     h("div", { class: "card" }, replicaTable(model)));
 }
 
-const reserved = (each) => each.budget_tokens
-  ? h("span", { class: "meter" }, bar(each.held_tokens / each.budget_tokens), `${compact(each.held_tokens)} of ${compact(each.budget_tokens)} (${percent(each.held_tokens / each.budget_tokens)})`)
-  : `${compact(each.held_tokens)}, no limit told`;
+function reserved({ held_tokens: held, budget_tokens: budget }) {
+  if (budget === null) return `${compact(held)}, no limit told`;
+  if (!budget) return NONE;
+  return h("span", { class: "meter" }, bar(held / budget), `${compact(held)} of ${compact(budget)} (${percent(held / budget)})`);
+}
 
 const used = (ratio) => (ratio === null || ratio === undefined
   ? NONE

@@ -181,7 +181,7 @@ function draw(page) {
   const tpot = way.first && tokens > 1 ? (way.last - way.first) / 1000 / (tokens - 1) : null;
   const facts = [
     ["State", WORDS_OF_STATE[way.state] + (way.status ? ` (${way.status})` : "")],
-    ["Time so far", seconds((now - way.began) / 1000)],
+    [way.ended ? "Time in all" : "Time so far", seconds((now - way.began) / 1000)],
     ["Waiting beside it", way.ahead === undefined ? NONE : `${counted(way.ahead, "request")} in the queue, when it was last looked`],
     ["In the queue", wait ? seconds(Number(wait) / 1000) : NONE],
     ["Pool, replica", id && header("x-pool") ? `${header("x-pool")}, ${header("x-replica")}` : NONE],
@@ -189,7 +189,7 @@ function draw(page) {
     ["Estimated tokens", header("x-estimated-tokens") ? whole(Number(header("x-estimated-tokens"))) : NONE],
     ["Time to first token", way.first ? `${seconds((way.first - way.began) / 1000)}, as this browser saw it` : way.stream ? NONE : "only streams have one"],
     ["Time per token", tpot === null ? NONE : seconds(tpot)],
-    ["Tokens, as counted", way.usage ? `${whole(way.usage.prompt_tokens)} of the prompt, ${whole(tokens)} of the answer` : NONE],
+    ["Tokens counted", way.usage ? `${whole(way.usage.prompt_tokens)} of the prompt, ${whole(tokens)} of the answer` : NONE],
     ["Come again in", header("retry-after") ? `${header("retry-after")} s` : NONE],
   ];
   show(result,

@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.serving.scheduler.recent_activity import SLOT_S, SLOTS, RecentActivity
+from serve_app.serving.scheduler.dashboard.recent_activity import SLOT_S, SLOTS, RecentActivity
 
 INTERACTIVE, BATCH = PriorityClass.INTERACTIVE, PriorityClass.BATCH
 
