@@ -63,6 +63,16 @@ COMMANDS: tuple[CommandEntry, ...] = (
         "serve_app.mode.command",
     ),
     CommandEntry(
+        "explain",
+        "say where the time of a request went, and why it waited",
+        "serve_app.receipts.explain_command",
+    ),
+    CommandEntry(
+        "capture",
+        "write the requests of the last ten minutes as a trace, without their text",
+        "serve_app.receipts.capture_command",
+    ),
+    CommandEntry(
         "keys",
         "make, list and revoke API keys in a file, and show what was used with each",
         "serve_app.key_commands.command",

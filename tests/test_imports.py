@@ -72,6 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reports": WORDS | {"metrics"},
     # Another client from outside.
     "status": {"access", "errors", "command", "launch"},
+    "receipts": {"errors", "command", "status", "tables"},
     "mode": {"errors", "command", "status", "tables"},
     "key_commands": WORDS | {"api_keys", "command", "launch", "settings", "status", "tables"},
     "diagnosis": {"errors", "command", "settings", "launch", "checking", "status"},
@@ -84,6 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "launch",
         "status",
         "mode",
+        "receipts",
         "key_commands",
         "diagnosis",
         "completion",

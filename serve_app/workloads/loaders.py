@@ -143,6 +143,7 @@ def _burstgpt(row: Row) -> TraceRequest:
 
 
 def _mooncake(row: Row) -> TraceRequest:
+    """Captures of this project add a tenant and a class."""
     prefix = row.get("hash_ids", [])
     if not isinstance(prefix, list) or not all(isinstance(block, int) for block in prefix):
         raise _RowError("hash_ids is not a list of integers")
@@ -150,22 +151,31 @@ def _mooncake(row: Row) -> TraceRequest:
         arrival_s=_seconds(row, "timestamp") / 1000,
         prompt_tokens=_tokens(row, "input_length"),
         output_tokens=_tokens(row, "output_length"),
+        tenant=_tenant(row),
+        priority=_priority(row),
         prefix=tuple(prefix),
     )
 
 
 def _plain(row: Row) -> TraceRequest:
-    try:
-        priority = PriorityClass(str(row.get("priority") or PriorityClass.DEFAULT).strip())
-    except ValueError as exc:
-        raise _RowError("priority is none of interactive, default, batch") from exc
     return TraceRequest(
         arrival_s=_seconds(row, "arrival_s"),
         prompt_tokens=_tokens(row, "prompt_tokens"),
         output_tokens=_tokens(row, "output_tokens"),
-        tenant=str(row.get("tenant") or "").strip() or "default",
-        priority=priority,
+        tenant=_tenant(row),
+        priority=_priority(row),
     )
+
+
+def _tenant(row: Row) -> str:
+    return str(row.get("tenant") or "").strip() or "default"
+
+
+def _priority(row: Row) -> PriorityClass:
+    try:
+        return PriorityClass(str(row.get("priority") or PriorityClass.DEFAULT).strip())
+    except ValueError as exc:
+        raise _RowError("priority is none of interactive, default, batch") from exc
 
 
 def _cell(row: Row, column: str) -> str:

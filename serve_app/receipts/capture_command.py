@@ -1,0 +1,49 @@
+"""The command `python -m serve_app capture`: the traffic of the last minutes as a trace, without any text."""
+
+import argparse
+import urllib.error
+from pathlib import Path
+
+from serve_app.command import Command, fetched, say
+from serve_app.errors import ServeAppError
+from serve_app.status import UnreachableError, add_address, api_key_for, default_url
+
+
+class CaptureError(ServeAppError):
+    """There is nothing to capture, or the application refuses to tell."""
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="the file, in Mooncake's format (JSON lines)")
+    add_address(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    url = args.url or default_url()
+    try:
+        lines = fetched(f"{url.rstrip('/')}/debug/capture", api_key_for(url, args.api_key))
+    except urllib.error.HTTPError as error:
+        hint = ": give --api-key with a key that has `admin`" if error.code in {401, 403} else ""
+        raise CaptureError(f"the application answered {error.code} {error.reason}{hint}") from error
+    except OSError as error:
+        raise UnreachableError(f"{url} does not answer: {error}") from error
+    count = lines.count(b"\n")
+    if not count:
+        raise CaptureError(
+            "no request has completed in the last ten minutes whose tokens were counted: nothing is written"
+        )
+    args.out.write_bytes(lines)
+    say(
+        f"{count:,} requests in {args.out}; "
+        f"play them again with: python -m serve_app simulate --trace {args.out}"
+    )
+    return 0
+
+
+COMMAND = Command(
+    name="capture",
+    summary="write the requests of the last ten minutes as a trace, without their text",
+    example="example:\n  python -m serve_app capture --out captured.jsonl",
+    configure=_configure,
+    run=_run,
+)

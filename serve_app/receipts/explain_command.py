@@ -1,0 +1,104 @@
+"""The command `python -m serve_app explain`: where the time of one request went."""
+
+import argparse
+import json
+import urllib.error
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from serve_app.command import Command, fetched, say
+from serve_app.errors import ServeAppError
+from serve_app.status import UnreachableError, add_address, api_key_for, default_url
+from serve_app.tables import shown_table
+
+_BAR = 40
+
+
+class ExplainError(ServeAppError):
+    """The application knows no such request, or refuses to tell."""
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "request_id", help="the `x-request-id` of the answer, or the one that its client sent"
+    )
+    parser.add_argument("--json", action="store_true", help="print the receipt as JSON")
+    add_address(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    url = args.url or default_url()
+    address = f"{url.rstrip('/')}/debug/requests/{urllib.parse.quote(args.request_id, safe='')}"
+    try:
+        receipt: Mapping[str, Any] = json.loads(fetched(address, api_key_for(url, args.api_key)))
+    except urllib.error.HTTPError as error:
+        raise ExplainError(_why(error, args.request_id)) from error
+    except OSError as error:
+        raise UnreachableError(f"{url} does not answer: {error}") from error
+    say(json.dumps(receipt, indent=1) if args.json else "\n".join(explained(receipt)))
+    return 0
+
+
+def _why(error: urllib.error.HTTPError, request_id: str) -> str:
+    if error.code in {401, 403}:
+        return "receipts need a key with `admin`: give --api-key"
+    if error.code == 404:
+        return (
+            f"no receipt of {request_id!r}: receipts are kept for ten minutes after a request's end, of the "
+            "last 20,000 requests, and not across a restart of the scheduler"
+        )
+    return f"the application answered {error.code} {error.reason}"
+
+
+def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
+    """The receipt in lines for a person."""
+    stages = [stage for stage in receipt["stages"] if stage["ms"] is not None]
+    total_ms = sum(stage["ms"] for stage in stages)
+    yield (
+        f"{receipt['request_id']}: {receipt['outcome']}, {receipt['class']} of tenant {receipt['tenant']}, "
+        f"model {receipt['model']}, {total_ms:,.1f} ms"
+    )
+    if receipt["message"]:
+        yield receipt["message"]
+    rows = [
+        (stage["stage"].replace("_", " "), f"{stage['ms']:,.1f}", _bar(stage["ms"], total_ms))
+        for stage in stages
+    ]
+    yield "\n" + shown_table(("where the time went", "ms", "share"), rows)
+    queue = receipt["queue"]
+    if queue["causes"]:
+        causes = sorted(queue["causes"], key=lambda each: -each["ms"])
+        rows = [(each["meaning"], f"{each['ms']:,.1f}", _bar(each["ms"], queue["ms"])) for each in causes]
+        yield "\n" + shown_table((f"why it waited ({queue['ms']:,.1f} ms)", "ms", "share"), rows)
+    if queue["ahead"]:
+        ahead = ", ".join(f"{count:,} ({cause.replace('_', ' ')})" for cause, count in queue["ahead"].items())
+        yield f"\nrequests that took a place meanwhile: {ahead}"
+    if queue["predicted_ms"] is not None:
+        yield f"predicted wait: {queue['predicted_ms']:,.1f} ms, real: {queue['ms']:,.1f} ms"
+    for number, attempt in enumerate(receipt["attempts"], start=1):
+        yield (
+            f"attempt {number}: pool {attempt['pool']}, replica {attempt['replica']}, length queue "
+            f"{attempt['length_queue']}, prefill expected to take {attempt['expected_prefill_ms']:,.1f} ms"
+        )
+    tokens = receipt["tokens"]
+    if tokens["prompt"] is not None:
+        yield (
+            f"tokens: prompt {tokens['prompt']:,} (expected {tokens['expected_prompt'] or 0:,.0f}, "
+            f"{tokens['cached'] or 0:,} cached), output {tokens['output']:,} "
+            f"(expected {tokens['expected_output'] or 0:,.0f})"
+        )
+
+
+def _bar(part: float, whole: float) -> str:
+    share = max(0.0, part) / whole if whole > 0 else 0.0
+    return f"{'#' * round(share * _BAR):<{_BAR}} {share:4.0%}"
+
+
+COMMAND = Command(
+    name="explain",
+    summary="say where the time of a request went, and why it waited",
+    example="example:\n  python -m serve_app explain chatcmpl-7",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,109 @@
+"""Receipts and captures of an overloaded application, over HTTP."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.workloads.loaders import load_trace
+from tests.e2e.served import Served
+
+pytestmark = pytest.mark.timeout(300)
+
+REQUESTS = 1_000
+AT_ONCE = 250
+CLASSES = ("interactive", "default", "batch")
+
+
+async def one(
+    http: httpx.AsyncClient, number: int, rng: random.Random, room: asyncio.Semaphore
+) -> httpx.Response:
+    """A request of a random length, class and tenant; every third is streamed."""
+    content = "word " * rng.choice((5, 20, 100, 600))
+    async with room:
+        return await http.post(
+            "/v1/chat/completions",
+            headers={
+                "x-tenant": f"tenant-{rng.randrange(4)}",
+                "x-priority": rng.choice(CLASSES),
+                "x-request-id": f"asked-{number}",
+                "x-ewsjf-receipt": "1",
+            },
+            json={
+                "model": "demo",
+                "messages": [{"role": "user", "content": content}],
+                "max_tokens": rng.choice((4, 16, 48)),
+                "stream": number % 3 == 0,
+            },
+        )
+
+
+async def test_the_causes_of_a_thousand_waits_add_up(app: Served, tmp_path: Path) -> None:
+    rng, room = random.Random(7), asyncio.Semaphore(AT_ONCE)
+    limits = httpx.Limits(max_connections=AT_ONCE + 10)
+    admin = app.application.admin_headers()
+    async with httpx.AsyncClient(base_url=app.url, timeout=200, limits=limits) as http:
+        answers = await asyncio.gather(*(one(http, number, rng, room) for number in range(REQUESTS)))
+        assert {answer.status_code for answer in answers} <= {200, 429}
+        receipts = [
+            (await http.get(f"/debug/requests/asked-{number}", headers=admin)).json()
+            for number in range(REQUESTS)
+        ]
+        capture = await http.get("/debug/capture", headers=admin)
+
+    served = [pair for pair in zip(answers, receipts, strict=True) if pair[0].status_code == 200]
+    assert len(served) > REQUESTS / 2
+    divided = [receipt for _, receipt in served if receipt["queue"]["causes"]]
+    # Else it was no overload.
+    assert len(divided) > REQUESTS / 4
+    for answer, receipt in served:
+        check(answer, receipt)
+    causes = {each["cause"] for receipt in divided for each in receipt["queue"]["causes"]}
+    assert causes >= {"engines_busy", "higher_class", "other_tenants", "own_requests"}
+    assert "before_scheduler" not in {
+        each["cause"] for receipt in divided for each in receipt["queue"]["causes"] if each["ms"] > 1
+    }
+
+    captured = tmp_path / "captured.jsonl"
+    captured.write_bytes(capture.content)
+    trace = load_trace(captured)
+    assert len(trace.requests) >= len(served)
+    assert {request.priority.value for request in trace.requests} >= set(CLASSES)
+    assert "tenant-" not in capture.text
+    assert "word" not in capture.text
+
+
+def check(answer: httpx.Response, receipt: dict[str, Any]) -> None:
+    """One receipt holds together, and says what the answer said."""
+    queue = receipt["queue"]
+    wait_ms = queue["ms"]
+    assert receipt["outcome"] == "completed"
+    assert receipt["class"] in CLASSES
+    assert abs(wait_ms - float(answer.headers["x-queue-wait-ms"])) <= 0.1
+    told = json.loads(answer.headers["x-ewsjf-receipt"])
+    assert abs(told["wait_ms"] - wait_ms) < 0.01
+    if queue["causes"]:
+        total_ms = sum(each["ms"] for each in queue["causes"])
+        assert abs(total_ms - wait_ms) < 0.01
+        assert abs(sum(told["causes_ms"].values()) - wait_ms) < 0.01
+        assert all(each["ms"] > 0 and each["meaning"] for each in queue["causes"])
+    else:
+        assert wait_ms <= 1
+    stages = {each["stage"]: each["ms"] for each in receipt["stages"]}
+    assert stages["queue"] == wait_ms
+    assert all(ms > -0.1 for ms in stages.values())
+    assert receipt["attempts"][-1]["pool"] == answer.headers["x-pool"]
+    assert receipt["tokens"]["output"] > 0
+
+
+async def test_what_is_unknown_gets_an_honest_answer(app: Served) -> None:
+    async with httpx.AsyncClient(base_url=app.url, timeout=30) as http:
+        admin = app.application.admin_headers()
+        answer = await http.get("/debug/requests/never-heard-of", headers=admin)
+
+    assert answer.status_code == 404
+    assert "ten minutes" in answer.json()["error"]["message"]

@@ -1,0 +1,121 @@
+"""`explain` and `capture` against a real gateway, whose scheduler is played by fixed answers."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.cli import main
+from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway.scheduler_views import SchedulerViews
+from tests.serving.gateway.builders import MODEL, FakeDispatcher, serving
+
+RECEIPT: dict[str, Any] = {
+    "request_id": "gw-1",
+    "client_request_id": "mine",
+    "endpoint": "/v1/chat/completions",
+    "model": MODEL,
+    "tenant": "acme",
+    "class": "batch",
+    "outcome": "completed",
+    "message": "",
+    "arrived_at": 0.0,
+    "stages": [
+        {"stage": "gateway", "ms": 0.5},
+        {"stage": "channel", "ms": 0.25},
+        {"stage": "queue", "ms": 3_000.0},
+        {"stage": "engine", "ms": 1_000.0},
+    ],
+    "queue": {
+        "ms": 3_000.0,
+        "predicted_ms": 2_500.0,
+        "causes": [
+            {"cause": "higher_class", "ms": 2_000.0, "meaning": "requests of a higher class took the places"},
+            {"cause": "engines_busy", "ms": 1_000.0, "meaning": "no engine took more requests"},
+        ],
+        "ahead": {"higher_class": 12},
+    },
+    "attempts": [{"pool": "short", "replica": "r1", "length_queue": "q0", "expected_prefill_ms": 40.0}],
+    "tokens": {
+        "prompt": 50,
+        "expected_prompt": 48,
+        "cached": 0,
+        "output": 5,
+        "expected_output": 7.5,
+    },
+}
+LINE = {"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": []}
+
+
+async def ask(*args: str, lines: int = 1) -> int:
+    """Run a command in a thread beside the gateway that it asks."""
+
+    async def nothing() -> dict[str, Any]:
+        return {}
+
+    async def freeze(_reason: str) -> None:
+        return None
+
+    async def receipt(request_id: str) -> dict[str, Any]:
+        return RECEIPT if request_id in ("gw-1", "a/b c") else {}
+
+    async def capture() -> list[dict[str, Any]]:
+        return [LINE] * lines
+
+    views = SchedulerViews(queue=nothing, status=nothing, freeze=freeze, receipt=receipt, capture=capture)
+    settings = GatewaySettings(
+        models=(ServedModel(name=MODEL),), keys=(ApiKey(tenant="t", key="k1", admin=True),)
+    )
+    gateway = Gateway(settings, {MODEL: FakeDispatcher([])}, "gw", {MODEL: views})
+    async with serving(gateway) as port:
+        url = ("--url", f"http://127.0.0.1:{port}")
+        code = await asyncio.to_thread(main, [*args, *url])
+    gateway.close()
+    return code
+
+
+@pytest.mark.parametrize("request_id", ["gw-1", "a/b c"])
+async def test_explain_says_where_the_time_went(request_id: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await ask("explain", request_id, "--api-key", "k1") == 0
+
+    told = capsys.readouterr().out
+    assert "gw-1: completed, batch of tenant acme" in told
+    assert "4,000.8 ms" in told
+    assert "75%" in told
+    assert "12 (higher class)" in told
+    assert "predicted wait: 2,500.0 ms, real: 3,000.0 ms" in told
+    assert told.index("requests of a higher class") < told.index("no engine took more")
+
+
+async def test_explain_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await ask("explain", "gw-1", "--json", "--api-key", "k1") == 0
+
+    assert json.loads(capsys.readouterr().out) == RECEIPT
+
+
+async def test_explain_says_why_there_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await ask("explain", "unknown", "--api-key", "k1") != 0
+    assert "no receipt of 'unknown'" in capsys.readouterr().err
+
+    assert await ask("explain", "gw-1", "--api-key", "wrong") != 0
+    assert "--api-key" in capsys.readouterr().err
+
+
+async def test_capture_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "captured.jsonl"
+
+    assert await ask("capture", "--out", str(out), "--api-key", "k1", lines=3) == 0
+
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [{**LINE, "model": MODEL}] * 3
+    assert "3 requests" in capsys.readouterr().out
+
+
+async def test_an_empty_capture_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "captured.jsonl"
+
+    assert await ask("capture", "--out", str(out), "--api-key", "k1", lines=0) != 0
+
+    assert "no request has completed" in capsys.readouterr().err
+    assert not out.exists()
