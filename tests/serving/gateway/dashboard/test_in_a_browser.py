@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from tests.accessibility import barriers, needs_axe
 from tests.browser import BrowserPage, needs_browser, open_page
 from tests.serving.gateway.builders import MODEL, replies
@@ -336,3 +337,23 @@ async def test_nothing_moves_for_those_who_want_it_still(page: BrowserPage) -> N
         "Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}]
     )
     assert await page.evaluate(moving) == "0s"
+
+
+async def test_one_of_several_models_is_chosen(stage: PageStage, page: BrowserPage) -> None:
+    async def other() -> dict[str, Any]:
+        raise ConnectionError("gone")
+
+    async def nothing(_: str = "") -> Any:
+        return {}
+
+    views = stage.app._dashboard._frames._views
+    assert isinstance(views, dict)
+    views["other"] = SchedulerViews(queue=nothing, status=nothing, freeze=nothing, overview=other)
+    await live(page)
+    choice = "document.getElementById('model')"
+    assert await page.evaluate(f"[...{choice}.options].map((each) => each.value)") == [MODEL, "other"]
+    await page.evaluate(f"{choice}.value = 'other'; {choice}.dispatchEvent(new Event('change'))")
+    assert "other: its scheduler does not answer" in await text(page, "#panel-queues .notice")
+    assert await page.evaluate("document.getElementById('tiles').hidden")
+    await page.evaluate(f"{choice}.value = {MODEL!r}; {choice}.dispatchEvent(new Event('change'))")
+    await page.becomes("!document.getElementById('tiles').hidden")
