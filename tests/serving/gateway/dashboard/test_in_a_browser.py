@@ -18,7 +18,7 @@ from .stage import KEY, PageStage, page_stage
 
 pytestmark = needs_browser
 
-TABS = ("queues", "fleet", "outcomes", "tenants", "tuner", "playground")
+TABS = ("queues", "fleet", "outcomes", "tenants", "tuner", "request", "playground")
 
 
 @pytest.fixture

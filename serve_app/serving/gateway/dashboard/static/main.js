@@ -7,10 +7,11 @@ import * as fleet from "./fleet.js";
 import * as outcomes from "./outcomes.js";
 import * as playground from "./playground.js";
 import * as queues from "./queues.js";
+import * as receipt from "./receipt.js";
 import * as tenants from "./tenants.js";
 import * as tuner from "./tuner.js";
 
-const VIEWS = { queues, fleet, outcomes, tenants, tuner, playground };
+const VIEWS = { queues, fleet, outcomes, tenants, tuner, request: receipt, playground };
 const KEY = "ewsjf.admin-key";
 // After so long without a frame the figures are told to be old.
 const SILENT_AFTER_MS = 4000;

@@ -198,6 +198,6 @@ function draw(page) {
       h("p", { role: "status", class: "sr" }, WORDS_OF_STATE[way.state]),
       way.error ? h("p", { class: "error" }, way.error) : null,
       h("dl", { class: "facts" }, facts.map(([name, text]) => h("div", { key: name }, h("dt", null, name), h("dd", null, text)))),
-      id ? h("p", { class: "note" }, `Request ${id}`) : null),
+      id ? h("p", { class: "note" }, h("a", { href: `#request/${encodeURIComponent(id)}` }, `Receipt of ${id}`)) : null),
     h("div", { class: "card", key: "text" }, h("h2", null, "The answer"), h("pre", { tabindex: "0", "aria-label": "The answer's text" }, way.text || "nothing yet")));
 }

@@ -1,0 +1,125 @@
+// One request's receipt: where its time went, stage by stage, and what it waited for.
+
+import { bar, table } from "./charts.js";
+import { h, made, show } from "./dom.js";
+import { NONE, percent, seconds, whole } from "./format.js";
+import { messageOf } from "./stream.js";
+
+export const title = "Request";
+
+let parts = null;
+
+export function mount(panel, page) {
+  const id = made(h("input", { id: "request-id", type: "text", autocomplete: "off", spellcheck: "false" }));
+  const form = made(h("form", { class: "card", autocomplete: "off" },
+    h("h2", null, "A request's receipt"),
+    h("p", { class: "note" }, "Each answer names its request in the header x-request-id; the playground links here."),
+    h("div", { class: "row" }, h("label", { for: "request-id" }, "Request id"), h("button", { type: "submit" }, "Show"))));
+  form.querySelector("button").before(id);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const wanted = id.value.trim();
+    if (!wanted) return;
+    if (location.hash === `#request/${encodeURIComponent(wanted)}`) opened(page, wanted);
+    else page.open("request", wanted);
+  });
+  const result = made(h("div", { "aria-live": "polite" }));
+  panel.append(form, result);
+  parts = { id, result };
+}
+
+export async function opened(page, id) {
+  if (!id) return;
+  parts.id.value = id;
+  const told = (text) => show(parts.result, h("p", { class: "notice", key: "notice" }, text));
+  if (!page.key) {
+    told("Give an admin's key above, then ask again.");
+    return;
+  }
+  told("Looking …");
+  try {
+    const answer = await fetch(page.address(`/debug/requests/${encodeURIComponent(id)}`), {
+      headers: { authorization: `Bearer ${page.key}` }, cache: "no-store", credentials: "omit",
+    });
+    if (answer.ok) show(parts.result, receipt(await answer.json()));
+    else told(await messageOf(answer));
+  } catch (error) {
+    told(`The gateway does not answer (${error.message}).`);
+  }
+}
+
+const NAMES = {
+  gateway: "in the gateway",
+  channel: "to the scheduler and back",
+  queue: "in the queue",
+  engine: "in the engine",
+  until_first_token: "until the first token",
+  generation: "generation",
+};
+
+const ms = (value) => (value === null || value === undefined ? NONE : seconds(value / 1000));
+
+function receipt(shown) {
+  const stages = shown.stages.filter((each) => each.ms !== null);
+  const total = stages.reduce((sum, each) => sum + each.ms, 0);
+  return h("div", { key: "receipt" },
+    h("div", { class: "card" },
+      h("h2", null, `${shown.request_id}: ${shown.outcome}`),
+      shown.message ? h("p", { class: "error" }, shown.message) : null,
+      facts([
+        ["Client's id", shown.client_request_id],
+        ["Model, endpoint", [shown.model, shown.endpoint].filter(Boolean).join(", ")],
+        ["Tenant, class", `${shown.tenant}, ${shown.class}`],
+        ["Arrived", new Date(1000 * shown.arrived_at).toLocaleString()],
+        ["Time in all", ms(total)],
+        ["Wait predicted", ms(shown.queue.predicted_ms)],
+        ["Prompt tokens", tokens(shown.tokens.prompt, shown.tokens.expected_prompt)],
+        ["Of these cached", whole(shown.tokens.cached)],
+        ["Answer's tokens", tokens(shown.tokens.output, shown.tokens.expected_output)],
+      ])),
+    h("div", { class: "card" }, waterfall(stages, total)),
+    h("div", { class: "card" }, causes(shown.queue)),
+    h("div", { class: "card" }, attempts(shown.attempts)));
+}
+
+const tokens = (counted, expected) => `${whole(counted)} (${whole(expected)} expected)`;
+
+const facts = (entries) =>
+  h("dl", { class: "facts" }, entries.map(([name, text]) => h("div", { key: name }, h("dt", null, name), h("dd", null, text || NONE))));
+
+function waterfall(stages, total) {
+  let from = 0;
+  const rows = stages.map(({ stage, ms: took }) => {
+    const span = h("span", { class: `span ${stage}`, "aria-hidden": "true" },
+      h("span", { vars: { "--from": `${total ? (100 * from) / total : 0}%`, "--share": `${total ? (100 * took) / total : 0}%` } }));
+    from += Math.max(0, took);
+    return { key: stage, cells: [NAMES[stage] ?? stage, ms(took), total ? percent(took / total) : NONE, span] };
+  });
+  return table("Where its time went", [["Stage"], ["Took", "figure"], ["Share", "figure"], ["From its arrival to its end", "meters"]], rows,
+    "Nothing was measured: it ended at once.");
+}
+
+function causes(queue) {
+  const rows = queue.causes.map((each) => ({
+    key: each.cause,
+    cells: [
+      each.cause.replaceAll("_", " "), ms(each.ms),
+      h("span", { class: "meter" }, bar(queue.ms ? each.ms / queue.ms : 0), queue.ms ? percent(each.ms / queue.ms) : NONE),
+      queue.ahead?.[each.cause] ? whole(queue.ahead[each.cause]) : NONE, each.meaning,
+    ],
+  }));
+  return table("What it waited for", [["Cause"], ["Time", "figure"], ["Share of the wait", "meters"], ["Went ahead", "figure"], ["That is", "why"]], rows,
+    "It did not wait: an engine took it at once.");
+}
+
+function attempts(all) {
+  const rows = all.map((each, place) => ({
+    key: place,
+    cells: [
+      whole(place + 1), `+${ms(each.after_first_ms)}`, each.pool === each.home_pool ? each.pool : `${each.pool} (at home in ${each.home_pool})`,
+      each.replica, each.passed ? "not scheduled, it passed by" : each.length_queue, ms(each.expected_prefill_ms),
+    ],
+  }));
+  return table("Where it was sent", [["Attempt"], ["After the first", "figure"], ["Pool"], ["Replica"], ["Length queue"], ["Prefill expected", "figure"]], rows,
+    "It was never sent to a replica.");
+}
