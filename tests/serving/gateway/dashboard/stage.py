@@ -96,7 +96,11 @@ async def page_stage() -> AsyncIterator[PageStage]:
         async def nothing(_: str = "") -> Any:
             return {}
 
-        views = SchedulerViews(queue=nothing, status=nothing, freeze=nothing, overview=look)
+        async def receipt(request_id: str) -> dict[str, Any]:
+            found = fleet.world.live.receipts.find(request_id)
+            return {} if found is None else found.document()
+
+        views = SchedulerViews(queue=nothing, status=nothing, freeze=nothing, overview=look, receipt=receipt)
         app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: views})
         async with serving(app) as port:
             stage = PageStage(fleet, engine, f"http://127.0.0.1:{port}", app)

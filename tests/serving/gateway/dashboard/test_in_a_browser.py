@@ -207,6 +207,34 @@ async def test_a_request_of_the_playground_takes_the_real_way(stage: PageStage, 
     assert len(body["messages"][0]["content"].split()) == 120
 
 
+async def test_a_request_that_waited_has_a_receipt(
+    stage: PageStage, page: BrowserPage, tmp_path: Path
+) -> None:
+    await live(page)
+    await choose(page, "playground")
+    await page.becomes(f"document.querySelector('[name=model]').value === {MODEL!r}")
+    shown = "document.querySelector('#panel-playground')"
+    stage.hold()
+    await stage.held()
+    await page.evaluate(f"{shown}.querySelector('form').requestSubmit()")
+    await page.becomes(f"{shown}.innerText.includes('1 request in the queue')")
+    stage.release()
+    await page.becomes(f"{shown}.innerText.includes('completed (200)')")
+
+    await page.evaluate(f"{shown}.querySelector('a[href^=\"#request/\"]').click()")
+    told = plain(
+        await page.becomes(
+            "document.querySelector('#panel-request').innerText.includes('completed')"
+            " && document.querySelector('#panel-request').innerText"
+        )
+    )
+    assert "the replicas did not report, or drained" in told
+    assert "until the first token" in told
+    assert "generation" in told
+    await page.evaluate("location.hash = '#request/unknown'")
+    await page.becomes("document.querySelector('#panel-request').innerText.includes('ten minutes')")
+
+
 async def test_the_playground_shows_why_a_request_was_refused_and_cancels_one_that_waits(
     stage: PageStage, page: BrowserPage
 ) -> None:
