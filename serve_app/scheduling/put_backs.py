@@ -20,6 +20,7 @@ from serve_app.routing.replica_state import ReplicaState
 from serve_app.scheduling.events import DispatchFailed, DispatchFailure
 from serve_app.scheduling.request import ScheduledRequest
 from serve_app.scheduling.settings import SchedulerSettings
+from serve_app.scheduling.waits.accounts import wait_breakdown
 
 _FIRST_S, _LONGEST_S = 0.1, 30.0
 # Requests that failed together do not come back together.
@@ -68,10 +69,12 @@ def exhausted(scheduled: ScheduledRequest, settings: SchedulerSettings) -> Concl
 
 
 def described(request: Request, scheduled: ScheduledRequest, now: float) -> str:
-    """How long an expired request waited, and what became of its dispatches."""
+    """How long an expired request waited, for what most of the time, and what became of its dispatches."""
     text = f"the request waited {now - request.arrived_at:.1f} s in the queue and its turn did not come"
     if not scheduled.put_backs:
-        return text
+        waited = wait_breakdown(scheduled, now)
+        cause = waited.main_cause if waited is not None else None
+        return text if cause is None else f"{text}; for most of that time {cause.meaning}"
     again = f"{text} again: it was sent {scheduled.put_backs} times and came back"
     return f"{again}; the last: {scheduled.last_failure}" if scheduled.last_failure else again
 

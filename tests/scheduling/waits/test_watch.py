@@ -208,6 +208,20 @@ def test_a_request_that_expires_or_is_cancelled_in_the_queue_tells_what_it_waite
     assert expired.causes == cancelled.causes == {WaitCause.ENGINES_BUSY: 2 * SECOND}
 
 
+def test_a_client_hears_what_its_expired_request_has_waited_for() -> None:
+    driver = steady()
+    fill(driver)
+    driver.arrive("expires", expires_at=driver.now + 2.0)
+
+    (command,) = driver.feed(ev.Woke(), after_s=2.0)
+
+    assert isinstance(command, Conclude)
+    assert command.conclusion.message == (
+        "the request waited 2.0 s in the queue and its turn did not come; "
+        "for most of that time no engine took more requests"
+    )
+
+
 def test_no_account_stays_when_nobody_waits() -> None:
     driver = steady()
     fill(driver)
