@@ -34,6 +34,7 @@ from serve_app.scheduling.commands import (
 )
 from serve_app.scheduling.decision_log import Decision, RunHeader
 from serve_app.scheduling.events import (
+    Arrived,
     DispatchFailed,
     Event,
     Finished,
@@ -266,7 +267,7 @@ class LiveScheduler:
         """Let the core handle the event, carry its commands out, and arm the next wake-up."""
         if self.ended:
             return
-        now = self.now()
+        now = self._now if isinstance(event, Arrived) else self.now()  # it was put on this clock just before
         try:
             # It is forgotten once it has ended.
             ended = self.core.find(event.request_id) if isinstance(event, Finished) else None
