@@ -56,6 +56,13 @@ SCHEDULING = Dashboard(
                     stacked=True,
                 ),
                 line(
+                    "What requests have waited for",
+                    "Seconds of waiting that ended in each second, by cause; the runbook says what would help.",
+                    "short",
+                    (rate("ewsjf_queue_wait_cause_seconds_total", "cause"), "{{cause}}"),
+                    stacked=True,
+                ),
+                line(
                     "Wait in the queue, P99",
                     "By pool and class.",
                     "s",
