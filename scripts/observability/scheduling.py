@@ -57,7 +57,7 @@ SCHEDULING = Dashboard(
                 ),
                 line(
                     "What requests have waited for",
-                    "Seconds of waiting that ended in each second, by cause; the runbook says what would help.",
+                    "Seconds of waiting that ended in each second, by cause (see `explain`).",
                     "short",
                     (rate("ewsjf_queue_wait_cause_seconds_total", "cause"), "{{cause}}"),
                     stacked=True,
