@@ -64,6 +64,7 @@ def test_too_few_requests_have_no_interval(url: str, tmp_path: Path) -> None:
     assert not any("±" in text for row in page.table("Latencies in milliseconds").texts for text in row)
 
 
+@pytest.mark.slow
 def test_two_endpoints_are_compared_by_their_differences(url: str, tmp_path: Path) -> None:
     slow = EmulatedEngineSettings(served_model_names=("small-model",), speed_up=0.4)
     with emulated_endpoint(slow) as other:
@@ -82,6 +83,7 @@ def test_two_endpoints_are_compared_by_their_differences(url: str, tmp_path: Pat
     assert page.table("How the requests ended").column("completed") == {"A": 120.0, "B": 120.0}
 
 
+@pytest.mark.slow
 def test_an_endpoint_compared_with_itself_is_not_called_better_or_worse(url: str, tmp_path: Path) -> None:
     page, found = bench(tmp_path, "--url", url, "--compare", url, "--slice-s", "0.25")
     clear = {
