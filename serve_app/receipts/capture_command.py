@@ -32,7 +32,11 @@ def _run(args: argparse.Namespace) -> int:
         raise CaptureError(
             "no request has completed in the last ten minutes whose tokens were counted: nothing is written"
         )
-    args.out.write_bytes(lines)
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_bytes(lines)
+    except OSError as error:
+        raise CaptureError(f"{args.out} cannot be written: {error.strerror}") from error
     say(
         f"{count:,} requests in {args.out}; "
         f"play them again with: python -m serve_app simulate --trace {args.out}"

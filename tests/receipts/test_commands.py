@@ -104,12 +104,20 @@ async def test_explain_says_why_there_is_nothing(capsys: pytest.CaptureFixture[s
 
 
 async def test_capture_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "captured.jsonl"
+    out = tmp_path / "not" / "yet" / "captured.jsonl"
 
     assert await ask("capture", "--out", str(out), "--api-key", "k1", lines=3) == 0
 
     assert [json.loads(line) for line in out.read_text().splitlines()] == [{**LINE, "model": MODEL}] * 3
     assert "3 requests" in capsys.readouterr().out
+
+
+async def test_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await ask("capture", "--out", str(tmp_path), "--api-key", "k1") != 0
+
+    assert f"{tmp_path} cannot be written: Is a directory" in capsys.readouterr().err
 
 
 async def test_an_empty_capture_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
