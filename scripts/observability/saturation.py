@@ -2,6 +2,7 @@
 
 from observability.panels import Dashboard, line
 from observability.queries import GATEWAY, gauge, quantile, rate
+from observability.scheduling import BLOCKED_HEADS
 
 SATURATION = Dashboard(
     name="saturation",
@@ -18,13 +19,7 @@ SATURATION = Dashboard(
                     (gauge("ewsjf_pool_saturation_ratio", "model, pool"), "{{model}} {{pool}}"),
                     at_most=1,
                 ),
-                line(
-                    "What heads wait for",
-                    "Heads of sub-queues by what keeps them from their pool.",
-                    "short",
-                    (gauge("ewsjf_blocked_heads", "pool, reason"), "{{pool}}: {{reason}}"),
-                    stacked=True,
-                ),
+                BLOCKED_HEADS,
                 line(
                     "Batches and KV cache",
                     "Requests over places in batches, and KV cache reserved; the higher one is the limit.",

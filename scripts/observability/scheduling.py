@@ -7,6 +7,15 @@ WAITS = 'sum by (le) (increase(ewsjf_queue_wait_seconds_bucket{model=~"$model"}[
 PREDICTION_ERROR = "ewsjf_queue_wait_prediction_error"
 QUEUE_WAIT = "ewsjf_length_queue_wait_seconds"
 
+BLOCKED_HEADS = line(
+    "What heads wait for",
+    "Heads of sub-queues by what keeps them from their pool.",
+    "short",
+    (gauge("ewsjf_blocked_heads", "pool, reason"), "{{pool}}: {{reason}}"),
+    stacked=True,
+)
+"""Tells of saturation, too."""
+
 SCHEDULING = Dashboard(
     name="scheduling",
     title="scheduling",
@@ -48,13 +57,7 @@ SCHEDULING = Dashboard(
                     "s",
                     (gauge("ewsjf_length_queue_oldest_wait_seconds", "length_queue"), "{{length_queue}}"),
                 ),
-                line(
-                    "What heads wait for",
-                    "Heads of sub-queues by what keeps them from their pool.",
-                    "short",
-                    (gauge("ewsjf_blocked_heads", "pool, reason"), "{{pool}}: {{reason}}"),
-                    stacked=True,
-                ),
+                BLOCKED_HEADS,
                 line(
                     "What requests have waited for",
                     "Seconds of waiting that ended in each second, by cause (see `explain`).",

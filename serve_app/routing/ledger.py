@@ -59,7 +59,7 @@ class ReplicaLedger:
         self._by_pool: dict[str, dict[str, ReplicaState]] = {}
         # Replicas with a fresh report, the oldest report first; reports arrive in the order of time.
         self._fresh: OrderedDict[str, float] = OrderedDict()
-        # A live replica of each pool, as it was found last; it may have died since.
+        # A live and a usable replica of each pool, as found last; they may not be any more.
         self._alive: dict[str, ReplicaState | None] = {}
         self._usable: dict[str, ReplicaState | None] = {}
         self._next_order = 0
@@ -252,18 +252,22 @@ class ReplicaLedger:
 
     def has_alive(self, pool: str) -> bool:
         """Whether a replica of a pool is connected, reports and does not drain."""
-        # It is asked at each report, and the replica that was found before mostly still is.
-        found = self._alive.get(pool)
-        if found is None or not found.is_alive or found.spec.pool != pool:
-            found = self._alive[pool] = next((state for state in self.of_pool(pool) if state.is_alive), None)
-        return found is not None
+        return self._has(pool, self._alive, lambda state: state.is_alive)
 
     def has_usable(self, pool: str) -> bool:
         """Whether a replica of a pool will take requests again, even if it has no capacity now."""
-        found = self._usable.get(pool)
-        if found is None or not found.is_usable or found.spec.pool != pool:
-            found = next((state for state in self.of_pool(pool) if state.is_usable), None)
-            self._usable[pool] = found
+        return self._has(pool, self._usable, lambda state: state.is_usable)
+
+    def _has(
+        self,
+        pool: str,
+        found_before: dict[str, ReplicaState | None],
+        is_wanted: Callable[[ReplicaState], bool],
+    ) -> bool:
+        # It is asked at each report, and the replica that was found before mostly still is.
+        found = found_before.get(pool)
+        if found is None or not is_wanted(found) or found.spec.pool != pool:
+            found = found_before[pool] = next(filter(is_wanted, self.of_pool(pool)), None)
         return found is not None
 
     def of_pool(self, pool: str) -> Iterable[ReplicaState]:

@@ -447,5 +447,4 @@ class Scheduler:
             waited = None if dispatched else wait_breakdown(scheduled, self._now)
         if request.submission.key is not None:
             conclusion = self.admission.keys.described(request, conclusion, self._now)
-        ended = cmd.conclude_of(request, conclusion, dispatched=dispatched, waited=waited)
-        self._commands.append(ended)
+        self._commands.append(cmd.conclude_of(request, conclusion, dispatched=dispatched, waited=waited))
