@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass
 from serve_app.routing.adaptive_b_short import BShortChanged
-from serve_app.routing.replica import ReplicaSpec
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling.commands import (
     Command,
@@ -50,9 +49,9 @@ from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.scheduler.dashboard.overview import reserved
 from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
+from serve_app.serving.scheduler.documents import queue_document, replica_documents
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from serve_app.serving.scheduler.receipts import ReceiptBook
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
@@ -214,52 +213,12 @@ class LiveScheduler:
             "mode": self.mode.described(),
             "pools": list(self._settings.routing.pools),
             "decision_log_ended": self._log.ended if self._log is not None else "",
-            "replicas": {
-                replica_id: {
-                    **asdict(spec),
-                    **self._context_of(replica_id, spec),
-                    "in_flight": in_flight.get(replica_id, 0),
-                    "report": asdict(report) if report else None,
-                    **reserved(self.core.ledger.get(replica_id)),
-                    "stale": replica_id in self._stale,
-                }
-                for replica_id, (spec, report) in self._replicas.reports().items()
-            },
+            "replicas": replica_documents(self.core, self._replicas.reports(), in_flight, self._stale),
         }
-
-    def _context_of(self, replica_id: str, spec: ReplicaSpec) -> dict[str, int | None]:
-        """The context limit of a replica that does not tell it, as far as it has been learned."""
-        if spec.tells_context:
-            return {}
-        state = self.core.ledger.get(replica_id)
-        learned = state.context.limit_tokens if state is not None and state.context is not None else None
-        return {"max_model_len": None, "learned_context_tokens": learned}
 
     def queue(self, most: int = MAX_SUB_QUEUES) -> dict[str, Any]:
         """Who waits where, for how long, and why, with at most so many sub-queues."""
-        snapshot = self.core.queue_snapshot(self.now(), most)
-        served = {
-            priority.value: dict(counters) for priority, counters in snapshot.served.items() if counters
-        }
-        return {
-            "model": self._settings.model,
-            "policy": self._settings.policy,
-            "waiting": len(self.core.queue),
-            "in_backoff": len(self.core.queue.resting),
-            "max_waiting": self._settings.max_waiting,
-            "queue_timeout_s": {
-                priority.value: self._settings.queue_timeout_s.of(priority) for priority in PriorityClass
-            },
-            "length_queues": [asdict(each) for each in snapshot.length_queues],
-            "sub_queues": [asdict(each) for each in snapshot.sub_queues],
-            "sub_queues_left_out": snapshot.left_out,
-            "b_short_tokens": snapshot.b_short_tokens,
-            "served": served,
-            "imposed_delay_s": [
-                {"class": priority.value, "tenant": tenant, "seconds": seconds}
-                for priority, tenant, seconds in self.core.waits.imposed.seconds()
-            ],
-        }
+        return queue_document(self.core, self.now(), most)
 
     # What the sessions and the registry call.
 
