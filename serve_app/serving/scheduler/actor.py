@@ -24,7 +24,6 @@ from serve_app.scheduling.learned_state import STATE_KIND, denial, learned_state
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.hot import hot_settings, with_hot_settings
-from serve_app.serving.scheduler.capture import captured
 from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, overview
 from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
@@ -33,6 +32,7 @@ from serve_app.serving.scheduler.kept_usage import KeptUsage
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
+from serve_app.serving.scheduler.receipts.capture import captured
 from serve_app.serving.state.keeper import StateKeeper
 from serve_app.serving.state.store import StateStore
 from serve_app.serving.versions import ALL_AT_ONCE_PERCENT

@@ -53,7 +53,7 @@ from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.documents import queue_document, replica_documents
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
-from serve_app.serving.scheduler.receipts import ReceiptBook
+from serve_app.serving.scheduler.receipts.book import ReceiptBook
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.serving.scheduler.scraped.pool_figures import look_at_pools
 from serve_app.serving.scheduler.scraped.queue_figures import look_at_queue

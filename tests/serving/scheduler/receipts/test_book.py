@@ -8,7 +8,7 @@ from serve_app.scheduling import events as ev
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.serving.channel.requests.request_book import GatewayRequest, GatewaySession
 from serve_app.serving.channel.scheduler_client import RequestTimes
-from serve_app.serving.scheduler.receipts import KEPT_S, ReceiptBook
+from serve_app.serving.scheduler.receipts.book import KEPT_S, ReceiptBook
 from tests.builders import ManualDriver, fill, one_replica
 
 USAGE = Usage(prompt_tokens=50, output_tokens=5)

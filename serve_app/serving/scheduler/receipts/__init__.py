@@ -1,0 +1,1 @@
+"""Receipts of the last requests, and what is drawn up from them."""
