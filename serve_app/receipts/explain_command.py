@@ -46,7 +46,8 @@ def _why(error: urllib.error.HTTPError, request_id: str) -> str:
     if error.code == 404:
         return (
             f"no receipt of {request_id!r}: receipts are kept for ten minutes after a request's end, of the "
-            "last 20,000 requests, and not across a restart of the scheduler"
+            "last 20,000 requests, and not across a restart of the scheduler; what a gateway refuses by "
+            "itself (its body, key or model) has none: its answer and its line in the log say why"
         )
     return f"the application answered {error.code} {error.reason}"
 

@@ -20,7 +20,7 @@ from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
 from serve_app.request import Usage
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import Grant, RequestTimes, SchedulerClient
+from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
 from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.answer.client_api import send_refusal
 from serve_app.serving.gateway.answer.disconnect import ClientGone
@@ -44,13 +44,13 @@ from serve_app.serving.gateway.answer.stream_events import (
     stream_outcome,
 )
 from serve_app.serving.gateway.answer.usage import usage_of
+from serve_app.serving.gateway.call_times import CallTimes
 from serve_app.serving.gateway.logs.concluded import ConcludedRequest
 from serve_app.serving.gateway.request.headers import (
     RECEIPT_HEADER,
     describing,
     returned,
     upstream_head,
-    wait_receipt,
 )
 from serve_app.serving.gateway.request.job import ForwardJob
 from serve_app.serving.gateway.stored.background import BackgroundWork
@@ -84,14 +84,11 @@ class ScheduledCall:
     """Serves one job; use once: `await ScheduledCall(...).run()`."""
 
     __slots__ = (
-        "_asked_at",
         "_attempts",
         "_comments",
         "_detail",
         "_engine_failed",
-        "_first_token_at",
         "_grant",
-        "_granted_at",
         "_job",
         "_kept",
         "_outcome",
@@ -101,6 +98,7 @@ class ScheduledCall:
         "_services",
         "_started",
         "_streams",
+        "_times",
         "_trace",
         "_usage",
         "_watch",
@@ -113,7 +111,7 @@ class ScheduledCall:
         self._send = job.incoming.send
         self._trace = job.incoming.trace
         self._watch = job.incoming.watch()
-        self._asked_at = 0.0
+        self._times = CallTimes(job.incoming.arrived_at)
         self._owed: Grant | None = None
         self._grant: Grant | None = None
         self._attempts = 0
@@ -123,8 +121,6 @@ class ScheduledCall:
         self._streams = False
         self._outcome: Outcome | None = None
         self._usage: Usage | None = None
-        self._granted_at: float | None = None
-        self._first_token_at: float | None = None
         self._detail = ""
         self._kept = None if job.response is None else KeptResponse(job.response, services.holders)
 
@@ -192,8 +188,8 @@ class ScheduledCall:
     async def _serve(self) -> None:
         submission, telemetry = self._job.submission, self._services.telemetry
         self._trace.queued(submission)
-        self._asked_at = asked_at = asyncio.get_running_loop().time()
-        answer = await self._scheduler.acquire(submission)
+        self._times.asked_at = asked_at = asyncio.get_running_loop().time()
+        answer = await self._scheduler.acquire(submission, self._job.incoming.id_of_client)
         if isinstance(answer, Grant):
             telemetry.on_grant(answer.dispatch, submission.spec.model, self._job.body.whole_at, asked_at)
         failure: UpstreamError | None = None
@@ -225,7 +221,7 @@ class ScheduledCall:
                 "this request refers to what one replica keeps, and the scheduler is of a release that knows "
                 "no such requests: upgrade it",
             )
-        self._granted_at = asyncio.get_running_loop().time()
+        self._times.granted_at = asyncio.get_running_loop().time()
         self._attempts += 1
         self._trace.granted(grant, self._attempts)
 
@@ -309,7 +305,7 @@ class ScheduledCall:
         if self._kept is not None:
             self._kept.on_first_events(events)
         self._begin_answer()
-        self._first_token_at = asyncio.get_running_loop().time()
+        self._times.first_token_at = asyncio.get_running_loop().time()
         self._scheduler.first_token(self._job.submission.request_id)
         client = self._send
         if not await self._has_commented():
@@ -322,6 +318,8 @@ class ScheduledCall:
             events += self._broken(response.error, scanner)
         else:
             self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        if self._wants_receipt:
+            events += self._times.receipt_comment(grant.dispatch)
         self._streams = False
         await client({"type": "http.response.body", "body": events, "more_body": False})
 
@@ -356,11 +354,15 @@ class ScheduledCall:
         message = f"the engine stopped in the middle of its answer, which is incomplete: {error}"
         return self._job.incoming.api.error_event(RequestRefused(Outcome.FAILED, message))
 
+    @property
+    def _wants_receipt(self) -> bool:
+        return RECEIPT_HEADER in self._job.incoming.headers
+
     def _headers(self, response: UpstreamResponse) -> HeaderList:
         assert self._grant is not None
         own = self._job.incoming.id_headers
         dispatch = self._grant.dispatch
-        receipt = wait_receipt(dispatch) if RECEIPT_HEADER in self._job.incoming.headers else []
+        receipt = self._times.receipt_header(dispatch) if self._wants_receipt else []
         return [*returned(response.headers), *own, *describing(dispatch), *receipt]
 
     async def _answer(self, refusal: RequestRefused) -> None:
@@ -389,25 +391,18 @@ class ScheduledCall:
 
     def _settle(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:
         """Fix how the request ends, and give its place back; only the first call counts."""
-        if self._outcome is None:
+        is_first = self._outcome is None
+        if is_first:
             self._outcome, self._usage, self._detail = outcome, usage, detail
         grant, self._owed = self._owed, None
+        incoming, now = self._job.incoming, asyncio.get_running_loop().time()
         if grant is not None:
             self._trace.forwarded(outcome)
-            self._scheduler.finish(grant.dispatch.request_id, outcome, usage, self._times())
-
-    def _times(self) -> RequestTimes:
-        """How long its parts took, for its receipt."""
-        incoming, asked_at, first_at = self._job.incoming, self._asked_at, self._first_token_at
-        granted_at = asked_at if self._granted_at is None else self._granted_at
-        return RequestTimes(
-            incoming.client_request_id,
-            incoming.path,
-            asked_at - incoming.arrived_at,
-            granted_at - asked_at,
-            None if first_at is None else first_at - granted_at,
-            asyncio.get_running_loop().time() - granted_at,
-        )
+            times = self._times.told(incoming.path, now, granted=True)
+            self._scheduler.finish(grant.dispatch.request_id, outcome, usage, times)
+        elif is_first:
+            times = self._times.told(incoming.path, now, granted=False)
+            self._scheduler.note_end(incoming.request_id, outcome, times)
 
     def _concluded(self) -> ConcludedRequest:
         incoming, submission, usage = self._job.incoming, self._job.submission, self._usage
@@ -415,8 +410,8 @@ class ScheduledCall:
         record = RequestRecord(
             request_id=submission.request_id,
             arrived_at=incoming.arrived_at,
-            dispatched_at=self._granted_at,
-            first_token_at=self._first_token_at,
+            dispatched_at=self._times.granted_at,
+            first_token_at=self._times.first_token_at,
             finished_at=asyncio.get_running_loop().time(),
             outcome=self._outcome or Outcome.FAILED,
             prompt_tokens=usage.prompt_tokens if usage is not None else 0,

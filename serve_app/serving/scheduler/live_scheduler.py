@@ -47,6 +47,7 @@ from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
+from serve_app.serving.channel.scheduler_client import RequestTimes
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
@@ -259,6 +260,10 @@ class LiveScheduler:
         """Whether the replica is connected; then gateways know it, too."""
         self._replicas.tell_changes()
         return replica_id in self._replicas
+
+    def on_late_times(self, request_id: str, times: RequestTimes) -> None:
+        """A gateway tells of a request that ended in the queue."""
+        self.receipts.on_times(request_id, times)
 
     async def exposition(self) -> str:
         """Return the metrics in the Prometheus text format, drawn up a moment ago."""

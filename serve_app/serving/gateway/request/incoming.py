@@ -40,6 +40,11 @@ class IncomingRequest(msgspec.Struct, frozen=True):
         return "POST" if self.scope["method"] == "POST" else "GET"
 
     @property
+    def id_of_client(self) -> str:
+        """The id that the client gave it; empty where it gave none."""
+        return "" if self.client_request_id == self.request_id else self.client_request_id
+
+    @property
     def id_headers(self) -> HeaderList:
         """What tells the client the id of its request."""
         return self.api.id_headers(self.client_request_id)

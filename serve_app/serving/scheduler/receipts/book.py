@@ -44,13 +44,15 @@ class _Attempt:
     predicted_wait_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Receipt:
     """What is kept of one request.
 
     Attributes:
         ended_at: on the scheduler's clock.
         arrived_at: in seconds since 1970.
+        times: what its gateway has told; of one that ended in the queue that comes a little later.
+        client_request_id: the id that its client gave it; empty for none.
     """
 
     ended_at: float
@@ -62,6 +64,7 @@ class Receipt:
     attempts: tuple[_Attempt, ...]
     usage: Usage | None
     times: RequestTimes | None
+    client_request_id: str
 
     @property
     def waited(self) -> WaitBreakdown:
@@ -83,7 +86,7 @@ class Receipt:
         waited, times = self.waited, self.times
         return {
             "request_id": self.conclude.request_id,
-            "client_request_id": times.client_request_id if times is not None else None,
+            "client_request_id": self.client_request_id or self.conclude.request_id,
             "endpoint": times.endpoint if times is not None else None,
             "model": self.model,
             "tenant": self.tenant,
@@ -114,6 +117,8 @@ class Receipt:
         yield "gateway", times.read_s
         yield "channel", times.grant_s - self.wait_s
         yield "queue", self.wait_s
+        if times.engine_s is None:
+            return
         if times.first_token_s is None:
             yield "engine", times.engine_s
         else:
@@ -180,12 +185,19 @@ class ReceiptBook:
             attempts=attempts,
             usage=record.usage,
             times=record.times,
+            client_request_id=record.client_request_id,
         )
         self._kept.append(receipt)
         for name in _names(receipt):
             self._by_id[name] = receipt
         while len(self._kept) > self._most or self._kept[0].ended_at < now - KEPT_S:
             self._forget(self._kept.popleft())
+
+    def on_times(self, request_id: str, times: RequestTimes) -> None:
+        """A gateway tells of a request that ended in the queue; an end that is told twice changes nothing."""
+        receipt = self._by_id.get(request_id)
+        if receipt is not None and receipt.times is None and receipt.conclude.request_id == request_id:
+            receipt.times = times
 
     def find(self, request_id: str) -> Receipt | None:
         """The receipt of a request by its own id, or by the last request's to which a client gave that id."""
@@ -205,8 +217,8 @@ class ReceiptBook:
 
 def _names(receipt: Receipt) -> set[str]:
     """The ids that a receipt is found by."""
-    own = receipt.conclude.request_id
-    return {own} if receipt.times is None else {own, receipt.times.client_request_id}
+    own, clients = receipt.conclude.request_id, receipt.client_request_id
+    return {own, clients} if clients else {own}
 
 
 def _attempt(attempt: _Attempt, first: _Attempt) -> dict[str, Any]:
