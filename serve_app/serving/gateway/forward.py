@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
+from time import monotonic
 
 from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
@@ -192,7 +193,7 @@ class ScheduledCall:
     async def _serve(self) -> None:
         submission, telemetry = self._job.submission, self._services.telemetry
         self._trace.queued(submission)
-        self._asked_at = asked_at = asyncio.get_running_loop().time()
+        self._asked_at = asked_at = monotonic()
         answer = await self._scheduler.acquire(submission)
         if isinstance(answer, Grant):
             telemetry.on_grant(answer.dispatch, submission.spec.model, self._job.body.whole_at, asked_at)
@@ -225,7 +226,7 @@ class ScheduledCall:
                 "this request refers to what one replica keeps, and the scheduler is of a release that knows "
                 "no such requests: upgrade it",
             )
-        self._granted_at = asyncio.get_running_loop().time()
+        self._granted_at = monotonic()
         self._attempts += 1
         self._trace.granted(grant, self._attempts)
 
@@ -309,7 +310,7 @@ class ScheduledCall:
         if self._kept is not None:
             self._kept.on_first_events(events)
         self._begin_answer()
-        self._first_token_at = asyncio.get_running_loop().time()
+        self._first_token_at = monotonic()
         self._scheduler.first_token(self._job.submission.request_id)
         client = self._send
         if not await self._has_commented():
@@ -373,7 +374,7 @@ class ScheduledCall:
         if self._started:
             return
         self._started = True
-        waited_s = asyncio.get_running_loop().time() - self._job.incoming.arrived_at
+        waited_s = monotonic() - self._job.incoming.arrived_at
         incoming = self._job.incoming
         headers = [*incoming.id_headers, (b"x-queue-wait-ms", b"%.1f" % (waited_s * 1000))]
         try:
@@ -406,7 +407,7 @@ class ScheduledCall:
             asked_at - incoming.arrived_at,
             granted_at - asked_at,
             None if first_at is None else first_at - granted_at,
-            asyncio.get_running_loop().time() - granted_at,
+            monotonic() - granted_at,
         )
 
     def _concluded(self) -> ConcludedRequest:
@@ -417,7 +418,7 @@ class ScheduledCall:
             arrived_at=incoming.arrived_at,
             dispatched_at=self._granted_at,
             first_token_at=self._first_token_at,
-            finished_at=asyncio.get_running_loop().time(),
+            finished_at=monotonic(),
             outcome=self._outcome or Outcome.FAILED,
             prompt_tokens=usage.prompt_tokens if usage is not None else 0,
             output_tokens=usage.output_tokens if usage is not None else 0,
