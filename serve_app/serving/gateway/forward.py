@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
+from time import monotonic
 
 from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
@@ -188,7 +189,7 @@ class ScheduledCall:
     async def _serve(self) -> None:
         submission, telemetry = self._job.submission, self._services.telemetry
         self._trace.queued(submission)
-        self._times.asked_at = asked_at = asyncio.get_running_loop().time()
+        self._times.asked_at = asked_at = monotonic()
         answer = await self._scheduler.acquire(submission, self._job.incoming.id_of_client)
         if isinstance(answer, Grant):
             telemetry.on_grant(answer.dispatch, submission.spec.model, self._job.body.whole_at, asked_at)
@@ -221,7 +222,7 @@ class ScheduledCall:
                 "this request refers to what one replica keeps, and the scheduler is of a release that knows "
                 "no such requests: upgrade it",
             )
-        self._times.granted_at = asyncio.get_running_loop().time()
+        self._times.granted_at = monotonic()
         self._attempts += 1
         self._trace.granted(grant, self._attempts)
 
@@ -305,7 +306,7 @@ class ScheduledCall:
         if self._kept is not None:
             self._kept.on_first_events(events)
         self._begin_answer()
-        self._times.first_token_at = asyncio.get_running_loop().time()
+        self._times.first_token_at = monotonic()
         self._scheduler.first_token(self._job.submission.request_id)
         client = self._send
         if not await self._has_commented():
@@ -375,7 +376,7 @@ class ScheduledCall:
         if self._started:
             return
         self._started = True
-        waited_s = asyncio.get_running_loop().time() - self._job.incoming.arrived_at
+        waited_s = monotonic() - self._job.incoming.arrived_at
         incoming = self._job.incoming
         headers = [*incoming.id_headers, (b"x-queue-wait-ms", b"%.1f" % (waited_s * 1000))]
         try:
@@ -395,7 +396,7 @@ class ScheduledCall:
         if is_first:
             self._outcome, self._usage, self._detail = outcome, usage, detail
         grant, self._owed = self._owed, None
-        incoming, now = self._job.incoming, asyncio.get_running_loop().time()
+        incoming, now = self._job.incoming, monotonic()
         if grant is not None:
             self._trace.forwarded(outcome)
             times = self._times.told(incoming.path, now, granted=True)
@@ -412,7 +413,7 @@ class ScheduledCall:
             arrived_at=incoming.arrived_at,
             dispatched_at=self._times.granted_at,
             first_token_at=self._times.first_token_at,
-            finished_at=asyncio.get_running_loop().time(),
+            finished_at=monotonic(),
             outcome=self._outcome or Outcome.FAILED,
             prompt_tokens=usage.prompt_tokens if usage is not None else 0,
             output_tokens=usage.output_tokens if usage is not None else 0,

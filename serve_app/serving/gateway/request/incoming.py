@@ -19,7 +19,7 @@ class IncomingRequest(msgspec.Struct, frozen=True):
         api: in which it is answered.
         request_id: the gateway's own, unique among all gateways.
         client_request_id: the client's, or the gateway's when it sent none.
-        arrived_at: on the event loop's clock, in seconds.
+        arrived_at: on the monotonic clock, in seconds.
         trace: told what happens to it.
     """
 
