@@ -1,8 +1,8 @@
 """An engine model that divides each of its steps among its sequences: what the scheduler cannot see.
 
 The rule follows the step-time model. The weights are read once for all, so the reading is divided equally
-among the sequences of a step. What computing takes beyond that goes to the prompts that are computed, by their
-tokens. What a sequence adds for itself, by its context or its pairs, is its own.
+among the sequences of a step. What computing takes beyond that goes to the prompts that are computed, by
+their tokens. What a sequence adds for itself, by its context or its pairs, is its own.
 """
 
 from collections import defaultdict

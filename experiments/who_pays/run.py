@@ -1,7 +1,7 @@
 """Who used the engines, and for how long?
 
-Tenants of different use share simulated engines. The engine model divides each step among its sequences, which
-no scheduler sees. Against that stand four ways to divide the same time by what a scheduler does see.
+Tenants of different use share simulated engines. The engine model divides each step among its sequences,
+which no scheduler sees. Against that stand three ways to divide the same time by what a scheduler does see.
 """
 
 import random
@@ -26,11 +26,10 @@ from serve_app.simulation.workload import Disclosure, requests_of
 from serve_app.workloads.trace import Trace, TraceRequest
 
 OURS = "ours"
-NO_PREFILL = "ours without prefills"
-EQUAL = "time in flight"
+NO_PREFILL = "equal parts"
 TOKENS = "tokens"
 _NOTHING_S = 1e-12
-RULES = (OURS, NO_PREFILL, EQUAL, TOKENS)
+RULES = (OURS, NO_PREFILL, TOKENS)
 
 
 @settings
@@ -112,7 +111,6 @@ def _figures(run: Run) -> dict[str, Any]:
     found = {
         OURS: _by_tenant(simulation.scheduler.in_flight.engine_time),
         NO_PREFILL: _by_tenant(unaware.scheduler.in_flight.engine_time),
-        EQUAL: _in_flight(records),
         TOKENS: _tokens(records),
     }
     of_all = sum(true.values())
@@ -132,7 +130,9 @@ def _played(
 ) -> tuple[Simulation, list[RequestRecord], list[MeteredEngineModel]]:
     """A run; with `costs`, its engine time goes by these."""
     fleet = FleetSettings(profile=run.case.profile, replicas={ONE_POOL: run.experiment.replicas})
-    simulation = Simulation(scheduler_settings("ewsjf", fleet.routing, {}), fleet.plans(isolated=run.case.limited))
+    simulation = Simulation(
+        scheduler_settings("ewsjf", fleet.routing, {}), fleet.plans(isolated=run.case.limited)
+    )
     if costs is not None:
         simulation.scheduler.in_flight.engine_time = EngineTime(costs)
     metered = []
@@ -149,24 +149,6 @@ def _by_tenant(time: EngineTime) -> dict[str, float]:
     return used
 
 
-def _in_flight(records: Sequence[RequestRecord]) -> dict[str, float]:
-    """The time of each replica, divided equally among the requests on it."""
-    used, moments = defaultdict[str, float](float), defaultdict[str, list[tuple[float, int, str]]](list)
-    for record in records:
-        if record.dispatched_at is not None:
-            moments[record.replica].append((record.dispatched_at, 1, record.tenant))
-            moments[record.replica].append((record.finished_at, -1, record.tenant))
-    for of_replica in moments.values():
-        counts, at = defaultdict[str, int](int), 0.0
-        for moment, change, tenant in sorted(of_replica):
-            in_flight = sum(counts.values())
-            for each, count in counts.items():
-                used[each] += (moment - at) * count / in_flight if in_flight else 0.0
-            counts[tenant] += change
-            at = moment
-    return used
-
-
 def _tokens(records: Sequence[RequestRecord]) -> dict[str, float]:
     used = defaultdict[str, float](float)
     for record in records:
@@ -175,7 +157,8 @@ def _tokens(records: Sequence[RequestRecord]) -> dict[str, float]:
 
 
 def _requests(run: Run, fleet: FleetSettings) -> list[SimulatedRequest]:
-    rng, experiment, case = random.Random(run.seed), run.experiment, run.case
+    experiment, case = run.experiment, run.case
+    rng = random.Random(run.seed)  # noqa: S311 - traffic, not secrets
     names = list(experiment.tenants)
     shares = [tenant.share for tenant in experiment.tenants.values()]
     at, lines = 0.0, []

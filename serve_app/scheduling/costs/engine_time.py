@@ -24,49 +24,12 @@ request leaves is its own. The sum of all that is charged is the time worked.
 
 from serve_app.routing.prefill_cost import PrefillCosts
 from serve_app.routing.replica_state import ReplicaState
-from serve_app.scheduling.costs.engine_share import EngineShare
+from serve_app.scheduling.costs.engine_share import EngineShare, ReplicaTime
 from serve_app.scheduling.costs.tenant_totals import TenantTotals
 from serve_app.scheduling.request import ScheduledRequest
 
 # vLLM's default for `max_num_batched_tokens` on most GPUs, where an engine does not state its own.
 _LIKELY_CHUNK_TOKENS = 2048
-
-
-class _ReplicaTime:
-    """The time of one replica since it last had nothing to do.
-
-    Attributes:
-        at: when it was last looked at.
-        pot_s: time that is not divided yet.
-        owed_s: prefills that are not paid.
-        common_s: the common clock.
-        requests: how many are on the replica.
-    """
-
-    __slots__ = ("at", "common_s", "owed_s", "pot_s", "requests")
-
-    def __init__(self, now: float) -> None:
-        self.at = now
-        self.pot_s = 0.0
-        self.owed_s = 0.0
-        self.common_s = 0.0
-        self.requests = 0
-
-    def advance(self, now: float) -> None:
-        """Put the time since the last look into the pot, and divide what no prefill needs."""
-        self.pot_s += now - self.at
-        self.at = now
-        if self.pot_s > self.owed_s:
-            self.common_s += (self.pot_s - self.owed_s) / self.requests
-            self.pot_s = self.owed_s
-
-    def take(self, share: EngineShare, seconds: float) -> float:
-        """What a prefill pays that has ended, of `seconds` that it should."""
-        paid = min(seconds, self.pot_s)
-        self.pot_s -= paid
-        self.owed_s = max(0.0, self.owed_s - share.prefill_s)
-        share.prefill_s = 0.0
-        return paid
 
 
 class EngineTime:
@@ -76,12 +39,12 @@ class EngineTime:
         costs: of prefills, as learned.
 
     Attributes:
-        used: seconds by pool, class and tenant.
+        used: seconds of requests that have left their replica, by pool, class and tenant.
     """
 
     def __init__(self, costs: PrefillCosts) -> None:
         self._costs = costs
-        self._replicas: dict[str, _ReplicaTime] = {}
+        self._replicas: dict[str, ReplicaTime] = {}
         self.used = TenantTotals()
 
     def __repr__(self) -> str:
@@ -89,48 +52,46 @@ class EngineTime:
 
     def on_dispatch(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
         """A request is on a replica, which holds it already; its answer may have begun."""
-        time = self._replicas.get(state.spec.replica_id)
+        spec = state.spec
+        time = self._replicas.get(spec.replica_id)
         if time is None:
-            time = self._replicas[state.spec.replica_id] = _ReplicaTime(now)
+            time = self._replicas[spec.replica_id] = ReplicaTime(now)
         else:
             time.advance(now)
         time.requests += 1
-        prefills = max(1, state.unstarted)
-        excess_s = 0.0 if scheduled.started else self._excess_s(scheduled, state, prefills)
-        scheduled.engine_share = EngineShare(time.common_s, excess_s, prefills)
-        time.owed_s += excess_s
+        if scheduled.started:
+            scheduled.engine_share = EngineShare(time, 0.0, 0.0, 1)
+            return
+        cost, tokens = self._costs.of(spec.pool), scheduled.prefill_tokens
+        chunk = spec.long_prefill_token_threshold or spec.max_num_batched_tokens or _LIKELY_CHUNK_TOKENS
+        read_s = cost.base_s * tokens / chunk if tokens > chunk else cost.base_s
+        scheduled.engine_share = EngineShare(time, cost.per_token_s * tokens, read_s, state.unstarted or 1)
 
     def on_first_token(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
         """The streamed answer of a request has begun; the replica holds its prefill still."""
-        share, time = scheduled.engine_share, self._replicas.get(state.spec.replica_id)
-        if share is None or time is None:
-            return
-        time.advance(now)
-        prefills = (share.prefills + max(1, state.unstarted)) / 2
-        excess_s = self._excess_s(scheduled, state, prefills)
-        self.used.add(state.spec.pool, scheduled.request, time.take(share, excess_s))
+        share = scheduled.engine_share
+        if share is not None:
+            share.time.advance(now)
+            share.pay(share.excess_s((share.prefills + (state.unstarted or 1)) / 2))
 
-    def on_departure(self, scheduled: ScheduledRequest, state: ReplicaState, now: float, *, ran: bool) -> None:
+    def on_departure(
+        self, scheduled: ScheduledRequest, state: ReplicaState, now: float, *, ran: bool
+    ) -> None:
         """A request leaves its replica.
 
         Args:
             ran: the engine has worked on it, as far as is known; else its prefill costs nothing.
         """
-        share, time = scheduled.engine_share, self._replicas.get(state.spec.replica_id)
-        if share is None or time is None:
+        share = scheduled.engine_share
+        if share is None:
             return
-        scheduled.engine_share = None
+        time, scheduled.engine_share = share.time, None
         time.advance(now)
-        seconds = time.take(share, share.prefill_s if ran else 0.0) + time.common_s - share.since
+        if share.owed_s:
+            share.pay(share.owed_s if ran else 0.0)
+        seconds = share.paid_s + time.common_s - share.since
         time.requests -= 1
         if not time.requests:
             seconds += time.pot_s
             del self._replicas[state.spec.replica_id]
         self.used.add(state.spec.pool, scheduled.request, seconds)
-
-    def _excess_s(self, scheduled: ScheduledRequest, state: ReplicaState, prefills: float) -> float:
-        spec, tokens = state.spec, scheduled.prefill_tokens
-        cost = self._costs.of(spec.pool)
-        chunk = spec.long_prefill_token_threshold or spec.max_num_batched_tokens or _LIKELY_CHUNK_TOKENS
-        steps = max(1.0, tokens / chunk)
-        return max(0.0, cost.per_token_s * tokens - steps * cost.base_s / prefills)

@@ -26,11 +26,10 @@ class TenantTotals:
         if not seconds:
             return
         key = place, request.priority, request.tenant
-        known = self._seconds.get(key)
-        if known is None and len(self._seconds) >= self._most:
+        known = self._seconds
+        if key not in known and len(known) >= self._most:
             key = place, request.priority, OTHERS
-            known = self._seconds.get(key)
-        self._seconds[key] = seconds if known is None else known + seconds
+        known[key] = known.get(key, 0.0) + seconds
 
     def __iter__(self) -> Iterator[tuple[str, PriorityClass, str, float]]:
         """Place, class, tenant and the seconds so far."""
