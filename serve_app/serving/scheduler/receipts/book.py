@@ -7,10 +7,11 @@ and of the scheduler are differences on one clock each, so no clocks are compare
 Who was served while a request waited is counted when somebody asks, from the receipts that are kept anyway.
 """
 
+import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from serve_app.scheduling.commands import Conclude, Dispatch
@@ -24,6 +25,8 @@ KEPT_S = 600.0
 MOST_KEPT = 20_000
 MOST_SERVED = 10
 """Tenants and classes that a receipt names; the others are counted together."""
+# Dispatches between two breaths of the event loop: about half a millisecond.
+_LOOKED_AT = 1_000
 
 
 class ReceiptBook:
@@ -111,10 +114,10 @@ class ReceiptBook:
         """The receipt of a request by its own id, or by the last request's to which a client gave that id."""
         return self._by_id.get(request_id)
 
-    def document(self, request_id: str) -> dict[str, Any]:
+    async def document(self, request_id: str) -> dict[str, Any]:
         """A receipt for admins, with the names of others; empty where there is none."""
         receipt = self.find(request_id)
-        return {} if receipt is None else receipt.document(self._served_before(receipt))
+        return {} if receipt is None else receipt.document(await self._served_before(receipt))
 
     def __iter__(self) -> Iterator[Receipt]:
         return iter(self._kept)
@@ -122,13 +125,16 @@ class ReceiptBook:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def _served_before(self, receipt: Receipt) -> dict[str, Any] | None:
+    async def _served_before(self, receipt: Receipt) -> dict[str, Any] | None:
         """Whose requests were sent to its pool while it waited; None where it did not wait."""
         if not receipt.waited.causes or not receipt.pool:
             return None
         before = self._dispatches + 1 if receipt.ended_waiting else receipt.attempts[-1].number
         counts: Counter[tuple[str, str]] = Counter()
-        for attempt in self._attempts_since(receipt.came_at):
+        for number, attempt in enumerate(self._attempts_since(receipt.came_at), start=1):
+            if number % _LOOKED_AT == 0:
+                # Others have waited long enough for this look.
+                await asyncio.sleep(0)
             if (
                 attempt.at >= receipt.came_at
                 and attempt.number < before
@@ -150,19 +156,27 @@ class ReceiptBook:
         }
 
     def _attempts_since(self, since: float) -> Iterator[Attempt]:
-        """Of all requests that had not ended by then."""
-        for receipt in reversed(self._kept):
-            if receipt.ended_at < since:
-                break
-            yield from receipt.attempts
-        for attempts in self._running.values():
-            yield from attempts
+        """Of all requests that had not ended by then, as they stand now."""
+        # Copies: more may end while somebody looks at these.
+        running, kept = tuple(self._running.values()), tuple(self._kept)
+        return _attempts(running, kept, since)
 
     def _forget(self, receipt: Receipt) -> None:
         self._known_since = receipt.ended_at
         for name in _names(receipt):
             if self._by_id.get(name) is receipt:
                 del self._by_id[name]
+
+
+def _attempts(
+    running: Iterable[tuple[Attempt, ...]], kept: Sequence[Receipt], since: float
+) -> Iterator[Attempt]:
+    for attempts in running:
+        yield from attempts
+    for receipt in reversed(kept):
+        if receipt.ended_at < since:
+            break
+        yield from receipt.attempts
 
 
 def _names(receipt: Receipt) -> set[str]:
