@@ -62,6 +62,20 @@ class Grant:
     address: ReplicaAddress
 
 
+class EngineTimes(NamedTuple):
+    """What an engine tells of the time of one request inside it, in seconds; None for what it does not tell.
+
+    Attributes:
+        queue_s: it waited for its turn.
+        prefill_s: from its turn to its first token.
+        generation_s: from its first token to its last.
+    """
+
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    generation_s: float | None = None
+
+
 class RequestTimes(NamedTuple):
     """How long the parts of a request took at its gateway, in seconds, for its receipt.
 
@@ -71,6 +85,7 @@ class RequestTimes(NamedTuple):
         grant_s: from there to the last grant, or to its end without one.
         first_token_s: from that grant to the first token; None where the answer is not streamed.
         engine_s: from that grant to the end in the engine; None where it ended in the queue.
+        engine: as the engine itself tells; None where it does not.
     """
 
     endpoint: str
@@ -78,6 +93,7 @@ class RequestTimes(NamedTuple):
     grant_s: float
     first_token_s: float | None
     engine_s: float | None
+    engine: EngineTimes | None = None
 
 
 class SchedulerClient(Protocol):

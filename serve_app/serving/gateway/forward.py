@@ -44,7 +44,7 @@ from serve_app.serving.gateway.answer.stream_events import (
     next_events,
     stream_outcome,
 )
-from serve_app.serving.gateway.answer.usage import usage_of
+from serve_app.serving.gateway.answer.usage import counts_of
 from serve_app.serving.gateway.call_times import CallTimes
 from serve_app.serving.gateway.logs.concluded import ConcludedRequest
 from serve_app.serving.gateway.request.headers import (
@@ -260,7 +260,7 @@ class ScheduledCall:
         if failure is not None and self._may_retry(failure):
             raise failure
         outcome = outcome_of(response.status)
-        usage = usage_of(body) if outcome is Outcome.COMPLETED else None
+        usage, self._times.engine = counts_of(body) if outcome is Outcome.COMPLETED else (None, None)
         if self._kept is not None and outcome is Outcome.COMPLETED:
             self._kept.on_answer(body)
         if not self._goes_on():
@@ -291,7 +291,7 @@ class ScheduledCall:
             status = 500
         else:
             status = 400
-        self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        self._settle_stream(scanner)
         self._begin_answer()
         headers = [pair for pair in self._headers(response) if pair[0] != b"content-type"]
         await send_body(self._send, status, [JSON_TYPE, *headers], body)
@@ -318,7 +318,7 @@ class ScheduledCall:
         if response.error is not None:
             events += self._broken(response.error, scanner)
         else:
-            self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+            self._settle_stream(scanner)
         if self._wants_receipt:
             events += self._times.receipt_comment(grant.dispatch)
         self._streams = False
@@ -404,6 +404,10 @@ class ScheduledCall:
         elif is_first:
             times = self._times.told(incoming.path, now, granted=False)
             self._scheduler.note_end(incoming.request_id, outcome, times)
+
+    def _settle_stream(self, scanner: StreamScanner) -> None:
+        self._times.engine = scanner.times
+        self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
 
     def _concluded(self) -> ConcludedRequest:
         incoming, submission, usage = self._job.incoming, self._job.submission, self._usage

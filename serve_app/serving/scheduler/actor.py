@@ -197,8 +197,7 @@ class SchedulerActor:
 
     async def receipt(self, request_id: str) -> dict[str, Any]:
         """Where the time of a request went that has ended lately; empty for one that is not known."""
-        found = (await self._current()).receipts.find(request_id)
-        return {} if found is None else found.document()
+        return await (await self._current()).receipts.document(request_id)
 
     async def capture(self) -> list[dict[str, Any]]:
         """The requests that completed lately, as lines of a trace without any text."""

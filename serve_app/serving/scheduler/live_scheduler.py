@@ -144,7 +144,7 @@ class LiveScheduler:
         self.mode = SchedulingMode(self)
         self.activity = options.activity or RecentActivity(self._clock)
         costs = self.core.prefill_costs
-        self.receipts = ReceiptBook(lambda pool, tokens: costs.of(pool).seconds(tokens))
+        self.receipts = ReceiptBook(lambda pool, tokens: costs.of(pool).seconds(tokens), since=self._now)
         self._log = self._open_log()
 
     def __repr__(self) -> str:
@@ -246,6 +246,8 @@ class LiveScheduler:
             self._arm()
             if isinstance(event, ReplicaReported):
                 self._gateways.on_report(event)
+            elif isinstance(event, Arrived):
+                self._note_wait(event.request.request_id)
         except Exception as error:  # noqa: BLE001 - a fault of any kind in the core ends this scheduler
             self._core_failed(event, error)
 
@@ -304,6 +306,11 @@ class LiveScheduler:
             self._metrics.put_back(event)
         elif isinstance(event, ReplicaLost):
             self._stale.discard(event.replica_id)
+
+    def _note_wait(self, request_id: str) -> None:
+        scheduled = self.core.find(request_id)
+        if scheduled is not None and scheduled.queued:
+            self.receipts.on_wait(scheduled)
 
     def _carry_out(self, command: Command) -> None:
         match command:

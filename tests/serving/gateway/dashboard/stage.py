@@ -116,8 +116,7 @@ async def page_stage() -> AsyncIterator[PageStage]:
             return {}
 
         async def receipt(request_id: str) -> dict[str, Any]:
-            found = fleet.world.live.receipts.find(request_id)
-            return {} if found is None else found.document()
+            return await fleet.world.live.receipts.document(request_id)
 
         views = SchedulerViews(queue=nothing, status=nothing, freeze=nothing, overview=look, receipt=receipt)
         app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: views})
