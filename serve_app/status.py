@@ -6,7 +6,7 @@ import os
 import urllib.error
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +22,8 @@ _LOCAL_URL = "http://127.0.0.1:8000"
 _KEY_VARIABLE = "EWSJF_API_KEY"
 # Wide enough that no name is cut when the output goes into a file.
 _PIPE_COLUMNS = 160
+_MOST_COSTS = 10
+_NOT_FOUND = 404
 
 
 class StatusError(ServeAppError):
@@ -99,15 +101,27 @@ def _answered(url: str, args: argparse.Namespace) -> int:
         return 1 if any("error" in model for model in models) else 0
     status = ask(url, "/debug/status", api_key)
     queue = ask(url, "/debug/queue", api_key)
+    costs = _costs_of(url, api_key)
     if args.json:
-        say(json.dumps({"status": status, "queue": queue}, indent=1))
+        say(json.dumps({"status": status, "queue": queue, "costs": costs}, indent=1))
         return 0
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PIPE_COLUMNS)
-    for part in rendered(status["models"], queue["models"], args.sub_queues):
+    pages = Pages(status["models"], queue["models"], costs["models"])
+    for part in rendered(pages, args.sub_queues):
         console.print(part)
     return 0
+
+
+def _costs_of(url: str, api_key: str | None) -> Document:
+    """Who used the engines; nothing where the application is older than that page."""
+    try:
+        return ask(url, "/debug/costs", api_key)
+    except StatusError as error:
+        if isinstance(error.__cause__, urllib.error.HTTPError) and error.__cause__.code == _NOT_FOUND:
+            return {"models": []}
+        raise
 
 
 def ask(
@@ -142,12 +156,19 @@ def ask(
     return document
 
 
-def rendered(
-    status: Sequence[Document], queues: Sequence[Document], most_shown: int
-) -> Iterator[Table | str]:
+class Pages(NamedTuple):
+    """What an application tells, each with a document for every model."""
+
+    status: Sequence[Document]
+    queues: Sequence[Document] = ()
+    costs: Sequence[Document] = ()
+
+
+def rendered(pages: Pages, most_shown: int) -> Iterator[Table | str]:
     """Tables and lines, model by model."""
-    of_model = {queue.get("model"): queue for queue in queues}
-    for model in status:
+    of_model = {queue.get("model"): queue for queue in pages.queues}
+    costs_of = {costs.get("model"): costs for costs in pages.costs}
+    for model in pages.status:
         yield f"\n[bold]{model['model']}[/bold]"
         if "error" in model:
             yield f"  {model['error']}"
@@ -161,6 +182,8 @@ def rendered(
         served = {name: counters for name, counters in queue.get("served", {}).items() if counters}
         if served:
             yield _tenants(served)
+        if (costs := costs_of.get(model["model"], {})).get("rows"):
+            yield _costs(costs)
         if model.get("tuner"):
             yield from _tuner(model["tuner"])
 
@@ -234,6 +257,24 @@ def _tenants(served: Mapping[str, Mapping[str, float]]) -> Table:
     for name, counters in served.items():
         for tenant, counter in sorted(counters.items(), key=lambda item: -item[1]):
             table.add_row(name, tenant, f"{counter:,.0f}")
+    return table
+
+
+def _costs(costs: Document) -> Table:
+    rows = costs["rows"]
+    columns = ("tenant", "class", "pool", "engine time", "share", "delay of others")
+    more = f"; {len(rows) - _MOST_COSTS} more in /debug/costs" if len(rows) > _MOST_COSTS else ""
+    title = f"who used the engines in {costs['counted_s']:,.0f} s{more}"
+    table = _table(title, columns, columns[3:])
+    for row in rows[:_MOST_COSTS]:
+        table.add_row(
+            row["tenant"],
+            row["class"],
+            row["pool"],
+            f"{row['engine_seconds']:,.1f} s",
+            f"{row['share']:.0%}",
+            f"{row['imposed_delay_seconds']:,.1f} s",
+        )
     return table
 
 

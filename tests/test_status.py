@@ -78,6 +78,29 @@ QUEUE: dict[str, Any] = {
 }
 
 
+COSTS = {
+    "models": [
+        {
+            "model": "demo",
+            "counted_s": 3_600.0,
+            "engine_seconds": 5_000.0,
+            "rows": [
+                {
+                    "pool": "short",
+                    "class": "batch",
+                    "tenant": f"payer{number}",
+                    "engine_seconds": 4_321.0 / (number + 1),
+                    "gpu_seconds": None,
+                    "share": 0.77 / (number + 1),
+                    "imposed_delay_seconds": 98.7,
+                }
+                for number in range(12)
+            ],
+        }
+    ]
+}
+
+
 POSTED: list[str] = []
 
 
@@ -86,7 +109,17 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("authorization") != "Bearer k1":
             self.send_error(401)
             return
-        documents = {"/debug/status": STATUS, "/debug/queue": QUEUE, "/other/debug/status": {"hello": 1}}
+        documents = {
+            "/debug/status": STATUS,
+            "/debug/queue": QUEUE,
+            "/debug/costs": COSTS,
+            "/older/debug/status": STATUS,
+            "/older/debug/queue": QUEUE,
+            "/other/debug/status": {"hello": 1},
+        }
+        if self.path not in documents:
+            self.send_error(404)
+            return
         self.answer(documents[self.path])
 
     def do_POST(self) -> None:
@@ -133,9 +166,21 @@ def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.Cap
         "b_u 0.12",
         "short attainment fell by 4 %",
         "its scheduler does not answer",
+        "who used the engines in 3,600 s; 2 more in /debug/costs",
+        "4,321.0 s",
+        "77%",
+        "98.7 s",
     ):
         assert text in shown
     assert "t2" not in shown
+    assert "payer10" not in shown
+
+
+def test_an_application_without_costs_is_shown_without(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", f"{url}/older", "--api-key", "k1"]) == 0
+    shown = capsys.readouterr().out
+    assert "waiting: 4 default" in shown
+    assert "who used" not in shown
 
 
 def test_json_is_what_the_application_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:

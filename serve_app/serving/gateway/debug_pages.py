@@ -1,6 +1,7 @@
 """The pages under `/debug`: a look into every model's scheduler, for admins.
 
-GET   /debug/queue, /debug/status, /debug/usage, /debug/tuner
+GET   /debug/queue, /debug/status, /debug/usage, /debug/costs, /debug/tuner
+GET   /debug/costs.csv: the same as `/debug/costs`, as a table
 GET   /debug/requests/ID: where the time of a request went, for ten minutes after its end
 GET   /debug/capture: the requests of that time as a trace without text, one JSON document a line
 POST  /debug/tuner/freeze, /debug/tuner/thaw
@@ -14,6 +15,7 @@ from urllib.parse import unquote
 
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import RequestRefused, encode, send_body, send_json
+from serve_app.serving.gateway.cost_table import cost_table
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.scheduler_views import VIEW_TIMEOUT_S, Question, SchedulerViews, ask_each
@@ -30,6 +32,7 @@ _NO_RECEIPT = (
     "reached. Its answer and its line in the log say why. Ask with the x-request-id of its answer"
 )
 _LINES = (b"content-type", b"application/jsonl")
+_TABLE = (b"content-type", b"text/csv; charset=utf-8")
 _THAWED = "the tuner is thawed: other values may be tried again"
 
 
@@ -52,12 +55,17 @@ class DebugPages:
             "/debug/status": ("GET", lambda _model, views: views.status()),
             "/debug/scaling": ("GET", lambda _model, views: views.scaling()),
             "/debug/usage": ("GET", lambda _model, views: views.usage()),
+            "/debug/costs": ("GET", lambda _model, views: views.costs()),
             "/debug/tuner": ("GET", _tuner),
             "/debug/tuner/freeze": ("POST", partial(_freeze, "frozen by an admin")),
             "/debug/tuner/thaw": ("POST", partial(_freeze, "")),
         }
         shown = {path: (method, partial(self._show, question)) for path, (method, question) in pages.items()}
-        return {**shown, "/debug/capture": ("GET", self._capture)}
+        return {
+            **shown,
+            "/debug/capture": ("GET", self._capture),
+            "/debug/costs.csv": ("GET", self._cost_table),
+        }
 
     async def receipt(self, incoming: IncomingRequest) -> None:
         """The receipt of one request, whichever model it was for.
@@ -80,6 +88,15 @@ class DebugPages:
             for line in await asyncio.wait_for(views.capture(), VIEW_TIMEOUT_S):
                 lines += encode({**line, "model": model}) + b"\n"
         await send_body(incoming.send, 200, [_LINES], lines)
+
+    async def _cost_table(self, incoming: IncomingRequest) -> None:
+        self._reader.authenticate(incoming).check_admin()
+        models = await ask_each(self._views, lambda _model, views: views.costs())
+        if errors := [f"{model['model']}: {model['error']}" for model in models if "error" in model]:
+            # Half a table looks like a whole one.
+            message = "; ".join(errors)
+            raise RequestRefused(Outcome.FAILED, message, code="scheduler_unavailable", status=503)
+        await send_body(incoming.send, 200, [_TABLE], cost_table(models).encode())
 
     async def _show(self, question: Question, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming).check_admin()

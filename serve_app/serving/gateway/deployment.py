@@ -190,6 +190,10 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         found: Mapping[str, Any] = await scheduler.overview.remote()
         return found
 
+    async def costs() -> Mapping[str, Any]:
+        found: Mapping[str, Any] = await scheduler.costs.remote()
+        return found
+
     async def receipt(request_id: str) -> Mapping[str, Any]:
         found: Mapping[str, Any] = await scheduler.receipt.remote(request_id)
         return found
@@ -210,6 +214,7 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         scaling=scaling,
         change_mode=change_mode,
         overview=overview,
+        costs=costs,
         receipt=receipt,
         capture=capture,
     )

@@ -39,6 +39,8 @@ _VIEWS: Mapping[str, str] = {
     "/dashboard": "the page for admins, in HTML; it holds no data",
     "/dashboard/events": "what the page shows, as server-sent events; for admins",
     "/debug/capture": "the requests of the last ten minutes as a trace without text; for admins",
+    "/debug/costs": "engine time and imposed delay by pool, class and tenant; for admins",
+    "/debug/costs.csv": "the same as a table for spreadsheets; for admins",
     "/debug/queue": "who waits where, and why; for admins",
     "/debug/scaling": "how many replicas each pool should have, and why; for admins",
     "/debug/status": "replicas, learned queues and the tuner; for admins",

@@ -41,6 +41,7 @@ class SchedulerViews:
         change_mode: schedules another share of it.
         overview: all that the page shows of it, see `dashboard`.
         receipt: where the time of a request went, by its id; empty where the scheduler does not know it.
+        costs: what the requests of each tenant cost.
         capture: the requests that completed lately, without their text.
     """
 
@@ -52,6 +53,7 @@ class SchedulerViews:
     scaling: View = _nothing
     change_mode: Callable[[float], Awaitable[None]] = _unchanged
     overview: View = _nothing
+    costs: View = _nothing
     receipt: Callable[[str], Awaitable[Mapping[str, Any]]] = _unknown
     capture: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] = _none
 

@@ -25,7 +25,7 @@ from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.clock import precise_clock
 from serve_app.serving.hot import hot_settings, with_hot_settings
-from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, overview
+from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, most_costly, overview
 from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
@@ -188,7 +188,12 @@ class SchedulerActor:
         """All that the page for admins shows of this model."""
         live = await self._current()
         found = overview(live.status(), live.queue(SUB_QUEUES_SHOWN), live.activity.document())
-        return {**found, "scaling": self.scaling.described()}
+        return {**found, "scaling": self.scaling.described(), "costs": most_costly(await self.costs())}
+
+    async def costs(self) -> dict[str, Any]:
+        """What the requests of each tenant cost: engine time, and delay of others."""
+        gpus = {name: pool.gpus for name, pool in self._settings.scaling.pools.items()}
+        return (await self._current()).costs(gpus)
 
     async def scale(self) -> dict[str, Any]:
         """How many replicas each pool should have, and why."""

@@ -53,10 +53,11 @@ from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.clock import precise_clock
 from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
-from serve_app.serving.scheduler.documents import queue_document, replica_documents
+from serve_app.serving.scheduler.documents import cost_document, queue_document, replica_documents
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from serve_app.serving.scheduler.receipts.book import ReceiptBook
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
+from serve_app.serving.scheduler.scraped.cost_figures import look_at_costs
 from serve_app.serving.scheduler.scraped.pool_figures import look_at_pools
 from serve_app.serving.scheduler.scraped.queue_figures import look_at_queue
 from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
@@ -108,7 +109,7 @@ class LiveScheduler:
         self._options = options
         self._loop = asyncio.get_running_loop()
         self._clock = precise_clock(self._loop)
-        self._now = self._clock()
+        self._began = self._now = self._clock()
         self.core = Scheduler(settings, now=self._now)
         if options.learned is not None:
             take_over(self.core, options.learned, self._now)
@@ -223,6 +224,10 @@ class LiveScheduler:
         """Who waits where, for how long, and why, with at most so many sub-queues."""
         return queue_document(self.core, self.now(), most)
 
+    def costs(self, gpus: Mapping[str, float]) -> dict[str, Any]:
+        """What the requests of each tenant cost; `gpus` of a replica, by pool."""
+        return cost_document(self.core, self.now() - self._began, gpus)
+
     # What the sessions and the registry call.
 
     def feed(self, event: Event) -> None:
@@ -291,6 +296,7 @@ class LiveScheduler:
             b_short_tokens=self.core.router.b_short_tokens,
             queue=look_at_queue(self.core, self.now()),
             pools=look_at_pools(self.core, self.now()),
+            costs=look_at_costs(self.core),
         )
 
     def _render(self, status: SchedulerStatus) -> str:

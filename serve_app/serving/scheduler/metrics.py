@@ -22,6 +22,7 @@ from serve_app.scheduling.request import ScheduledRequest
 from serve_app.scheduling.waits.causes import WaitBreakdown, WaitCause
 from serve_app.serving.metric_cells import CellFamily, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process_metrics import ProcessMetrics
+from serve_app.serving.scheduler.scraped.cost_figures import CostCounters, CostFigures
 from serve_app.serving.scheduler.scraped.ended_requests import RequestMetrics
 from serve_app.serving.scheduler.scraped.labels import Names
 from serve_app.serving.scheduler.scraped.pool_figures import PoolGauges, PoolLoad
@@ -51,6 +52,7 @@ class SchedulerStatus:
     b_short_tokens: int = 0
     queue: QueueFigures = field(default_factory=QueueFigures)
     pools: Mapping[str, PoolLoad] = field(default_factory=dict)
+    costs: CostFigures = field(default_factory=CostFigures)
 
 
 class _ReplicaGauges(Collector):
@@ -100,7 +102,8 @@ class SchedulerMetrics:
         self._replicas, self._pools = _ReplicaGauges(model), PoolGauges(model)
         self._queue, self.tuner = QueueGauges(model, names), TunerFigures(model)
         own = ProcessMetrics({"process": "scheduler", "model": model})
-        for collector in (self._replicas, self._queue, self._pools, self.tuner, own):
+        self._costs = CostCounters(model, names)
+        for collector in (self._replicas, self._queue, self._pools, self._costs, self.tuner, own):
             self._registry.register(collector)
         started = self._gauge("ewsjf_scheduler_incarnation", "Rises with every scheduler started.")
         started.labels(model).set(incarnation)
@@ -246,6 +249,7 @@ class SchedulerMetrics:
             self._partition_age.labels(self._model).set(standing.partition_age_s)
         self._replicas.status = standing
         self._queue.figures, self._pools.pools = standing.queue, dict(standing.pools)
+        self._costs.figures = standing.costs
         return generate_latest(self._registry).decode()
 
     def _on_wait(self, waited: WaitBreakdown, priority: PriorityClass) -> None:

@@ -67,6 +67,8 @@ QUESTIONS = ("/version", "/tokenizer_info", "/load")
 DEBUG = {
     EVENTS_PATH: "GET",
     "/debug/capture": "GET",
+    "/debug/costs": "GET",
+    "/debug/costs.csv": "GET",
     RECEIPT: "GET",
     "/debug/queue": "GET",
     "/debug/scaling": "GET",

@@ -104,6 +104,12 @@ def _pool(name: str, replicas: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def most_costly(costs: Mapping[str, Any]) -> dict[str, Any]:
+    """The costs with the rows that a page has room for; they come with the dearest first."""
+    rows = costs["rows"]
+    return {**costs, "rows": rows[:_MOST_TENANTS], "left_out": len(rows[_MOST_TENANTS:])}
+
+
 def _most_served(counters: Mapping[str, float]) -> dict[str, float]:
     shown = sorted(counters.items(), key=lambda each: -each[1])[:_MOST_TENANTS]
     return dict(shown)

@@ -1,0 +1,76 @@
+import csv
+import io
+
+import httpx
+
+from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway.cost_table import cost_table
+from serve_app.serving.gateway.scheduler_views import SchedulerViews
+
+from .builders import FakeDispatcher
+
+
+def row(tenant: str, gpu_seconds: float | None = 8.0) -> dict[str, object]:
+    return {
+        "pool": "short",
+        "class": "batch",
+        "tenant": tenant,
+        "engine_seconds": 2.0004,
+        "gpu_seconds": gpu_seconds,
+        "share": 1.0,
+        "imposed_delay_seconds": 0.25,
+    }
+
+
+def test_each_row_is_a_line_below_the_heading() -> None:
+    lines = list(csv.reader(io.StringIO(cost_table([{"model": "m", "rows": [row("a"), row("b", None)]}]))))
+
+    assert lines == [
+        ["model", "pool", "class", "tenant", "engine_seconds", "gpu_seconds", "imposed_delay_seconds"],
+        ["m", "short", "batch", "a", "2.000", "8.000", "0.250"],
+        ["m", "short", "batch", "b", "2.000", "", "0.250"],
+    ]
+
+
+def test_a_tenant_s_name_is_no_formula_and_stays_in_its_cell() -> None:
+    names = ["=HYPERLINK(A1)", "+1", "-1", "@x", "a,b", 'a"b', "a\nb"]
+    lines = list(csv.reader(io.StringIO(cost_table([{"model": "m", "rows": [row(name) for name in names]}]))))
+
+    assert [line[3] for line in lines[1:]] == [
+        "'=HYPERLINK(A1)",
+        "'+1",
+        "'-1",
+        "'@x",
+        "a,b",
+        'a"b',
+        "a\nb",
+    ]
+
+
+async def test_the_table_is_whole_or_refused() -> None:
+    async def costs() -> dict[str, object]:
+        return {"model": "a", "rows": [row("me")]}
+
+    async def silent() -> dict[str, object]:
+        raise ConnectionError("gone")
+
+    async def frozen(_: str) -> None:
+        raise AssertionError
+
+    good = SchedulerViews(queue=silent, status=silent, freeze=frozen, costs=costs)
+    bad = SchedulerViews(queue=silent, status=silent, freeze=frozen, costs=silent)
+    admin = {"authorization": "Bearer k"}
+    for views, expected in (({"a": good}, 200), ({"a": good, "b": bad}, 503)):
+        models = tuple(ServedModel(name=name) for name in views)
+        settings = GatewaySettings(models=models, keys=(ApiKey(tenant="o", key="k", admin=True),))
+        app = Gateway(settings, {name: FakeDispatcher([]) for name in views}, "gw", views)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
+            answer = await http.get("/debug/costs.csv", headers=admin)
+            as_json = await http.get("/debug/costs", headers=admin)
+        assert answer.status_code == expected
+        assert as_json.json()["models"][0] == {"model": "a", "rows": [row("me")]}
+        if expected == 200:
+            assert answer.headers["content-type"].startswith("text/csv")
+            assert answer.text == cost_table([{"model": "a", "rows": [row("me")]}])
+        else:
+            assert "b: its scheduler does not answer" in answer.json()["error"]["message"]
