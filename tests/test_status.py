@@ -185,7 +185,7 @@ def test_an_application_without_costs_is_shown_without(url: str, capsys: pytest.
 
 def test_json_is_what_the_application_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--url", url, "--api-key", "k1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"status": STATUS, "queue": QUEUE}
+    assert json.loads(capsys.readouterr().out) == {"status": STATUS, "queue": QUEUE, "costs": COSTS}
 
 
 def test_a_key_without_admin_is_refused_with_the_remedy(url: str, capsys: pytest.CaptureFixture[str]) -> None:

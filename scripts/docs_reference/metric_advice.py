@@ -126,6 +126,12 @@ METRIC_ADVICE = {
     "ewsjf_scheduler_incarnation": "Rising by itself: see the alert `SchedulerRestarts`.",
     "ewsjf_spills_total": "Many for long: the pools' sizes do not match the traffic.",
     "ewsjf_stale_reports_total": "Often for one replica: its event loop is blocked.",
+    "ewsjf_tenant_engine_seconds_total": (
+        "Who used the engines, for charging; see who pays in the document of operations."
+    ),
+    "ewsjf_tenant_imposed_delay_seconds_total": (
+        "Much for one tenant: others wait for it; a smaller `weight` of its key, or another class."
+    ),
     "ewsjf_tenant_lead_ratio": (
         "Near 1 for one tenant: it had nearly all service; weights and limits of keys change that."
     ),

@@ -46,6 +46,16 @@ TENANTS = Dashboard(
                     (f"topk(10, {rate('ewsjf_tenant_requests_total', 'tenant', _CHOSEN)})", "{{tenant}}"),
                 ),
                 line(
+                    "Engine time",
+                    "Replicas that work for a tenant all the time, the ten tenants with most.",
+                    "short",
+                    (
+                        f"topk(10, {rate('ewsjf_tenant_engine_seconds_total', 'tenant', _CHOSEN)})",
+                        "{{tenant}}",
+                    ),
+                    stacked=True,
+                ),
+                line(
                     "Tokens by API key",
                     "For charging; the ledger behind /debug/usage has days.",
                     "short",
@@ -68,6 +78,15 @@ TENANTS = Dashboard(
                     "short",
                     (_of_chosen("ewsjf_tenant_requests_waiting", "tenant"), "{{tenant}}"),
                     stacked=True,
+                ),
+                line(
+                    "Delay of others",
+                    "Requests kept waiting, on average, while a tenant took places that they could have had.",
+                    "short",
+                    (
+                        f"topk(10, {rate('ewsjf_tenant_imposed_delay_seconds_total', 'tenant', _CHOSEN)})",
+                        "{{tenant}}",
+                    ),
                 ),
                 line(
                     "Lead in service",

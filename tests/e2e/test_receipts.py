@@ -54,6 +54,8 @@ async def test_the_causes_of_a_thousand_waits_add_up(app: Served, tmp_path: Path
             for number in range(REQUESTS)
         ]
         capture = await http.get("/debug/capture", headers=admin)
+        costs = (await http.get("/debug/costs", headers=admin)).json()["models"][0]
+        table = await http.get("/debug/costs.csv", headers=admin)
 
     served = [pair for pair in zip(answers, receipts, strict=True) if pair[0].status_code == 200]
     assert len(served) > REQUESTS / 2
@@ -65,6 +67,12 @@ async def test_the_causes_of_a_thousand_waits_add_up(app: Served, tmp_path: Path
     causes = {each["cause"] for receipt in divided for each in receipt["queue"]["causes"]}
     assert causes >= {"engines_busy", "higher_class", "other_tenants", "own_requests"}
     assert "before_scheduler" not in causes
+
+    assert {row["tenant"] for row in costs["rows"]} >= {f"tenant-{number}" for number in range(4)}
+    # Three replicas; every second that requests spent in engines is somebody's.
+    assert 1 < sum(row["engine_seconds"] for row in costs["rows"]) <= 3 * costs["counted_s"]
+    assert sum(row["imposed_delay_seconds"] for row in costs["rows"]) > 0
+    assert table.text.count("\n") >= len(costs["rows"])
 
     captured = tmp_path / "captured.jsonl"
     captured.write_bytes(capture.content)

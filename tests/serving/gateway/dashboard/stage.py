@@ -10,7 +10,7 @@ from serve_app.errors import ChannelError, Outcome
 from serve_app.routing.replica import ReplicaReport
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
-from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, overview
+from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, most_costly, overview
 from tests.serving.channel.harness import scheduler_settings, submission, until
 from tests.serving.gateway.builders import MODEL, Engine, serving
 from tests.serving.gateway.fleet import Fleet, fleet_of
@@ -108,9 +108,11 @@ async def page_stage() -> AsyncIterator[PageStage]:
             live = fleet.world.live
             if live.ended:
                 raise ChannelError(f"this scheduler does not schedule: {live.ended}")
-            return overview(live.status(), live.queue(SUB_QUEUES_SHOWN), live.activity.document()) | {
-                "scaling": {}
-            }
+            found = overview(live.status(), live.queue(SUB_QUEUES_SHOWN), live.activity.document())
+            return found | {"scaling": {}, "costs": most_costly(await costs())}
+
+        async def costs() -> dict[str, Any]:
+            return fleet.world.live.costs({})
 
         async def nothing(_: str = "") -> Any:
             return {}
@@ -118,7 +120,9 @@ async def page_stage() -> AsyncIterator[PageStage]:
         async def receipt(request_id: str) -> dict[str, Any]:
             return await fleet.world.live.receipts.document(request_id)
 
-        views = SchedulerViews(queue=nothing, status=nothing, freeze=nothing, overview=look, receipt=receipt)
+        views = SchedulerViews(
+            queue=nothing, status=nothing, freeze=nothing, overview=look, costs=costs, receipt=receipt
+        )
         app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: views})
         async with serving(app) as port:
             stage = PageStage(fleet, engine, f"http://127.0.0.1:{port}", app)

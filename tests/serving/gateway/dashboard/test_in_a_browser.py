@@ -139,6 +139,21 @@ async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
     shown = await page.becomes(f"{rows}.includes('search') && {rows}")
     assert "67 %" in plain(shown)
     assert "33 %" in plain(shown)
+    costs = "document.querySelectorAll('#panel-tenants table')[1].innerText"
+    told = plain(await page.evaluate(costs))
+    assert "Who used the engines" in told
+    assert all(f"{tenant}\tinteractive\tshort" in told for tenant in ("search", "chat"))
+    # What the link would have saved.
+    saved = (
+        "window.saved = null;"
+        "const keep = async (blob) => { window.saved = await blob.text(); };"
+        "URL.createObjectURL = (blob) => { keep(blob); return '#'; };"
+        "document.querySelector('#panel-tenants button').click()"
+    )
+    await page.evaluate(saved)
+    lines = (await page.becomes("window.saved")).splitlines()
+    assert lines[0].startswith("model,pool,class,tenant,engine_seconds")
+    assert {line.split(",")[3] for line in lines[1:]} == {"search", "chat"}
 
 
 async def test_tabs_are_changed_by_keys_and_the_address_names_them(page: BrowserPage) -> None:

@@ -3,13 +3,55 @@
 import { bar, table } from "./charts.js";
 import { h } from "./dom.js";
 import { compact, counted, percent, seconds, whole } from "./format.js";
+import { messageOf } from "./stream.js";
 
 export const title = "Tenants";
 
-export function render(model) {
+/** Why the last download failed; "" where none did. */
+let failure = "";
+
+export function render(model, page) {
   return h("div", { key: "tenants" },
     h("div", { class: "card" }, servedTable(model)),
+    h("div", { class: "card" }, costTable(model.costs),
+      h("p", { class: "note" }, "Engine time is the time that replicas worked, divided among the requests on them. Delay is what others waited while a tenant's requests took places that they could have had."),
+      h("div", { class: "row" },
+        h("button", { type: "button", onclick: () => download(page) }, "Download as CSV"),
+        h("span", { role: "status" }, failure))),
     h("div", { class: "card" }, standingTable(model)));
+}
+
+function costTable({ rows: costs, left_out: left, counted_s: counted_s, engine_seconds: all }) {
+  const columns = [["Tenant"], ["Class"], ["Pool"], ["Engine time", "figure"], ["Share", "meters"], ["GPU time", "figure"], ["Delay of others", "figure"]];
+  const rows = costs.map((each) => ({
+    key: `${each.pool} ${each.class} ${each.tenant}`,
+    cells: [
+      each.tenant, each.class, each.pool, seconds(each.engine_seconds),
+      h("span", { class: "meter" }, bar(each.share), percent(each.share)),
+      seconds(each.gpu_seconds), seconds(each.imposed_delay_seconds),
+    ],
+  }));
+  const more = left ? ` (${counted(left, "further row")} in the file)` : "";
+  const caption = `Who used the engines: ${seconds(all)} of work in ${seconds(counted_s)}, since the scheduler began${more}`;
+  return table(caption, columns, rows, "No request has left an engine yet.");
+}
+
+async function download(page) {
+  failure = "";
+  try {
+    const answer = await fetch(page.address("/debug/costs.csv"), {
+      headers: { authorization: `Bearer ${page.key}` }, cache: "no-store", credentials: "omit",
+    });
+    if (!answer.ok) throw new Error(await messageOf(answer));
+    const file = URL.createObjectURL(await answer.blob());
+    const link = document.createElement("a");
+    Object.assign(link, { href: file, download: "costs.csv" });
+    link.click();
+    URL.revokeObjectURL(file);
+  } catch (error) {
+    failure = `No file: ${error.message}`;
+  }
+  page.render();
 }
 
 function servedTable(model) {
