@@ -30,6 +30,11 @@ _START_S = 0.5
 # Updates of one look: a bound on the work that follows.
 MOST_UPDATES = 5_000
 
+INSIDE, BEFORE, AFTER = VERDICTS = "inside", "before", "after"
+"""Where the actual start was, compared with the interval that was told."""
+FIRST, LAST = TOLD = "first", "last"
+"""Which of the estimates that a request was told is judged."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
@@ -50,8 +55,8 @@ class Honesty:
     """How right one estimate was.
 
     Attributes:
-        told: `first` or `last`, of those that the request was told.
-        verdict: the actual start was `inside` its interval, or `before` or `after` it.
+        told: one of `TOLD`.
+        verdict: one of `VERDICTS`.
         error_s: actual minus expected start.
     """
 
@@ -74,11 +79,11 @@ class _Told:
         if self.start is None:
             return
         actual_s = now - self.at
-        verdict = "inside"
+        verdict = INSIDE
         if actual_s < self.start.low:
-            verdict = "before"
+            verdict = BEFORE
         elif actual_s > self.start.high:
-            verdict = "after"
+            verdict = AFTER
         yield Honesty(priority, name, verdict, actual_s - self.start.middle)
 
 
@@ -166,7 +171,7 @@ class WatchedRequests:
             return []
         if outcome is Outcome.EXPIRED:
             self._estimates.on_expiry(request_id, now)
-            return [each for each in self._end(request_id, now) if each.verdict == "after"]
+            return [each for each in self._end(request_id, now) if each.verdict == AFTER]
         self._estimates.forget(request_id)
         self._end(request_id, now)
         return []
@@ -222,7 +227,7 @@ class WatchedRequests:
             self._estimates.pause()
         if one is None or one.first is None or one.last is None:
             return []
-        return [*one.first.judged("first", one.priority, now), *one.last.judged("last", one.priority, now)]
+        return [*one.first.judged(FIRST, one.priority, now), *one.last.judged(LAST, one.priority, now)]
 
     def _waiting_at_home(self) -> Counter[str]:
         waiting = Counter[str]()
