@@ -11,6 +11,7 @@ from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.decision_log import Decision
 from serve_app.scheduling.events import Arrived
 from serve_app.scheduling.outlook.watched import Honesty, Outlook, WatchedRequests
+from serve_app.simulation.run import RunSettings, prepared
 from serve_app.simulation.simulation import Simulation
 from serve_app.simulation.timeline import Rank
 
@@ -74,3 +75,16 @@ class ToldClients:
         self._looks = bool(self._watched)
         if self._looks:
             timeline.at(timeline.now + LOOKS_EVERY_S, Rank.REPORT, self._look)
+
+
+def simulate_told(settings: RunSettings) -> list[Honesty]:
+    """Play one run in which every client asks, and return how honest it was to those that waited.
+
+    Raises:
+        TraceError: there is no such trace, or nothing in it fits the engines.
+        SettingsError: a setting is unknown or out of range.
+    """
+    simulation, requests = prepared(settings)
+    clients = ToldClients(simulation)
+    simulation.run(requests)
+    return clients.honesty

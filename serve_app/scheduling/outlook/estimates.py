@@ -22,13 +22,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from serve_app.scheduling.admission.drain_rate import DrainRate
-from serve_app.scheduling.outlook.spread import Margin, Range, RatioSpread
+from serve_app.scheduling.outlook.spread import Margin, Quantiles, RatioSpread
 from serve_app.scheduling.request import ScheduledRequest
 
 _Kind = tuple[object, ...]
 
 # Before anything was learned.
-_UNKNOWN = Range(0.2, 1.0, 3.0)
+_UNKNOWN = Quantiles(0.2, 1.0, 3.0)
 # Ratios from which a kind speaks for itself.
 _ENOUGH = 30
 # Places beyond so many octaves are alike: more slots average out.
@@ -55,7 +55,7 @@ class _Note:
     octave: int
     at: float
     uncorrected_s: float
-    start: Range
+    start: Quantiles
     learned: bool = False
 
 
@@ -100,12 +100,12 @@ class StartEstimates:
             return None
         return self._overall.tokens_per_s * share or None
 
-    def range(self, scheduled: ScheduledRequest, position: int, uncorrected_s: float) -> Range:
+    def start(self, scheduled: ScheduledRequest, position: int, uncorrected_s: float) -> Quantiles:
         """Seconds until a request in this place starts."""
         octave = _octave(position)
         ratios = self._ratios(scheduled, octave)
         margin = self._margins[scheduled.request.priority.rank, octave]
-        return Range(
+        return Quantiles(
             uncorrected_s * ratios.low / margin.low,
             uncorrected_s * ratios.middle,
             uncorrected_s * ratios.high * margin.high,
@@ -119,7 +119,7 @@ class StartEstimates:
             notes = self._notes[scheduled.request.request_id] = []
         elif notes[-1].octave <= octave:
             return
-        start = self.range(scheduled, position, uncorrected_s)
+        start = self.start(scheduled, position, uncorrected_s)
         note = _Note(scheduled, octave, now, uncorrected_s, start)
         notes.append(note)
         self._noted += 1
@@ -161,11 +161,11 @@ class StartEstimates:
                 spread = self._spreads[kind] = RatioSpread()
             spread.add(ratio)
 
-    def _ratios(self, scheduled: ScheduledRequest, octave: int) -> Range:
+    def _ratios(self, scheduled: ScheduledRequest, octave: int) -> Quantiles:
         for kind in _kinds(scheduled, octave):
             spread = self._spreads.get(kind)
             if spread is not None and spread.count >= _ENOUGH:
-                return spread.range()
+                return spread.quantiles()
         return _UNKNOWN
 
     def __repr__(self) -> str:

@@ -121,7 +121,8 @@ def _of_classes(
     classes: Mapping[PriorityClass, Sequence[ScheduledRequest]], floors: ClassFloorSettings
 ) -> Iterator[ScheduledRequest]:
     """The classes, each with its floor, highest first."""
-    left = {priority: iter(classes[priority]) for priority in PriorityClass if priority in classes}
+    # None is left of a class all of which a replica returned.
+    left = {priority: iter(classes[priority]) for priority in PriorityClass if classes.get(priority)}
     heads = {priority: next(waiting) for priority, waiting in left.items()}
     earned = ClassFloors(floors)
     while len(heads) > 1:

@@ -19,10 +19,12 @@ _TAIL = 0.1
 # How much one time moves a margin, on the logarithmic scale, and how far margins go.
 _STEP = 0.05
 _MOST_MARGIN = 8.0
+# Before intervals have been compared with anything, they are wide rather than wrong.
+_FIRST_MARGIN = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class Quantiles:
     """An expectation and the bounds of its interval.
 
     Attributes:
@@ -49,7 +51,7 @@ class RatioSpread:
         self._weights = [0.0] * _BINS
         self._total = 0.0
         self._weight = 1.0
-        self._quantiles: Range | None = None
+        self._quantiles: Quantiles | None = None
         self.count = 0
 
     def add(self, ratio: float) -> None:
@@ -66,10 +68,10 @@ class RatioSpread:
             self._total /= self._weight
             self._weight = 1.0
 
-    def range(self) -> Range:
+    def quantiles(self) -> Quantiles:
         """The 10th percentile, the median and the 90th percentile of at least one ratio."""
         if self._quantiles is None:
-            self._quantiles = Range(self._quantile(_TAIL), self._quantile(0.5), self._quantile(1 - _TAIL))
+            self._quantiles = Quantiles(self._quantile(_TAIL), self._quantile(0.5), self._quantile(1 - _TAIL))
         return self._quantiles
 
     def _quantile(self, share: float) -> float:
@@ -102,9 +104,9 @@ class Margin:
     __slots__ = ("high", "low")
 
     def __init__(self) -> None:
-        self.low = self.high = 1.0
+        self.low = self.high = _FIRST_MARGIN
 
-    def learn(self, actual_s: float, told: Range) -> None:
+    def learn(self, actual_s: float, told: Quantiles) -> None:
         """Compare an interval with what came of it."""
         self.low = _moved(self.low, missed=actual_s < told.low)
         self.high = _moved(self.high, missed=actual_s > told.high)

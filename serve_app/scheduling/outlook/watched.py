@@ -17,14 +17,14 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.scheduling.outlook.estimates import StartEstimates
 from serve_app.scheduling.outlook.order import PART, expected_order
-from serve_app.scheduling.outlook.spread import Range
+from serve_app.scheduling.outlook.spread import Quantiles
 from serve_app.scheduling.request import ScheduledRequest
 from serve_app.scheduling.scheduler import Scheduler
 
 # Between two updates of one request, at least and at most.
 _LEAST_S, _MOST_S = 1.0, 15.0
-# A change that matters: of the place, and of the expected start, as shares of what was told.
-_PLACES_RATIO, _START_RATIO = 0.1, 0.25
+# A change that matters: of the place a tenth, of the expected start a quarter of what was told.
+_PLACES, _START_RATIO = 10, 0.25
 # Less is noise.
 _START_S = 0.5
 # Updates of one look: a bound on the work that follows.
@@ -47,7 +47,7 @@ class Outlook:
 
     request_id: str
     position: int
-    start: Range | None
+    start: Quantiles | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _Told:
 
     at: float
     position: int
-    start: Range | None
+    start: Quantiles | None
 
     def judged(self, name: str, priority: PriorityClass, now: float) -> Iterator[Honesty]:
         """How right it was, if the request starts now."""
@@ -202,13 +202,13 @@ class WatchedRequests:
 
     def _start(
         self, scheduled: ScheduledRequest, position: int, uncorrected_s: float | None, now: float
-    ) -> Range | None:
+    ) -> Quantiles | None:
         if uncorrected_s is None or self._core.admission.outages.concern(scheduled.pools):
             return None
-        start = self._estimates.range(scheduled, position, uncorrected_s)
+        start = self._estimates.start(scheduled, position, uncorrected_s)
         rests_s = scheduled.resting_until - now
         if rests_s > start.low:
-            start = Range(rests_s, max(rests_s, start.middle), max(rests_s, start.high))
+            start = Quantiles(rests_s, max(rests_s, start.middle), max(rests_s, start.high))
         return start
 
     def _tell(self, outlook: Outlook, now: float) -> bool:
@@ -239,11 +239,11 @@ class WatchedRequests:
         return f"<WatchedRequests {len(self._watched)}, {self._estimates}>"
 
 
-def _matters(told: _Told | None, position: int, start: Range | None, now: float) -> bool:
+def _matters(told: _Told | None, position: int, start: Quantiles | None, now: float) -> bool:
     """Whether a request is to be told, after what it was told."""
     if told is None or now - told.at >= _MOST_S:
         return True
-    if abs(position - told.position) >= max(1.0, _PLACES_RATIO * told.position):
+    if abs(position - told.position) >= max(1, told.position // _PLACES):
         return True
     if start is None or told.start is None:
         return start is not told.start

@@ -27,8 +27,6 @@ from serve_app.serving.gateway.answer.client_api import send_refusal
 from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.engine_answer import failure_of, outcome_of
 from serve_app.serving.gateway.answer.passing import StreamPassing
-from serve_app.serving.gateway.answer.queue_updates import QueueUpdates, Telling
-from serve_app.serving.gateway.answer.queued_comments import QueuedComments
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
     STOPPING_CODE,
@@ -46,6 +44,8 @@ from serve_app.serving.gateway.answer.stream_events import (
     stream_outcome,
 )
 from serve_app.serving.gateway.answer.usage import usage_of
+from serve_app.serving.gateway.answer.waiting.queue_updates import QueueUpdates, Telling
+from serve_app.serving.gateway.answer.waiting.queued_comments import QueuedComments
 from serve_app.serving.gateway.logs.concluded import ConcludedRequest
 from serve_app.serving.gateway.request.headers import (
     RECEIPT_HEADER,

@@ -8,16 +8,16 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.scheduling.commands import Dispatch
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
-from serve_app.serving.gateway.answer.queue_updates import QueueForm
 from serve_app.serving.gateway.answer.rate_limit_headers import RATE_LIMIT_HEADERS, rate_limit_headers
 from serve_app.serving.gateway.answer.responses import HeaderList, RequestRefused, encode
+from serve_app.serving.gateway.answer.waiting.queue_updates import QueueForm
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 
 RECEIPT_HEADER = b"x-ewsjf-receipt"
 """Asks for what the request has waited for, and tells it."""
 
 QUEUE_HEADER = b"x-ewsjf-queue"
-"""Asks to be told of the queue while the request waits; see `answer.queue_updates`."""
+"""Asks to be told of the queue while the request waits; see `answer.waiting.queue_updates`."""
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_QUEUE_TIMEOUT_S = 86_400.0

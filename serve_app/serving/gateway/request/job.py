@@ -6,8 +6,8 @@ import msgspec
 
 from serve_app.request import Submission
 from serve_app.serving.channel.scheduler_client import Grant
-from serve_app.serving.gateway.answer.queue_updates import QueueForm
 from serve_app.serving.gateway.answer.sse import Announcements
+from serve_app.serving.gateway.answer.waiting.queue_updates import QueueForm
 from serve_app.serving.gateway.request.held_bodies import HeldBody
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.splice import append_fields, priority_field, response_id_field

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from serve_app.engines.engine import Send
 from serve_app.serving.channel.scheduler_client import RequestOutlook
-from serve_app.serving.gateway.answer.queued_comments import QueuedComments
 from serve_app.serving.gateway.answer.responses import HeaderList, encode
+from serve_app.serving.gateway.answer.waiting.queued_comments import QueuedComments
 
 ASK_AFTER_S = 0.25
 """Most requests are dispatched or refused by then."""
