@@ -12,6 +12,7 @@ import pytest
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from tests.accessibility import barriers, needs_axe
 from tests.browser import BrowserPage, needs_browser, open_page
+from tests.serving.channel.harness import until
 from tests.serving.gateway.builders import MODEL, replies
 
 from .stage import KEY, PageStage, page_stage
@@ -354,7 +355,7 @@ async def test_no_view_has_a_barrier(stage: PageStage, page: BrowserPage, scheme
     await page.becomes(f"{receipt}.includes('r1: waiting')")
     assert await barriers(page) == []
     stage.release()
-    await page.becomes(f"{tile('Waiting')} === '0'")
+    await until(lambda: not stage.fleet.core.find("r1").queued)
     stage.end("r1")
     await page.evaluate("document.querySelector('#panel-request form').requestSubmit()")
     await page.becomes(f"{receipt}.includes('r1: completed') && {receipt}.includes('Who was sent')")
