@@ -123,7 +123,7 @@ def started_gateways(engine_port: int, collector: str) -> Iterator[dict[str, str
             for way in (OFF, CONTROL, UNSAMPLED, SAMPLED):
                 gateway = _gateway(way, engine_port, collector)
                 stack.callback(loop.call_soon_threadsafe, gateway.close)
-                server, urls[way] = run(_serve(gateway))
+                server, urls[way] = run(served(gateway))
                 stack.callback(lambda one: run(one.shutdown()), server)
             yield urls
     finally:
@@ -151,7 +151,8 @@ def _gateway(way: str, engine_port: int, collector: str) -> Gateway:
         return Gateway(settings, {MODEL: GrantsAll(engine_port)}, f"g-{way}")
 
 
-async def _serve(gateway: Gateway) -> tuple[uvicorn.Server, str]:
+async def served(gateway: Gateway) -> tuple[uvicorn.Server, str]:
+    """Serve a gateway on a port of its own; returns its address, too."""
     config = uvicorn.Config(
         gateway,
         host="127.0.0.1",
