@@ -8,10 +8,10 @@ and of the scheduler are differences on one clock each, so no clocks are compare
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from serve_app.request import Usage
+from serve_app.request import Request, Submission, Usage
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.request import ScheduledRequest
 from serve_app.scheduling.waits.causes import WaitBreakdown
@@ -19,13 +19,13 @@ from serve_app.serving.channel.requests.request_book import GatewayRequest
 from serve_app.serving.channel.scheduler_client import RequestTimes
 
 KEPT_S = 600.0
-# About 20 MB.
+# About 30 MB.
 MOST_KEPT = 20_000
 _NO_BREAKDOWN = WaitBreakdown()
 
 
 @dataclass(frozen=True, slots=True)
-class _Attempt:
+class DispatchAttempt:
     """One dispatch of a request.
 
     Attributes:
@@ -45,12 +45,35 @@ class _Attempt:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedRequest:
+    """What a request asked for, which a replay needs.
+
+    Attributes:
+        submission: without the hashes of its prompt.
+        arrived_at, expires_at: on the scheduler's clock.
+    """
+
+    submission: Submission
+    arrived_at: float
+    expires_at: float
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """What is kept of a request."""
+        submission = request.submission
+        if submission.prefix:
+            submission = replace(submission, prefix=())
+        return cls(submission, request.arrived_at, request.expires_at)
+
+
+@dataclass(frozen=True, slots=True)
 class Receipt:
     """What is kept of one request.
 
     Attributes:
         ended_at: on the scheduler's clock.
         arrived_at: in seconds since 1970.
+        asked: None where another scheduler has admitted it.
     """
 
     ended_at: float
@@ -59,7 +82,8 @@ class Receipt:
     model: str
     tenant: str
     priority: str
-    attempts: tuple[_Attempt, ...]
+    asked: "AskedRequest | None"
+    attempts: tuple[DispatchAttempt, ...]
     usage: Usage | None
     times: RequestTimes | None
 
@@ -144,18 +168,23 @@ class ReceiptBook:
     def __init__(self, prefill_s: Callable[[str, int], float], most: int = MOST_KEPT) -> None:
         self._prefill_s = prefill_s
         self._most = most
-        self._running: dict[str, tuple[_Attempt, ...]] = {}
+        self._running: dict[str, tuple[DispatchAttempt, ...]] = {}
+        self._asked: dict[str, AskedRequest] = {}
         self._kept: deque[Receipt] = deque()
         self._by_id: dict[str, Receipt] = {}
 
     def __repr__(self) -> str:
         return f"<ReceiptBook {len(self._kept)} kept, {len(self._running)} under way>"
 
+    def on_arrival(self, request: Request) -> None:
+        """A request has come, whatever becomes of it."""
+        self._asked[request.request_id] = AskedRequest.of(request)
+
     def on_dispatch(self, command: Dispatch, scheduled: ScheduledRequest, now: float) -> None:
         """A request was sent to a replica."""
         estimate, prediction = scheduled.estimate, scheduled.prediction
         prefill_tokens = scheduled.prefill_tokens
-        attempt = _Attempt(
+        attempt = DispatchAttempt(
             now,
             command,
             scheduled.pools,
@@ -177,6 +206,7 @@ class ReceiptBook:
             model=record.model,
             tenant=record.tenant,
             priority=record.priority.value,
+            asked=self._asked.pop(command.request_id, None),
             attempts=attempts,
             usage=record.usage,
             times=record.times,
@@ -186,6 +216,11 @@ class ReceiptBook:
             self._by_id[name] = receipt
         while len(self._kept) > self._most or self._kept[0].ended_at < now - KEPT_S:
             self._forget(self._kept.popleft())
+
+    def under_way(self) -> Iterator[tuple[AskedRequest, tuple[DispatchAttempt, ...]]]:
+        """Every request that has not ended, with its dispatches."""
+        for request_id, asked in self._asked.items():
+            yield asked, self._running.get(request_id, ())
 
     def find(self, request_id: str) -> Receipt | None:
         """The receipt of a request by its own id, or by the last request's to which a client gave that id."""
@@ -209,7 +244,7 @@ def _names(receipt: Receipt) -> set[str]:
     return {own} if receipt.times is None else {own, receipt.times.client_request_id}
 
 
-def _attempt(attempt: _Attempt, first: _Attempt) -> dict[str, Any]:
+def _attempt(attempt: DispatchAttempt, first: DispatchAttempt) -> dict[str, Any]:
     dispatch = attempt.dispatch
     return {
         "after_first_ms": _ms(attempt.at - first.at),
