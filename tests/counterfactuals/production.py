@@ -21,7 +21,9 @@ from serve_app.simulation.replica import ReplicaPlan
 from serve_app.simulation.simulation import SimulatedRequest, Simulation
 from tests.simulation.builders import STEP_TIME
 
-ENGINE = EngineModelSettings(max_model_len=4_096, kv_tokens=12_288, max_num_seqs=4, max_num_batched_tokens=512)
+ENGINE = EngineModelSettings(
+    max_model_len=4_096, kv_tokens=12_288, max_num_seqs=4, max_num_batched_tokens=512
+)
 STEP_TIMES = StepTimes({"only": {"latency_s": 0.002, **asdict(STEP_TIME)}}, "those of the profile")
 FLEET = "only-0", "only-1"
 CLASSES = tuple(PriorityClass)
@@ -50,9 +52,7 @@ def burst(count: int, seed: int, *, rate_per_s: float = 6.0, streamed: bool = Tr
         request = Request(
             submission=submission, gateway_id="replay", arrived_at=now, expires_at=now + 43_200.0
         )
-        requests.append(
-            SimulatedRequest(request, output_tokens=rng.randint(20, 120), prompt_tokens=prompt)
-        )
+        requests.append(SimulatedRequest(request, output_tokens=rng.randint(20, 120), prompt_tokens=prompt))
         now += rng.expovariate(rate_per_s)
     return requests
 
