@@ -1,7 +1,8 @@
 """How fast the recorded engines were: step times that are told, or fitted to the recorded requests.
 
-Told are those that the tuner has fitted, or those of a profile. The fit of `twin.engine_fit` is tried as
-well. Whichever replays the recorded waits better is used.
+Told are those that the tuner has fitted, or those of a profile. Where they are wrong for the recorded
+requests by more than a few percent, the fit of `twin.engine_fit` is tried as well. Whichever replays the
+recorded waits better is used.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,8 @@ _ANY = {
     "prefill_base_s": 0.02,
     "prefill_per_token_s": 0.0001,
 }
+# Of mean TTFT from dispatch, and of TPOT: step times that are told stay while they are as right as that.
+_KEPT_WITHIN = 0.05
 FITTED = "fitted to these requests"
 
 
@@ -53,7 +56,7 @@ def _fitted(recording: Recording) -> StepTimes:
         plans=plans or (),
         until=max((each.finished_at for each in records), default=0.0),
         known=_known(recording),
-        keep_within=0.0,
+        keep_within=_KEPT_WITHIN,
     )
     return _plain(fit_engines(task).engines or {})
 

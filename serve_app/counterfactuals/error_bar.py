@@ -5,11 +5,13 @@ the request in question another wait. What it would really have been is
 
     replayed with the change + carried * (recorded - replayed without it)
 
-where `carried` is the share of its wait that is left, at most 1. So a change without effect gives the
-recorded wait, and where nothing of the wait is left nothing of its error is, either.
+where `carried` is the smaller of the two replayed waits over the larger. So a change without effect gives the
+recorded wait, and one after which the request meets quite another queue gives what the replay has. Nothing is
+carried where the replay does not have the wait of the request at all, since it met another queue already.
 
-The bar is what the same formula gets wrong among comparable requests. One of a pair has about the wait that
-the change gives, the other about the wait without it; nine in ten pairs are off by no more than the bar.
+The bar is made of what the unchanged replay gets wrong in nine of ten comparable requests: of those that wait
+about as long as the request would, and, as far as its own error is carried, of those that wait about as long
+as it did. Both are taken as independent; errors that they share would make it smaller.
 """
 
 import math
@@ -69,8 +71,7 @@ class ErrorBars:
     @property
     def bar_s(self) -> float:
         """What the unchanged replay is off by, for nine in ten requests like the one in question."""
-        near = self._near(self._own.replayed_s, self._own.priority)
-        return _quantile([abs(each.error_s) for each in near])
+        return self._off_by(self._own.replayed_s, self._own.priority)
 
     @property
     def reproduces(self) -> bool:
@@ -91,24 +92,19 @@ class ErrorBars:
             priority: the class that the request has after the change.
         """
         own = self._own
-        carried = 1.0 if changed_s >= own.replayed_s else changed_s / own.replayed_s
+        shorter, longer = sorted((changed_s, own.replayed_s))
+        carried = (shorter / longer if longer else 1.0) if self.reproduces else 0.0
         seconds = max(0.0, changed_s + carried * own.error_s)
-        before = self._near(own.replayed_s, own.priority)
-        after = self._near(changed_s, priority)
-        bar = _quantile(
-            [
-                abs(one.error_s - carried * other.error_s)
-                for one in after
-                for other in before
-                if one.request_id != other.request_id
-            ]
-        )
+        bar = math.hypot(self._off_by(changed_s, priority), carried * self.bar_s)
         if not self.reproduces:
             bar = max(bar, abs(own.error_s))
         return Told(seconds, max(0.0, seconds - bar), seconds + bar)
 
-    def _near(self, replayed_s: float, priority: PriorityClass) -> list[Residual]:
-        """The requests with about the same wait in the replay, of the same class where there are enough."""
+    def _off_by(self, replayed_s: float, priority: PriorityClass) -> float:
+        """What the unchanged replay gets wrong in nine of ten requests with about this wait in it.
+
+        Those are of the same class where there are enough.
+        """
         alike = [each for each in self._residuals if each.priority is priority]
         if len(alike) < LEAST_COMPARABLE:
             alike = list(self._residuals)
@@ -116,8 +112,9 @@ class ErrorBars:
         def distance(each: Residual) -> float:
             return abs(math.log((each.replayed_s + _ALIKE_S) / (replayed_s + _ALIKE_S)))
 
-        most = min(_MOST_COMPARABLE, max(LEAST_COMPARABLE, len(alike) // 4))
-        return sorted(alike, key=distance)[:most]
+        most = min(_MOST_COMPARABLE, max(LEAST_COMPARABLE, len(alike) // 3))
+        near = sorted(alike, key=distance)[:most]
+        return _quantile([abs(each.error_s) for each in near])
 
 
 def _quantile(values: Sequence[float]) -> float:

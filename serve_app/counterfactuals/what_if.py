@@ -1,28 +1,55 @@
 """What would have helped a request: each change of its recording replayed, told with the replay's error."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from serve_app.counterfactuals.changes import ChangedRecording, all_changes, pool_of
 from serve_app.counterfactuals.engines import KnownEngines, engines_of
 from serve_app.counterfactuals.error_bar import LEAST_COMPARABLE, ErrorBars, Residual, Told
-from serve_app.counterfactuals.recording import Recording, RecordingError
-from serve_app.counterfactuals.replay import Played, is_played, replay_recording
+from serve_app.counterfactuals.recording import RecordedRequest, Recording, RecordingError
+from serve_app.counterfactuals.replay import Played, replay_recording
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 
 _REFUSED_IN_THE_REPLAY = "the replay refuses it"
 
 
-@dataclass(frozen=True, slots=True)
-class _Baseline:
-    """The unchanged replay under some step times."""
+class UnchangedReplay:
+    """The replay of a recording as it is, beside what happened.
 
-    engines: KnownEngines
-    played: Mapping[str, Played]
-    waits: ErrorBars
-    ttfts: ErrorBars | None
+    Args:
+        engines: the step times that it is played with.
+
+    Attributes:
+        played: what became of each request in it.
+    """
+
+    def __init__(self, recording: Recording, engines: KnownEngines) -> None:
+        self.engines = engines
+        self.played: Mapping[str, Played] = replay_recording(recording, engines.step_times)
+        self._waits, self._ttfts = list[Residual](), list[Residual]()
+        for each in recording.requests:
+            played = self.played.get(each.request_id)
+            if played is None or each.outcome is not Outcome.COMPLETED or played.outcome is not each.outcome:
+                continue
+            told = each.request_id, each.submission.priority
+            if each.wait_s is not None:
+                self._waits.append(Residual(*told, played.wait_s, each.wait_s))
+            if each.ttft_s is not None and played.ttft_s is not None:
+                self._ttfts.append(Residual(*told, played.ttft_s, each.ttft_s))
+
+    def waits(self, asked: RecordedRequest) -> ErrorBars:
+        """What it gets wrong of waits, for a request that has waited."""
+        assert asked.wait_s is not None, "it has waited, to its end or to its dispatch"
+        replayed_s = self.played[asked.request_id].wait_s
+        own = Residual(asked.request_id, asked.submission.priority, replayed_s, asked.wait_s)
+        return ErrorBars([each for each in self._waits if each.request_id != asked.request_id], own)
+
+    def ttfts(self, asked: RecordedRequest) -> ErrorBars | None:
+        """The same of times to first token; None where it has none, or too few others have."""
+        own = next((each for each in self._ttfts if each.request_id == asked.request_id), None)
+        others = [each for each in self._ttfts if each is not own]
+        return None if own is None or len(others) < LEAST_COMPARABLE else ErrorBars(others, own)
 
 
 def what_if(recording: Recording, on_replay: Callable[[], object] = lambda: None) -> dict[str, Any]:
@@ -35,7 +62,7 @@ def what_if(recording: Recording, on_replay: Callable[[], object] = lambda: None
         RecordingError: nothing can be said about this request; the message says why.
     """
     _check(recording)
-    baseline = _baseline(recording)
+    baseline = unchanged(recording)
     on_replay()
     changes = []
     for change in all_changes(recording):
@@ -74,53 +101,29 @@ def _check(recording: Recording) -> None:
         )
 
 
-def _baseline(recording: Recording) -> _Baseline:
-    found = [_replayed(recording, engines) for engines in engines_of(recording)]
+def unchanged(recording: Recording) -> UnchangedReplay:
+    """The replay of a recording as it is, with the step times that suit it best.
+
+    Raises:
+        RecordingError: nothing is known of the engines, or too few requests are.
+    """
+    asked = recording.asked
+    found = [UnchangedReplay(recording, engines) for engines in engines_of(recording)]
     if not found:
         raise RecordingError(
             "nothing is known of how fast the engines are: give the tuner a `profile`, or let it see 200 "
             "streamed answers; at least 20 streamed answers in these minutes would do, too"
         )
-    best = min(found, key=lambda each: each.waits.median_error_s)
-    if best.waits.comparable < LEAST_COMPARABLE:
+    best = min(found, key=lambda each: each.waits(asked).median_error_s)
+    if (comparable := best.waits(asked).comparable) < LEAST_COMPARABLE:
         raise RecordingError(
-            f"only {best.waits.comparable} other requests are known of these minutes, and the replay's error "
+            f"only {comparable} other requests are known of these minutes, and the replay's error "
             f"is told from {LEAST_COMPARABLE} or more: there is no figure without it"
         )
     return best
 
 
-def _replayed(recording: Recording, engines: KnownEngines) -> _Baseline:
-    played = replay_recording(recording, engines.step_times)
-    waits = [
-        Residual(each.request_id, each.submission.priority, replayed.wait_s, each.wait_s)
-        for each in recording.requests
-        if is_played(each)
-        and each.wait_s is not None
-        and each.outcome is Outcome.COMPLETED
-        and (replayed := played[each.request_id]).outcome is Outcome.COMPLETED
-    ]
-    ttfts = [
-        Residual(each.request_id, each.submission.priority, replayed.ttft_s, each.ttft_s)
-        for each in recording.requests
-        if is_played(each)
-        and each.ttft_s is not None
-        and (replayed := played[each.request_id]).ttft_s is not None
-    ]
-    asked, own = recording.asked, played[recording.request_id]
-    assert asked.wait_s is not None, "_check has seen to it"
-    own_wait = Residual(asked.request_id, asked.submission.priority, own.wait_s, asked.wait_s)
-    own_ttft = next((each for each in ttfts if each.request_id == asked.request_id), None)
-    others = [each for each in ttfts if each is not own_ttft]
-    return _Baseline(
-        engines,
-        played,
-        ErrorBars([each for each in waits if each.request_id != asked.request_id], own_wait),
-        ErrorBars(others, own_ttft) if own_ttft is not None and len(others) >= LEAST_COMPARABLE else None,
-    )
-
-
-def _told(change: ChangedRecording, recording: Recording, baseline: _Baseline) -> dict[str, Any]:
+def _told(change: ChangedRecording, recording: Recording, baseline: UnchangedReplay) -> dict[str, Any]:
     played = replay_recording(change.recording, baseline.engines.step_times)[recording.request_id]
     priority = change.recording.asked.submission.priority
     document: dict[str, Any] = {
@@ -138,10 +141,11 @@ def _told(change: ChangedRecording, recording: Recording, baseline: _Baseline) -
         document["note"] = "the replay lets it expire in the queue"
     recorded_s = recording.asked.wait_s
     assert recorded_s is not None, "_check has seen to it"
-    document["wait"] = _interval(baseline.waits, played.wait_s, priority, recorded_s)
+    document["wait"] = _interval(baseline.waits(recording.asked), played.wait_s, priority, recorded_s)
     ttft_s = recording.asked.ttft_s
-    if baseline.ttfts is not None and played.ttft_s is not None and ttft_s is not None:
-        document["ttft"] = _interval(baseline.ttfts, played.ttft_s, priority, ttft_s)
+    ttfts = baseline.ttfts(recording.asked)
+    if ttfts is not None and played.ttft_s is not None and ttft_s is not None:
+        document["ttft"] = _interval(ttfts, played.ttft_s, priority, ttft_s)
     return document
 
 
@@ -158,9 +162,9 @@ def _interval(
     }
 
 
-def _replay_document(recording: Recording, baseline: _Baseline) -> dict[str, Any]:
+def _replay_document(recording: Recording, baseline: UnchangedReplay) -> dict[str, Any]:
     """How good the unchanged replay is, and what it began with."""
-    own, waits = baseline.played[recording.request_id], baseline.waits
+    own, waits = baseline.played[recording.request_id], baseline.waits(recording.asked)
     first, last = recording.requests[0], recording.requests[-1]
     return {
         "wait_ms": _ms(own.wait_s),
