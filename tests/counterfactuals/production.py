@@ -16,7 +16,7 @@ from serve_app.serving.channel.requests.request_book import GatewayRequest, Gate
 from serve_app.serving.channel.scheduler_client import RequestTimes
 from serve_app.serving.scheduler.receipts.book import ReceiptBook
 from serve_app.serving.scheduler.receipts.minutes import MinutesRecorder, StepTimes
-from serve_app.serving.scheduler.receipts.surroundings import Surroundings
+from serve_app.serving.scheduler.receipts.surroundings import RecordedSurroundings
 from serve_app.simulation.replica import ReplicaPlan
 from serve_app.simulation.simulation import SimulatedRequest, Simulation
 from tests.simulation.builders import STEP_TIME
@@ -85,7 +85,7 @@ def produce(
     plans = [plan(name) for name in fleet]
     simulation = Simulation(settings(policy), ())
     book = ReceiptBook(lambda _pool, tokens: tokens / 10_000)
-    surroundings = Surroundings(simulation.scheduler, 900.0)
+    surroundings = RecordedSurroundings(simulation.scheduler, 900.0)
 
     def keep(decision: Decision) -> None:
         event, now = decision.event, decision.now

@@ -55,7 +55,7 @@ from serve_app.serving.scheduler.documents import queue_document, replica_docume
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from serve_app.serving.scheduler.receipts.book import KEPT_S, ReceiptBook
 from serve_app.serving.scheduler.receipts.minutes import LEAD_S, MinutesRecorder
-from serve_app.serving.scheduler.receipts.surroundings import Surroundings
+from serve_app.serving.scheduler.receipts.surroundings import RecordedSurroundings
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.serving.scheduler.scraped.pool_figures import look_at_pools
 from serve_app.serving.scheduler.scraped.queue_figures import look_at_queue
@@ -145,7 +145,7 @@ class LiveScheduler:
         self.activity = options.activity or RecentActivity(self._loop.time)
         costs = self.core.prefill_costs
         self.receipts = ReceiptBook(lambda pool, tokens: costs.of(pool).seconds(tokens))
-        self._surroundings = Surroundings(self.core, KEPT_S + LEAD_S)
+        self._surroundings = RecordedSurroundings(self.core, KEPT_S + LEAD_S)
         self.recorder = MinutesRecorder(self.core, self.receipts, self._surroundings)
         self._log = self._open_log()
 

@@ -16,7 +16,7 @@ from serve_app.request import Request, Submission
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.serving.scheduler.receipts.book import AskedRequest, DispatchAttempt, Receipt, ReceiptBook
 from serve_app.serving.scheduler.receipts.capture import pseudonym
-from serve_app.serving.scheduler.receipts.surroundings import Surroundings
+from serve_app.serving.scheduler.receipts.surroundings import RecordedSurroundings
 
 LEAD_S = 180.0
 """How long before the request the minutes begin at the earliest."""
@@ -87,7 +87,7 @@ class _Minutes:
 class MinutesRecorder:
     """Draws up recordings of one scheduler's requests."""
 
-    def __init__(self, core: Scheduler, book: ReceiptBook, surroundings: Surroundings) -> None:
+    def __init__(self, core: Scheduler, book: ReceiptBook, surroundings: RecordedSurroundings) -> None:
         self._core, self._book, self._surroundings = core, book, surroundings
 
     def recording(self, request_id: str, step_times: StepTimes, now: float) -> Recording | None:

@@ -52,7 +52,7 @@ class Standing:
         return Standing(self.settings, self.partition, dict(self.fleet))
 
 
-class Surroundings:
+class RecordedSurroundings:
     """The last minutes around one scheduler's requests.
 
     Args:
@@ -67,7 +67,7 @@ class Surroundings:
         self._open: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"<Surroundings {len(self._changes)} changes, {len(self._learned)} states>"
+        return f"<RecordedSurroundings {len(self._changes)} changes, {len(self._learned)} states>"
 
     def note(self, event: Event, now: float) -> None:
         """The core has handled an event."""
