@@ -37,8 +37,9 @@ class GrantsAll:
     def __init__(self, port: int) -> None:
         self._address = ReplicaAddress(replica_id="r", pool="all", host="127.0.0.1", port=port, token="")
 
-    async def acquire(self, submission: Submission) -> Grant | Conclusion:
+    async def acquire(self, submission: Submission, client_request_id: str = "") -> Grant | Conclusion:
         """Leave to go."""
+        del client_request_id
         dispatch = Dispatch(
             request_id=submission.request_id,
             gateway_id="g",
@@ -66,6 +67,9 @@ class GrantsAll:
         usage: Usage | None = None,
         times: RequestTimes | None = None,
     ) -> None:
+        """Nobody hears of it."""
+
+    def note_end(self, request_id: str, outcome: Outcome, times: RequestTimes) -> None:
         """Nobody hears of it."""
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:

@@ -78,7 +78,8 @@ def _why(error: urllib.error.HTTPError, request_id: str) -> str:
     if error.code == 404:
         return (
             f"no receipt of {request_id!r}: receipts are kept for ten minutes after a request's end, of the "
-            "last 20,000 requests, and not across a restart of the scheduler"
+            "last 20,000 requests, and not across a restart of the scheduler; what a gateway refuses by "
+            "itself (its body, key or model) has none: its answer and its line in the log say why"
         )
     return f"the application answered {error.code} {error.reason}"
 
@@ -94,8 +95,9 @@ def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
     if receipt["message"]:
         yield receipt["message"]
     rows = [
-        (stage["stage"].replace("_", " "), f"{stage['ms']:,.1f}", _bar(stage["ms"], total_ms))
+        (name, f"{each_ms:,.1f}", _bar(each_ms, total_ms))
         for stage in stages
+        for name, each_ms in _with_parts(stage)
     ]
     yield "\n" + shown_table(("where the time went", "ms", "share"), rows)
     queue = receipt["queue"]
@@ -106,6 +108,8 @@ def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
     if queue["ahead"]:
         ahead = ", ".join(f"{count:,} ({cause.replace('_', ' ')})" for cause, count in queue["ahead"].items())
         yield f"\nrequests that took a place meanwhile: {ahead}"
+    if served := queue.get("served"):
+        yield _served(served)
     if queue["predicted_ms"] is not None:
         yield f"predicted wait: {queue['predicted_ms']:,.1f} ms, real: {queue['ms']:,.1f} ms"
     for number, attempt in enumerate(receipt["attempts"], start=1):
@@ -120,6 +124,23 @@ def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
             f"{tokens['cached'] or 0:,} cached), output {tokens['output']:,} "
             f"(expected {tokens['expected_output'] or 0:,.0f})"
         )
+
+
+def _with_parts(stage: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """A stage, and below it what it consists of as far as that is known."""
+    yield stage["stage"].replace("_", " "), stage["ms"]
+    for part in stage.get("parts", ()):
+        kind = " (estimated)" if part["estimated"] else ""
+        yield f"  of this: {part['part'].replace('_', ' ')}{kind}", part["ms"]
+
+
+def _served(served: Mapping[str, Any]) -> str:
+    """Whose requests were sent to its pool meanwhile."""
+    named = [f"{each['requests']:,} {each['class']} of tenant {each['tenant']}" for each in served["by"]]
+    if served["others"]:
+        named.append(f"{served['others']:,} of others")
+    least = "" if served["is_complete"] else "at least "
+    return f"sent to pool {served['pool']} meanwhile: {least}{', '.join(named) or 'nobody'}"
 
 
 def _bar(part: float, whole: float) -> str:

@@ -102,6 +102,7 @@ def produce(
                 request = ids[command.request_id]
                 record = GatewayRequest(session, request.priority, 1, tenant=request.tenant)
                 record.arrived_at = request.arrived_at
+                record.client_request_id = f"client-{command.request_id}"
                 if isinstance(event, Finished):
                     record.usage = event.usage
                     record.times = _times(simulation, command.request_id, now)
@@ -122,7 +123,7 @@ def _times(simulation: Simulation, request_id: str, now: float) -> RequestTimes:
     assert sent_at is not None
     first_at = sequence.first_token_at if simulated.request.spec.streamed else None
     first_token_s = None if first_at is None else first_at - sent_at
-    return RequestTimes(f"client-{request_id}", "/v1/x", 0.0, 0.0, first_token_s, now - sent_at)
+    return RequestTimes("/v1/x", 0.0, 0.0, first_token_s, now - sent_at)
 
 
 def with_priority(

@@ -29,7 +29,14 @@ RECEIPT: dict[str, Any] = {
         {"stage": "gateway", "ms": 0.5},
         {"stage": "channel", "ms": 0.25},
         {"stage": "queue", "ms": 3_000.0},
-        {"stage": "engine", "ms": 1_000.0},
+        {
+            "stage": "until_first_token",
+            "ms": 1_000.0,
+            "parts": [
+                {"part": "engine_queue", "ms": 960.0, "estimated": True},
+                {"part": "prefill", "ms": 40.0, "estimated": True},
+            ],
+        },
     ],
     "queue": {
         "ms": 3_000.0,
@@ -39,6 +46,13 @@ RECEIPT: dict[str, Any] = {
             {"cause": "engines_busy", "ms": 1_000.0, "meaning": "no engine took more requests"},
         ],
         "ahead": {"higher_class": 12},
+        "served": {
+            "pool": "short",
+            "requests": 14,
+            "by": [{"class": "interactive", "tenant": "rival", "requests": 12}],
+            "others": 2,
+            "is_complete": False,
+        },
     },
     "attempts": [{"pool": "short", "replica": "r1", "length_queue": "q0", "expected_prefill_ms": 40.0}],
     "tokens": {
@@ -94,6 +108,8 @@ async def test_explain_says_where_the_time_went(request_id: str, capsys: pytest.
     assert "4,000.8 ms" in told
     assert "75%" in told
     assert "12 (higher class)" in told
+    assert "of this: engine queue (estimated)" in told
+    assert "meanwhile: at least 12 interactive of tenant rival, 2 of others" in told
     assert "predicted wait: 2,500.0 ms, real: 3,000.0 ms" in told
     assert told.index("requests of a higher class") < told.index("no engine took more")
 

@@ -89,6 +89,11 @@ class WaitAccount:
         self._newcomers: dict[ScheduledRequest, int] = {}
 
     @property
+    def cause(self) -> WaitCause:
+        """What its requests wait for now."""
+        return _STATES[self.state - BUSY]
+
+    @property
     def is_particular(self) -> bool:
         """Whether only some replicas will do for its requests."""
         return self.destination is not ANYWHERE

@@ -71,6 +71,15 @@ class WaitAccounts:
         self._new.clear()
 
 
+def waits_for(scheduled: ScheduledRequest) -> WaitCause:
+    """What a request in the queue waits for now, between two events."""
+    tally = scheduled.waits
+    if tally is None or tally.account is None:
+        # Without an account it rests after failures.
+        return WaitCause.BACKOFF
+    return tally.account.cause
+
+
 def note_attempt(scheduled: ScheduledRequest, now: float) -> None:
     """A replica has given a request back: it was there since its dispatch."""
     tally = _tally(scheduled, scheduled.dispatched_at)

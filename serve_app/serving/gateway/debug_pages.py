@@ -36,7 +36,9 @@ RECORDING, WHAT_IF = "/recording", "/what-if"
 _RECORDING_TIMEOUT_S = 15.0
 _NO_RECEIPT = (
     "no receipt of this request: receipts are kept for ten minutes after its end, of the last 20,000 "
-    "requests, and not across a restart of the scheduler. Ask with the x-request-id of its answer"
+    "requests, and not across a restart of the scheduler. What a gateway refuses by itself has none, since "
+    "no scheduler was asked: a body, key or model that is not allowed, or no scheduler that could be "
+    "reached. Its answer and its line in the log say why. Ask with the x-request-id of its answer"
 )
 _LINES = (b"content-type", b"application/jsonl")
 _THAWED = "the tuner is thawed: other values may be tried again"

@@ -25,6 +25,7 @@ from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.learned_state import STATE_KIND, denial, learned_state
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.clock import precise_clock
 from serve_app.serving.hot import hot_settings, with_hot_settings
 from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, overview
 from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
@@ -157,7 +158,7 @@ class SchedulerActor:
             settings.scheduler.model, settings.state_uri, settings.scope, settings.state_interval_s
         )
         self.scaling = LiveScaling(settings.scheduler.model, settings.scaling)
-        self._activity = RecentActivity(self._loop.time)
+        self._activity = RecentActivity(precise_clock(self._loop))
         self._changing = asyncio.Lock()
         self._started = self._begin()
 
@@ -202,8 +203,7 @@ class SchedulerActor:
 
     async def receipt(self, request_id: str) -> dict[str, Any]:
         """Where the time of a request went that has ended lately; empty for one that is not known."""
-        found = (await self._current()).receipts.find(request_id)
-        return {} if found is None else found.document()
+        return await (await self._current()).receipts.document(request_id)
 
     async def recording(self, request_id: str) -> str:
         """The minutes around a request that has ended lately; empty for one that is not known."""

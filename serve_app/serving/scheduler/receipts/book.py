@@ -3,158 +3,31 @@
 The scheduler knows why a request waited, its gateway how long everything else took. The gateway tells that
 with the request's end, so a receipt is whole here, whichever gateway is asked for it. Times of the gateway
 and of the scheduler are differences on one clock each, so no clocks are compared.
+
+Who was served while a request waited is counted when somebody asks, from the receipts that are kept anyway.
 """
 
+import asyncio
+import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-from serve_app.request import Request, Submission, Usage
+from serve_app.request import Request
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.request import ScheduledRequest
-from serve_app.scheduling.waits.causes import WaitBreakdown
 from serve_app.serving.channel.requests.request_book import GatewayRequest
 from serve_app.serving.channel.scheduler_client import RequestTimes
+from serve_app.serving.scheduler.receipts.receipt import AskedRequest, Attempt, Receipt
 
 KEPT_S = 600.0
 # About 30 MB.
 MOST_KEPT = 20_000
-_NO_BREAKDOWN = WaitBreakdown()
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchAttempt:
-    """One dispatch of a request.
-
-    Attributes:
-        at: on the scheduler's clock.
-        prefill_s: how long its prefill takes an engine that does nothing else, as learned.
-        predicted_wait_s: of its whole wait, made when it arrived.
-    """
-
-    at: float
-    dispatch: Dispatch
-    pools: tuple[str, ...]
-    prompt_tokens: int
-    prefill_tokens: int
-    output_tokens: float
-    prefill_s: float
-    predicted_wait_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class AskedRequest:
-    """What a request asked for, which a replay needs.
-
-    Attributes:
-        submission: without the hashes of its prompt.
-        arrived_at, expires_at: on the scheduler's clock.
-    """
-
-    submission: Submission
-    arrived_at: float
-    expires_at: float
-
-    @classmethod
-    def of(cls, request: Request) -> Self:
-        """What is kept of a request."""
-        submission = request.submission
-        if submission.prefix:
-            submission = replace(submission, prefix=())
-        return cls(submission, request.arrived_at, request.expires_at)
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """What is kept of one request.
-
-    Attributes:
-        ended_at: on the scheduler's clock.
-        arrived_at: in seconds since 1970.
-        asked: None where another scheduler has admitted it.
-    """
-
-    ended_at: float
-    arrived_at: float
-    conclude: Conclude
-    model: str
-    tenant: str
-    priority: str
-    asked: "AskedRequest | None"
-    attempts: tuple[DispatchAttempt, ...]
-    usage: Usage | None
-    times: RequestTimes | None
-
-    @property
-    def waited(self) -> WaitBreakdown:
-        """What it waited for."""
-        told = self.conclude.waited
-        if told is None and self.attempts:
-            told = self.attempts[-1].dispatch.waited
-        return told or _NO_BREAKDOWN
-
-    @property
-    def wait_s(self) -> float:
-        """From its arrival at the scheduler to its last dispatch, or to its end in the queue."""
-        if self.conclude.waited is None and self.attempts:
-            return self.attempts[-1].dispatch.queue_wait_s
-        return self.waited.wait_s
-
-    def document(self) -> dict[str, Any]:
-        """The receipt for people and programs; times are milliseconds."""
-        waited, times = self.waited, self.times
-        return {
-            "request_id": self.conclude.request_id,
-            "client_request_id": times.client_request_id if times is not None else None,
-            "endpoint": times.endpoint if times is not None else None,
-            "model": self.model,
-            "tenant": self.tenant,
-            "class": self.priority,
-            "outcome": self.conclude.conclusion.outcome.value,
-            "message": self.conclude.conclusion.message,
-            "arrived_at": self.arrived_at,
-            "stages": [{"stage": name, "ms": _ms(seconds)} for name, seconds in self._stages()],
-            "queue": {
-                "ms": _ms(self.wait_s),
-                "predicted_ms": _ms(self.attempts[0].predicted_wait_s) if self.attempts else None,
-                "causes": [
-                    {"cause": cause.value, "ms": nanoseconds / 1e6, "meaning": cause.meaning}
-                    for cause, nanoseconds in waited.causes.items()
-                ],
-                "ahead": {cause.value: count for cause, count in waited.ahead.items()},
-            },
-            "attempts": [_attempt(each, self.attempts[0]) for each in self.attempts],
-            "tokens": self._tokens(),
-        }
-
-    def _stages(self) -> Iterator[tuple[str, float | None]]:
-        """The parts of its time, in their order; together they are the time from its arrival to its end."""
-        times = self.times
-        if times is None:
-            yield "queue", self.wait_s
-            return
-        yield "gateway", times.read_s
-        yield "channel", times.grant_s - self.wait_s
-        yield "queue", self.wait_s
-        if times.first_token_s is None:
-            yield "engine", times.engine_s
-        else:
-            yield "until_first_token", times.first_token_s
-            yield "generation", times.engine_s - times.first_token_s
-
-    def _tokens(self) -> dict[str, float | None]:
-        last, usage = (self.attempts[-1] if self.attempts else None), self.usage
-        return {
-            "budget": last.dispatch.estimated_tokens if last is not None else None,
-            "expected_prompt": last.prompt_tokens if last is not None else None,
-            "expected_output": last.output_tokens if last is not None else None,
-            "to_prefill": last.prefill_tokens if last is not None else None,
-            "prompt": usage.prompt_tokens if usage is not None else None,
-            "cached": usage.cached_tokens if usage is not None else None,
-            "output": usage.output_tokens if usage is not None else None,
-        }
+MOST_SERVED = 10
+"""Tenants and classes that a receipt names; the others are counted together."""
+# Dispatches between two breaths of the event loop: about half a millisecond.
+_LOOKED_AT = 1_000
 
 
 class ReceiptBook:
@@ -163,14 +36,22 @@ class ReceiptBook:
     Args:
         prefill_s: how long a prefill takes in a pool, by its tokens, as learned so far.
         most: how many are kept at once.
+        since: when it began, on the scheduler's clock.
     """
 
-    def __init__(self, prefill_s: Callable[[str, int], float], most: int = MOST_KEPT) -> None:
+    def __init__(
+        self, prefill_s: Callable[[str, int], float], most: int = MOST_KEPT, *, since: float = -math.inf
+    ) -> None:
         self._prefill_s = prefill_s
         self._most = most
-        self._running: dict[str, tuple[DispatchAttempt, ...]] = {}
+        self._dispatches = 0
+        # Of requests that wait and were never sent, the pool whose places they wait for.
+        self._waiting: dict[str, str] = {}
+        self._running: dict[str, tuple[Attempt, ...]] = {}
         self._asked: dict[str, AskedRequest] = {}
         self._kept: deque[Receipt] = deque()
+        # All that ended before is not here, or not any more.
+        self._known_since = since
         self._by_id: dict[str, Receipt] = {}
 
     def __repr__(self) -> str:
@@ -180,13 +61,22 @@ class ReceiptBook:
         """A request has come, whatever becomes of it."""
         self._asked[request.request_id] = AskedRequest.of(request)
 
+    def on_wait(self, scheduled: ScheduledRequest) -> None:
+        """A request has come, and waits."""
+        self._waiting[scheduled.request.request_id] = scheduled.pools[0] if scheduled.pools else ""
+
     def on_dispatch(self, command: Dispatch, scheduled: ScheduledRequest, now: float) -> None:
         """A request was sent to a replica."""
         estimate, prediction = scheduled.estimate, scheduled.prediction
-        prefill_tokens = scheduled.prefill_tokens
-        attempt = DispatchAttempt(
+        prefill_tokens, request = scheduled.prefill_tokens, scheduled.request
+        self._dispatches += 1
+        self._waiting.pop(command.request_id, None)
+        attempt = Attempt(
+            self._dispatches,
             now,
             command,
+            request.tenant,
+            request.priority.value,
             scheduled.pools,
             estimate.expected_prompt_tokens,
             prefill_tokens,
@@ -199,17 +89,21 @@ class ReceiptBook:
     def on_conclusion(self, command: Conclude, record: GatewayRequest, now: float) -> None:
         """A request has reached its outcome."""
         attempts = self._running.pop(command.request_id, ())
+        pool = self._waiting.pop(command.request_id, "")
         receipt = Receipt(
+            came_at=record.arrived_at,
             ended_at=now,
             arrived_at=time.time() - (now - record.arrived_at),
             conclude=command,
             model=record.model,
             tenant=record.tenant,
             priority=record.priority.value,
+            pool=attempts[-1].dispatch.pool if attempts else pool,
             asked=self._asked.pop(command.request_id, None),
             attempts=attempts,
             usage=record.usage,
             times=record.times,
+            client_request_id=record.client_request_id,
         )
         self._kept.append(receipt)
         for name in _names(receipt):
@@ -217,7 +111,13 @@ class ReceiptBook:
         while len(self._kept) > self._most or self._kept[0].ended_at < now - KEPT_S:
             self._forget(self._kept.popleft())
 
-    def under_way(self) -> Iterator[tuple[AskedRequest, tuple[DispatchAttempt, ...]]]:
+    def on_times(self, request_id: str, times: RequestTimes) -> None:
+        """A gateway tells of a request that ended in the queue; an end that is told twice changes nothing."""
+        receipt = self._by_id.get(request_id)
+        if receipt is not None and receipt.times is None and receipt.conclude.request_id == request_id:
+            receipt.times = times
+
+    def under_way(self) -> Iterator[tuple[AskedRequest, tuple[Attempt, ...]]]:
         """Every request that has not ended, with its dispatches."""
         for request_id, asked in self._asked.items():
             yield asked, self._running.get(request_id, ())
@@ -226,37 +126,72 @@ class ReceiptBook:
         """The receipt of a request by its own id, or by the last request's to which a client gave that id."""
         return self._by_id.get(request_id)
 
+    async def document(self, request_id: str) -> dict[str, Any]:
+        """A receipt for admins, with the names of others; empty where there is none."""
+        receipt = self.find(request_id)
+        return {} if receipt is None else receipt.document(await self._served_before(receipt))
+
     def __iter__(self) -> Iterator[Receipt]:
         return iter(self._kept)
 
     def __len__(self) -> int:
         return len(self._kept)
 
+    async def _served_before(self, receipt: Receipt) -> dict[str, Any] | None:
+        """Whose requests were sent to its pool while it waited; None where it did not wait."""
+        if not receipt.waited.causes or not receipt.pool:
+            return None
+        before = self._dispatches + 1 if receipt.ended_waiting else receipt.attempts[-1].number
+        counts: Counter[tuple[str, str]] = Counter()
+        for number, attempt in enumerate(self._attempts_since(receipt.came_at), start=1):
+            if number % _LOOKED_AT == 0:
+                # Others have waited long enough for this look.
+                await asyncio.sleep(0)
+            if (
+                attempt.at >= receipt.came_at
+                and attempt.number < before
+                and attempt.at <= receipt.ended_at
+                and attempt.dispatch.pool == receipt.pool
+                and attempt.dispatch.request_id != receipt.conclude.request_id
+            ):
+                counts[attempt.priority, attempt.tenant] += 1
+        named = counts.most_common(MOST_SERVED)
+        return {
+            "pool": receipt.pool,
+            "requests": counts.total(),
+            "by": [
+                {"class": priority, "tenant": tenant, "requests": count}
+                for (priority, tenant), count in named
+            ],
+            "others": counts.total() - sum(count for _, count in named),
+            "is_complete": self._known_since <= receipt.came_at,
+        }
+
+    def _attempts_since(self, since: float) -> Iterator[Attempt]:
+        """Of all requests that had not ended by then, as they stand now."""
+        # Copies: more may end while somebody looks at these.
+        running, kept = tuple(self._running.values()), tuple(self._kept)
+        return _attempts(running, kept, since)
+
     def _forget(self, receipt: Receipt) -> None:
+        self._known_since = receipt.ended_at
         for name in _names(receipt):
             if self._by_id.get(name) is receipt:
                 del self._by_id[name]
 
 
+def _attempts(
+    running: Iterable[tuple[Attempt, ...]], kept: Sequence[Receipt], since: float
+) -> Iterator[Attempt]:
+    for attempts in running:
+        yield from attempts
+    for receipt in reversed(kept):
+        if receipt.ended_at < since:
+            break
+        yield from receipt.attempts
+
+
 def _names(receipt: Receipt) -> set[str]:
     """The ids that a receipt is found by."""
-    own = receipt.conclude.request_id
-    return {own} if receipt.times is None else {own, receipt.times.client_request_id}
-
-
-def _attempt(attempt: DispatchAttempt, first: DispatchAttempt) -> dict[str, Any]:
-    dispatch = attempt.dispatch
-    return {
-        "after_first_ms": _ms(attempt.at - first.at),
-        "pool": dispatch.pool,
-        "home_pool": attempt.pools[0] if attempt.pools else None,
-        "replica": dispatch.replica_id,
-        "length_queue": dispatch.length_queue,
-        "engine_priority": dispatch.engine_priority,
-        "passed": dispatch.passed,
-        "expected_prefill_ms": _ms(attempt.prefill_s),
-    }
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e3, 3)
+    own, clients = receipt.conclude.request_id, receipt.client_request_id
+    return {own, clients} if clients else {own}

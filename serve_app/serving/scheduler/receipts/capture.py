@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from serve_app.errors import Outcome
-from serve_app.serving.scheduler.receipts.book import Receipt
+from serve_app.serving.scheduler.receipts.receipt import Receipt
 
 _SALT = secrets.token_bytes(16)
 

@@ -14,8 +14,9 @@ from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.rate_limits import KeyTerms
 from serve_app.request import Request, Submission
 from serve_app.scheduling import Scheduler, SchedulerSettings
-from serve_app.serving.scheduler.receipts.book import AskedRequest, DispatchAttempt, Receipt, ReceiptBook
+from serve_app.serving.scheduler.receipts.book import ReceiptBook
 from serve_app.serving.scheduler.receipts.capture import pseudonym
+from serve_app.serving.scheduler.receipts.receipt import AskedRequest, Attempt, Receipt
 from serve_app.serving.scheduler.receipts.surroundings import RecordedSurroundings
 
 LEAD_S = 180.0
@@ -54,7 +55,7 @@ class _Known:
     """One request, ended or not; times are the scheduler's."""
 
     asked: AskedRequest
-    attempt: DispatchAttempt | None
+    attempt: Attempt | None
     receipt: Receipt | None
 
     @property
@@ -176,7 +177,7 @@ class MinutesRecorder:
         patience_s = asked.expires_at - asked.arrived_at
         return RecordedRequest(
             submission=_nameless(asked.submission),
-            client_id=times.client_request_id if times is not None else known.request_id,
+            client_id=(receipt.client_request_id if receipt is not None else "") or known.request_id,
             arrived_s=asked.arrived_at - at,
             expires_after_s=patience_s if patience_s < float("inf") else None,
             outcome=receipt.conclude.conclusion.outcome if receipt is not None else None,

@@ -230,6 +230,7 @@ async def test_a_request_that_waited_has_a_receipt(
     )
     assert "the replicas did not report, or drained" in told
     assert "until the first token" in told
+    assert "of this: prefill (estimated)" in told
     assert "generation" in told
     await page.evaluate("location.hash = '#request/unknown'")
     await page.becomes("document.querySelector('#panel-request').innerText.includes('ten minutes')")

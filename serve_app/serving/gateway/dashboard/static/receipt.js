@@ -57,6 +57,13 @@ const NAMES = {
   generation: "generation",
 };
 
+const PARTS = {
+  network: "to the engine and back",
+  engine_queue: "waiting in the engine",
+  prefill: "prefill",
+  generation: "generation",
+};
+
 const ms = (value) => (value === null || value === undefined ? NONE : seconds(value / 1000));
 
 function receipt(shown) {
@@ -79,6 +86,7 @@ function receipt(shown) {
       ])),
     h("div", { class: "card" }, waterfall(stages, total)),
     h("div", { class: "card" }, causes(shown.queue)),
+    shown.queue.served ? h("div", { class: "card" }, served(shown.queue.served)) : null,
     h("div", { class: "card" }, attempts(shown.attempts)));
 }
 
@@ -89,11 +97,20 @@ const facts = (entries) =>
 
 function waterfall(stages, total) {
   let from = 0;
-  const rows = stages.map(({ stage, ms: took }) => {
-    const span = h("span", { class: `span ${stage}`, "aria-hidden": "true" },
-      h("span", { vars: { "--from": `${total ? (100 * from) / total : 0}%`, "--share": `${total ? (100 * took) / total : 0}%` } }));
+  const row = (key, kind, name, at, took) => {
+    const span = h("span", { class: `span ${kind}`, "aria-hidden": "true" },
+      h("span", { vars: { "--from": `${total ? (100 * at) / total : 0}%`, "--share": `${total ? (100 * took) / total : 0}%` } }));
+    return { key, cells: [name, ms(took), total ? percent(took / total) : NONE, span] };
+  };
+  const rows = stages.flatMap(({ stage, ms: took, parts }) => {
+    const begin = from;
+    let at = begin;
     from += Math.max(0, took);
-    return { key: stage, cells: [NAMES[stage] ?? stage, ms(took), total ? percent(took / total) : NONE, span] };
+    return [row(stage, stage, NAMES[stage] ?? stage, begin, took), ...(parts ?? []).map((part) => {
+      at += part.ms;
+      const name = `of this: ${PARTS[part.part] ?? part.part}${part.estimated ? " (estimated)" : ""}`;
+      return row(`${stage} ${part.part}`, `part ${stage}`, name, at - part.ms, part.ms);
+    })];
   });
   return table("Where its time went", [["Stage"], ["Took", "figure"], ["Share", "figure"], ["From its arrival to its end", "meters"]], rows,
     "Nothing was measured: it ended at once.");
@@ -110,6 +127,17 @@ function causes(queue) {
   }));
   return table("What it waited for", [["Cause"], ["Time", "figure"], ["Share of the wait", "meters"], ["Went ahead", "figure"], ["That is", "why"]], rows,
     "It did not wait: an engine took it at once.");
+}
+
+function served(told) {
+  const share = (count) => h("span", { class: "meter" }, bar(told.requests ? count / told.requests : 0), told.requests ? percent(count / told.requests) : NONE);
+  const rows = told.by.map((each) => ({
+    key: `${each.class} ${each.tenant}`, cells: [each.tenant, each.class, whole(each.requests), share(each.requests)],
+  }));
+  if (told.others) rows.push({ key: "others", cells: ["others", NONE, whole(told.others), share(told.others)] });
+  const more = told.is_complete ? "" : ", as far as receipts go back";
+  return table(`Who was sent to pool ${told.pool} while it waited${more}`,
+    [["Tenant"], ["Class"], ["Requests", "figure"], ["Share", "meters"]], rows, "Nobody was.");
 }
 
 function attempts(all) {
