@@ -81,6 +81,9 @@ def _why(error: urllib.error.HTTPError, request_id: str) -> str:
             "last 20,000 requests, and not across a restart of the scheduler; what a gateway refuses by "
             "itself (its body, key or model) has none: its answer and its line in the log say why"
         )
+    if error.code == 409:
+        message: str = json.loads(error.read())["error"]["message"]
+        return message
     return f"the application answered {error.code} {error.reason}"
 
 
@@ -88,12 +91,15 @@ def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
     """The receipt in lines for a person."""
     stages = [stage for stage in receipt["stages"] if stage["ms"] is not None]
     total_ms = sum(stage["ms"] for stage in stages)
+    state = receipt["outcome"] or f"{receipt['state']} now"
     yield (
-        f"{receipt['request_id']}: {receipt['outcome']}, {receipt['class']} of tenant {receipt['tenant']}, "
+        f"{receipt['request_id']}: {state}, {receipt['class']} of tenant {receipt['tenant']}, "
         f"model {receipt['model']}, {total_ms:,.1f} ms"
     )
     if receipt["message"]:
         yield receipt["message"]
+    if "position" in receipt["queue"]:
+        yield _place(receipt["queue"])
     rows = [
         (name, f"{each_ms:,.1f}", _bar(each_ms, total_ms))
         for stage in stages
@@ -111,7 +117,8 @@ def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
     if served := queue.get("served"):
         yield _served(served)
     if queue["predicted_ms"] is not None:
-        yield f"predicted wait: {queue['predicted_ms']:,.1f} ms, real: {queue['ms']:,.1f} ms"
+        kind = "real" if receipt["outcome"] else "so far"
+        yield f"predicted wait: {queue['predicted_ms']:,.1f} ms, {kind}: {queue['ms']:,.1f} ms"
     for number, attempt in enumerate(receipt["attempts"], start=1):
         yield (
             f"attempt {number}: pool {attempt['pool']}, replica {attempt['replica']}, length queue "
@@ -124,6 +131,16 @@ def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
             f"{tokens['cached'] or 0:,} cached), output {tokens['output']:,} "
             f"(expected {tokens['expected_output'] or 0:,.0f})"
         )
+
+
+def _place(queue: Mapping[str, Any]) -> str:
+    """How a request stands that waits now."""
+    place = (
+        f"number {queue['position']:,} of {queue['in_sub_queue']:,} like it" if queue["position"] else "rests"
+    )
+    expected = queue["expected_ms"]
+    start = "" if expected is None else f"; expected to start in {expected:,.0f} ms"
+    return f"{place}, since {queue['meaning']}{start}; gives up in {queue['expires_in_ms']:,.0f} ms"
 
 
 def _with_parts(stage: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

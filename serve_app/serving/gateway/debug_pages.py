@@ -40,6 +40,10 @@ _NO_RECEIPT = (
     "no scheduler was asked: a body, key or model that is not allowed, or no scheduler that could be "
     "reached. Its answer and its line in the log say why. Ask with the x-request-id of its answer"
 )
+_UNDER_WAY = (
+    "this request is under way, or was admitted by an earlier scheduler: the minutes around a request are known "
+    "once it has ended"
+)
 _LINES = (b"content-type", b"application/jsonl")
 _THAWED = "the tuner is thawed: other values may be tried again"
 
@@ -99,6 +103,8 @@ class DebugPages:
             if recording:
                 await send_json(incoming.send, 200, encode(await self._replays.what_if(recording)), [])
                 return
+            if "request_id" in await asyncio.wait_for(views.receipt(request_id), VIEW_TIMEOUT_S):
+                raise RequestRefused(Outcome.REJECTED_INVALID, _UNDER_WAY, code="under_way", status=409)
         raise RequestRefused(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
 
     async def _capture(self, incoming: IncomingRequest) -> None:

@@ -202,8 +202,8 @@ class SchedulerActor:
         return self.scaling.described()
 
     async def receipt(self, request_id: str) -> dict[str, Any]:
-        """Where the time of a request went that has ended lately; empty for one that is not known."""
-        return await (await self._current()).receipts.document(request_id)
+        """Where the time of a request went, or goes; empty for one that is not known, or not any more."""
+        return await (await self._current()).receipt(request_id)
 
     async def recording(self, request_id: str) -> str:
         """The minutes around a request that has ended lately; empty for one that is not known."""

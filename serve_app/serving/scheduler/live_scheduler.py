@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 from serve_app.errors import ChannelError
@@ -58,6 +58,7 @@ from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatu
 from serve_app.serving.scheduler.receipts.book import KEPT_S, ReceiptBook
 from serve_app.serving.scheduler.receipts.minutes import LEAD_S, MinutesRecorder
 from serve_app.serving.scheduler.receipts.surroundings import RecordedSurroundings
+from serve_app.serving.scheduler.receipts.under_way import RequestLookup
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.serving.scheduler.scraped.pool_figures import look_at_pools
 from serve_app.serving.scheduler.scraped.queue_figures import look_at_queue
@@ -150,6 +151,7 @@ class LiveScheduler:
         self.receipts = ReceiptBook(lambda pool, tokens: costs.of(pool).seconds(tokens), since=self._now)
         self._surroundings = RecordedSurroundings(self.core, KEPT_S + LEAD_S)
         self.recorder = MinutesRecorder(self.core, self.receipts, self._surroundings)
+        self._lookup = RequestLookup(self.core, self._gateways.book, self.receipts)
         self._log = self._open_log()
 
     def __repr__(self) -> str:
@@ -227,6 +229,10 @@ class LiveScheduler:
     def queue(self, most: int = MAX_SUB_QUEUES) -> dict[str, Any]:
         """Who waits where, for how long, and why, with at most so many sub-queues."""
         return queue_document(self.core, self.now(), most)
+
+    async def receipt(self, request_id: str) -> dict[str, Any]:
+        """Where the time of a request went so far, by its id or its client's; empty when it is not known."""
+        return await self._lookup.document(request_id, self.now(), time())
 
     # What the sessions and the registry call.
 

@@ -34,7 +34,10 @@ async def gateway(recording: str) -> AsyncIterator[httpx.AsyncClient]:
     async def recorded(request_id: str) -> str:
         return recording if request_id == "mine/1" else ""
 
-    views = SchedulerViews(queue=nothing, status=nothing, freeze=freeze, recording=recorded)
+    async def receipt(request_id: str) -> dict[str, Any]:
+        return {"request_id": request_id} if request_id == "runs" else {}
+
+    views = SchedulerViews(queue=nothing, status=nothing, freeze=freeze, receipt=receipt, recording=recorded)
     settings = GatewaySettings(
         models=(ServedModel(name=MODEL),), keys=(ApiKey(tenant="t", key="k1", admin=True),)
     )
@@ -67,6 +70,10 @@ async def test_what_cannot_be_replayed_is_said_in_the_error() -> None:
         answer = await http.get("mine%2F1/what-if", headers=ADMIN)
         assert answer.status_code == 409
         assert "got 99" in answer.json()["error"]["message"]
+        for part in ("what-if", "recording"):
+            early = await http.get(f"runs/{part}", headers=ADMIN)
+            assert early.status_code == 409
+            assert "once it has ended" in early.json()["error"]["message"]
         assert (await http.get("nobody-s/what-if", headers=ADMIN)).status_code == 404
         assert (await http.get("mine%2F1/what-if")).status_code == 401
 

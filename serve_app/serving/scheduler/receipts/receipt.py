@@ -127,6 +127,7 @@ class Receipt:
         waited, times = self.waited, self.times
         last = self.attempts[-1] if self.attempts else None
         prefill_s = last.prefill_s if last is not None else None
+        predicted_s = self.attempts[0].predicted_wait_s if self.attempts else None
         return {
             "request_id": self.conclude.request_id,
             "client_request_id": self.client_request_id or self.conclude.request_id,
@@ -134,20 +135,12 @@ class Receipt:
             "model": self.model,
             "tenant": self.tenant,
             "class": self.priority,
+            "state": "ended",
             "outcome": self.conclude.conclusion.outcome.value,
             "message": self.conclude.conclusion.message,
             "arrived_at": self.arrived_at,
             "stages": stages(times, self.wait_s, prefill_s),
-            "queue": {
-                "ms": in_ms(self.wait_s),
-                "predicted_ms": in_ms(self.attempts[0].predicted_wait_s) if self.attempts else None,
-                "causes": [
-                    {"cause": cause.value, "ms": nanoseconds / 1e6, "meaning": cause.meaning}
-                    for cause, nanoseconds in waited.causes.items()
-                ],
-                "ahead": {cause.value: count for cause, count in waited.ahead.items()},
-                "served": served,
-            },
+            "queue": queue_figures(waited, self.wait_s, predicted_s, served),
             "attempts": [each.described(self.attempts[0]) for each in self.attempts],
             "tokens": self._tokens(),
         }
@@ -163,3 +156,19 @@ class Receipt:
             "cached": usage.cached_tokens if usage is not None else None,
             "output": usage.output_tokens if usage is not None else None,
         }
+
+
+def queue_figures(
+    waited: WaitBreakdown, wait_s: float, predicted_s: float | None, served: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What is told of a wait; times are milliseconds."""
+    return {
+        "ms": in_ms(wait_s),
+        "predicted_ms": in_ms(predicted_s),
+        "causes": [
+            {"cause": cause.value, "ms": nanoseconds / 1e6, "meaning": cause.meaning}
+            for cause, nanoseconds in waited.causes.items()
+        ],
+        "ahead": {cause.value: count for cause, count in waited.ahead.items()},
+        "served": served,
+    }

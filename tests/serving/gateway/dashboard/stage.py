@@ -116,7 +116,7 @@ async def page_stage() -> AsyncIterator[PageStage]:
             return {}
 
         async def receipt(request_id: str) -> dict[str, Any]:
-            return await fleet.world.live.receipts.document(request_id)
+            return await fleet.world.live.receipt(request_id)
 
         views = SchedulerViews(queue=nothing, status=nothing, freeze=nothing, overview=look, receipt=receipt)
         app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: views})

@@ -71,15 +71,17 @@ function receipt(shown) {
   const total = stages.reduce((sum, each) => sum + each.ms, 0);
   return h("div", { key: "receipt" },
     h("div", { class: "card" },
-      h("h2", null, `${shown.request_id}: ${shown.outcome}`),
+      h("h2", null, `${shown.request_id}: ${shown.outcome ?? shown.state}`),
+      shown.outcome ? null : h("p", { class: "note" }, "It has not ended: this is how it stood a moment ago. Show asks again."),
       shown.message ? h("p", { class: "error" }, shown.message) : null,
       facts([
         ["Client's id", shown.client_request_id],
         ["Model, endpoint", [shown.model, shown.endpoint].filter(Boolean).join(", ")],
         ["Tenant, class", `${shown.tenant}, ${shown.class}`],
         ["Arrived", new Date(1000 * shown.arrived_at).toLocaleString()],
-        ["Time in all", ms(total)],
+        [shown.outcome ? "Time in all" : "Time so far", ms(total)],
         ["Wait predicted", ms(shown.queue.predicted_ms)],
+        ...(shown.state === "waiting" ? place(shown.queue) : []),
         ["Prompt tokens", tokens(shown.tokens.prompt, shown.tokens.expected_prompt)],
         ["Of these cached", whole(shown.tokens.cached)],
         ["Answer's tokens", tokens(shown.tokens.output, shown.tokens.expected_output)],
@@ -89,6 +91,14 @@ function receipt(shown) {
     shown.queue.served ? h("div", { class: "card" }, served(shown.queue.served)) : null,
     h("div", { class: "card" }, attempts(shown.attempts)));
 }
+
+const place = (queue) => [
+  ["Waits because", queue.meaning],
+  ["Its place", queue.position ? `${whole(queue.position)} of ${whole(queue.in_sub_queue)} like it` : "it rests after failures"],
+  ["Expected to start", queue.expected_ms === null ? "not known yet" : `in ${ms(queue.expected_ms)}`],
+  ["Gives up", `in ${ms(queue.expires_in_ms)}`],
+  ["In its way", queue.obstacles],
+];
 
 const tokens = (counted, expected) => `${whole(counted)} (${whole(expected)} expected)`;
 
