@@ -41,8 +41,8 @@ _NO_RECEIPT = (
     "reached. Its answer and its line in the log say why. Ask with the x-request-id of its answer"
 )
 _UNDER_WAY = (
-    "this request is under way, or was admitted by an earlier scheduler: the minutes around a request are known "
-    "once it has ended"
+    "this request is under way, or was admitted by an earlier scheduler: the minutes around a request are "
+    "known once it has ended"
 )
 _LINES = (b"content-type", b"application/jsonl")
 _THAWED = "the tuner is thawed: other values may be tried again"
