@@ -55,7 +55,9 @@ from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.documents import queue_document, replica_documents
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
-from serve_app.serving.scheduler.receipts.book import ReceiptBook
+from serve_app.serving.scheduler.receipts.book import KEPT_S, ReceiptBook
+from serve_app.serving.scheduler.receipts.minutes import LEAD_S, MinutesRecorder
+from serve_app.serving.scheduler.receipts.surroundings import RecordedSurroundings
 from serve_app.serving.scheduler.receipts.under_way import RequestLookup
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.serving.scheduler.scraped.pool_figures import look_at_pools
@@ -102,6 +104,7 @@ class LiveScheduler:
         mode: how much of the traffic is scheduled.
         receipts: where the time of each request went that has ended lately.
         activity: what happened in the last minutes.
+        recorder: draws up the minutes around a request, for a replay.
     """
 
     def __init__(self, settings: SchedulerSettings, options: LiveSchedulerOptions) -> None:
@@ -146,6 +149,8 @@ class LiveScheduler:
         self.activity = options.activity or RecentActivity(self._clock)
         costs = self.core.prefill_costs
         self.receipts = ReceiptBook(lambda pool, tokens: costs.of(pool).seconds(tokens), since=self._now)
+        self._surroundings = RecordedSurroundings(self.core, KEPT_S + LEAD_S)
+        self.recorder = MinutesRecorder(self.core, self.receipts, self._surroundings)
         self._lookup = RequestLookup(self.core, self._gateways.book, self.receipts)
         self._log = self._open_log()
 
@@ -308,7 +313,10 @@ class LiveScheduler:
         self.tuner.note(event, commands, now)
         self.mode.note(event, commands, now)
         self.activity.note(event, self.core, now)
-        if isinstance(event, DispatchFailed):
+        self._surroundings.note(event, now)
+        if isinstance(event, Arrived):
+            self.receipts.on_arrival(event.request)
+        elif isinstance(event, DispatchFailed):
             self._metrics.put_back(event)
         elif isinstance(event, ReplicaLost):
             self._stale.discard(event.replica_id)

@@ -13,15 +13,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from serve_app.request import Request
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.request import ScheduledRequest
 from serve_app.serving.channel.requests.request_book import GatewayRequest
 from serve_app.serving.channel.scheduler_client import RequestTimes
-from serve_app.serving.scheduler.receipts.receipt import Attempt, Receipt
+from serve_app.serving.scheduler.receipts.receipt import AskedRequest, Attempt, Receipt
 from serve_app.serving.scheduler.receipts.served import WaitedFor, served_during
 
 KEPT_S = 600.0
-# About 20 MB.
+# About 30 MB.
 MOST_KEPT = 20_000
 
 
@@ -46,6 +47,7 @@ class ReceiptBook:
         # Of requests that wait and were never sent, the pool whose places they wait for.
         self._waiting: dict[str, str] = {}
         self._running: dict[str, tuple[Attempt, ...]] = {}
+        self._asked: dict[str, AskedRequest] = {}
         self._kept: deque[Receipt] = deque()
         # All that ended before is not here, or not any more.
         self._known_since = since
@@ -53,6 +55,10 @@ class ReceiptBook:
 
     def __repr__(self) -> str:
         return f"<ReceiptBook {len(self._kept)} kept, {len(self._running)} under way>"
+
+    def on_arrival(self, request: Request) -> None:
+        """A request has come, whatever becomes of it."""
+        self._asked[request.request_id] = AskedRequest.of(request)
 
     def on_wait(self, scheduled: ScheduledRequest) -> None:
         """A request has come, and waits."""
@@ -92,6 +98,7 @@ class ReceiptBook:
             tenant=record.tenant,
             priority=record.priority.value,
             pool=attempts[-1].dispatch.pool if attempts else pool,
+            asked=self._asked.pop(command.request_id, None),
             attempts=attempts,
             usage=record.usage,
             times=record.times,
@@ -108,6 +115,11 @@ class ReceiptBook:
         receipt = self._by_id.get(request_id)
         if receipt is not None and receipt.times is None and receipt.conclude.request_id == request_id:
             receipt.times = times
+
+    def under_way(self) -> Iterator[tuple[AskedRequest, tuple[Attempt, ...]]]:
+        """Every request that has not ended, with its dispatches."""
+        for request_id, asked in self._asked.items():
+            yield asked, self._running.get(request_id, ())
 
     def find(self, request_id: str) -> Receipt | None:
         """The receipt of a request by its own id, or by the last request's to which a client gave that id."""

@@ -1,9 +1,9 @@
 """A receipt: what is kept of one request, and what is told of it."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from serve_app.request import Usage
+from serve_app.request import Request, Submission, Usage
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.waits.causes import WaitBreakdown
 from serve_app.serving.channel.scheduler_client import RequestTimes
@@ -50,6 +50,28 @@ class Attempt:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class AskedRequest:
+    """What a request asked for, which a replay needs.
+
+    Attributes:
+        submission: without the hashes of its prompt.
+        arrived_at, expires_at: on the scheduler's clock.
+    """
+
+    submission: Submission
+    arrived_at: float
+    expires_at: float
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """What is kept of a request."""
+        submission = request.submission
+        if submission.prefix:
+            submission = replace(submission, prefix=())
+        return cls(submission, request.arrived_at, request.expires_at)
+
+
 @dataclass(slots=True, eq=False)
 class Receipt:
     """What is kept of one request.
@@ -59,6 +81,7 @@ class Receipt:
         ended_at: on the scheduler's clock.
         arrived_at: in seconds since 1970.
         pool: whose places it waited for; empty for one that was refused at once.
+        asked: None where another scheduler has admitted it.
         times: what its gateway has told; of one that ended in the queue that comes a little later.
         client_request_id: the id that its client gave it; empty for none.
     """
@@ -71,6 +94,7 @@ class Receipt:
     tenant: str
     priority: str
     pool: str
+    asked: AskedRequest | None
     attempts: tuple[Attempt, ...]
     usage: Usage | None
     times: RequestTimes | None
