@@ -71,7 +71,8 @@ def play(experiment: CounterfactualsExperiment, context: Context) -> Iterator[Me
             yield _answer(number, question, runs, changed[name])
         for name, run in changed.items():
             if not name.isdigit():
-                yield _all_of(name, first.recordings[first.questions[0][1]], run, replay)
+                asked = first.recordings[first.questions[0][1]]
+                yield _all_of(name, _told_of_all(name, asked, run, replay), experiment.least_wait_s)
 
 
 def _question(text: str, place: int, recording: Recording) -> _Question:
@@ -140,7 +141,9 @@ def _held_against(told: Told, real_s: float) -> dict[str, Any]:
     }
 
 
-def _all_of(name: str, recording: Recording, live: LiveRun, replay: UnchangedReplay) -> Measurement:
+def _told_of_all(
+    name: str, recording: Recording, live: LiveRun, replay: UnchangedReplay
+) -> list[dict[str, Any]]:
     """The same change told of every request, beside the one live run of it."""
     policy = name.removeprefix("policy ")
     change = with_replica(recording) if policy == name else with_policy(recording, policy)
@@ -153,10 +156,21 @@ def _all_of(name: str, recording: Recording, live: LiveRun, replay: UnchangedRep
             bars.told(played[each.request_id].wait_s, each.submission.priority), live.waits[place]
         )
         told.append({**real, "recorded_s": each.wait_s, "width_s": real["high_s"] - real["low_s"]})
+    return told
+
+
+def _all_of(name: str, all_told: Sequence[Mapping[str, Any]], least_wait_s: float) -> Measurement:
+    """Of those that waited before the change, or after it, or were told to."""
+    told = [
+        each
+        for each in all_told
+        if max(each["recorded_s"], each["real_s"], each["predicted_s"]) >= least_wait_s
+    ]
     return Measurement(
         key={"row": "all", "change": name},
         figures={
             "requests": len(told),
+            "of": len(all_told),
             "inside_ratio": sum(each["inside"] for each in told) / len(told),
             "median_error_s": median(abs(each["predicted_s"] - each["real_s"]) for each in told),
             "median_width_s": median(each["width_s"] for each in told),

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from experiments.common.rows import ANY, Row
-from experiments.common.tables import Table, markdown
+from experiments.common.tables import Table, load_note, markdown
 
 
 def _questions(rows: Sequence[Row]) -> str:
     head = ["#", "class", "change", "waited, s", "again, s", "told, s", "nine in ten", "really, s", "inside"]
-    return markdown(head, [_line(row) for row in sorted(rows, key=lambda row: row.key["number"])])
+    lines = [_line(row) for row in sorted(rows, key=lambda row: row.key["number"])]
+    return f"{markdown(head, lines, text_columns=3)}\n\n{load_note(rows)}"
 
 
 def _line(row: Row) -> list[str]:
@@ -24,6 +25,27 @@ def _line(row: Row) -> list[str]:
         f"{wait['low_s']:.1f} to {wait['high_s']:.1f}",
         f"{wait['real_s']:.1f}",
         "yes" if wait["inside"] else "no",
+    ]
+
+
+def _first_tokens(rows: Sequence[Row]) -> str:
+    head = ["#", "change", "first token, s", "again, s", "told, s", "nine in ten", "really, s", "inside"]
+    lines = [_ttft_line(row) for row in sorted(rows, key=lambda row: row.key["number"])]
+    return markdown(head, lines, text_columns=2)
+
+
+def _ttft_line(row: Row) -> list[str]:
+    figures, ttft = row.figures, row.figures["ttft"]
+    first, *others = figures["unchanged_ttft_s"]
+    return [
+        str(row.key["number"]),
+        figures["change"],
+        f"{first:.1f}",
+        ", ".join(f"{one:.1f}" for one in others) or "-",
+        f"{ttft['predicted_s']:.1f}",
+        f"{ttft['low_s']:.1f} to {ttft['high_s']:.1f}",
+        f"{ttft['real_s']:.1f}",
+        "yes" if ttft["inside"] else "no",
     ]
 
 
@@ -70,10 +92,15 @@ TABLES = {
         where={"row": "question", "number": ANY},
         note="Live, over HTTP, on emulated engines",
     ),
+    "first_tokens": Table(
+        text=_first_tokens,
+        where={"row": "question", "number": ANY},
+        note="Live, over HTTP, on emulated engines",
+    ),
     "all": Table(
         text=_all,
         where={"row": "all", "change": ANY},
-        note="Live, over HTTP; every request of the trace is told, and held against one live run",
+        note="Live, over HTTP; every request that waited a second or more, or would have",
     ),
     "unchanged": Table(
         text=_unchanged,

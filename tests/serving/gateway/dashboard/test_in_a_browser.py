@@ -245,6 +245,15 @@ async def test_a_request_that_waited_has_a_receipt(
     assert "until the first token" in told
     assert "of this: prefill (estimated)" in told
     assert "generation" in told
+    await page.evaluate("document.querySelector('#panel-request button[type=button]').click()")
+    told = plain(
+        await page.becomes(
+            "document.querySelector('#panel-request').innerText.includes('would have helped:')"
+            " && document.querySelector('#panel-request').innerText"
+        )
+    )
+    assert "one replica more in pool only" in told
+    assert "Unchanged, the replay has a wait of" in told
     await page.evaluate("location.hash = '#request/unknown'")
     await page.becomes("document.querySelector('#panel-request').innerText.includes('ten minutes')")
 
@@ -359,6 +368,9 @@ async def test_no_view_has_a_barrier(stage: PageStage, page: BrowserPage, scheme
     stage.end("r1")
     await page.evaluate("document.querySelector('#panel-request form').requestSubmit()")
     await page.becomes(f"{receipt}.includes('r1: completed') && {receipt}.includes('Who was sent')")
+    assert await barriers(page) == []
+    await page.evaluate("document.querySelector('#panel-request button[type=button]').click()")
+    await page.becomes(f"{receipt}.includes('would have helped:')")
     assert await barriers(page) == []
     await page.emulate(scheme=scheme, width=400)
     for tab in TABS:
