@@ -18,7 +18,7 @@ from serve_app.serving.scheduler.receipts.book import ReceiptBook
 def leave_receipts_out() -> None:
     """Do so in this process, before it makes a scheduler or a gateway."""
     for owner, names in (
-        (ReceiptBook, ("on_wait", "on_dispatch", "on_conclusion", "on_times")),
+        (ReceiptBook, ("on_arrival", "on_wait", "on_dispatch", "on_conclusion", "on_times")),
         (LiveScheduler, ("_note_wait",)),
         (WaitWatch, ("on_dispatch", "settle")),
         (WaitAccounts, ("add", "remove", "join")),
