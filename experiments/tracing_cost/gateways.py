@@ -37,8 +37,9 @@ class GrantsAll:
     def __init__(self, port: int) -> None:
         self._address = ReplicaAddress(replica_id="r", pool="all", host="127.0.0.1", port=port, token="")
 
-    async def acquire(self, submission: Submission) -> Grant | Conclusion:
+    async def acquire(self, submission: Submission, client_request_id: str = "") -> Grant | Conclusion:
         """Leave to go."""
+        del client_request_id
         dispatch = Dispatch(
             request_id=submission.request_id,
             gateway_id="g",
@@ -69,6 +70,9 @@ class GrantsAll:
         usage: Usage | None = None,
         times: RequestTimes | None = None,
     ) -> None:
+        """Nobody hears of it."""
+
+    def note_end(self, request_id: str, outcome: Outcome, times: RequestTimes) -> None:
         """Nobody hears of it."""
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:
@@ -122,7 +126,7 @@ def started_gateways(engine_port: int, collector: str) -> Iterator[dict[str, str
             for way in (OFF, CONTROL, UNSAMPLED, SAMPLED):
                 gateway = _gateway(way, engine_port, collector)
                 stack.callback(loop.call_soon_threadsafe, gateway.close)
-                server, urls[way] = run(_serve(gateway))
+                server, urls[way] = run(served(gateway))
                 stack.callback(lambda one: run(one.shutdown()), server)
             yield urls
     finally:
@@ -150,7 +154,8 @@ def _gateway(way: str, engine_port: int, collector: str) -> Gateway:
         return Gateway(settings, {MODEL: GrantsAll(engine_port)}, f"g-{way}")
 
 
-async def _serve(gateway: Gateway) -> tuple[uvicorn.Server, str]:
+async def served(gateway: Gateway) -> tuple[uvicorn.Server, str]:
+    """Serve a gateway on a port of its own; returns its address, too."""
     config = uvicorn.Config(
         gateway,
         host="127.0.0.1",

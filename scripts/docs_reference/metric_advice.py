@@ -23,7 +23,7 @@ METRIC_ADVICE = {
         "network or a node."
     ),
     "ewsjf_gateway_queue_wait_seconds": (
-        "High in one class: its share is too small, or capacity is. The reasons are in `ewsjf_blocked_heads`."
+        "High in one class: its share is too small, or capacity is. The causes are in `ewsjf_blocked_heads`."
     ),
     "ewsjf_gateway_requests_total": (
         "Rising `rejected_queue_full` or `expired`: more replicas, or less traffic. Rising `failed`: "

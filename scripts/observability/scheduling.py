@@ -9,9 +9,9 @@ QUEUE_WAIT = "ewsjf_length_queue_wait_seconds"
 
 BLOCKED_HEADS = line(
     "What heads wait for",
-    "Heads of sub-queues by what keeps them from their pool.",
+    "Heads of sub-queues by their home pool and what they wait for.",
     "short",
-    (gauge("ewsjf_blocked_heads", "pool, reason"), "{{pool}}: {{reason}}"),
+    (gauge("ewsjf_blocked_heads", "pool, cause"), "{{pool}}: {{cause}}"),
     stacked=True,
 )
 """Tells of saturation, too."""

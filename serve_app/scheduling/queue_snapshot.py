@@ -10,6 +10,8 @@ from serve_app.scheduling.dispatch.dispatcher import Dispatcher
 from serve_app.scheduling.policies.protocol import OrderingPolicy, QueueBounds
 from serve_app.scheduling.queueing.request_queue import RequestQueue
 from serve_app.scheduling.request import ScheduledRequest
+from serve_app.scheduling.waits.accounts import waits_for
+from serve_app.scheduling.waits.causes import WaitCause
 
 # More than a person would read; a bound on the scheduler's time.
 MAX_SUB_QUEUES = 500
@@ -26,7 +28,8 @@ class SubQueueView:
         head: id of the first request.
         wait_s: how long the head has waited.
         score: the policy's score of the head now; comparable only within one policy.
-        why: why the head is not dispatched now.
+        cause: what the head waits for, as receipts and metrics count it.
+        why: why the head is not dispatched now, by pool.
     """
 
     priority: PriorityClass
@@ -38,6 +41,7 @@ class SubQueueView:
     head: str
     wait_s: float
     score: float
+    cause: WaitCause
     why: str
 
 
@@ -130,5 +134,6 @@ def _view(
         head=request.request_id,
         wait_s=now - request.arrived_at,
         score=policy.score(head, now),
+        cause=waits_for(head),
         why=dispatcher.why_waiting(head, now),
     )

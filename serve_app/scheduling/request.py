@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from serve_app.request import Request, Usage
 from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.replica_state import Hold, PrefillClass
+from serve_app.scheduling.costs.engine_share import EngineShare
 from serve_app.scheduling.waits.tally import WaitTally
 
 NOTHING = Hold(0)
@@ -69,6 +70,7 @@ class ScheduledRequest:
         turn: work that leaves the queue before it in the order of arrival, see `queueing.delay_bound`; None
             for short prompts, and outside the queue.
         waits: its wait so far by cause; None until it has waited.
+        engine_share: what it owes to its replica; None while it is on none.
     """
 
     request: Request
@@ -106,6 +108,7 @@ class ScheduledRequest:
     turn: int | None = None
     passed: bool = False
     waits: WaitTally | None = None
+    engine_share: EngineShare | None = None
 
     @property
     def prefill_tokens(self) -> int:

@@ -76,6 +76,7 @@ class Scheduler:
         affinity: which replicas have probably cached which prompts.
         isolation: what counts as a long prefill.
         dispatcher: the order of service.
+        in_flight: the requests on replicas, and whose they are.
         prefill_costs: how long prefills take in each pool.
         passing: who is not scheduled.
         admission: who may wait, and how long that is predicted to take.
@@ -109,7 +110,7 @@ class Scheduler:
         self.isolation = PrefillIsolation(settings.isolation, lag, wanted=self._policy.isolates)
         self.suspensions = Suspensions(self.ledger)
         priorities = EnginePriorities(settings.engine_priority)
-        self._in_flight = InFlight(self.ledger, self._prefills, self.suspensions, priorities)
+        self.in_flight = InFlight(self.ledger, self._prefills, self.suspensions, priorities)
         self.affinity = PrefixAffinity(settings.affinity, self.prefill_costs, self.estimator.bytes_per_token)
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
@@ -120,8 +121,7 @@ class Scheduler:
         self.arrived = ArrivedWork(settings.routing.pools)
         slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)
         self.admission = Admission(settings, self.queue, slots, now)
-        grace_s = settings.no_replica_grace_s
-        self._routing = RequestRouting(self.router, self.admission, self.ledger, grace_s)
+        self._routing = RequestRouting(self.router, self.admission, self.ledger, settings.no_replica_grace_s)
         self._rerouting = Rerouting(self.queue, self._routing, self.ledger, self.admission.outages)
         self._expiry = ExpiryHeap()
         self._requests = RequestTable()
@@ -251,18 +251,18 @@ class Scheduler:
             self._remember(scheduled)
         elif scheduled.replica_id == event.replica_id:
             if event.started:
-                self._in_flight.start(scheduled, now)
+                self.in_flight.start(scheduled, now)
             return
         else:
             self._take_from_its_place(scheduled, now)
         hold = Hold(scheduled.estimate.expected_tokens)
-        self._in_flight.hold(scheduled, event.replica_id, hold, now, resumed=event)
+        self.in_flight.hold(scheduled, event.replica_id, hold, now, resumed=event)
         self._on_held(scheduled, event.replica_id)
 
     def _on_first_token(self, event: ev.FirstToken, now: float) -> None:
         scheduled = self._requests.get(event.request_id)
         if scheduled is not None:
-            self._in_flight.start(scheduled, now)
+            self.in_flight.start(scheduled, now)
 
     def _on_finish(self, event: ev.Finished, now: float) -> None:
         scheduled = self._requests.get(event.request_id)
@@ -276,7 +276,7 @@ class Scheduler:
             self._on_contexts_learned(self._contexts.on_completion(scheduled, event.usage), now)
         dispatched = scheduled.replica_id is not None
         if dispatched and event.outcome is Outcome.COMPLETED:
-            self._in_flight.complete(scheduled, event.usage, now)
+            self.in_flight.complete(scheduled, event.usage, now)
         self._take_from_its_place(scheduled, now)
         self._conclude(scheduled.request, Conclusion(event.outcome), dispatched=dispatched)
 
@@ -300,7 +300,7 @@ class Scheduler:
             self._on_contexts_learned(self._contexts.on_refusal(scheduled, event.stated_context), now)
         note_attempt(scheduled, now)
         note_put_back(scheduled, event, self.ledger[event.replica_id], now)
-        self._in_flight.release(scheduled, now, ran=False)
+        self.in_flight.release(scheduled, now, ran=False)
         if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
             # An engine that failed has worked for it.
             self.queue.refund(scheduled)
@@ -400,7 +400,7 @@ class Scheduler:
         self.admission.predictor.on_dispatch(scheduled, now)
         scheduled.prefilled_alone = replica.unstarted == 0
         scheduled.cached_tokens = scheduled.estimate.expected_prompt_tokens - hold.prefill_tokens
-        self._in_flight.hold(scheduled, replica.spec.replica_id, hold, now)
+        self.in_flight.hold(scheduled, replica.spec.replica_id, hold, now)
         self._on_held(scheduled, replica.spec.replica_id)
         self._prefills.on_dispatch(scheduled, now)
         rate_limits = self.admission.keys.status(scheduled.request.submission.key, now)
@@ -427,7 +427,7 @@ class Scheduler:
             self.queue.remove(scheduled)
             self._expiry.prune(len(self.queue))
         else:
-            self._in_flight.release(scheduled, now, ran=True)
+            self.in_flight.release(scheduled, now, ran=True)
 
     def _refuse_all(self, refused: Refused) -> None:
         for scheduled, refusal in refused:

@@ -93,7 +93,8 @@ def check(answer: httpx.Response, receipt: dict[str, Any]) -> None:
         assert wait_ms <= 1
     stages = {each["stage"]: each["ms"] for each in receipt["stages"]}
     assert stages["queue"] == wait_ms
-    assert min(stages.values()) > -0.1, receipt
+    # The clock of gateway and scheduler is the machine's; figures are rounded.
+    assert min(stages.values()) > -0.01, receipt
     assert receipt["attempts"][-1]["pool"] == answer.headers["x-pool"]
     assert receipt["tokens"]["output"] > 0
 

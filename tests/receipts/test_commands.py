@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from serve_app.cli import main
+from serve_app.counterfactuals.recording import encode_recording
+from serve_app.counterfactuals.what_if import what_if
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
+from tests.counterfactuals.production import burst, produce
 from tests.serving.gateway.builders import MODEL, FakeDispatcher, serving
 
 RECEIPT: dict[str, Any] = {
@@ -26,7 +29,14 @@ RECEIPT: dict[str, Any] = {
         {"stage": "gateway", "ms": 0.5},
         {"stage": "channel", "ms": 0.25},
         {"stage": "queue", "ms": 3_000.0},
-        {"stage": "engine", "ms": 1_000.0},
+        {
+            "stage": "until_first_token",
+            "ms": 1_000.0,
+            "parts": [
+                {"part": "engine_queue", "ms": 960.0, "estimated": True},
+                {"part": "prefill", "ms": 40.0, "estimated": True},
+            ],
+        },
     ],
     "queue": {
         "ms": 3_000.0,
@@ -36,6 +46,13 @@ RECEIPT: dict[str, Any] = {
             {"cause": "engines_busy", "ms": 1_000.0, "meaning": "no engine took more requests"},
         ],
         "ahead": {"higher_class": 12},
+        "served": {
+            "pool": "short",
+            "requests": 14,
+            "by": [{"class": "interactive", "tenant": "rival", "requests": 12}],
+            "others": 2,
+            "is_complete": False,
+        },
     },
     "attempts": [{"pool": "short", "replica": "r1", "length_queue": "q0", "expected_prefill_ms": 40.0}],
     "tokens": {
@@ -46,6 +63,7 @@ RECEIPT: dict[str, Any] = {
         "expected_output": 7.5,
     },
 }
+RECORDING = produce(burst(40, 0)).recording("r35")
 LINE = {"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": []}
 
 
@@ -61,10 +79,15 @@ async def ask(*args: str, lines: int = 1) -> int:
     async def receipt(request_id: str) -> dict[str, Any]:
         return RECEIPT if request_id in ("gw-1", "a/b c") else {}
 
+    async def recording(request_id: str) -> str:
+        return encode_recording(RECORDING) if request_id == "client-r35" else ""
+
     async def capture() -> list[dict[str, Any]]:
         return [LINE] * lines
 
-    views = SchedulerViews(queue=nothing, status=nothing, freeze=freeze, receipt=receipt, capture=capture)
+    views = SchedulerViews(
+        queue=nothing, status=nothing, freeze=freeze, receipt=receipt, recording=recording, capture=capture
+    )
     settings = GatewaySettings(
         models=(ServedModel(name=MODEL),), keys=(ApiKey(tenant="t", key="k1", admin=True),)
     )
@@ -85,6 +108,8 @@ async def test_explain_says_where_the_time_went(request_id: str, capsys: pytest.
     assert "4,000.8 ms" in told
     assert "75%" in told
     assert "12 (higher class)" in told
+    assert "of this: engine queue (estimated)" in told
+    assert "meanwhile: at least 12 interactive of tenant rival, 2 of others" in told
     assert "predicted wait: 2,500.0 ms, real: 3,000.0 ms" in told
     assert told.index("requests of a higher class") < told.index("no engine took more")
 
@@ -93,6 +118,19 @@ async def test_explain_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert await ask("explain", "gw-1", "--json", "--api-key", "k1") == 0
 
     assert json.loads(capsys.readouterr().out) == RECEIPT
+
+
+async def test_explain_says_what_would_have_helped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await ask("explain", "client-r35", "--what-if", "--api-key", "k1") == 0
+    told = capsys.readouterr().out
+    assert "one replica more in pool only" in told
+    assert "would have helped" in told
+
+    assert await ask("explain", "client-r35", "--what-if", "--json", "--api-key", "k1") == 0
+    assert json.loads(capsys.readouterr().out) == what_if(RECORDING)
+
+    assert await ask("explain", "unknown", "--what-if", "--api-key", "k1") != 0
+    assert "no receipt of 'unknown'" in capsys.readouterr().err
 
 
 async def test_explain_says_why_there_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:

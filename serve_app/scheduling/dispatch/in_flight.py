@@ -4,6 +4,7 @@ from serve_app.request import Usage
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.replica_state import Hold
 from serve_app.scheduling import events as ev
+from serve_app.scheduling.costs.engine_time import EngineTime
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities
 from serve_app.scheduling.dispatch.suspensions import Suspensions
 from serve_app.scheduling.isolation.prefill_watch import PrefillWatch
@@ -14,7 +15,11 @@ _PROMPT_PER_OUTPUT = 100
 
 
 class InFlight:
-    """Takes requests through their time on a replica; the counts are in the ledger."""
+    """Takes requests through their time on a replica; the counts are in the ledger.
+
+    Attributes:
+        engine_time: whose requests the engines have worked on, and for how long.
+    """
 
     def __init__(
         self,
@@ -27,6 +32,7 @@ class InFlight:
         self._prefills = prefills
         self._suspensions = suspensions
         self._priorities = priorities
+        self.engine_time = EngineTime(prefills.costs)
 
     def __repr__(self) -> str:
         return f"<InFlight {sum(replica.in_flight for replica in self._ledger)}>"
@@ -47,6 +53,7 @@ class InFlight:
         self._ledger.hold(replica_id, hold, now, seen=resumed is not None, started=scheduled.started)
         replica = self._ledger[replica_id]
         scheduled.dispatch_number = replica.dispatches
+        self.engine_time.on_dispatch(scheduled, replica, now)
         if (adapter := scheduled.request.spec.adapter) is not None:
             replica.note_adapter(adapter)
         if _owes(scheduled):
@@ -61,6 +68,7 @@ class InFlight:
             replica.answers.on_end()
         replica.answers.on_sign(now)
         scheduled.started, scheduled.started_at = True, now
+        self.engine_time.on_first_token(scheduled, replica, now)
         if scheduled.request.spec.streamed:
             self._observe_latency(scheduled, scheduled.prefill_tokens, now)
         self._prefills.on_first_token(scheduled, now)
@@ -86,8 +94,10 @@ class InFlight:
         """
         assert scheduled.replica_id is not None
         self._priorities.on_departure(scheduled.request)
+        replica = self._ledger[scheduled.replica_id]
+        self.engine_time.on_departure(scheduled, replica, now, ran=ran)
         if _owes(scheduled):
-            self._ledger[scheduled.replica_id].answers.on_end()
+            replica.answers.on_end()
         self._ledger.release(scheduled.replica_id, scheduled.hold, now, started=scheduled.started, ran=ran)
         scheduled.replica_id, scheduled.hold = None, NOTHING
         scheduled.started, scheduled.started_at = False, None

@@ -18,11 +18,15 @@ _USUAL_TIMES = 2.0
 
 
 class PrefillWatch:
-    """Ends prefills in the ledger, and teaches their cost and the feedback delay."""
+    """Ends prefills in the ledger, and teaches their cost and the feedback delay.
+
+    Attributes:
+        costs: of prefills, by pool.
+    """
 
     def __init__(self, ledger: ReplicaLedger, costs: PrefillCosts, delay: FeedbackDelay) -> None:
         self._ledger = ledger
-        self._costs = costs
+        self.costs = costs
         self._delay = delay
         # A heap of (assumed end, order of dispatch, request, its dispatch number).
         self._assumed: list[tuple[float, int, ScheduledRequest, int]] = []
@@ -32,7 +36,7 @@ class PrefillWatch:
         """A request has just been dispatched."""
         if not scheduled.request.spec.streamed:
             assert scheduled.replica_id is not None
-            cost = self._costs.of(self._ledger[scheduled.replica_id].spec.pool)
+            cost = self.costs.of(self._ledger[scheduled.replica_id].spec.pool)
             self._sent += 1
             ends_at = now + _USUAL_TIMES * cost.seconds(scheduled.prefill_tokens)
             heapq.heappush(self._assumed, (ends_at, self._sent, scheduled, scheduled.dispatch_number))
@@ -46,7 +50,7 @@ class PrefillWatch:
         replica = self._ledger[scheduled.replica_id]
         still_alone = scheduled.dispatch_number == replica.dispatches
         if scheduled.prefilled_alone and still_alone:
-            self._costs.observe(replica.spec.pool, scheduled.prefill_tokens, now - scheduled.dispatched_at)
+            self.costs.observe(replica.spec.pool, scheduled.prefill_tokens, now - scheduled.dispatched_at)
         self._learn_delay(scheduled, replica, now - scheduled.dispatched_at)
 
     def end_overdue(self, now: float) -> None:
@@ -65,7 +69,7 @@ class PrefillWatch:
             self._delay.on_long_first_token(seconds)
         elif replica.in_flight < replica.likely_num_seqs:
             iteration_s = (replica.report.tpot_s if replica.report else None) or 0.0
-            token_s = self._costs.of(replica.spec.pool).per_token_s
+            token_s = self.costs.of(replica.spec.pool).per_token_s
             self._delay.on_short_first_token(seconds - token_s * scheduled.prefill_tokens - iteration_s)
 
     def _end(self, scheduled: ScheduledRequest, now: float) -> None:

@@ -71,6 +71,15 @@ class WaitAccounts:
         self._new.clear()
 
 
+def waits_for(scheduled: ScheduledRequest) -> WaitCause:
+    """What a request in the queue waits for now, between two events."""
+    tally = scheduled.waits
+    if tally is None or tally.account is None:
+        # Without an account it rests after failures.
+        return WaitCause.BACKOFF
+    return tally.account.cause
+
+
 def note_attempt(scheduled: ScheduledRequest, now: float) -> None:
     """A replica has given a request back: it was there since its dispatch."""
     tally = _tally(scheduled, scheduled.dispatched_at)
@@ -82,6 +91,18 @@ def wait_breakdown(scheduled: ScheduledRequest, now: float) -> WaitBreakdown | N
     if scheduled.waits is None and now - scheduled.request.arrived_at < _NO_WAIT_S:
         return None
     return _tally(scheduled, now).breakdown()
+
+
+def wait_so_far(scheduled: ScheduledRequest, now: float) -> WaitBreakdown:
+    """Where the wait of a request in the queue went up to now; changes nothing."""
+    if scheduled.waits is None:
+        return WaitBreakdown()
+    tally, at = scheduled.waits.copy(), nanoseconds(now)
+    if tally.account is not None:
+        tally.account.divide(scheduled, tally, at)
+    elif tally.resting_since is not None:
+        tally.add(WaitCause.BACKOFF, at - tally.resting_since)
+    return tally.breakdown()
 
 
 def _tally(scheduled: ScheduledRequest, until: float) -> WaitTally:

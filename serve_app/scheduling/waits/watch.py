@@ -21,12 +21,12 @@ from serve_app.request import PriorityClass
 from serve_app.routing.ledger import ReplicaLedger
 from serve_app.routing.open_replicas import CapacityQuery
 from serve_app.routing.replica_state import ReplicaState
+from serve_app.scheduling.costs.tenant_totals import TenantTotals
 from serve_app.scheduling.isolation.prefill_isolation import PrefillIsolation
 from serve_app.scheduling.request import ScheduledRequest
 from serve_app.scheduling.waits.account import BUSY, PLACE_OF, WaitAccount
 from serve_app.scheduling.waits.accounts import WaitAccounts
 from serve_app.scheduling.waits.causes import WaitCause, nanoseconds
-from serve_app.scheduling.waits.imposed import ImposedDelays
 
 # A state of a pool, never of an account: a replica takes more requests, if they are of the right kind.
 _OPEN = -1
@@ -39,7 +39,7 @@ class WaitWatch:
         pools: all that there are.
 
     Attributes:
-        imposed: how long each tenant's requests have kept others waiting.
+        imposed: seconds for which each tenant's requests have kept others waiting, by the pool they went to.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class WaitWatch:
         self._accounts = accounts
         self._ledger = ledger
         self._isolation = isolation
-        self.imposed = ImposedDelays()
+        self.imposed = TenantTotals()
         # The states of pools when it last looked, and how many accounts there had been by then.
         self._looked_at: tuple[dict[str, int], int] = {}, 0
 
@@ -71,7 +71,8 @@ class WaitWatch:
             if lacking is None or (
                 lacking is WaitCause.ENGINE_QUEUE and taker.request.priority is not PriorityClass.BATCH
             ):
-                self.imposed.add(taker.request, account.on_place_taken(taker, at))
+                imposed = account.on_place_taken(taker, at)
+                self.imposed.add(pool, taker.request, imposed / 1e9)
             else:
                 account.on_place_unfit(PLACE_OF[lacking], at)
 

@@ -120,8 +120,11 @@ class GatewayClient:
 
     # What the gateway's handler calls.
 
-    async def acquire(self, submission: Submission) -> Grant | Conclusion:
+    async def acquire(self, submission: Submission, client_request_id: str = "") -> Grant | Conclusion:
         """Queue a request and wait for its turn.
+
+        Args:
+            client_request_id: the id that its client gave it; empty where it gave none.
 
         Raises:
             ValueError: the request id is pending already.
@@ -133,10 +136,10 @@ class GatewayClient:
         if refusal is not None:
             return refusal
         now = self._loop.time()
-        pending = PendingRequest(submission, now, self._loop.create_future())
+        pending = PendingRequest(submission, now, self._loop.create_future(), client_request_id)
         self._pending[request_id] = pending
         if self._link is not None:
-            self._link.send(Submit(submission, 0.0, 0.0))
+            self._link.send(Submit(submission, 0.0, 0.0, client_request_id=client_request_id))
         return await self._answer(pending)
 
     async def put_back(
@@ -186,6 +189,12 @@ class GatewayClient:
             pending.answer.cancel()
         finish = Finish(request_id, outcome, usage, times)
         self._ended.append((self._link.send(finish) if self._link is not None else 0, finish))
+
+    def note_end(self, request_id: str, outcome: Outcome, times: RequestTimes) -> None:
+        """A request has ended in the queue: tell what its receipt should say, if it can be told now."""
+        # A scheduler that comes later has no receipt of it.
+        if self._link is not None and request_id not in self._pending:
+            self._link.send(Finish(request_id, outcome, None, times))
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:
         """The open replicas, which take requests now; empty while the scheduler is unknown."""

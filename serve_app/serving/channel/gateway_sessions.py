@@ -89,7 +89,7 @@ from serve_app.serving.channel.requests.request_book import (
     RequestBook,
     as_request,
 )
-from serve_app.serving.channel.scheduler_client import RequestOutlook
+from serve_app.serving.channel.scheduler_client import RequestOutlook, RequestTimes
 
 logger = logging.getLogger("ray.serve")
 
@@ -118,6 +118,10 @@ class GatewayHost(Protocol):
 
     def watch(self, request_id: str) -> None:
         """Tell from now on how a request stands in the queue, while it waits."""
+        ...
+
+    def on_late_times(self, request_id: str, times: RequestTimes) -> None:
+        """What a gateway tells of a request that was over already."""
         ...
 
     async def exposition(self) -> str:
@@ -262,7 +266,7 @@ class GatewaySessions:
 
     def _admit(self, gateway: GatewaySession, message: Submit) -> None:
         submission = message.submission
-        record = self.book[submission.request_id] = GatewayRequest.of(gateway, submission, message.grants)
+        record = self.book[submission.request_id] = GatewayRequest.of(gateway, message)
         request = self._request(gateway, message)
         record.arrived_at = request.arrived_at
         self._host.feed(Arrived(request))
@@ -299,7 +303,7 @@ class GatewaySessions:
 
     def _adopt(self, gateway: GatewaySession, message: Running) -> None:
         submission = message.submission
-        record = GatewayRequest.of(gateway, submission, message.grants)
+        record = GatewayRequest.of(gateway, message)
         record.replica_id, record.started = message.replica_id, message.started
         record.granted_at = self._host.now()
         self.book[submission.request_id] = record
@@ -333,8 +337,9 @@ class GatewaySessions:
     def _on_finish(self, gateway: GatewaySession, message: Finish) -> None:
         record = self.book.own(gateway, message.request_id)
         if record is None:
-            return
-        if record.runs:
+            if message.times is not None:
+                self._host.on_late_times(message.request_id, message.times)
+        elif record.runs:
             record.usage, record.times = message.usage, message.times
             self._host.feed(Finished(message.request_id, message.outcome, message.usage))
         else:

@@ -113,6 +113,7 @@ class Submit(Message, frozen=True):
         waited_s: the same; schedulers before version 6 began its time in the queue anew at each put-back.
         grants: how many grants for it the gateway has seen.
         put_back: how the last of them ended.
+        client_request_id: the id that its client gave it; empty where the client knows it by ours.
     """
 
     submission: Submission
@@ -120,16 +121,18 @@ class Submit(Message, frozen=True):
     waited_s: float
     grants: int = 0
     put_back: PutBack | None = None
+    client_request_id: str = ""
 
 
 class Running(Message, frozen=True):
-    """In a snapshot: a request runs on a replica, by grant number `grants`."""
+    """In a snapshot: it runs on a replica, by grant number `grants`; the client's id as in `Submit`."""
 
     submission: Submission
     age_s: float
     grants: int
     replica_id: str
     started: bool
+    client_request_id: str = ""
 
 
 class SnapshotEnd(Message, frozen=True):
@@ -143,7 +146,11 @@ class First(Message, frozen=True):
 
 
 class Finish(Message, frozen=True):
-    """A granted request is over; `times` are for its receipt."""
+    """A granted request is over; `times` are for its receipt.
+
+    Also said of a request that the scheduler has refused, or that was cancelled while it waited, and only for
+    its receipt: the scheduler knows no such request any more.
+    """
 
     request_id: str
     outcome: Outcome

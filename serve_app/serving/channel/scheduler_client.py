@@ -62,24 +62,38 @@ class Grant:
     address: ReplicaAddress
 
 
+class EngineTimes(NamedTuple):
+    """What an engine tells of the time of one request inside it, in seconds; None for what it does not tell.
+
+    Attributes:
+        queue_s: it waited for its turn.
+        prefill_s: from its turn to its first token.
+        generation_s: from its first token to its last.
+    """
+
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    generation_s: float | None = None
+
+
 class RequestTimes(NamedTuple):
     """How long the parts of a request took at its gateway, in seconds, for its receipt.
 
     Attributes:
-        client_request_id: the id that the client knows.
         endpoint: the path that it was sent to.
         read_s: from its arrival until the scheduler was asked.
-        grant_s: from there to the last grant.
+        grant_s: from there to the last grant, or to its end without one.
         first_token_s: from that grant to the first token; None where the answer is not streamed.
-        engine_s: from that grant to the end in the engine.
+        engine_s: from that grant to the end in the engine; None where it ended in the queue.
+        engine: as the engine itself tells; None where it does not.
     """
 
-    client_request_id: str
     endpoint: str
     read_s: float
     grant_s: float
     first_token_s: float | None
-    engine_s: float
+    engine_s: float | None
+    engine: EngineTimes | None = None
 
 
 class RequestOutlook(NamedTuple):
@@ -111,8 +125,8 @@ class SchedulerClient(Protocol):
         """Whether a scheduler hears us now."""
         ...
 
-    async def acquire(self, submission: Submission) -> Grant | Conclusion:
-        """Queue a request and wait for its turn."""
+    async def acquire(self, submission: Submission, client_request_id: str = "") -> Grant | Conclusion:
+        """Queue a request and wait for its turn; its client's own id, if it has one, is for its receipt."""
         ...
 
     async def put_back(
@@ -141,6 +155,10 @@ class SchedulerClient(Protocol):
         times: RequestTimes | None = None,
     ) -> None:
         """The request is over and its place is free."""
+        ...
+
+    def note_end(self, request_id: str, outcome: Outcome, times: RequestTimes) -> None:
+        """A request has ended in the queue: tell what its receipt should say, if it can be told now."""
         ...
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:

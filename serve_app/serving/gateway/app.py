@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -251,7 +252,7 @@ class Gateway:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _path(scope)
         timed = self._stalls.watching(send, exchange_of(scope))
-        incoming = self._reader.incoming(scope, receive, timed, path, asyncio.get_running_loop().time())
+        incoming = self._reader.incoming(scope, receive, timed, path, monotonic())
         timed.request_id = incoming.client_request_id.encode()
         try:
             handler = self._route(path, scope["method"])
@@ -381,7 +382,7 @@ class Gateway:
         record = RequestRecord(
             request_id=incoming.request_id,
             arrived_at=incoming.arrived_at,
-            finished_at=asyncio.get_running_loop().time(),
+            finished_at=monotonic(),
             outcome=outcome,
             prompt_tokens=0,
             output_tokens=0,

@@ -194,6 +194,10 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         found: Mapping[str, Any] = await scheduler.receipt.remote(request_id)
         return found
 
+    async def recording(request_id: str) -> str:
+        found: str = await scheduler.recording.remote(request_id)
+        return found
+
     async def capture() -> Sequence[Mapping[str, Any]]:
         found: Sequence[Mapping[str, Any]] = await scheduler.capture.remote()
         return found
@@ -211,5 +215,6 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         change_mode=change_mode,
         overview=overview,
         receipt=receipt,
+        recording=recording,
         capture=capture,
     )

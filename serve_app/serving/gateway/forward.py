@@ -16,12 +16,13 @@ import contextlib
 import logging
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 
 from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
 from serve_app.request import Usage
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import Grant, RequestTimes, SchedulerClient
+from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
 from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.answer.client_api import send_refusal
 from serve_app.serving.gateway.answer.disconnect import ClientGone
@@ -43,16 +44,16 @@ from serve_app.serving.gateway.answer.stream_events import (
     next_events,
     stream_outcome,
 )
-from serve_app.serving.gateway.answer.usage import usage_of
+from serve_app.serving.gateway.answer.usage import counts_of
 from serve_app.serving.gateway.answer.waiting.queue_updates import QueueUpdates, Telling
 from serve_app.serving.gateway.answer.waiting.queued_comments import QueuedComments
+from serve_app.serving.gateway.call_times import CallTimes
 from serve_app.serving.gateway.logs.concluded import ConcludedRequest
 from serve_app.serving.gateway.request.headers import (
     RECEIPT_HEADER,
     describing,
     returned,
     upstream_head,
-    wait_receipt,
 )
 from serve_app.serving.gateway.request.job import ForwardJob
 from serve_app.serving.gateway.stored.background import BackgroundWork
@@ -86,14 +87,11 @@ class ScheduledCall:
     """Serves one job; use once: `await ScheduledCall(...).run()`."""
 
     __slots__ = (
-        "_asked_at",
         "_attempts",
         "_comments",
         "_detail",
         "_engine_failed",
-        "_first_token_at",
         "_grant",
-        "_granted_at",
         "_job",
         "_kept",
         "_outcome",
@@ -103,6 +101,7 @@ class ScheduledCall:
         "_services",
         "_started",
         "_streams",
+        "_times",
         "_trace",
         "_usage",
         "_watch",
@@ -115,7 +114,7 @@ class ScheduledCall:
         self._send = job.incoming.send
         self._trace = job.incoming.trace
         self._watch = job.incoming.watch()
-        self._asked_at = 0.0
+        self._times = CallTimes(job.incoming.arrived_at)
         self._owed: Grant | None = None
         self._grant: Grant | None = None
         self._attempts = 0
@@ -125,8 +124,6 @@ class ScheduledCall:
         self._streams = False
         self._outcome: Outcome | None = None
         self._usage: Usage | None = None
-        self._granted_at: float | None = None
-        self._first_token_at: float | None = None
         self._detail = ""
         self._kept = None if job.response is None else KeptResponse(job.response, services.holders)
 
@@ -194,8 +191,8 @@ class ScheduledCall:
     async def _serve(self) -> None:
         submission, telemetry = self._job.submission, self._services.telemetry
         self._trace.queued(submission)
-        self._asked_at = asked_at = asyncio.get_running_loop().time()
-        answer = await self._scheduler.acquire(submission)
+        self._times.asked_at = asked_at = monotonic()
+        answer = await self._scheduler.acquire(submission, self._job.incoming.id_of_client)
         if isinstance(answer, Grant):
             telemetry.on_grant(answer.dispatch, submission.spec.model, self._job.body.whole_at, asked_at)
         failure: UpstreamError | None = None
@@ -227,7 +224,7 @@ class ScheduledCall:
                 "this request refers to what one replica keeps, and the scheduler is of a release that knows "
                 "no such requests: upgrade it",
             )
-        self._granted_at = asyncio.get_running_loop().time()
+        self._times.granted_at = monotonic()
         self._attempts += 1
         if self._comments is not None:
             self._comments.on_grant()
@@ -267,7 +264,7 @@ class ScheduledCall:
         if failure is not None and self._may_retry(failure):
             raise failure
         outcome = outcome_of(response.status)
-        usage = usage_of(body) if outcome is Outcome.COMPLETED else None
+        usage, self._times.engine = counts_of(body) if outcome is Outcome.COMPLETED else (None, None)
         if self._kept is not None and outcome is Outcome.COMPLETED:
             self._kept.on_answer(body)
         if not self._goes_on():
@@ -298,7 +295,7 @@ class ScheduledCall:
             status = 500
         else:
             status = 400
-        self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        self._settle_stream(scanner)
         self._begin_answer()
         headers = [pair for pair in self._headers(response) if pair[0] != b"content-type"]
         await send_body(self._send, status, [JSON_TYPE, *headers], body)
@@ -313,7 +310,7 @@ class ScheduledCall:
         if self._kept is not None:
             self._kept.on_first_events(events)
         self._begin_answer()
-        self._first_token_at = asyncio.get_running_loop().time()
+        self._times.first_token_at = monotonic()
         self._scheduler.first_token(self._job.submission.request_id)
         client = self._send
         if not await self._has_commented():
@@ -325,7 +322,9 @@ class ScheduledCall:
         if response.error is not None:
             events += self._broken(response.error, scanner)
         else:
-            self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+            self._settle_stream(scanner)
+        if self._wants_receipt:
+            events += self._times.receipt_comment(grant.dispatch)
         self._streams = False
         await client({"type": "http.response.body", "body": events, "more_body": False})
 
@@ -366,11 +365,15 @@ class ScheduledCall:
         message = f"the engine stopped in the middle of its answer, which is incomplete: {error}"
         return self._job.incoming.api.error_event(RequestRefused(Outcome.FAILED, message))
 
+    @property
+    def _wants_receipt(self) -> bool:
+        return RECEIPT_HEADER in self._job.incoming.headers
+
     def _headers(self, response: UpstreamResponse) -> HeaderList:
         assert self._grant is not None
         own = self._job.incoming.id_headers
         dispatch = self._grant.dispatch
-        receipt = wait_receipt(dispatch) if RECEIPT_HEADER in self._job.incoming.headers else []
+        receipt = self._times.receipt_header(dispatch) if self._wants_receipt else []
         return [*returned(response.headers), *own, *describing(dispatch), *receipt]
 
     async def _answer(self, refusal: RequestRefused) -> None:
@@ -383,7 +386,7 @@ class ScheduledCall:
         if self._started:
             return
         self._started = True
-        waited_s = asyncio.get_running_loop().time() - self._job.incoming.arrived_at
+        waited_s = monotonic() - self._job.incoming.arrived_at
         incoming = self._job.incoming
         headers = [*incoming.id_headers, (b"x-queue-wait-ms", b"%.1f" % (waited_s * 1000))]
         try:
@@ -399,25 +402,22 @@ class ScheduledCall:
 
     def _settle(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:
         """Fix how the request ends, and give its place back; only the first call counts."""
-        if self._outcome is None:
+        is_first = self._outcome is None
+        if is_first:
             self._outcome, self._usage, self._detail = outcome, usage, detail
         grant, self._owed = self._owed, None
+        incoming, now = self._job.incoming, monotonic()
         if grant is not None:
             self._trace.forwarded(outcome)
-            self._scheduler.finish(grant.dispatch.request_id, outcome, usage, self._times())
+            times = self._times.told(incoming.path, now, granted=True)
+            self._scheduler.finish(grant.dispatch.request_id, outcome, usage, times)
+        elif is_first:
+            times = self._times.told(incoming.path, now, granted=False)
+            self._scheduler.note_end(incoming.request_id, outcome, times)
 
-    def _times(self) -> RequestTimes:
-        """How long its parts took, for its receipt."""
-        incoming, asked_at, first_at = self._job.incoming, self._asked_at, self._first_token_at
-        granted_at = asked_at if self._granted_at is None else self._granted_at
-        return RequestTimes(
-            incoming.client_request_id,
-            incoming.path,
-            asked_at - incoming.arrived_at,
-            granted_at - asked_at,
-            None if first_at is None else first_at - granted_at,
-            asyncio.get_running_loop().time() - granted_at,
-        )
+    def _settle_stream(self, scanner: StreamScanner) -> None:
+        self._times.engine = scanner.times
+        self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
 
     def _concluded(self) -> ConcludedRequest:
         incoming, submission, usage = self._job.incoming, self._job.submission, self._usage
@@ -425,9 +425,9 @@ class ScheduledCall:
         record = RequestRecord(
             request_id=submission.request_id,
             arrived_at=incoming.arrived_at,
-            dispatched_at=self._granted_at,
-            first_token_at=self._first_token_at,
-            finished_at=asyncio.get_running_loop().time(),
+            dispatched_at=self._times.granted_at,
+            first_token_at=self._times.first_token_at,
+            finished_at=monotonic(),
             outcome=self._outcome or Outcome.FAILED,
             prompt_tokens=usage.prompt_tokens if usage is not None else 0,
             output_tokens=usage.output_tokens if usage is not None else 0,

@@ -19,6 +19,10 @@ async def _unknown(_request_id: str) -> Mapping[str, Any]:
     return {}
 
 
+async def _unrecorded(_request_id: str) -> str:
+    return ""
+
+
 async def _none() -> Sequence[Mapping[str, Any]]:
     return ()
 
@@ -41,6 +45,7 @@ class SchedulerViews:
         change_mode: schedules another share of it.
         overview: all that the page shows of it, see `dashboard`.
         receipt: where the time of a request went, by its id; empty where the scheduler does not know it.
+        recording: the minutes around a request, by its id, for a replay; empty where it is not known.
         capture: the requests that completed lately, without their text.
     """
 
@@ -53,6 +58,7 @@ class SchedulerViews:
     change_mode: Callable[[float], Awaitable[None]] = _unchanged
     overview: View = _nothing
     receipt: Callable[[str], Awaitable[Mapping[str, Any]]] = _unknown
+    recording: Callable[[str], Awaitable[str]] = _unrecorded
     capture: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] = _none
 
 

@@ -4,9 +4,9 @@ Labels are bounded by the configuration (model, class, pool, outcome); tenants a
 alone. Every series carries the gateway's id: behind one address several gateways answer a scraper in turn.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from time import monotonic
 from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry
@@ -165,7 +165,7 @@ class Telemetry:
         """A request was granted for the first time, just now.
 
         Args:
-            whole_at: when its body had come, on the event loop's clock.
+            whole_at: when its body had come, on the monotonic clock.
             asked_at: when it was submitted.
         """
         cells = self._overheads.get(model)
@@ -175,7 +175,7 @@ class Telemetry:
             )
             cells = self._overheads[model] = (parse, schedule)
         cells[0].observe(asked_at - whole_at)
-        schedule_s = asyncio.get_running_loop().time() - asked_at - granted.queue_wait_s
+        schedule_s = monotonic() - asked_at - granted.queue_wait_s
         # The scheduler's clock and ours may be off by a hair.
         cells[1].observe(max(0.0, schedule_s))
 

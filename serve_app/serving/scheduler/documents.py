@@ -29,8 +29,8 @@ def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
         "b_short_tokens": snapshot.b_short_tokens,
         "served": served,
         "imposed_delay_s": [
-            {"class": priority.value, "tenant": tenant, "seconds": seconds}
-            for priority, tenant, seconds in core.waits.imposed.seconds()
+            {"pool": pool, "class": priority.value, "tenant": tenant, "seconds": seconds}
+            for pool, priority, tenant, seconds in core.waits.imposed
         ],
     }
 

@@ -1,9 +1,9 @@
 """The live scheduler: feeds the core events, carries out its commands, arms its next wake-up.
 
 One writer: whatever happens goes through `feed`, on one event loop, without an await between two looks at
-the core's state. The clock is the loop's. When the core raises, nothing here can be trusted any more: the
-live scheduler logs it, ends every connection and asks to be replaced. Nothing is lost by that, because
-the gateways hold their requests and bring them to the next scheduler; only the request that the core
+the core's state. The clock is that of the loop's timers. When the core raises, nothing here can be trusted
+any more: the live scheduler logs it, ends every connection and asks to be replaced. Nothing is lost by that,
+because the gateways hold their requests and bring them to the next scheduler; only the request that the core
 stumbled over is failed, if it was still waiting, lest the next scheduler stumble over it as well.
 """
 
@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 from serve_app.errors import ChannelError
@@ -47,14 +47,19 @@ from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
+from serve_app.serving.channel.scheduler_client import RequestTimes
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.clock import precise_clock
 from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.documents import queue_document, replica_documents
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from serve_app.serving.scheduler.queue_watch import QueueWatch
-from serve_app.serving.scheduler.receipts.book import ReceiptBook
+from serve_app.serving.scheduler.receipts.book import KEPT_S, ReceiptBook
+from serve_app.serving.scheduler.receipts.minutes import LEAD_S, MinutesRecorder
+from serve_app.serving.scheduler.receipts.surroundings import RecordedSurroundings
+from serve_app.serving.scheduler.receipts.under_way import RequestLookup
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.serving.scheduler.scraped.pool_figures import look_at_pools
 from serve_app.serving.scheduler.scraped.queue_figures import look_at_queue
@@ -100,13 +105,15 @@ class LiveScheduler:
         mode: how much of the traffic is scheduled.
         receipts: where the time of each request went that has ended lately.
         activity: what happened in the last minutes.
+        recorder: draws up the minutes around a request, for a replay.
     """
 
     def __init__(self, settings: SchedulerSettings, options: LiveSchedulerOptions) -> None:
         self._settings = settings
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self._now = self._loop.time()
+        self._clock = precise_clock(self._loop)
+        self._now = self._clock()
         self.core = Scheduler(settings, now=self._now)
         if options.learned is not None:
             take_over(self.core, options.learned, self._now)
@@ -140,9 +147,12 @@ class LiveScheduler:
             replicas=lambda: [spec for spec, _ in self._replicas.reports().values()],
         )
         self.mode = SchedulingMode(self)
-        self.activity = options.activity or RecentActivity(self._loop.time)
+        self.activity = options.activity or RecentActivity(self._clock)
         costs = self.core.prefill_costs
-        self.receipts = ReceiptBook(lambda pool, tokens: costs.of(pool).seconds(tokens))
+        self.receipts = ReceiptBook(lambda pool, tokens: costs.of(pool).seconds(tokens), since=self._now)
+        self._surroundings = RecordedSurroundings(self.core, KEPT_S + LEAD_S)
+        self.recorder = MinutesRecorder(self.core, self.receipts, self._surroundings)
+        self._lookup = RequestLookup(self.core, self._gateways.book, self.receipts)
         self._outlook = QueueWatch(self.core, self.now, self._gateways.tell_outlooks, self._metrics.honesty)
         self._log = self._open_log()
 
@@ -223,6 +233,10 @@ class LiveScheduler:
         """Who waits where, for how long, and why, with at most so many sub-queues."""
         return queue_document(self.core, self.now(), most)
 
+    async def receipt(self, request_id: str) -> dict[str, Any]:
+        """Where the time of a request went so far, by its id or its client's; empty when it is not known."""
+        return await self._lookup.document(request_id, self.now(), time())
+
     # What the sessions and the registry call.
 
     def feed(self, event: Event) -> None:
@@ -246,12 +260,14 @@ class LiveScheduler:
             self._arm()
             if isinstance(event, ReplicaReported):
                 self._gateways.on_report(event)
+            elif isinstance(event, Arrived):
+                self._note_wait(event.request.request_id)
         except Exception as error:  # noqa: BLE001 - a fault of any kind in the core ends this scheduler
             self._core_failed(event, error)
 
     def now(self) -> float:
-        """Return the loop's clock, which the core is promised never to see going back."""
-        self._now = max(self._now, self._loop.time())
+        """Return the clock of the loop's timers, which the core is promised never to see going back."""
+        self._now = max(self._now, self._clock())
         return self._now
 
     def queue_timeout_s(self, priority: PriorityClass) -> float:
@@ -266,6 +282,10 @@ class LiveScheduler:
         """Whether the replica is connected; then gateways know it, too."""
         self._replicas.tell_changes()
         return replica_id in self._replicas
+
+    def on_late_times(self, request_id: str, times: RequestTimes) -> None:
+        """A gateway tells of a request that ended in the queue."""
+        self.receipts.on_times(request_id, times)
 
     async def exposition(self) -> str:
         """Return the metrics in the Prometheus text format, drawn up a moment ago."""
@@ -300,10 +320,18 @@ class LiveScheduler:
         self.tuner.note(event, commands, now)
         self.mode.note(event, commands, now)
         self.activity.note(event, self.core, now)
-        if isinstance(event, DispatchFailed):
+        self._surroundings.note(event, now)
+        if isinstance(event, Arrived):
+            self.receipts.on_arrival(event.request)
+        elif isinstance(event, DispatchFailed):
             self._metrics.put_back(event)
         elif isinstance(event, ReplicaLost):
             self._stale.discard(event.replica_id)
+
+    def _note_wait(self, request_id: str) -> None:
+        scheduled = self.core.find(request_id)
+        if scheduled is not None and scheduled.queued:
+            self.receipts.on_wait(scheduled)
 
     def _carry_out(self, command: Command) -> None:
         match command:

@@ -90,7 +90,7 @@ def test_a_tenants_own_requests_and_those_of_others_are_told_apart() -> None:
         WaitCause.ENGINES_BUSY: SECOND,
     }
     assert found.ahead == {WaitCause.OWN_REQUESTS: 1, WaitCause.OTHER_TENANTS: 1}
-    imposed = {(priority, tenant): s for priority, tenant, s in driver.scheduler.waits.imposed.seconds()}
+    imposed = {(priority, tenant): s for _, priority, tenant, s in driver.scheduler.waits.imposed}
     # `mine0` took a place for which `theirs` had waited, `theirs` one for which `waits` had since then.
     assert imposed == {(PriorityClass.DEFAULT, "me"): 1.0, (PriorityClass.DEFAULT, "other"): 1.0}
 

@@ -21,6 +21,7 @@ from serve_app.serving.channel.messages import (
     SnapshotEnd,
     Submit,
 )
+from serve_app.serving.channel.scheduler_client import RequestTimes
 from tests import builders
 from tests.serving.channel.harness import scheduler_settings, submission
 
@@ -48,6 +49,7 @@ class Host:
         self.events: list[Event] = []
         self.left: set[str] = set()
         self.watched: list[str] = []
+        self.late: dict[str, RequestTimes] = {}
         self.sessions = GatewaySessions(self, 1.0)
         for replica_id in ("s1", "s2"):
             self.feed(ReplicaJoined(builders.spec(replica_id)))
@@ -73,6 +75,9 @@ class Host:
 
     def knows_replica(self, replica_id: str) -> bool:
         return replica_id not in self.left
+
+    def on_late_times(self, request_id: str, times: RequestTimes) -> None:
+        self.late[request_id] = times
 
     async def exposition(self) -> str:
         return ""

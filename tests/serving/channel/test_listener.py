@@ -64,7 +64,8 @@ async def test_silent_strangers_leave_no_descriptor_behind(world: Simulation, fa
     # All within one turn of the loop, so that they are accepted together.
     crowd = await asyncio.gather(*(Stranger.at(world.endpoint()) for _ in range(CROWD)))
     # Each of the crowd keeps its own end open; the scheduler's ends must all go.
-    await until(lambda: open_sockets() == before + CROWD, "the scheduler has closed every one of them")
+    # Fewer than that where a connection of a test before had not been closed yet when they were counted.
+    await until(lambda: open_sockets() <= before + CROWD, "the scheduler has closed every one of them")
     for stranger in crowd:
         assert await stranger.closed()
         stranger.leave()
@@ -95,7 +96,7 @@ async def test_a_flood_of_real_peers_is_let_in_and_nothing_raises(
     for peer in peers:
         peer.leave()
     await until(lambda: world.live.status()["gateways"] == 0)
-    await until(lambda: open_sockets() == before, "their descriptors are free")
+    await until(lambda: open_sockets() <= before, "their descriptors are free")
 
 
 async def test_a_peer_gets_in_among_strangers_who_keep_coming(world: Simulation) -> None:

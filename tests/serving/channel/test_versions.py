@@ -25,12 +25,13 @@ from serve_app.serving.channel.messages import (
     PutBack,
     Refused,
     Role,
+    Running,
     SchedulerEndpoint,
     Submit,
     Watch,
 )
 from serve_app.serving.channel.replica_client import ReplicaClient
-from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook
+from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook, RequestTimes
 from serve_app.serving.channel.versions import as_before
 from tests.serving.channel import version_5
 from tests.serving.channel.harness import (
@@ -300,6 +301,9 @@ def test_every_value_that_can_be_said_reaches_a_reader_of_the_version_before() -
             for failure in members(DispatchFailure)
         ),
         *(Finish("r1", outcome, USAGE) for outcome in members(Outcome)),
+        Finish("r1", Outcome.COMPLETED, USAGE, RequestTimes("/v1/completions", 0.1, 0.2, None, None)),
+        Submit(submission("r1"), 1.0, 1.0, client_request_id="mine"),
+        Running(submission("r1"), 1.0, 1, "s1", True, client_request_id="mine"),
     ]
     version_5.decode_from_peer(msgspec.msgpack.encode([as_before(message) for message in said]))
     told = [as_before(Refused("r1", Conclusion(outcome, "why", 2.0))) for outcome in members(Outcome)]

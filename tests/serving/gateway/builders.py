@@ -322,7 +322,7 @@ class FakeDispatcher:
     def __post_init__(self) -> None:
         self.gate.set()
 
-    async def acquire(self, submission: Submission) -> Grant | Conclusion:
+    async def acquire(self, submission: Submission, client_request_id: str = "") -> Grant | Conclusion:
         self.submissions.append(submission)
         self.events.append(("acquire", submission.request_id))
         return await self._decide(submission.request_id)
@@ -350,6 +350,10 @@ class FakeDispatcher:
     ) -> None:
         self.held.remove(request_id)  # raises when it is told twice
         self.events.append(("finished", outcome, usage))
+
+    def note_end(self, request_id: str, outcome: Outcome, times: RequestTimes) -> None:
+        assert request_id not in self.held
+        assert times.engine_s is None
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:
         return tuple(

@@ -25,6 +25,7 @@ class PendingRequest:
     Attributes:
         born_at: when it came in, on this gateway's clock.
         answer: what its handler waits for, or waited for last.
+        client_request_id: the id that its client gave it; empty for none.
         grants: how many it has seen.
         replica_id: where it runs; None while it waits.
         started: its answer has begun.
@@ -35,6 +36,7 @@ class PendingRequest:
     submission: Submission
     born_at: float
     answer: asyncio.Future[Grant | Conclusion]
+    client_request_id: str = ""
     grants: int = 0
     replica_id: str | None = None
     started: bool = False
@@ -66,9 +68,10 @@ class PendingRequest:
     def described(self, now: float) -> Submit | Running:
         """Return its line in a snapshot."""
         age_s = now - self.born_at
+        named = self.client_request_id
         if self.replica_id is None:
-            return Submit(self.submission, age_s, age_s, self.grants, self.put_back)
-        return Running(self.submission, age_s, self.grants, self.replica_id, self.started)
+            return Submit(self.submission, age_s, age_s, self.grants, self.put_back, named)
+        return Running(self.submission, age_s, self.grants, self.replica_id, self.started, named)
 
     def answer_with(self, answer: Grant | Conclusion) -> None:
         """Answer its handler, unless that has gone."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from serve_app.errors import ChannelError
-from serve_app.request import PriorityClass, Request, Submission, Usage
+from serve_app.request import PriorityClass, Request, Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import Granted, Message, Running, Submit
@@ -72,6 +72,7 @@ class GatewayRequest:
         usage: what the engine counted, once it is over.
         arrived_at: on the scheduler's clock.
         times: what its gateway tells for its receipt, once it is over.
+        client_request_id: the id that its client gave it; empty where it gave none.
     """
 
     gateway: GatewaySession
@@ -87,13 +88,15 @@ class GatewayRequest:
     usage: Usage | None = None
     arrived_at: float = 0.0
     times: RequestTimes | None = None
+    client_request_id: str = ""
 
     @classmethod
-    def of(cls, gateway: GatewaySession, submission: Submission, grants: int) -> Self:
+    def of(cls, gateway: GatewaySession, message: Submit | Running) -> Self:
         """The record of a request that a gateway tells of."""
+        submission = message.submission
         key_id = submission.key.key_id if submission.key is not None else ""
-        record = cls(gateway, submission.priority, grants, key_id=key_id, model=submission.spec.model)
-        record.tenant = submission.tenant
+        record = cls(gateway, submission.priority, message.grants, key_id=key_id, model=submission.spec.model)
+        record.tenant, record.client_request_id = submission.tenant, message.client_request_id
         return record
 
     def ended(self) -> EndedRequest | None:

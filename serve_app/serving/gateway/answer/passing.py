@@ -5,6 +5,7 @@ read, pieces stay in the answer's buffer; that is bounded, and TCP then slows th
 """
 
 import asyncio
+from time import monotonic
 
 from serve_app.serving.gateway.answer.client_stream import ClientStream
 from serve_app.serving.gateway.answer.sse import StreamScanner
@@ -19,14 +20,13 @@ class StreamPassing:
         gaps: where the time between two pieces is counted.
     """
 
-    __slots__ = ("_client", "_fault", "_gaps", "_has_room", "_last_at", "_loop", "_response", "_scanner")
+    __slots__ = ("_client", "_fault", "_gaps", "_has_room", "_last_at", "_response", "_scanner")
 
     def __init__(
         self, response: UpstreamResponse, scanner: StreamScanner, client: ClientStream, gaps: HistogramCell
     ) -> None:
-        self._loop = asyncio.get_running_loop()
         self._gaps = gaps
-        self._last_at = self._loop.time()
+        self._last_at = monotonic()
         self._response = response
         self._scanner = scanner
         self._client = client
@@ -65,7 +65,7 @@ class StreamPassing:
 
     def _take(self) -> None:
         """Pieces have come."""
-        now = self._loop.time()
+        now = monotonic()
         self._gaps.observe(now - self._last_at)
         self._last_at = now
         self._pass_on()

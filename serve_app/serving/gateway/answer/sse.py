@@ -17,7 +17,8 @@ from collections.abc import Iterator
 import msgspec
 
 from serve_app.request import Usage
-from serve_app.serving.gateway.answer.usage import RawUsage
+from serve_app.serving.channel.scheduler_client import EngineTimes
+from serve_app.serving.gateway.answer.usage import NO_TIMES, RawUsage, engine_times_of
 
 _EVENT_END = re.compile(rb"\n\r?\n")
 _LINE = re.compile(rb"[^\r\n]+")
@@ -28,6 +29,7 @@ _MAX_HELD_BYTES = 1024 * 1024
 
 class _Response(msgspec.Struct):
     usage: RawUsage | None = None
+    metrics: msgspec.Raw = NO_TIMES
 
 
 class _EngineError(msgspec.Struct):
@@ -50,6 +52,7 @@ class _StreamEvent(msgspec.Struct):
     # A text in an error, and in Anthropic's first event the message that begins.
     message: str | _Response | None = None
     response: _Response | None = None
+    metrics: msgspec.Raw = NO_TIMES
 
     @property
     def counted(self) -> RawUsage | None:
@@ -58,6 +61,11 @@ class _StreamEvent(msgspec.Struct):
             return self.usage
         whole = self.response or self.message
         return whole.usage if isinstance(whole, _Response) else None
+
+    @property
+    def times(self) -> EngineTimes | None:
+        """What the engine tells of the time inside it, beside the counts."""
+        return engine_times_of(self.metrics if self.response is None else self.response.metrics)
 
 
 _decoder = msgspec.json.Decoder(_StreamEvent)
@@ -74,14 +82,16 @@ class StreamScanner:
 
     Attributes:
         usage: the engine's last count, None until it gives one.
+        times: what the engine tells of the time inside it, with its last count; None where it does not.
         error: what the engine reported as an error inside the stream, None when all went well.
         error_is_engines: the error is a fault of the engine, not of the request.
     """
 
-    __slots__ = ("_held", "_hide_usage", "error", "error_is_engines", "usage")
+    __slots__ = ("_held", "_hide_usage", "error", "error_is_engines", "times", "usage")
 
     def __init__(self, *, hide_usage: bool) -> None:
         self.usage: Usage | None = None
+        self.times: EngineTimes | None = None
         self.error: str | None = None
         self.error_is_engines = False
         self._hide_usage = hide_usage
@@ -139,6 +149,7 @@ class StreamScanner:
         if usage is None:
             return False
         self.usage = usage.counted(self.usage) or self.usage
+        self.times = parsed.times
         return self._hide_usage and parsed.choices == []
 
     def _note_error(self, event: _StreamEvent) -> None:

@@ -1,4 +1,4 @@
-"""The reader of token counts in an engine's answer, and of nothing else in it.
+"""The reader of token counts and times in an engine's answer, and of nothing else in it.
 
 | answers to           | prompt          | output              | of the prompt, from a cache           |
 |----------------------|-----------------|---------------------|---------------------------------------|
@@ -10,11 +10,17 @@
 
 Messages count what was read from a cache, and what was written to one, beside `input_tokens`.
 Cohere's have no `usage`: their count is among the units billed, in `meta`.
+The times are vLLM's `metrics`, which it tells when it is started with `enable_per_request_metrics`.
 """
 
 import msgspec
 
 from serve_app.request import Usage
+from serve_app.serving.channel.scheduler_client import EngineTimes
+
+NO_TIMES = msgspec.Raw()
+# What is longer is no time of a request.
+_LONGEST_MS = 1e9
 
 
 class _Details(msgspec.Struct, gc=False):
@@ -54,23 +60,52 @@ class RawUsage(msgspec.Struct, gc=False):
         return Usage(prompt_tokens=prompt, output_tokens=output or 0, cached_tokens=cached or beside)
 
 
+class _RawTimes(msgspec.Struct, gc=False):
+    queue_time_ms: float | None = None
+    time_to_first_token_ms: float | None = None
+    generation_time_ms: float | None = None
+
+
+_times_decoder = msgspec.json.Decoder(_RawTimes)
+
+
+def engine_times_of(metrics: msgspec.Raw) -> EngineTimes | None:
+    """What a `metrics` object says; None where there is none, or it is another engine's."""
+    if metrics is NO_TIMES:
+        return None
+    try:
+        told = _times_decoder.decode(metrics)
+    except (ValueError, RecursionError):
+        return None
+    # vLLM's first token counts from the turn of the request, without its wait.
+    found = (told.queue_time_ms, told.time_to_first_token_ms, told.generation_time_ms)
+    times = EngineTimes(*(ms / 1e3 if ms is not None and 0 <= ms < _LONGEST_MS else None for ms in found))
+    return None if times == EngineTimes() else times
+
+
 class _Meta(msgspec.Struct):
     billed_units: RawUsage | None = None
 
 
-class _UsageEnvelope(msgspec.Struct):
+class _Envelope(msgspec.Struct):
     usage: RawUsage | None = None
     meta: _Meta | None = None
+    metrics: msgspec.Raw = NO_TIMES
 
 
-_decoder = msgspec.json.Decoder(_UsageEnvelope)
+_decoder = msgspec.json.Decoder(_Envelope)
 
 
-def usage_of(body: bytes) -> Usage | None:
-    """The usage in a whole answer; None when it has none, or is not JSON (audio, text formats)."""
+def counts_of(body: bytes) -> tuple[Usage | None, EngineTimes | None]:
+    """Usage and times in a whole answer; None for what it has not, or when it is not JSON (audio, text)."""
     try:
         found = _decoder.decode(body)
     except (ValueError, RecursionError):
-        return None
+        return None, None
     usage = found.usage if found.meta is None else found.meta.billed_units
-    return usage.counted() if usage is not None else None
+    return usage.counted() if usage is not None else None, engine_times_of(found.metrics)
+
+
+def usage_of(body: bytes) -> Usage | None:
+    """The usage in a whole answer; None when it has none."""
+    return counts_of(body)[0]

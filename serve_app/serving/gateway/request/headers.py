@@ -9,12 +9,12 @@ from serve_app.request import PriorityClass
 from serve_app.scheduling.commands import Dispatch
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.rate_limit_headers import RATE_LIMIT_HEADERS, rate_limit_headers
-from serve_app.serving.gateway.answer.responses import HeaderList, RequestRefused, encode
+from serve_app.serving.gateway.answer.responses import HeaderList, RequestRefused
 from serve_app.serving.gateway.answer.waiting.queue_updates import QueueForm
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 
 RECEIPT_HEADER = b"x-ewsjf-receipt"
-"""Asks for what the request has waited for, and tells it."""
+"""Asks for where the time of the request went, and tells it."""
 
 QUEUE_HEADER = b"x-ewsjf-queue"
 """Asks to be told of the queue while the request waits; see `answer.waiting.queue_updates`."""
@@ -243,17 +243,6 @@ def _host_and_credentials(address: ReplicaAddress) -> str:
 def returned(raw: HeaderList) -> HeaderList:
     """The headers of a replica's answer that go on to the client."""
     return [(name, value) for name, value in raw if name not in _NOT_RETURNED]
-
-
-def wait_receipt(dispatch: Dispatch) -> HeaderList:
-    """What the request has waited for, for a client that asks with `x-ewsjf-receipt: 1`."""
-    waited = dispatch.waited
-    told = {
-        "wait_ms": round(dispatch.queue_wait_s * 1e3, 3),
-        "causes_ms": {} if waited is None else {cause: ns / 1e6 for cause, ns in waited.causes.items()},
-        "ahead": {} if waited is None else waited.ahead,
-    }
-    return [(RECEIPT_HEADER, encode(told))]
 
 
 def describing(dispatch: Dispatch) -> HeaderList:

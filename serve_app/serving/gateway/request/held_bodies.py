@@ -24,7 +24,7 @@ class HeldBody:
 
     Attributes:
         data: its bytes; empty once it was released.
-        whole_at: when its last byte had come, on the event loop's clock.
+        whole_at: when its last byte had come, on the monotonic clock.
     """
 
     __slots__ = ("_budget", "_held_bytes", "data", "whole_at")

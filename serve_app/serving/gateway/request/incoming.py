@@ -19,7 +19,7 @@ class IncomingRequest(msgspec.Struct, frozen=True):
         api: in which it is answered.
         request_id: the gateway's own, unique among all gateways.
         client_request_id: the client's, or the gateway's when it sent none.
-        arrived_at: on the event loop's clock, in seconds.
+        arrived_at: on the monotonic clock, in seconds.
         trace: told what happens to it.
     """
 
@@ -38,6 +38,11 @@ class IncomingRequest(msgspec.Struct, frozen=True):
     def method(self) -> str:
         """With which an engine is asked: for what HEAD would say it has to be asked with GET."""
         return "POST" if self.scope["method"] == "POST" else "GET"
+
+    @property
+    def id_of_client(self) -> str:
+        """The id that the client gave it; empty where it gave none."""
+        return "" if self.client_request_id == self.request_id else self.client_request_id
 
     @property
     def id_headers(self) -> HeaderList:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 
 from serve_app.engines.engine import Receive, Scope
 from serve_app.errors import Outcome, SettingsError
@@ -141,7 +142,7 @@ class RequestReader:
         except BaseException:
             held.release()
             raise
-        held.whole_at = asyncio.get_running_loop().time()
+        held.whole_at = monotonic()
         return held
 
     async def _receive(self, incoming: IncomingRequest, held: HeldBody, deadline: asyncio.Timeout) -> None:

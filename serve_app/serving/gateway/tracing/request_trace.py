@@ -58,7 +58,7 @@ class RequestTracer(Protocol):
         """The trace of a request that has just arrived; `UNTRACED` if it is not sampled.
 
         Args:
-            arrived_at: on the event loop's clock, in seconds.
+            arrived_at: on the monotonic clock, in seconds.
         """
         ...
 

@@ -32,7 +32,7 @@ class SampledTrace(RequestTrace):
     Args:
         root: the span of the request, which has begun.
         operation: what it does, in the conventions' words.
-        ahead_ns: what the clock of the day is ahead of the event loop's.
+        ahead_ns: what the clock of the day is ahead of the monotonic one.
     """
 
     __slots__ = (
@@ -61,7 +61,7 @@ class SampledTrace(RequestTrace):
 
     def queued(self, submission: Submission) -> None:
         """It goes to its scheduler."""
-        self._queued_at = self._since = _now()
+        self._queued_at = self._since = time.monotonic()
         spec, root = submission.spec, self._root
         model = spec.adapter or spec.model
         root.update_name(f"{self._operation} {model}")
@@ -79,7 +79,7 @@ class SampledTrace(RequestTrace):
 
     def granted(self, grant: Grant, attempt: int) -> None:
         """It has been given a place on a replica, and is sent there."""
-        now, dispatch = _now(), grant.dispatch
+        now, dispatch = time.monotonic(), grant.dispatch
         since = now if self._since is None else self._since
         # The scheduler's clock is another one; the difference of two of its times is as good here.
         decided_at = min(max(self._queued_at + dispatch.queue_wait_s, since), now)
@@ -114,7 +114,7 @@ class SampledTrace(RequestTrace):
 
     def put_back(self, failure: DispatchFailure) -> None:
         """The replica has not answered it: it goes back to its queue."""
-        self._since = _now()
+        self._since = time.monotonic()
         if self._forward is not None:
             self._forward.set_attributes({names.PUT_BACK: failure.value, names.ERROR_TYPE: failure.value})
             self._forward.set_status(_ERROR)
@@ -131,7 +131,7 @@ class SampledTrace(RequestTrace):
     def ended(self, record: RequestRecord, status: int) -> None:
         """It has reached its outcome."""
         if self._since is not None:
-            self._add(names.QUEUE_SPAN, self._since, _now(), {names.OUTCOME: record.outcome.value})
+            self._add(names.QUEUE_SPAN, self._since, time.monotonic(), {names.OUTCOME: record.outcome.value})
         root = self._root
         told: dict[str, Any] = {
             names.OUTCOME: record.outcome.value,
@@ -150,12 +150,12 @@ class SampledTrace(RequestTrace):
         # What a client has done wrong is no error of the server's span.
         if status >= 500 or record.outcome is Outcome.FAILED:
             root.set_status(_ERROR)
-        root.end(self._epoch_ns(_now()))
+        root.end(self._epoch_ns(time.monotonic()))
 
     def _end_forward(self) -> None:
         forward, self._forward = self._forward, None
         if forward is not None:
-            forward.end(self._epoch_ns(_now()))
+            forward.end(self._epoch_ns(time.monotonic()))
 
     def _add(self, name: str, began_at: float, ended_at: float, told: dict[str, Any]) -> None:
         span = self._tracer.start_span(
@@ -165,11 +165,6 @@ class SampledTrace(RequestTrace):
 
     def _epoch_ns(self, at: float) -> int:
         return self._ahead_ns + int(at * NANOSECONDS)
-
-
-def _now() -> float:
-    # The event loop's clock, which by itself may stand still for a millisecond.
-    return time.monotonic()
 
 
 def _placement(dispatch: Dispatch) -> dict[str, Any]:

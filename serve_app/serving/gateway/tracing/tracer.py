@@ -65,7 +65,7 @@ class GatewayTracer:
         """The trace of a request that has just arrived, if it is sampled.
 
         Args:
-            arrived_at: on the event loop's clock, in seconds.
+            arrived_at: on the monotonic clock, in seconds.
         """
         operation = names.OPERATIONS.get(path)
         if operation is None:
@@ -80,7 +80,7 @@ class GatewayTracer:
         if trace_id & _LOW_BITS >= self._bound and not (self._follows_parents and parent is not None):
             return UNTRACED
         self._ids.trace_id = trace_id
-        # Both clocks are read at the same moment; from here on only the event loop's is.
+        # Both clocks are read at the same moment; from here on only the monotonic one is.
         ahead_ns = time.time_ns() - int(time.monotonic() * NANOSECONDS)
         root = self._tracer.start_span(
             operation,

@@ -3,134 +3,27 @@
 The scheduler knows why a request waited, its gateway how long everything else took. The gateway tells that
 with the request's end, so a receipt is whole here, whichever gateway is asked for it. Times of the gateway
 and of the scheduler are differences on one clock each, so no clocks are compared.
+
+Who was served while a request waited is counted when somebody asks, from the receipts that are kept anyway.
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from serve_app.request import Usage
+from serve_app.request import Request
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.request import ScheduledRequest
-from serve_app.scheduling.waits.causes import WaitBreakdown
 from serve_app.serving.channel.requests.request_book import GatewayRequest
 from serve_app.serving.channel.scheduler_client import RequestTimes
+from serve_app.serving.scheduler.receipts.receipt import AskedRequest, Attempt, Receipt
+from serve_app.serving.scheduler.receipts.served import WaitedFor, served_during
 
 KEPT_S = 600.0
-# About 20 MB.
+# About 30 MB.
 MOST_KEPT = 20_000
-_NO_BREAKDOWN = WaitBreakdown()
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """One dispatch of a request.
-
-    Attributes:
-        at: on the scheduler's clock.
-        prefill_s: how long its prefill takes an engine that does nothing else, as learned.
-        predicted_wait_s: of its whole wait, made when it arrived.
-    """
-
-    at: float
-    dispatch: Dispatch
-    pools: tuple[str, ...]
-    prompt_tokens: int
-    prefill_tokens: int
-    output_tokens: float
-    prefill_s: float
-    predicted_wait_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """What is kept of one request.
-
-    Attributes:
-        ended_at: on the scheduler's clock.
-        arrived_at: in seconds since 1970.
-    """
-
-    ended_at: float
-    arrived_at: float
-    conclude: Conclude
-    model: str
-    tenant: str
-    priority: str
-    attempts: tuple[_Attempt, ...]
-    usage: Usage | None
-    times: RequestTimes | None
-
-    @property
-    def waited(self) -> WaitBreakdown:
-        """What it waited for."""
-        told = self.conclude.waited
-        if told is None and self.attempts:
-            told = self.attempts[-1].dispatch.waited
-        return told or _NO_BREAKDOWN
-
-    @property
-    def wait_s(self) -> float:
-        """From its arrival at the scheduler to its last dispatch, or to its end in the queue."""
-        if self.conclude.waited is None and self.attempts:
-            return self.attempts[-1].dispatch.queue_wait_s
-        return self.waited.wait_s
-
-    def document(self) -> dict[str, Any]:
-        """The receipt for people and programs; times are milliseconds."""
-        waited, times = self.waited, self.times
-        return {
-            "request_id": self.conclude.request_id,
-            "client_request_id": times.client_request_id if times is not None else None,
-            "endpoint": times.endpoint if times is not None else None,
-            "model": self.model,
-            "tenant": self.tenant,
-            "class": self.priority,
-            "outcome": self.conclude.conclusion.outcome.value,
-            "message": self.conclude.conclusion.message,
-            "arrived_at": self.arrived_at,
-            "stages": [{"stage": name, "ms": _ms(seconds)} for name, seconds in self._stages()],
-            "queue": {
-                "ms": _ms(self.wait_s),
-                "predicted_ms": _ms(self.attempts[0].predicted_wait_s) if self.attempts else None,
-                "causes": [
-                    {"cause": cause.value, "ms": nanoseconds / 1e6, "meaning": cause.meaning}
-                    for cause, nanoseconds in waited.causes.items()
-                ],
-                "ahead": {cause.value: count for cause, count in waited.ahead.items()},
-            },
-            "attempts": [_attempt(each, self.attempts[0]) for each in self.attempts],
-            "tokens": self._tokens(),
-        }
-
-    def _stages(self) -> Iterator[tuple[str, float | None]]:
-        """The parts of its time, in their order; together they are the time from its arrival to its end."""
-        times = self.times
-        if times is None:
-            yield "queue", self.wait_s
-            return
-        yield "gateway", times.read_s
-        yield "channel", times.grant_s - self.wait_s
-        yield "queue", self.wait_s
-        if times.first_token_s is None:
-            yield "engine", times.engine_s
-        else:
-            yield "until_first_token", times.first_token_s
-            yield "generation", times.engine_s - times.first_token_s
-
-    def _tokens(self) -> dict[str, float | None]:
-        last, usage = (self.attempts[-1] if self.attempts else None), self.usage
-        return {
-            "budget": last.dispatch.estimated_tokens if last is not None else None,
-            "expected_prompt": last.prompt_tokens if last is not None else None,
-            "expected_output": last.output_tokens if last is not None else None,
-            "to_prefill": last.prefill_tokens if last is not None else None,
-            "prompt": usage.prompt_tokens if usage is not None else None,
-            "cached": usage.cached_tokens if usage is not None else None,
-            "output": usage.output_tokens if usage is not None else None,
-        }
 
 
 class ReceiptBook:
@@ -139,25 +32,50 @@ class ReceiptBook:
     Args:
         prefill_s: how long a prefill takes in a pool, by its tokens, as learned so far.
         most: how many are kept at once.
+        since: when it began, on the scheduler's clock.
+
+    Attributes:
+        dispatches: how many it has been told of.
     """
 
-    def __init__(self, prefill_s: Callable[[str, int], float], most: int = MOST_KEPT) -> None:
+    def __init__(
+        self, prefill_s: Callable[[str, int], float], most: int = MOST_KEPT, *, since: float = -math.inf
+    ) -> None:
         self._prefill_s = prefill_s
         self._most = most
-        self._running: dict[str, tuple[_Attempt, ...]] = {}
+        self.dispatches = 0
+        # Of requests that wait and were never sent, the pool whose places they wait for.
+        self._waiting: dict[str, str] = {}
+        self._running: dict[str, tuple[Attempt, ...]] = {}
+        self._asked: dict[str, AskedRequest] = {}
         self._kept: deque[Receipt] = deque()
+        # All that ended before is not here, or not any more.
+        self._known_since = since
         self._by_id: dict[str, Receipt] = {}
 
     def __repr__(self) -> str:
         return f"<ReceiptBook {len(self._kept)} kept, {len(self._running)} under way>"
 
+    def on_arrival(self, request: Request) -> None:
+        """A request has come, whatever becomes of it."""
+        self._asked[request.request_id] = AskedRequest.of(request)
+
+    def on_wait(self, scheduled: ScheduledRequest) -> None:
+        """A request has come, and waits."""
+        self._waiting[scheduled.request.request_id] = scheduled.pools[0] if scheduled.pools else ""
+
     def on_dispatch(self, command: Dispatch, scheduled: ScheduledRequest, now: float) -> None:
         """A request was sent to a replica."""
         estimate, prediction = scheduled.estimate, scheduled.prediction
-        prefill_tokens = scheduled.prefill_tokens
-        attempt = _Attempt(
+        prefill_tokens, request = scheduled.prefill_tokens, scheduled.request
+        self.dispatches += 1
+        self._waiting.pop(command.request_id, None)
+        attempt = Attempt(
+            self.dispatches,
             now,
             command,
+            request.tenant,
+            request.priority.value,
             scheduled.pools,
             estimate.expected_prompt_tokens,
             prefill_tokens,
@@ -170,16 +88,21 @@ class ReceiptBook:
     def on_conclusion(self, command: Conclude, record: GatewayRequest, now: float) -> None:
         """A request has reached its outcome."""
         attempts = self._running.pop(command.request_id, ())
+        pool = self._waiting.pop(command.request_id, "")
         receipt = Receipt(
+            came_at=record.arrived_at,
             ended_at=now,
             arrived_at=time.time() - (now - record.arrived_at),
             conclude=command,
             model=record.model,
             tenant=record.tenant,
             priority=record.priority.value,
+            pool=attempts[-1].dispatch.pool if attempts else pool,
+            asked=self._asked.pop(command.request_id, None),
             attempts=attempts,
             usage=record.usage,
             times=record.times,
+            client_request_id=record.client_request_id,
         )
         self._kept.append(receipt)
         for name in _names(receipt):
@@ -187,9 +110,44 @@ class ReceiptBook:
         while len(self._kept) > self._most or self._kept[0].ended_at < now - KEPT_S:
             self._forget(self._kept.popleft())
 
+    def on_times(self, request_id: str, times: RequestTimes) -> None:
+        """A gateway tells of a request that ended in the queue; an end that is told twice changes nothing."""
+        receipt = self._by_id.get(request_id)
+        if receipt is not None and receipt.times is None and receipt.conclude.request_id == request_id:
+            receipt.times = times
+
+    def under_way(self) -> Iterator[tuple[AskedRequest, tuple[Attempt, ...]]]:
+        """Every request that has not ended, with its dispatches."""
+        for request_id, asked in self._asked.items():
+            yield asked, self._running.get(request_id, ())
+
     def find(self, request_id: str) -> Receipt | None:
         """The receipt of a request by its own id, or by the last request's to which a client gave that id."""
         return self._by_id.get(request_id)
+
+    def attempts_of(self, request_id: str) -> tuple[Attempt, ...]:
+        """The dispatches so far of a request that has not ended."""
+        return self._running.get(request_id, ())
+
+    async def document(self, receipt: Receipt) -> dict[str, Any]:
+        """A receipt for admins, with the names of others."""
+        if not receipt.waited.causes or not receipt.pool:
+            return receipt.document()
+        wait = WaitedFor(
+            request_id=receipt.conclude.request_id,
+            pool=receipt.pool,
+            since=receipt.came_at,
+            until=receipt.ended_at,
+            before=self.dispatches + 1 if receipt.ended_waiting else receipt.attempts[-1].number,
+        )
+        return receipt.document(await self.served(wait))
+
+    async def served(self, wait: WaitedFor) -> dict[str, Any]:
+        """Whose requests were served during a wait."""
+        # Copies: more may end while somebody looks at these.
+        running, kept = tuple(self._running.values()), tuple(self._kept)
+        attempts = _attempts(running, kept, wait.since)
+        return await served_during(wait, attempts, is_complete=self._known_since <= wait.since)
 
     def __iter__(self) -> Iterator[Receipt]:
         return iter(self._kept)
@@ -198,30 +156,25 @@ class ReceiptBook:
         return len(self._kept)
 
     def _forget(self, receipt: Receipt) -> None:
+        self._known_since = receipt.ended_at
         for name in _names(receipt):
             if self._by_id.get(name) is receipt:
                 del self._by_id[name]
 
 
+def _attempts(
+    running: Iterable[tuple[Attempt, ...]], kept: Sequence[Receipt], since: float
+) -> Iterator[Attempt]:
+    """Of all requests that had not ended by then."""
+    for attempts in running:
+        yield from attempts
+    for receipt in reversed(kept):
+        if receipt.ended_at < since:
+            break
+        yield from receipt.attempts
+
+
 def _names(receipt: Receipt) -> set[str]:
     """The ids that a receipt is found by."""
-    own = receipt.conclude.request_id
-    return {own} if receipt.times is None else {own, receipt.times.client_request_id}
-
-
-def _attempt(attempt: _Attempt, first: _Attempt) -> dict[str, Any]:
-    dispatch = attempt.dispatch
-    return {
-        "after_first_ms": _ms(attempt.at - first.at),
-        "pool": dispatch.pool,
-        "home_pool": attempt.pools[0] if attempt.pools else None,
-        "replica": dispatch.replica_id,
-        "length_queue": dispatch.length_queue,
-        "engine_priority": dispatch.engine_priority,
-        "passed": dispatch.passed,
-        "expected_prefill_ms": _ms(attempt.prefill_s),
-    }
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e3, 3)
+    own, clients = receipt.conclude.request_id, receipt.client_request_id
+    return {own, clients} if clients else {own}

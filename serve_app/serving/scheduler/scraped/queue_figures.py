@@ -10,24 +10,11 @@ from prometheus_client.registry import Collector
 
 from serve_app.scheduling import Scheduler
 from serve_app.scheduling.request import ScheduledRequest
+from serve_app.scheduling.waits.accounts import waits_for
 from serve_app.serving.scheduler.scraped.labels import Names
 
 # The heads that have waited longest show what is wrong; asking after all would take the scheduler's time.
 _MOST_HEADS = 100
-
-_REASONS = (
-    ("no replica is connected", "no_replica"),
-    ("every replica is saturated", "engines_busy"),
-    ("it refers to what replica", "particular_replica"),
-    ("no replica that holds the adapter", "particular_replica"),
-    ("no open replica has", "kv_cache"),
-    ("it has failed on every", "failed_before"),
-    ("long prefills are under way", "long_prefill"),
-    ("batch work waits", "engine_queue"),
-    ("others go first", "order"),
-)
-REASONS = (*dict.fromkeys(name for _, name in _REASONS), "other")
-"""What can keep a head: see `Dispatcher.why_waiting`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +24,7 @@ class QueueFigures:
     Attributes:
         waiting: requests, by class and length queue.
         oldest_s: wait of the head that came first, by class and length queue.
-        blocked: heads of sub-queues, by their home pool and what keeps them there.
+        blocked: heads of sub-queues, by their home pool and what they wait for.
         tenants_waiting: requests, by tenant.
         served: each tenant's share of the service of its class so far, weights taken into account.
     """
@@ -64,7 +51,7 @@ def look_at_queue(core: Scheduler, now: float) -> QueueFigures:
     figures.tenants_waiting.update(tenants)
     blocked = Counter[tuple[str, str]]()
     for head in heapq.nsmallest(_MOST_HEADS, heads, key=lambda each: each.request.arrived_at):
-        blocked[head.pools[0], reason_of(core.dispatcher.why_waiting(head, now))] += 1
+        blocked[head.pools[0], waits_for(head).value] += 1
     figures.blocked.update(blocked)
     for priority, shares in core.queue.shares.items():
         counters = shares.counters()
@@ -75,12 +62,6 @@ def look_at_queue(core: Scheduler, now: float) -> QueueFigures:
                 ((priority.value, tenant), (value - least) / total) for tenant, value in counters.items()
             )
     return figures
-
-
-def reason_of(why: str) -> str:
-    """The reason in the home pool, as one word of `REASONS`, of what is written for people."""
-    text = why.partition(": ")[2]
-    return next((name for beginning, name in _REASONS if text.startswith(beginning)), "other")
 
 
 class QueueGauges(Collector):
@@ -119,10 +100,10 @@ class QueueGauges(Collector):
         yield from self._of_tenants()
 
     def _blocked(self) -> Metric:
-        text = "Heads of sub-queues by what keeps them from their pool, of the hundred that came first."
-        blocked = GaugeMetricFamily("ewsjf_blocked_heads", text, labels=("model", "pool", "reason"))
-        for (pool, reason), count in self.figures.blocked.items():
-            blocked.add_metric((self._model, pool, reason), count)
+        text = "Heads of sub-queues by home pool and what they wait for, of the hundred that came first."
+        blocked = GaugeMetricFamily("ewsjf_blocked_heads", text, labels=("model", "pool", "cause"))
+        for (pool, cause), count in self.figures.blocked.items():
+            blocked.add_metric((self._model, pool, cause), count)
         return blocked
 
     def _of_tenants(self) -> Iterator[Metric]:

@@ -6,16 +6,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from serve_app.errors import ChannelError
+from serve_app.counterfactuals.recording import encode_recording
+from serve_app.errors import ChannelError, Outcome
 from serve_app.routing.replica import ReplicaReport
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, overview
-from tests.serving.channel.harness import scheduler_settings, submission
+from serve_app.serving.scheduler.receipts.minutes import StepTimes
+from tests.counterfactuals.production import burst, produce
+from tests.serving.channel.harness import scheduler_settings, submission, until
 from tests.serving.gateway.builders import MODEL, Engine, serving
 from tests.serving.gateway.fleet import Fleet, fleet_of
 
 KEY = "sk-admin"
+OVERLOAD = produce(burst(60, 0)).recording("r50")
+_MOST_PLACES = 200
 
 
 @dataclass
@@ -39,6 +44,24 @@ class PageStage:
         double.counts = lambda: ReplicaReport(
             received=len(self.engine.bodies), waiting=0, running=8, kv_usage_ratio=0.5, draining=True
         )
+
+    async def fill(self) -> int:
+        """Take all places of the replica by requests `f0`, `f1` and so on; return how many there are."""
+        for number in range(_MOST_PLACES):
+            self.submit(f"f{number}")
+            await until(lambda: f"f{number}" in self.fleet.world.live._gateways.book)  # noqa: B023
+            if len(self.fleet.core.queue):
+                return number
+        raise AssertionError(f"the replica takes {_MOST_PLACES} requests")
+
+    def waiting(self, client_request_id: str) -> bool:
+        """Whether the scheduler has a request to which its client gave this id."""
+        book = self.fleet.world.live._gateways.book
+        return any(record.client_request_id == client_request_id for record in book.values())
+
+    def end(self, request_id: str) -> None:
+        """Let a request that has a place give it back."""
+        self.fleet.client.finish(request_id, Outcome.COMPLETED)
 
     def release(self) -> None:
         """Let it tell the truth again."""
@@ -97,10 +120,22 @@ async def page_stage() -> AsyncIterator[PageStage]:
             return {}
 
         async def receipt(request_id: str) -> dict[str, Any]:
-            found = fleet.world.live.receipts.find(request_id)
-            return {} if found is None else found.document()
+            return await fleet.world.live.receipt(request_id)
 
-        views = SchedulerViews(queue=nothing, status=nothing, freeze=nothing, overview=look, receipt=receipt)
+        async def recording(request_id: str) -> str:
+            live = fleet.world.live
+            found = live.recorder.recording(request_id, StepTimes({}, ""), live.now())
+            # A page with one request has too few to compare it with: those of a simulated overload stand in.
+            return "" if found is None else encode_recording(OVERLOAD)
+
+        views = SchedulerViews(
+            queue=nothing,
+            status=nothing,
+            freeze=nothing,
+            overview=look,
+            receipt=receipt,
+            recording=recording,
+        )
         app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: views})
         async with serving(app) as port:
             stage = PageStage(fleet, engine, f"http://127.0.0.1:{port}", app)

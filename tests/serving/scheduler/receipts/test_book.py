@@ -24,9 +24,11 @@ class Desk:
     def arrive(self, request_id: str) -> None:
         self._note([c for c in self.driver.arrive(request_id) if isinstance(c, Dispatch)])
 
-    def end(self, request_id: str, times: RequestTimes, *, after_s: float = 0.0) -> None:
+    def end(
+        self, request_id: str, named: str, times: RequestTimes | None = None, *, after_s: float = 0.0
+    ) -> None:
         record = GatewayRequest(GatewaySession("g1"), PriorityClass.DEFAULT, 1, tenant="acme")
-        record.usage, record.times = USAGE, times
+        record.usage, record.times, record.client_request_id = USAGE, times or told(), named
         finished = ev.Finished(request_id, Outcome.COMPLETED, USAGE)
         for command in self.driver.feed(finished, after_s=after_s):
             if isinstance(command, Conclude):
@@ -39,8 +41,8 @@ class Desk:
             self.book.on_dispatch(dispatch, self.driver.find(dispatch.request_id), self.driver.now)
 
 
-def times(name: str, *, first_token_s: float | None = 0.25, grant_s: float = 0.5) -> RequestTimes:
-    return RequestTimes(name, "/v1/chat/completions", 0.001, grant_s, first_token_s, 1.5)
+def told(*, first_token_s: float | None = 0.25, grant_s: float = 0.5) -> RequestTimes:
+    return RequestTimes("/v1/chat/completions", 0.001, grant_s, first_token_s, 1.5)
 
 
 @pytest.mark.parametrize("first_token_s", [None, 0.25])
@@ -48,8 +50,8 @@ def test_the_stages_add_up_to_the_time_at_the_gateway(first_token_s: float | Non
     desk = Desk(one_replica())
     fill(desk.driver)
     desk.arrive("waits")
-    desk.end("f0", times("other"), after_s=2.0)
-    desk.end("waits", times("mine", first_token_s=first_token_s, grant_s=2.25))
+    desk.end("f0", "other", after_s=2.0)
+    desk.end("waits", "mine", told(first_token_s=first_token_s, grant_s=2.25))
 
     receipt = desk.book.find("mine")
     assert receipt is not None
@@ -70,14 +72,14 @@ def test_receipts_are_bounded_in_number_and_time() -> None:
     desk = Desk(one_replica(), most=2)
     for name in ("a", "b", "c"):
         desk.arrive(name)
-        desk.end(name, times(f"client-{name}"))
+        desk.end(name, f"client-{name}")
     assert desk.book.find("a") is desk.book.find("client-a") is None
     assert desk.book.find("client-b") is desk.book.find("b") is not None
 
     desk.driver.now += KEPT_S + 1
     desk.driver.report("r1")
     desk.arrive("d")
-    desk.end("d", times("client-d"))
+    desk.end("d", "client-d")
 
     assert len(desk.book) == 1
     assert desk.book.find("c") is None
@@ -87,7 +89,7 @@ def test_of_requests_with_one_clients_id_the_last_is_found() -> None:
     desk = Desk(one_replica(), most=2)
     for name in ("a", "b", "c"):
         desk.arrive(name)
-        desk.end(name, times("same"))
+        desk.end(name, "same")
 
     found = desk.book.find("same")
     assert found is not None

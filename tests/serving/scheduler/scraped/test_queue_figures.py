@@ -1,17 +1,17 @@
 import re
-from pathlib import Path
+from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.request import PriorityClass
-from serve_app.scheduling.dispatch import dispatcher
+from serve_app.scheduling import events as ev
+from serve_app.scheduling.waits.accounts import waits_for
 from serve_app.serving.scheduler.scraped.labels import BoundedNames, Names
 from serve_app.serving.scheduler.scraped.pool_figures import PoolGauges, look_at_pools
 from serve_app.serving.scheduler.scraped.queue_figures import (
-    REASONS,
     QueueGauges,
     look_at_queue,
-    reason_of,
 )
 from tests import builders
 
@@ -48,7 +48,7 @@ def test_why_heads_wait_and_what_pools_could_take() -> None:
     builders.fill(driver)
     driver.arrive("r1")
     page = pages(driver)
-    assert 'ewsjf_blocked_heads{model="m",pool="only",reason="engines_busy"} 1.0' in page
+    assert 'ewsjf_blocked_heads{cause="engines_busy",model="m",pool="only"} 1.0' in page
     assert 'ewsjf_pool_replicas{model="m",pool="only",state="saturated"} 1.0' in page
     assert 'ewsjf_pool_saturation_ratio{model="m",pool="only"} 1.0' in page
     assert re.search(r'ewsjf_pool_kv_reserved_ratio\{model="m",pool="only"\} 0\.\d+', page)
@@ -67,12 +67,23 @@ def test_states_of_replicas_that_take_nothing() -> None:
     assert 'ewsjf_pool_saturation_ratio{model="m",pool="short"}' not in page
 
 
-def test_every_reason_of_the_dispatcher_has_a_name() -> None:
-    source = Path(dispatcher.__file__).read_text().partition("def _obstacle")[2]
-    said = re.findall(r'(?:return |, )f?"([^"]+)"', source)
-    found = {reason_of(f"short: {text}") for text in said if " " in text and text[0] not in ";<"}
-    assert len(said) >= 9
-    assert found == set(REASONS) - {"other"}
+@pytest.mark.parametrize(
+    ("changes", "cause"), [({}, "engines_busy"), ({"draining": True}, "stale_report"), (None, "no_replica")]
+)
+def test_heads_are_blocked_by_what_receipts_say_that_they_waited_for(
+    changes: dict[str, Any] | None, cause: str
+) -> None:
+    driver = builders.one_replica()
+    builders.fill(driver)
+    driver.arrive("r1")
+    if changes is None:
+        driver.feed(ev.ReplicaLost("r1"))
+    elif changes:
+        driver.report("r1", **changes)
+    assert f'ewsjf_blocked_heads{{cause="{cause}",model="m",pool="only"}}' in pages(driver)
+    assert waits_for(driver.find("r1")) == cause
+    (view,) = driver.scheduler.queue_snapshot(driver.now, 10).sub_queues
+    assert view.cause == cause
 
 
 def test_names_from_traffic_are_bounded() -> None:

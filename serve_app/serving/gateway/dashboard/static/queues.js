@@ -117,8 +117,11 @@ function queueTable(model) {
   return table("Each length queue and its most urgent head", columns, rows, "There are no queues now: nobody waits.");
 }
 
-/** Why a head waits: "pool: reason; pool: reason", with pools of one reason together. */
-function reasons(head) {
+/** What a head waits for, and what stands in its way in each pool. */
+const reasons = (head) => [h("b", null, head.cause.replaceAll("_", " ")), ` (${obstacles(head)})`];
+
+/** "pool: reason; pool: reason", with pools of one reason together. */
+function obstacles(head) {
   const pieces = head.why.split(/; (?=[^;: ]+: )/);
   const pools = new Map();
   for (const piece of pieces) {

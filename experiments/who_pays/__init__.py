@@ -1,0 +1,1 @@
+"""How well the time of engines is divided among tenants."""

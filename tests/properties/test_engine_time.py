@@ -1,0 +1,59 @@
+"""Engine time in random histories: what requests are charged is the time in which replicas had any."""
+
+import math
+
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import invariant
+
+from serve_app.scheduling import events as ev
+from serve_app.scheduling.commands import Command
+from tests.properties.test_scheduler_invariants import IsolatingMachine, SchedulerMachine, ThreePoolsMachine
+
+
+class EngineTimeMachine(SchedulerMachine):
+    """Measures the time of replicas with requests beside the scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked_at, self.worked_s = self.now, 0.0
+        handle = self.scheduler.handle
+
+        def watched(event: ev.Event, now: float) -> list[Command]:
+            self.worked_s += (now - self.looked_at) * len(self.at_work())
+            self.looked_at = now
+            return handle(event, now)
+
+        self.scheduler.handle = watched  # type: ignore[method-assign]
+
+    def at_work(self) -> set[str]:
+        running = (self.scheduler.find(request_id) for request_id in self.expires_at)
+        return {each.replica_id for each in running if each is not None and each.replica_id is not None}
+
+    @invariant()
+    def no_time_is_charged_twice_or_lost(self) -> None:
+        charged_s = sum(seconds for _, _, _, seconds in self.scheduler.in_flight.engine_time.used)
+        if self.at_work():
+            assert charged_s <= self.worked_s + 1e-6
+        else:
+            assert math.isclose(charged_s, self.worked_s, abs_tol=1e-6)
+
+    @invariant()
+    def nobody_is_paid(self) -> None:
+        assert all(seconds > 0 for _, _, _, seconds in self.scheduler.in_flight.engine_time.used)
+
+
+class IsolatingEngineTimeMachine(EngineTimeMachine, IsolatingMachine):
+    pass
+
+
+class ThreePoolsEngineTimeMachine(EngineTimeMachine, ThreePoolsMachine):
+    pass
+
+
+TestEngineTime = EngineTimeMachine.TestCase
+TestIsolatingEngineTime = IsolatingEngineTimeMachine.TestCase
+TestThreePoolsEngineTime = ThreePoolsEngineTimeMachine.TestCase
+for case in (TestEngineTime, TestIsolatingEngineTime, TestThreePoolsEngineTime):
+    case.settings = settings(
+        max_examples=50, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
+    )

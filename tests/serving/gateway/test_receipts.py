@@ -1,0 +1,325 @@
+"""Receipts over HTTP: of whatever a client asked for, however it ended, by the id that the client knows."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from serve_app.engines.engine import Scope, Send
+from serve_app.request import PriorityClass
+from tests.serving.channel.harness import until
+from tests.serving.gateway.builders import MODEL, replies, send_event, start_stream, usage_json
+from tests.serving.gateway.dashboard.stage import KEY, PageStage, page_stage
+
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[PageStage]:
+    async with page_stage() as made:
+        yield made
+
+
+@pytest.fixture
+async def http(stage: PageStage) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=stage.url, timeout=20) as client:
+        yield client
+
+
+def asked(http: httpx.AsyncClient, named: str = "", **changes: Any) -> "asyncio.Task[httpx.Response]":
+    """Send a request under way; `headers` and fields of the body may be given."""
+    headers = {"authorization": f"Bearer {KEY}", **changes.pop("headers", {})}
+    if named:
+        headers["x-request-id"] = named
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, **changes}
+    return asyncio.create_task(http.post(PATH, headers=headers, json=body))
+
+
+async def receipt(http: httpx.AsyncClient, request_id: str) -> dict[str, Any]:
+    answer = await http.get(f"/debug/requests/{request_id}", headers={"authorization": f"Bearer {KEY}"})
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def stages(found: dict[str, Any]) -> dict[str, float]:
+    return {each["stage"]: each["ms"] for each in found["stages"]}
+
+
+async def test_a_request_that_expires_is_found_by_its_clients_id(
+    stage: PageStage, http: httpx.AsyncClient
+) -> None:
+    await stage.fill()
+
+    answer = await asked(http, "mine", headers={"x-queue-timeout-s": "0.3"})
+
+    assert (answer.status_code, answer.headers["x-request-id"]) == (504, "mine")
+    found = await receipt(http, "mine")
+    assert found["outcome"] == "expired"
+    assert (found["client_request_id"], found["endpoint"]) == ("mine", PATH)
+    assert found == await receipt(http, found["request_id"])
+    assert set(stages(found)) == {"gateway", "channel", "queue"}
+    assert stages(found)["queue"] == pytest.approx(300, abs=250)
+    assert sum(each["ms"] for each in found["queue"]["causes"]) == pytest.approx(
+        found["queue"]["ms"], abs=0.01
+    )
+
+
+async def test_a_request_that_is_not_admitted_is_found_by_its_clients_id(
+    stage: PageStage, http: httpx.AsyncClient
+) -> None:
+    await stage.fill()
+
+    answer = await asked(http, "mine", headers={"x-queue": "no-wait"})
+
+    assert answer.status_code == 429
+    found = await receipt(http, "mine")
+    assert found["outcome"].startswith("rejected")
+    assert (found["endpoint"], found["attempts"]) == (PATH, [])
+    assert found["message"]
+
+
+async def test_a_request_whose_client_leaves_the_queue_is_found_by_its_clients_id(
+    stage: PageStage, http: httpx.AsyncClient
+) -> None:
+    await stage.fill()
+    waits = asked(http, "mine")
+    await until(lambda: stage.waiting("mine"))
+    waits.cancel()
+    await until(lambda: not stage.waiting("mine"))
+
+    found = await receipt(http, "mine")
+
+    assert found["outcome"] == "cancelled"
+    assert found["endpoint"] == PATH
+
+
+async def test_a_request_without_an_id_of_its_own_is_found_by_that_of_its_answer(
+    stage: PageStage, http: httpx.AsyncClient
+) -> None:
+    await stage.fill()
+
+    answer = await asked(http, headers={"x-queue-timeout-s": "0.2"})
+
+    found = await receipt(http, answer.headers["x-request-id"])
+    assert found["request_id"] == found["client_request_id"] == answer.headers["x-request-id"]
+
+
+async def test_what_a_gateway_refuses_by_itself_is_said_to_have_no_receipt(
+    stage: PageStage, http: httpx.AsyncClient
+) -> None:
+    answer = await asked(http, "mine", model="unheard-of")
+
+    assert answer.status_code == 404
+    told = await receipt(http, "mine")
+    assert "no scheduler was asked: a body, key or model that is not allowed" in told["error"]["message"]
+
+
+TIMES = {"queue_time_ms": 2.0, "time_to_first_token_ms": 3.0, "generation_time_ms": 4.0}
+
+
+async def timed_stream(_scope: Scope, parsed: dict[str, Any], send: Send) -> None:
+    """A stream of vLLM that tells the times of its request."""
+    chunk = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": parsed["model"]}
+    await start_stream(send)
+    await asyncio.sleep(0.02)
+    await send_event(send, {**chunk, "choices": [{"index": 0, "delta": {"content": "hi"}}]})
+    await asyncio.sleep(0.02)
+    await send_event(send, {**chunk, "choices": [], "usage": usage_json(7, 1), "metrics": TIMES})
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+async def test_the_prefill_is_estimated_where_the_engine_tells_nothing(
+    stage: PageStage, http: httpx.AsyncClient
+) -> None:
+    await asked(http, "mine", stream=True)
+
+    found = await receipt(http, "mine")
+    first = next(each for each in found["stages"] if each["stage"] == "until_first_token")
+    parts = {each["part"]: each for each in first["parts"]}
+    assert set(parts) == {"engine_queue", "prefill"}
+    assert all(each["estimated"] for each in first["parts"])
+    assert sum(each["ms"] for each in first["parts"]) == pytest.approx(first["ms"], abs=0.01)
+    assert parts["prefill"]["ms"] <= found["attempts"][-1]["expected_prefill_ms"]
+
+
+async def test_the_times_that_an_engine_tells_are_not_estimated(
+    stage: PageStage, http: httpx.AsyncClient
+) -> None:
+    stage.engine.answers.append(timed_stream)
+    await asked(http, "streamed", stream=True)
+    whole = {"object": "chat.completion", "choices": [], "usage": usage_json(7, 1), "metrics": TIMES}
+    stage.engine.answers.append(replies(200, whole))
+    await asked(http, "whole")
+
+    found = {name: await receipt(http, name) for name in ("streamed", "whole")}
+    parts = {
+        (name, each["part"]): (each["ms"], each["estimated"])
+        for name, receipt_of in found.items()
+        for stage_of in receipt_of["stages"]
+        for each in stage_of.get("parts", ())
+        if each["part"] != "network"
+    }
+    assert parts == {
+        ("streamed", "engine_queue"): (2.0, False),
+        ("streamed", "prefill"): (3.0, False),
+        ("whole", "engine_queue"): (2.0, False),
+        ("whole", "prefill"): (3.0, False),
+        ("whole", "generation"): (4.0, False),
+    }
+
+
+@pytest.mark.parametrize("metrics", ["words", [1], {"queue_time_ms": "soon"}, {"queue_time_ms": -1}, 5])
+async def test_metrics_of_another_kind_do_no_harm(
+    stage: PageStage, http: httpx.AsyncClient, metrics: Any
+) -> None:
+    whole = {"object": "chat.completion", "choices": [], "usage": usage_json(7, 1), "metrics": metrics}
+    stage.engine.answers.append(replies(200, whole))
+
+    assert (await asked(http, "mine")).json()["metrics"] == metrics
+
+    found = await receipt(http, "mine")
+    assert found["tokens"]["prompt"] == 7
+    assert all("parts" not in each for each in found["stages"])
+
+
+async def test_an_admin_is_told_who_was_served_meanwhile(stage: PageStage, http: httpx.AsyncClient) -> None:
+    places = await stage.fill()
+    stage.submit("theirs", tenant="rival", priority=PriorityClass.INTERACTIVE)
+    waits = asked(http, "mine", headers={"x-ewsjf-receipt": "1"})
+    await until(lambda: stage.waiting("mine"))
+    for number in range(places):
+        stage.end(f"f{number}")
+    answer = await waits
+
+    found = await receipt(http, "mine")
+    served = found["queue"]["served"]
+    assert (served["pool"], served["is_complete"], served["others"]) == ("short", True, 0)
+    assert {"class": "interactive", "tenant": "rival", "requests": 1} in served["by"]
+    assert served["requests"] == sum(each["requests"] for each in served["by"])
+    assert served["requests"] >= sum(found["queue"]["ahead"].values()) > 0
+    assert "rival" not in answer.headers["x-ewsjf-receipt"]
+
+
+async def test_an_answer_in_one_piece_tells_all_stages_in_its_header(
+    stage: PageStage, http: httpx.AsyncClient
+) -> None:
+    answer = await asked(http, "mine", headers={"x-ewsjf-receipt": "1"})
+
+    told = json.loads(answer.headers["x-ewsjf-receipt"])
+    assert told["stages_ms"] == stages(await receipt(http, "mine"))
+    assert set(told["stages_ms"]) == {"gateway", "channel", "queue", "engine"}
+
+
+async def test_a_stream_ends_with_a_comment_that_tells_all_stages(
+    stage: PageStage, http: httpx.AsyncClient
+) -> None:
+    answer = await asked(http, "mine", stream=True, headers={"x-ewsjf-receipt": "1"})
+
+    *_, done, comment, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    told = json.loads(comment.removeprefix(": ewsjf-receipt "))
+    assert told["stages_ms"] == stages(await receipt(http, "mine"))
+    assert set(told["stages_ms"]) == {"gateway", "channel", "queue", "until_first_token", "generation"}
+    in_header = json.loads(answer.headers["x-ewsjf-receipt"])["stages_ms"]
+    assert in_header.items() <= told["stages_ms"].items()
+    assert "ewsjf-receipt" not in (await asked(http, stream=True)).text
+
+
+async def test_the_clients_of_openai_and_anthropic_pass_over_the_comment(stage: PageStage) -> None:
+    headers = {"x-ewsjf-receipt": "1"}
+    async with openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=KEY, max_retries=0) as sdk:
+        for _ in range(2):
+            stream = await sdk.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "hi"}],
+                max_tokens=3,
+                stream=True,
+                extra_headers=headers,
+            )
+            said = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+            assert "".join(said) == "w0 w1 w2 "
+    stage.engine.answers.append(anthropic_stream)
+    async with (
+        anthropic.AsyncAnthropic(base_url=stage.url, auth_token=KEY, max_retries=0) as other,
+        other.messages.stream(
+            model=MODEL, max_tokens=3, messages=[{"role": "user", "content": "hi"}], extra_headers=headers
+        ) as events,
+    ):
+        assert await events.get_final_text() == "hi"
+
+
+async def anthropic_stream(_scope: Scope, _parsed: dict[str, Any], send: Send) -> None:
+    """A stream in Anthropic's form."""
+    message = {"id": "m", "type": "message", "role": "assistant", "model": MODEL, "content": []}
+    usage = {"input_tokens": 7, "output_tokens": 1}
+    events: list[dict[str, Any]] = [
+        {"type": "message_start", "message": {**message, "usage": usage}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}},
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": usage},
+        {"type": "message_stop"},
+    ]
+    await start_stream(send)
+    for event in events:
+        said = f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
+        await send({"type": "http.response.body", "body": said, "more_body": event is not events[-1]})
+
+
+async def test_a_request_that_waits_can_be_looked_up(stage: PageStage, http: httpx.AsyncClient) -> None:
+    await stage.fill()
+    first = asked(http, "first")
+    await until(lambda: stage.waiting("first"))
+    second = asked(http, "second")
+    await until(lambda: stage.waiting("second"))
+    await asyncio.sleep(0.02)
+
+    found = await receipt(http, "second")
+
+    assert (found["outcome"], found["state"]) == (None, "waiting")
+    assert (found["client_request_id"], found["tenant"], found["model"]) == ("second", "ops", MODEL)
+    queue = found["queue"]
+    assert (queue["position"], queue["in_sub_queue"]) == (2, 2)
+    assert queue["waits_for"] == "engines_busy"
+    assert "saturated" in queue["obstacles"]
+    assert stages(found) == {"queue": queue["ms"]}
+    assert queue["ms"] > 20
+    assert sum(each["ms"] for each in queue["causes"]) == pytest.approx(queue["ms"], abs=1)
+    assert 0 < queue["expires_in_ms"] < 1e6
+    later = await receipt(http, found["request_id"])
+    assert later["queue"]["ms"] > queue["ms"]
+    for each in (first, second):
+        each.cancel()
+
+
+async def test_a_request_that_runs_can_be_looked_up(stage: PageStage, http: httpx.AsyncClient) -> None:
+    stage.engine.token_delay_s = 0.2
+    runs = asked(http, "mine", stream=True)
+    await until(lambda: stage.waiting("mine"))
+    while (found := await receipt(http, "mine"))["queue"]["ms"] and "generation" not in stages(found):
+        assert (found["outcome"], found["state"]) == (None, "running")
+        await asyncio.sleep(0.01)
+
+    assert (found["state"], found["attempts"][0]["replica"]) == ("running", "s0")
+    assert set(stages(found)) == {"queue", "until_first_token", "generation"}
+    await runs
+    ended = await receipt(http, "mine")
+    assert (ended["state"], ended["outcome"]) == ("ended", "completed")
+
+
+async def test_of_requests_with_one_clients_id_that_which_has_not_ended_is_told(
+    stage: PageStage, http: httpx.AsyncClient
+) -> None:
+    await asked(http, "same")
+    stage.engine.token_delay_s = 0.2
+    runs = asked(http, "same")
+    await until(lambda: stage.waiting("same"))
+
+    assert (await receipt(http, "same"))["state"] == "running"
+
+    await runs
