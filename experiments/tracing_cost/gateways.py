@@ -21,7 +21,7 @@ from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Submission, Usage
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestTimes
+from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestOutlook, RequestTimes
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.front.connection import FrontEndConnection
 
@@ -56,6 +56,9 @@ class GrantsAll:
     ) -> Grant | Conclusion:
         """Nothing may fail here."""
         raise AssertionError(f"{request_id} came back from {replica_id}: {failure} {message}")
+
+    def watch(self, request_id: str, on_outlook: Callable[[RequestOutlook | None], None]) -> None:
+        """Nobody waits."""
 
     def first_token(self, request_id: str) -> None:
         """Nobody hears of it."""

@@ -55,6 +55,7 @@ from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.documents import queue_document, replica_documents
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
+from serve_app.serving.scheduler.queue_watch import QueueWatch
 from serve_app.serving.scheduler.receipts.book import KEPT_S, ReceiptBook
 from serve_app.serving.scheduler.receipts.minutes import LEAD_S, MinutesRecorder
 from serve_app.serving.scheduler.receipts.surroundings import RecordedSurroundings
@@ -152,6 +153,7 @@ class LiveScheduler:
         self._surroundings = RecordedSurroundings(self.core, KEPT_S + LEAD_S)
         self.recorder = MinutesRecorder(self.core, self.receipts, self._surroundings)
         self._lookup = RequestLookup(self.core, self._gateways.book, self.receipts)
+        self._outlook = QueueWatch(self.core, self.now, self._gateways.tell_outlooks, self._metrics.honesty)
         self._log = self._open_log()
 
     def __repr__(self) -> str:
@@ -188,6 +190,7 @@ class LiveScheduler:
             if timer is not None:
                 timer.cancel()
         self.tuner.stop()
+        self._outlook.stop()
         self._server.stop(reason)
         if self._log is not None:
             self._log.close()
@@ -271,6 +274,10 @@ class LiveScheduler:
         """Return how long a request of this class waits when it names no time."""
         return self._settings.queue_timeout_s.of(priority)
 
+    def watch(self, request_id: str) -> None:
+        """Tell its gateway from now on how a request stands in the queue, while it waits."""
+        self._outlook.watch(request_id)
+
     def knows_replica(self, replica_id: str) -> bool:
         """Whether the replica is connected; then gateways know it, too."""
         self._replicas.tell_changes()
@@ -338,9 +345,11 @@ class LiveScheduler:
                 if scheduled is not None:
                     self._metrics.on_prediction(scheduled)
                     self.receipts.on_dispatch(command, scheduled, self._now)
+                    self._outlook.on_dispatch(scheduled, self._now)
             case Conclude():
                 concluded = self._gateways.conclude(command)
                 self.receipts.on_conclusion(command, concluded, self._now)
+                self._outlook.on_conclusion(command, self._now)
                 self._metrics.on_conclusion(command, concluded.priority)
                 self.activity.on_conclusion(
                     concluded.priority, concluded.tenant, command.conclusion.outcome, concluded.usage

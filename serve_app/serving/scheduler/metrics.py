@@ -23,6 +23,7 @@ from serve_app.scheduling.waits.causes import WaitBreakdown, WaitCause
 from serve_app.serving.metric_cells import CellFamily, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process_metrics import ProcessMetrics
 from serve_app.serving.scheduler.scraped.ended_requests import RequestMetrics
+from serve_app.serving.scheduler.scraped.honesty import HonestyMetrics
 from serve_app.serving.scheduler.scraped.labels import Names
 from serve_app.serving.scheduler.scraped.pool_figures import PoolGauges, PoolLoad
 from serve_app.serving.scheduler.scraped.queue_figures import QueueFigures, QueueGauges
@@ -84,6 +85,7 @@ class SchedulerMetrics:
 
     Attributes:
         requests: of requests that were dispatched or have ended.
+        honesty: of what waiting requests were told.
         tuner: what the tuner tells of itself.
     """
 
@@ -97,6 +99,7 @@ class SchedulerMetrics:
         self._make_counters()
         names = Names()
         self.requests = RequestMetrics(model, self._registry, names)
+        self.honesty = HonestyMetrics(model, self._registry)
         self._replicas, self._pools = _ReplicaGauges(model), PoolGauges(model)
         self._queue, self.tuner = QueueGauges(model, names), TunerFigures(model)
         own = ProcessMetrics({"process": "scheduler", "model": model})
