@@ -74,9 +74,9 @@ def coverage(honesty: list[Honesty], told: str) -> float:
 @pytest.mark.parametrize(
     ("trace", "rate_per_s", "pools", "tenants", "priorities"),
     [
-        ("paper-mix", 24.0, {"all": 2}, None, None),
+        pytest.param("paper-mix", 24.0, {"all": 2}, None, None, marks=pytest.mark.slow),
         ("paper-mix", 24.0, {"all": 2}, TENANTS, CLASSES),
-        ("lmsys", 28.0, {"all": 2}, TENANTS, None),
+        pytest.param("lmsys", 28.0, {"all": 2}, TENANTS, None, marks=pytest.mark.slow),
         ("azure-code+azure-conv", 8.0, {"short": 1, "long": 1}, TENANTS, CLASSES),
     ],
     ids=["paper-mix", "classes", "lmsys", "two-pools"],

@@ -184,12 +184,12 @@ async def test_a_value_that_is_none_of_the_two_is_refused(stage: Stage, value: s
 
 
 async def test_without_news_the_usual_comments_come_and_with_news_only_after_silence() -> None:
-    async with queued(queued_comment_s=0.4) as stage:
+    async with queued(queued_comment_s=0.3) as stage:
         reading = asyncio.create_task(streamed(stage, COMMENTS))
         for position in range(9, 3, -1):
             await tell(stage, position)
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(0.9)
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5)
         stage.dispatcher.gate.set()
         _, text = await reading
     spoken, _, silent = text.partition("position=4\n\n")
