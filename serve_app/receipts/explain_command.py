@@ -135,12 +135,11 @@ def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
 
 def _place(queue: Mapping[str, Any]) -> str:
     """How a request stands that waits now."""
-    place = (
-        f"number {queue['position']:,} of {queue['in_sub_queue']:,} like it" if queue["position"] else "rests"
-    )
+    place = "waits" if queue["position"] is None else f"number {queue['position']:,} of {queue['waiting']:,}"
     expected = queue["expected_ms"]
     start = "" if expected is None else f"; expected to start in {expected:,.0f} ms"
-    return f"{place}, since {queue['meaning']}{start}; gives up in {queue['expires_in_ms']:,.0f} ms"
+    gives_up = f"gives up in {queue['expires_in_ms']:,.0f} ms"
+    return f"{place} in pool {queue['pool']}, since {queue['meaning']}{start}; {gives_up}"
 
 
 def _with_parts(stage: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -63,6 +63,24 @@ RECEIPT: dict[str, Any] = {
         "expected_output": 7.5,
     },
 }
+WAITING: dict[str, Any] = {
+    **RECEIPT,
+    "request_id": "gw-2",
+    "outcome": None,
+    "state": "waiting",
+    "stages": [{"stage": "queue", "ms": 3_000.0}],
+    "queue": {
+        **RECEIPT["queue"],
+        "meaning": "no engine took more requests",
+        "pool": "short",
+        "position": 3,
+        "waiting": 12,
+        "expected_ms": 400.0,
+        "expires_in_ms": 57_000.0,
+    },
+    "attempts": [],
+    "tokens": {**RECEIPT["tokens"], "prompt": None, "cached": None, "output": None},
+}
 RECORDING = produce(burst(40, 0)).recording("r35")
 LINE = {"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": []}
 
@@ -77,6 +95,8 @@ async def ask(*args: str, lines: int = 1) -> int:
         return None
 
     async def receipt(request_id: str) -> dict[str, Any]:
+        if request_id == "gw-2":
+            return WAITING
         return RECEIPT if request_id in ("gw-1", "a/b c") else {}
 
     async def recording(request_id: str) -> str:
@@ -112,6 +132,16 @@ async def test_explain_says_where_the_time_went(request_id: str, capsys: pytest.
     assert "meanwhile: at least 12 interactive of tenant rival, 2 of others" in told
     assert "predicted wait: 2,500.0 ms, real: 3,000.0 ms" in told
     assert told.index("requests of a higher class") < told.index("no engine took more")
+
+
+async def test_explain_says_how_a_request_stands_that_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await ask("explain", "gw-2", "--api-key", "k1") == 0
+
+    told = capsys.readouterr().out
+    assert "gw-2: waiting now, batch of tenant acme" in told
+    assert "number 3 of 12 in pool short, since no engine took more requests" in told
+    assert "expected to start in 400 ms; gives up in 57,000 ms" in told
+    assert "predicted wait: 2,500.0 ms, so far: 3,000.0 ms" in told
 
 
 async def test_explain_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

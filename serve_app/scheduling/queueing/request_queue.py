@@ -229,11 +229,6 @@ class RequestQueue:
                     further.add(pool)
         return [[pool for pool in pools if pool in further] for further in found]
 
-    def rank_of(self, scheduled: ScheduledRequest) -> tuple[int, int]:
-        """The place of a waiting request in its sub-queue and the length of that; zeros while it rests."""
-        sub_queue = self._sub_queue_of.get(scheduled.request.request_id)
-        return (0, 0) if sub_queue is None else (sub_queue.rank_of(scheduled), len(sub_queue))
-
     def waiting_classes(self) -> list[PriorityClass]:
         """The classes with waiting requests, the highest first."""
         return [priority for priority, tenants in self._tenants.items() if tenants]

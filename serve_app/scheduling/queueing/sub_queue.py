@@ -60,11 +60,6 @@ class SubQueue:
                 heapq.heappop(self._heap)
             self._lead(self._heap[0][1] if self._heap else None)
 
-    def rank_of(self, scheduled: ScheduledRequest) -> int:
-        """The place of a request in it, 1 for the head; 0 for one that is not in it."""
-        own = self._live.get(scheduled.request.request_id)
-        return 0 if own is None else 1 + sum(order < own for order in self._live.values())
-
     def _lead(self, head: ScheduledRequest | None) -> None:
         self.first = head
         if head is not None:

@@ -168,13 +168,3 @@ def test_queueing_all_again_changes_no_share_and_loses_no_request() -> None:
     assert sorted(one.request.request_id for one in queue) == before
     assert heads(queue) == ["b", "a1"]
     assert queue.queue_names() == {"small", "large"}
-
-
-def test_a_request_has_a_place_among_those_like_it_and_it_is_that_in_which_they_go() -> None:
-    requests = [scheduled(f"r{tokens}", tokens, number) for number, tokens in enumerate((90, 10, 50, 500))]
-    queue = queue_of(*requests)
-    assert [queue.rank_of(each) for each in requests] == [(3, 3), (1, 3), (2, 3), (1, 1)]
-
-    queue.remove(requests[1])
-
-    assert [queue.rank_of(each) for each in requests] == [(2, 2), (0, 0), (1, 2), (1, 1)]

@@ -134,7 +134,6 @@ def test_a_request_that_rests_waits_for_that() -> None:
 
     assert waits_for(scheduled) is WaitCause.BACKOFF
     assert found.causes == {WaitCause.EARLIER_ATTEMPT: 3 * SECOND, WaitCause.BACKOFF: SECOND // 2}
-    assert driver.scheduler.queue.rank_of(scheduled) == (0, 0)
 
 
 def test_a_newcomer_is_not_charged_for_the_time_before_it_came() -> None:

@@ -1,8 +1,11 @@
 """What is told of a request that has not ended yet: the same as in a receipt, as far as it has come."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from serve_app.scheduling import Scheduler
+from serve_app.scheduling.outlook.order import expected_order
 from serve_app.scheduling.request import ScheduledRequest
 from serve_app.scheduling.waits.accounts import wait_so_far, waits_for
 from serve_app.scheduling.waits.causes import WaitBreakdown
@@ -66,6 +69,8 @@ class RequestLookup:
         wait = WaitedFor(
             request_id=request.request_id, pool=pool, since=request.arrived_at, until=until, before=before
         )
+        # First, while it stands as it did: others go on between the parts of these looks.
+        place = await self._place(scheduled, wait_s, predicted_s, now) if waits else {}
         served = await self._receipts.served(wait) if waited.causes else None
         return {
             "request_id": request.request_id,
@@ -80,7 +85,7 @@ class RequestLookup:
             "stages": _stages_so_far(scheduled, wait_s, now),
             "queue": {
                 **queue_figures(waited, wait_s, predicted_s, served),
-                **(self._place(scheduled, wait_s, predicted_s, now) if waits else {}),
+                **place,
             },
             "attempts": [each.described(attempts[0]) for each in attempts],
             "tokens": {
@@ -94,19 +99,30 @@ class RequestLookup:
             },
         }
 
-    def _place(
+    async def _place(
         self, scheduled: ScheduledRequest, wait_s: float, predicted_s: float | None, now: float
     ) -> dict[str, Any]:
         """How a request stands that waits now."""
-        position, length = self._core.queue.rank_of(scheduled)
-        cause = waits_for(scheduled)
+        cause, obstacles = waits_for(scheduled), self._core.dispatcher.why_waiting(scheduled, now)
+        home, core = scheduled.pools[0], self._core
+        ordering = expected_order(core.queue, core.settings.class_floors, now)
+        while True:
+            try:
+                next(ordering)
+            except StopIteration as end:
+                order: Sequence[ScheduledRequest] = end.value.get(home, ())
+                break
+            # Others have waited long enough for this part of the look.
+            await asyncio.sleep(0)
+        position = next((place for place, each in enumerate(order, start=1) if each is scheduled), None)
         return {
             "waits_for": cause.value,
             "meaning": cause.meaning,
-            "obstacles": self._core.dispatcher.why_waiting(scheduled, now),
+            "obstacles": obstacles,
             "length_queue": scheduled.length_queue,
+            "pool": home,
             "position": position,
-            "in_sub_queue": length,
+            "waiting": len(order),
             "expected_ms": None if predicted_s is None else in_ms(max(0.0, predicted_s - wait_s)),
             "expires_in_ms": in_ms(scheduled.expires_at - now),
         }

@@ -214,7 +214,7 @@ async def looks_up_one_that_waits(stage: PageStage, page: BrowserPage) -> None:
     await page.evaluate(f"location.hash = '#request/{own}'")
     shown = "document.querySelector('#panel-request').innerText"
     told = plain(await page.becomes(f"{shown}.includes('waiting') && {shown}"))
-    assert "1 of 1 like it" in told
+    assert "1 of 1 in pool short" in told
     assert "the replicas did not report, or drained" in told
     await page.evaluate("location.hash = '#playground'")
 

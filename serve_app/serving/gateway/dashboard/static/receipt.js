@@ -114,7 +114,7 @@ function receipt(shown) {
 
 const place = (queue) => [
   ["Waits because", queue.meaning],
-  ["Its place", queue.position ? `${whole(queue.position)} of ${whole(queue.in_sub_queue)} like it` : "it rests after failures"],
+  ["Its place", queue.position ? `${whole(queue.position)} of ${whole(queue.waiting)} in pool ${queue.pool}` : null],
   ["Expected to start", queue.expected_ms === null ? "not known yet" : `in ${ms(queue.expected_ms)}`],
   ["Gives up", `in ${ms(queue.expires_in_ms)}`],
   ["In its way", queue.obstacles],
