@@ -31,6 +31,7 @@ from serve_app.serving.versions import ALL_AT_ONCE_PERCENT, with_own_version
 from serve_app.settings.application import AppSettings, GatewayDeploymentSettings, ModelSettings
 from serve_app.settings.loading import settings_of
 from serve_app.settings.pools import PoolSettings
+from serve_app.settings.step_times import step_times_of
 
 # Time for a replica to end its server and its engine after its last answer, before Ray ends the process.
 _STOP_MARGIN_S = 30.0
@@ -107,6 +108,7 @@ def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
         state_uri=settings.state_uri,
         state_interval_s=settings.state_interval_s,
         scaling=model.scaling,
+        step_times=step_times_of(model),
     )
     name = _deployment_name("scheduler", model.name)
     scales = any(pool.autoscaling is not None for pool in model.pools)

@@ -41,7 +41,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Both drive the core, and neither knows the other.
     "simulation": CORE
     | {"scaling", "engine_model", "workloads", "command", "tables", "provenance", "reports"},
-    "serving": CORE | {"scaling", "access", "api_keys", "engines", "engine_model", "tuning"},
+    # It draws up recordings, and replays none.
+    "serving": CORE
+    | {"scaling", "access", "api_keys", "engines", "engine_model", "tuning", "counterfactuals"},
+    # Recorded minutes, replayed with one thing changed.
+    "counterfactuals": CORE | {"simulation", "tuning"},
     "tuning": CORE
     | {
         "engine_model",
@@ -72,7 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reports": WORDS | {"metrics"},
     # Another client from outside.
     "status": {"access", "errors", "command", "launch"},
-    "receipts": {"errors", "command", "status", "tables"},
+    "receipts": {"errors", "command", "counterfactuals", "status", "tables"},
     "mode": {"errors", "command", "status", "tables"},
     "key_commands": WORDS | {"api_keys", "command", "launch", "settings", "status", "tables"},
     "diagnosis": {"errors", "command", "settings", "launch", "checking", "status"},

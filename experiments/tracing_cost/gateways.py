@@ -21,7 +21,7 @@ from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Submission, Usage
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestTimes
+from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestOutlook, RequestTimes
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.front.connection import FrontEndConnection
 
@@ -56,6 +56,9 @@ class GrantsAll:
     ) -> Grant | Conclusion:
         """Nothing may fail here."""
         raise AssertionError(f"{request_id} came back from {replica_id}: {failure} {message}")
+
+    def watch(self, request_id: str, on_outlook: Callable[[RequestOutlook | None], None]) -> None:
+        """Nobody waits."""
 
     def first_token(self, request_id: str) -> None:
         """Nobody hears of it."""
@@ -123,7 +126,7 @@ def started_gateways(engine_port: int, collector: str) -> Iterator[dict[str, str
             for way in (OFF, CONTROL, UNSAMPLED, SAMPLED):
                 gateway = _gateway(way, engine_port, collector)
                 stack.callback(loop.call_soon_threadsafe, gateway.close)
-                server, urls[way] = run(_serve(gateway))
+                server, urls[way] = run(served(gateway))
                 stack.callback(lambda one: run(one.shutdown()), server)
             yield urls
     finally:
@@ -151,7 +154,8 @@ def _gateway(way: str, engine_port: int, collector: str) -> Gateway:
         return Gateway(settings, {MODEL: GrantsAll(engine_port)}, f"g-{way}")
 
 
-async def _serve(gateway: Gateway) -> tuple[uvicorn.Server, str]:
+async def served(gateway: Gateway) -> tuple[uvicorn.Server, str]:
+    """Serve a gateway on a port of its own; returns its address, too."""
     config = uvicorn.Config(
         gateway,
         host="127.0.0.1",

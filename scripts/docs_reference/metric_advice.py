@@ -101,6 +101,12 @@ METRIC_ADVICE = {
     "ewsjf_pool_saturation_ratio": "1 for minutes: the pool is the bottleneck.",
     "ewsjf_put_backs_total": "As `ewsjf_gateway_put_backs_total`, as the scheduler saw them.",
     "ewsjf_queue_drain_tokens_per_second": "`Retry-After` rests on it; below the plan, engines are slow.",
+    "ewsjf_queue_estimate_error_seconds": (
+        "Wide against the waits: clients that are told hear little; it settles as bursts repeat."
+    ),
+    "ewsjf_queue_estimates_total": (
+        "`inside` should be about 0.8 of the `first` ones. Many `after`: bursts are longer than those before."
+    ),
     "ewsjf_queue_wait_cause_seconds_total": (
         "Its largest cause says what would help: `engines_busy` replicas, `kv_cache` larger ones, "
         "`other_tenants` weights, `own_requests` nothing but a slower client."

@@ -6,6 +6,9 @@ from observability.queries import gauge, mean, quantile, rate
 WAITS = 'sum by (le) (increase(ewsjf_queue_wait_seconds_bucket{model=~"$model"}[$interval]))'
 PREDICTION_ERROR = "ewsjf_queue_wait_prediction_error"
 QUEUE_WAIT = "ewsjf_length_queue_wait_seconds"
+ESTIMATES = "ewsjf_queue_estimates_total"
+FIRST = ', told="first"'
+INSIDE = f'{FIRST}, verdict="inside"'
 
 BLOCKED_HEADS = line(
     "What heads wait for",
@@ -137,6 +140,12 @@ SCHEDULING = Dashboard(
                     "s",
                     (quantile(0.1, "ewsjf_queue_wait_prediction_error_seconds"), "P10"),
                     (quantile(0.9, "ewsjf_queue_wait_prediction_error_seconds"), "P90"),
+                ),
+                line(
+                    "Starts within the interval told",
+                    "Of requests whose clients asked where they stand; 80 % is meant.",
+                    "percentunit",
+                    (f"{rate(ESTIMATES, 'class', INSIDE)} / {rate(ESTIMATES, 'class', FIRST)}", "{{class}}"),
                 ),
             ),
         ),

@@ -7,11 +7,17 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from serve_app.command import Command, fetched, say
+from serve_app.command import Command, fetched, progress_bar, say
+from serve_app.counterfactuals.recording import Recording, decode_recording
 from serve_app.errors import ServeAppError
+from serve_app.receipts.what_if_text import told_what_if
 from serve_app.status import UnreachableError, add_address, api_key_for, default_url
 from serve_app.tables import shown_table
 
+_EXAMPLE = """example:
+  python -m serve_app explain chatcmpl-7
+  python -m serve_app explain chatcmpl-7 --what-if
+"""
 _BAR = 40
 
 
@@ -23,21 +29,47 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "request_id", help="the `x-request-id` of the answer, or the one that its client sent"
     )
-    parser.add_argument("--json", action="store_true", help="print the receipt as JSON")
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="replay the minutes around it, with one thing changed each: its class, a replica more, other "
+        "policies, without long prefills or other requests; say what its wait would have been, and how sure "
+        "that is",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the receipt, or what would have been, as JSON"
+    )
     add_address(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.what_if:
+        result = _what_if(decode_recording(_asked(args, "/recording")))
+        say(json.dumps(result, indent=1) if args.json else "\n".join(told_what_if(result)))
+        return 0
+    receipt: Mapping[str, Any] = json.loads(_asked(args))
+    say(json.dumps(receipt, indent=1) if args.json else "\n".join(explained(receipt)))
+    return 0
+
+
+def _what_if(recording: Recording) -> Mapping[str, Any]:
+    # It brings the simulator along, and nobody else waits for that.
+    from serve_app.counterfactuals.what_if import replays_of, what_if  # noqa: PLC0415
+
+    with progress_bar("replays", replays_of(recording)) as advance:
+        return what_if(recording, advance)
+
+
+def _asked(args: argparse.Namespace, part: str = "") -> bytes:
+    """What the application answers about the request."""
     url = args.url or default_url()
-    address = f"{url.rstrip('/')}/debug/requests/{urllib.parse.quote(args.request_id, safe='')}"
+    name = urllib.parse.quote(args.request_id, safe="")
     try:
-        receipt: Mapping[str, Any] = json.loads(fetched(address, api_key_for(url, args.api_key)))
+        return fetched(f"{url.rstrip('/')}/debug/requests/{name}{part}", api_key_for(url, args.api_key))
     except urllib.error.HTTPError as error:
         raise ExplainError(_why(error, args.request_id)) from error
     except OSError as error:
         raise UnreachableError(f"{url} does not answer: {error}") from error
-    say(json.dumps(receipt, indent=1) if args.json else "\n".join(explained(receipt)))
-    return 0
 
 
 def _why(error: urllib.error.HTTPError, request_id: str) -> str:
@@ -49,6 +81,9 @@ def _why(error: urllib.error.HTTPError, request_id: str) -> str:
             "last 20,000 requests, and not across a restart of the scheduler; what a gateway refuses by "
             "itself (its body, key or model) has none: its answer and its line in the log say why"
         )
+    if error.code == 409:
+        message: str = json.loads(error.read())["error"]["message"]
+        return message
     return f"the application answered {error.code} {error.reason}"
 
 
@@ -56,12 +91,15 @@ def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
     """The receipt in lines for a person."""
     stages = [stage for stage in receipt["stages"] if stage["ms"] is not None]
     total_ms = sum(stage["ms"] for stage in stages)
+    state = receipt["outcome"] or f"{receipt['state']} now"
     yield (
-        f"{receipt['request_id']}: {receipt['outcome']}, {receipt['class']} of tenant {receipt['tenant']}, "
+        f"{receipt['request_id']}: {state}, {receipt['class']} of tenant {receipt['tenant']}, "
         f"model {receipt['model']}, {total_ms:,.1f} ms"
     )
     if receipt["message"]:
         yield receipt["message"]
+    if "position" in receipt["queue"]:
+        yield _place(receipt["queue"])
     rows = [
         (name, f"{each_ms:,.1f}", _bar(each_ms, total_ms))
         for stage in stages
@@ -79,7 +117,8 @@ def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
     if served := queue.get("served"):
         yield _served(served)
     if queue["predicted_ms"] is not None:
-        yield f"predicted wait: {queue['predicted_ms']:,.1f} ms, real: {queue['ms']:,.1f} ms"
+        kind = "real" if receipt["outcome"] else "so far"
+        yield f"predicted wait: {queue['predicted_ms']:,.1f} ms, {kind}: {queue['ms']:,.1f} ms"
     for number, attempt in enumerate(receipt["attempts"], start=1):
         yield (
             f"attempt {number}: pool {attempt['pool']}, replica {attempt['replica']}, length queue "
@@ -92,6 +131,15 @@ def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
             f"{tokens['cached'] or 0:,} cached), output {tokens['output']:,} "
             f"(expected {tokens['expected_output'] or 0:,.0f})"
         )
+
+
+def _place(queue: Mapping[str, Any]) -> str:
+    """How a request stands that waits now."""
+    place = "waits" if queue["position"] is None else f"number {queue['position']:,} of {queue['waiting']:,}"
+    expected = queue["expected_ms"]
+    start = "" if expected is None else f"; expected to start in {expected:,.0f} ms"
+    gives_up = f"gives up in {queue['expires_in_ms']:,.0f} ms"
+    return f"{place} in pool {queue['pool']}, since {queue['meaning']}{start}; {gives_up}"
 
 
 def _with_parts(stage: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -119,7 +167,7 @@ def _bar(part: float, whole: float) -> str:
 COMMAND = Command(
     name="explain",
     summary="say where the time of a request went, and why it waited",
-    example="example:\n  python -m serve_app explain chatcmpl-7",
+    example=_EXAMPLE,
     configure=_configure,
     run=_run,
 )

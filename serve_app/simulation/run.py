@@ -7,7 +7,7 @@ off would hide the very requests that a policy has delayed.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -25,6 +25,7 @@ from serve_app.simulation.direct import Balance, DirectSimulation
 from serve_app.simulation.disturbances.estimate_noise import LengthNoise, NoisyEstimator
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.partitions import PartitionSource
+from serve_app.simulation.replica import ReplicaPlan
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.simulation.simulation import SimulatedRequest, Simulation, SimulationSettings
 from serve_app.simulation.workload import (
@@ -195,23 +196,42 @@ def fitted_trace(settings: RunSettings) -> FittedTrace:
     return replace(fitted, trace=at_rate(fitted.trace, settings.rate_per_s))
 
 
-def _play(
-    settings: RunSettings, workload: FittedTrace, on_decision: Callable[[Decision], None] | None
-) -> tuple[list[RequestRecord], tuple[tuple[float, Partition], ...]]:
+def prepared(
+    settings: RunSettings, on_decision: Callable[[Decision], None] | None = None
+) -> tuple[Simulation, list[SimulatedRequest]]:
+    """The simulation of a run under any policy but `direct`, and the requests to play.
+
+    Raises:
+        TraceError: there is no such trace, or nothing in it fits the engines.
+        SettingsError: a setting is unknown or out of range.
+    """
     plans = settings.fleet.plans(isolated=settings.isolates)
-    disclosure = settings.disclosure
-    if settings.policy == ORACLE:
-        disclosure = replace(disclosure, output_known=True)
-    requests = list(requests_of(workload.trace, disclosure, plans[0].engine.block_size))
-    if settings.policy == DIRECT:
-        return DirectSimulation(plans, settings.balance).run(requests), ()
+    requests = _requests(settings, fitted_trace(settings), plans)
     scheduler = _scheduler_settings(settings)
     learner = None
     if settings.partition is not None and learns_queues(settings.policy, SIMULATED_POLICIES):
         learner = settings.partition.learner(settings.policy)
     estimator = _noisy_estimator(settings, scheduler, requests) if settings.noise.relative_error else None
-    simulation = Simulation(scheduler, plans, settings.simulation, on_decision, learner, estimator)
+    return Simulation(scheduler, plans, settings.simulation, on_decision, learner, estimator), requests
+
+
+def _play(
+    settings: RunSettings, workload: FittedTrace, on_decision: Callable[[Decision], None] | None
+) -> tuple[list[RequestRecord], tuple[tuple[float, Partition], ...]]:
+    if settings.policy == DIRECT:
+        plans = settings.fleet.plans(isolated=settings.isolates)
+        return DirectSimulation(plans, settings.balance).run(_requests(settings, workload, plans)), ()
+    simulation, requests = prepared(settings, on_decision)
     return simulation.run(requests), tuple(simulation.partitions)
+
+
+def _requests(
+    settings: RunSettings, workload: FittedTrace, plans: Sequence[ReplicaPlan]
+) -> list[SimulatedRequest]:
+    disclosure = settings.disclosure
+    if settings.policy == ORACLE:
+        disclosure = replace(disclosure, output_known=True)
+    return list(requests_of(workload.trace, disclosure, plans[0].engine.block_size))
 
 
 def _noisy_estimator(

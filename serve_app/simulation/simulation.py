@@ -43,14 +43,28 @@ class SimulationSettings:
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """A request with what only an oracle knows, and what has happened to it so far."""
+    """A request with what only an oracle knows, and what has happened to it so far.
+
+    Attributes:
+        prompt_tokens: as its engine counts them; None where the gateway knows them exactly.
+        cached_tokens: of its prompt, which its engine has computed before the run, wherever it goes.
+    """
 
     request: Request
     output_tokens: int
     block_hashes: Sequence[int] = ()
+    prompt_tokens: int | None = None
+    cached_tokens: int = 0
     dispatch: Dispatch | None = None
     dispatched_at: float | None = None
     sequence: EngineSequence | None = None
+
+    @property
+    def counted_tokens(self) -> int:
+        """The length of its prompt."""
+        known = self.request.shape.prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
+        assert known is not None, "either the gateway or the oracle knows it"
+        return known
 
 
 @dataclass(slots=True)
@@ -101,6 +115,19 @@ class Simulation:
     def is_over(self) -> bool:
         """Whether the last request has ended."""
         return not self._to_come and not self._live
+
+    def live(self, request_id: str) -> SimulatedRequest:
+        """A request that has arrived and not ended, as it stands."""
+        return self._live[request_id]
+
+    def cancel(self, request_id: str) -> None:
+        """The client of a request has gone; without effect when the request is over."""
+        simulated = self._live.get(request_id)
+        if simulated is None:
+            return
+        if simulated.sequence is not None and simulated.dispatch is not None:
+            self.replicas[simulated.dispatch.replica_id].abort(simulated.sequence)
+        self.feed(ev.Cancelled(request_id))
 
     # The scheduler
 
@@ -160,9 +187,11 @@ class Simulation:
 
     def _reach_engine(self, simulated: SimulatedRequest, replica: SimulatedReplica) -> None:
         request, dispatch = simulated.request, simulated.dispatch
-        prompt_tokens = request.shape.prompt_tokens
-        assert prompt_tokens is not None
+        prompt_tokens = simulated.counted_tokens
         assert dispatch is not None
+        if request.request_id not in self._live:
+            # Cancelled on its way.
+            return
         if replica.draining:
             self._return(request, replica, ev.DispatchFailure.UNREACHABLE)
             return
@@ -171,7 +200,7 @@ class Simulation:
             return
         simulated.sequence = EngineSequence(
             request.request_id,
-            prompt_tokens,
+            max(1, prompt_tokens - simulated.cached_tokens),
             simulated.output_tokens,
             self.timeline.now,
             priority=dispatch.engine_priority or 0,
@@ -187,15 +216,13 @@ class Simulation:
         simulated = self._live.pop(command.request_id)
         request, sequence, dispatch = simulated.request, simulated.sequence, simulated.dispatch
         finished_at = sequence.finished_at if sequence is not None else None
-        prompt_tokens = request.shape.prompt_tokens
-        assert prompt_tokens is not None
         self.records.append(
             RequestRecord(
                 request_id=request.request_id,
                 arrived_at=request.arrived_at,
                 finished_at=self.timeline.now if finished_at is None else finished_at,
                 outcome=command.conclusion.outcome,
-                prompt_tokens=prompt_tokens,
+                prompt_tokens=simulated.counted_tokens,
                 output_tokens=simulated.output_tokens
                 if command.conclusion.outcome is Outcome.COMPLETED
                 else 0,
@@ -224,13 +251,16 @@ class Simulation:
 
     def _step_ended(self, outcome: StepOutcome) -> None:
         for sequence in outcome.first_tokens:
-            first = ev.FirstToken(sequence.sequence_id)
-            self._after_latency(Rank.FEEDBACK, partial(self.feed, first))
+            # A gateway sees the first token of a streamed answer only.
+            if self._live[sequence.sequence_id].request.spec.streamed:
+                first = ev.FirstToken(sequence.sequence_id)
+                self._after_latency(Rank.FEEDBACK, partial(self.feed, first))
         for sequence in outcome.finished:
+            simulated = self._live[sequence.sequence_id]
             usage = Usage(
-                prompt_tokens=sequence.prompt_tokens,
+                prompt_tokens=simulated.counted_tokens,
                 output_tokens=sequence.target_tokens,
-                cached_tokens=sequence.cached_tokens,
+                cached_tokens=simulated.cached_tokens + sequence.cached_tokens,
             )
             finished = ev.Finished(sequence.sequence_id, Outcome.COMPLETED, usage)
             self._after_latency(Rank.FEEDBACK, partial(self.feed, finished))

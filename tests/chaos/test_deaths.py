@@ -44,7 +44,7 @@ async def streamed(http: httpx.AsyncClient, name: str, max_tokens: int) -> Answe
     """Ask for exactly `max_tokens` tokens, and count tokens, ends and errors."""
     tokens = ends = errors = 0
     request = body(name, max_tokens, stream=True)
-    headers = {"x-request-id": name}
+    headers = {"x-request-id": name, "x-ewsjf-queue": "comments"}
     async with http.stream("POST", "/v1/chat/completions", json=request, headers=headers) as response:
         async for line in response.aiter_lines():
             if line == "data: [DONE]":

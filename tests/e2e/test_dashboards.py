@@ -53,7 +53,8 @@ async def overload(
                     "user": f"tenant{number % 5}",
                     **changes,
                 }
-                headers = {"x-priority": ("interactive", "default", "batch")[number % 3]}
+                priority = ("interactive", "default", "batch")[number % 3]
+                headers = {"x-priority": priority, "x-ewsjf-queue": "comments"}
                 async with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
                     await answer.aread()
 

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from serve_app.cli import main
+from serve_app.counterfactuals.recording import encode_recording
+from serve_app.counterfactuals.what_if import what_if
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
+from tests.counterfactuals.production import burst, produce
 from tests.serving.gateway.builders import MODEL, FakeDispatcher, serving
 
 RECEIPT: dict[str, Any] = {
@@ -60,6 +63,25 @@ RECEIPT: dict[str, Any] = {
         "expected_output": 7.5,
     },
 }
+WAITING: dict[str, Any] = {
+    **RECEIPT,
+    "request_id": "gw-2",
+    "outcome": None,
+    "state": "waiting",
+    "stages": [{"stage": "queue", "ms": 3_000.0}],
+    "queue": {
+        **RECEIPT["queue"],
+        "meaning": "no engine took more requests",
+        "pool": "short",
+        "position": 3,
+        "waiting": 12,
+        "expected_ms": 400.0,
+        "expires_in_ms": 57_000.0,
+    },
+    "attempts": [],
+    "tokens": {**RECEIPT["tokens"], "prompt": None, "cached": None, "output": None},
+}
+RECORDING = produce(burst(40, 0)).recording("r35")
 LINE = {"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": []}
 
 
@@ -73,12 +95,19 @@ async def ask(*args: str, lines: int = 1) -> int:
         return None
 
     async def receipt(request_id: str) -> dict[str, Any]:
+        if request_id == "gw-2":
+            return WAITING
         return RECEIPT if request_id in ("gw-1", "a/b c") else {}
+
+    async def recording(request_id: str) -> str:
+        return encode_recording(RECORDING) if request_id == "client-r35" else ""
 
     async def capture() -> list[dict[str, Any]]:
         return [LINE] * lines
 
-    views = SchedulerViews(queue=nothing, status=nothing, freeze=freeze, receipt=receipt, capture=capture)
+    views = SchedulerViews(
+        queue=nothing, status=nothing, freeze=freeze, receipt=receipt, recording=recording, capture=capture
+    )
     settings = GatewaySettings(
         models=(ServedModel(name=MODEL),), keys=(ApiKey(tenant="t", key="k1", admin=True),)
     )
@@ -105,10 +134,33 @@ async def test_explain_says_where_the_time_went(request_id: str, capsys: pytest.
     assert told.index("requests of a higher class") < told.index("no engine took more")
 
 
+async def test_explain_says_how_a_request_stands_that_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await ask("explain", "gw-2", "--api-key", "k1") == 0
+
+    told = capsys.readouterr().out
+    assert "gw-2: waiting now, batch of tenant acme" in told
+    assert "number 3 of 12 in pool short, since no engine took more requests" in told
+    assert "expected to start in 400 ms; gives up in 57,000 ms" in told
+    assert "predicted wait: 2,500.0 ms, so far: 3,000.0 ms" in told
+
+
 async def test_explain_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert await ask("explain", "gw-1", "--json", "--api-key", "k1") == 0
 
     assert json.loads(capsys.readouterr().out) == RECEIPT
+
+
+async def test_explain_says_what_would_have_helped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await ask("explain", "client-r35", "--what-if", "--api-key", "k1") == 0
+    told = capsys.readouterr().out
+    assert "one replica more in pool only" in told
+    assert "would have helped" in told
+
+    assert await ask("explain", "client-r35", "--what-if", "--json", "--api-key", "k1") == 0
+    assert json.loads(capsys.readouterr().out) == what_if(RECORDING)
+
+    assert await ask("explain", "unknown", "--what-if", "--api-key", "k1") != 0
+    assert "no receipt of 'unknown'" in capsys.readouterr().err
 
 
 async def test_explain_says_why_there_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,7 +214,7 @@ class FairShares:
         """
         if not self._waiting:
             return
-        bound = self._waiting[0].counter + self._settings.quantum_requests * self._mean_cost
+        bound = self._waiting[0].counter + self.quantum
         equals = self._equals(bound)
         fresh = [tenant.name for tenant in equals if tenant.served_in < self._round]
         if fresh:
@@ -247,6 +247,16 @@ class FairShares:
     def counters(self) -> dict[str, float]:
         """Service over weight, by tenant."""
         return {tenant.name: tenant.counter for tenant in self._tenants.values()}
+
+    def backlogged(self) -> Iterator[tuple[str, float, float]]:
+        """Each tenant with waiting requests, its service over weight beyond the lowest, and its weight."""
+        for tenant in self._waiting:
+            yield tenant.name, tenant.counter - self._waiting[0].counter, self._weights.of(tenant.name)
+
+    @property
+    def quantum(self) -> float:
+        """The difference of service over weight up to which tenants count as equals."""
+        return self._settings.quantum_requests * self._mean_cost
 
     def _equals(self, bound: float) -> list[_Tenant]:
         most = min(_MOST_EQUALS, len(self._waiting))

@@ -46,6 +46,9 @@ class RequestQueue:
     """All waiting requests of a model.
 
     Attributes:
+        policy: its order.
+        fairness: what shares are counted in.
+        is_fair: shares come before scores.
         shares: the shares of each class's tenants; they are kept also where fairness is off.
         waiting_tokens: expected tokens of all waiting requests.
         urgent_work: of waiting requests above the batch class, by home pool.
@@ -63,13 +66,13 @@ class RequestQueue:
         fairness: FairnessSettings,
         delay_bound: DelayBoundSettings | None = None,
     ) -> None:
-        self._policy = policy
+        self.policy = policy
         bound = delay_bound or DelayBoundSettings()
         # By class and home pool: one pool's backlog says nothing about turns in the other.
         self._delays: defaultdict[tuple[PriorityClass, str], DelayBound] = defaultdict(
             lambda: DelayBound(bound)
         )
-        self._fairness = fairness
+        self.fairness = fairness
         self._tenants: dict[PriorityClass, dict[str, TenantQueues]] = {
             priority: {} for priority in PriorityClass
         }
@@ -82,7 +85,7 @@ class RequestQueue:
         self.resting = RestingRequests()
         self.groups = HeadGroups()
         self.waits = WaitAccounts()
-        self._is_fair = fairness.mode is not FairnessMode.OFF
+        self.is_fair = fairness.mode is not FairnessMode.OFF
         self._weights = TenantWeights(fairness)
         self._fair_work = {
             priority: FairWork(tenants, self._weights) for priority, tenants in self._tenants.items()
@@ -101,7 +104,7 @@ class RequestQueue:
 
     def add(self, scheduled: ScheduledRequest) -> None:
         """Queue a request, at the front if it lost its replica, in no sub-queue while it rests."""
-        scheduled.length_queue = self._policy.queue_of(scheduled)
+        scheduled.length_queue = self.policy.queue_of(scheduled)
         request = scheduled.request
         self._observe_weight(request)
         tenants = self._tenants[request.priority]
@@ -120,7 +123,7 @@ class RequestQueue:
 
     def pass_lone(self, scheduled: ScheduledRequest) -> None:
         """What `add` and `remove` leave of a request that goes as it arrives, while nothing else waits."""
-        scheduled.length_queue = self._policy.queue_of(scheduled)
+        scheduled.length_queue = self.policy.queue_of(scheduled)
         self.shares[scheduled.request.priority].on_pass(scheduled.request.tenant)
         if scheduled.prefill_class is not PrefillClass.SHORT:
             bound = self._delay_bound(scheduled)
@@ -155,14 +158,14 @@ class RequestQueue:
 
         In the order of arrival they need not be: no later request passes them.
         """
-        return self._policy.promotes
+        return self.policy.promotes
 
     def heads(self, wanted: HeadQuery, now: float) -> Iterator[ScheduledRequest]:
         """Heads in the order of shares and scores."""
         priority, tenants = wanted.priority, self._tenants[wanted.priority]
         if not wanted.groups:
             return
-        if not self._is_fair or len(tenants) == 1:
+        if not self.is_fair or len(tenants) == 1:
             yield from self._ranked(tenants.values(), wanted, now)
             return
         for equals in self.shares[priority].order(_few_tenants(wanted.groups)):
@@ -194,11 +197,11 @@ class RequestQueue:
 
     def most_behind(self, priority: PriorityClass) -> tuple[str, float]:
         """The tenant that is furthest behind its share, and by how many average requests."""
-        return self.shares[priority].most_behind() if self._is_fair else ("", 0.0)
+        return self.shares[priority].most_behind() if self.is_fair else ("", 0.0)
 
     def behind_requests(self, request: Request) -> float:
         """How far the request's tenant is behind its share, in average requests; 0 without fairness."""
-        if not self._is_fair:
+        if not self.is_fair:
             return 0.0
         return self.shares[request.priority].behind_requests(request.tenant)
 
@@ -211,7 +214,7 @@ class RequestQueue:
         ahead = 0
         for priority, work in self._fair_work.items():
             if priority is request.priority:
-                return ahead + (work.ahead(request.tenant) if self._is_fair else work.tokens)
+                return ahead + (work.ahead(request.tenant) if self.is_fair else work.tokens)
             ahead += work.tokens
         return ahead
 
@@ -254,12 +257,12 @@ class RequestQueue:
     def charge(self, scheduled: ScheduledRequest) -> None:
         """Charge its tenant the expected service of a request at its dispatch."""
         self._observe_weight(scheduled.request)
-        scheduled.charged = self._fairness.expected_cost(scheduled.estimate, scheduled.cached_tokens)
+        scheduled.charged = self.fairness.expected_cost(scheduled.estimate, scheduled.cached_tokens)
         self._shares_of(scheduled).charge(scheduled.request.tenant, scheduled.charged)
 
     def settle(self, scheduled: ScheduledRequest, usage: Usage) -> None:
         """Correct the charge by the engine's token counts."""
-        self._correct(scheduled, self._fairness.real_cost(usage))
+        self._correct(scheduled, self.fairness.real_cost(usage))
 
     def refund(self, scheduled: ScheduledRequest) -> None:
         """Undo the charge of a request that was returned unserved."""
@@ -275,7 +278,7 @@ class RequestQueue:
         self.groups.clear()
         self._waiting_by_queue.clear()
         for scheduled in requests:
-            name = scheduled.length_queue = self._policy.queue_of(scheduled)
+            name = scheduled.length_queue = self.policy.queue_of(scheduled)
             self._waiting_by_queue[name] = self._waiting_by_queue.get(name, 0) + 1
             if scheduled in self.resting:
                 continue
@@ -287,7 +290,7 @@ class RequestQueue:
 
     def sub_queue_heads(self) -> Iterator[tuple[ScheduledRequest, int]]:
         """The head of every sub-queue, and how many requests wait in it."""
-        for sub_queue in self._sub_queues():
+        for sub_queue in self.sub_queues():
             if sub_queue.first is not None:
                 yield sub_queue.first, len(sub_queue)
 
@@ -312,7 +315,7 @@ class RequestQueue:
         self._insertions += 1
         # A request that claimed its reservation arrived before the others.
         precedence = 0 if scheduled.returned else 1 if scheduled.claimed else 2
-        order = (precedence, self._policy.key(scheduled), scheduled.sequence, self._insertions)
+        order = (precedence, self.policy.key(scheduled), scheduled.sequence, self._insertions)
         sub_queue.add(order, scheduled)
         self._sub_queue_of[request.request_id] = sub_queue
 
@@ -341,12 +344,12 @@ class RequestQueue:
         if heads and rest and self._rest_counts(rest, now):
             heads += rest
         if len(heads) > 1:
-            self._policy.rank(heads, now)
-        return self._within_bounds(heads, now) if heads and self._policy.bounds_delay else heads
+            self.policy.rank(heads, now)
+        return self._within_bounds(heads, now) if heads and self.policy.bounds_delay else heads
 
     def _rest_counts(self, rest: Sequence[ScheduledRequest], now: float) -> bool:
         """Whether the order of heads depends on others, which are not asked for."""
-        policy = self._policy
+        policy = self.policy
         if policy.leaves_out_heads:
             return True
         return policy.bounds_delay and any(self._delay_bound(head).is_overdue(head, now) for head in rest)
@@ -377,7 +380,8 @@ class RequestQueue:
             and sub_queue.first is one
         ]
 
-    def _sub_queues(self) -> Iterator[SubQueue]:
+    def sub_queues(self) -> Iterator[SubQueue]:
+        """All sub-queues, in no order."""
         for tenants in self._tenants.values():
             for tenant in tenants.values():
                 yield from tenant.sub_queues.values()
@@ -416,7 +420,7 @@ class RequestQueue:
             del self._waiting_by_queue[name]
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
-        for sub_queue in self._sub_queues():
+        for sub_queue in self.sub_queues():
             yield from sub_queue
         yield from self.resting
 

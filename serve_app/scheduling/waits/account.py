@@ -114,8 +114,15 @@ class WaitAccount:
 
     def leave(self, scheduled: ScheduledRequest, tally: WaitTally, now: int) -> None:
         """A request waits no more: divide its wait."""
+        self.divide(scheduled, tally, now)
+        self._newcomers.pop(scheduled, None)
+        tally.account, tally.sums = None, []
+        self._leave(scheduled.request.tenant)
+
+    def divide(self, scheduled: ScheduledRequest, tally: WaitTally, now: int) -> None:
+        """Add to a tally what the request has waited for since it joined; the account stays as it is."""
         tenant, rank = scheduled.request.tenant, self.priority.rank
-        before_ns = self._newcomers.pop(scheduled, 0)
+        before_ns = self._newcomers.get(scheduled, 0)
         gained = [now_ns - then_ns for now_ns, then_ns in zip(self._sums, tally.sums, strict=True)]
         gained[self.state] += now - self._since - (before_ns if self.state == BUSY else 0)
         own_ns, own_count = self._own.get(tenant, (0, 0))
@@ -128,8 +135,6 @@ class WaitAccount:
         tally.add_ahead(WaitCause.OWN_REQUESTS, own_count)
         for number, cause in enumerate(_STATES, start=BUSY):
             tally.add(cause, gained[number])
-        tally.account, tally.sums = None, []
-        self._leave(tenant)
 
     def on_place_taken(self, taker: ScheduledRequest, now: int) -> int:
         """A request of any class took a place that these could have had.

@@ -93,6 +93,18 @@ def wait_breakdown(scheduled: ScheduledRequest, now: float) -> WaitBreakdown | N
     return _tally(scheduled, now).breakdown()
 
 
+def wait_so_far(scheduled: ScheduledRequest, now: float) -> WaitBreakdown:
+    """Where the wait of a request in the queue went up to now; changes nothing."""
+    if scheduled.waits is None:
+        return WaitBreakdown()
+    tally, at = scheduled.waits.copy(), nanoseconds(now)
+    if tally.account is not None:
+        tally.account.divide(scheduled, tally, at)
+    elif tally.resting_since is not None:
+        tally.add(WaitCause.BACKOFF, at - tally.resting_since)
+    return tally.breakdown()
+
+
 def _tally(scheduled: ScheduledRequest, until: float) -> WaitTally:
     """Its tally, in which all is accounted for until a time: what is not was before this scheduler's."""
     tally = scheduled.waits

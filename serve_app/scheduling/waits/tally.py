@@ -43,6 +43,18 @@ class WaitTally:
         if places:
             self._ahead[cause] = self._ahead.get(cause, 0) + places
 
+    def copy(self) -> "WaitTally":
+        """Another one that stands as this one does."""
+        same = WaitTally()
+        same.account, same.sums, same.own, same.resting_since = (
+            self.account,
+            self.sums,
+            self.own,
+            self.resting_since,
+        )
+        same._causes, same._ahead = self._causes.copy(), self._ahead.copy()
+        return same
+
     def breakdown(self) -> WaitBreakdown:
         """What has been added so far."""
         return WaitBreakdown(self._causes.copy(), self._ahead.copy())

@@ -26,6 +26,7 @@ from serve_app.serving.channel.messages import (
     First,
     GatewayPage,
     Granted,
+    Outlooks,
     PageRequest,
     Refused,
     ReplicaTable,
@@ -33,6 +34,7 @@ from serve_app.serving.channel.messages import (
     Scrape,
     SnapshotEnd,
     Submit,
+    Watch,
     Welcome,
 )
 from serve_app.serving.channel.requests.pending_request import (
@@ -43,7 +45,7 @@ from serve_app.serving.channel.requests.pending_request import (
     refuse_away,
     refuse_oversized,
 )
-from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestTimes
+from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestOutlook, RequestTimes
 from serve_app.serving.channel.settings import ChannelSettings
 
 logger = logging.getLogger("ray.serve")
@@ -157,6 +159,13 @@ class GatewayClient:
         self._wait_again(pending, failure, message)
         return await self._answer(pending)
 
+    def watch(self, request_id: str, on_outlook: Callable[[RequestOutlook | None], None]) -> None:
+        """Be told how a request of ours stands in the queue; None while the scheduler is away."""
+        pending = self._pending.get(request_id)
+        if pending is not None:
+            pending.on_outlook = on_outlook
+            self._ask_for_outlook(pending)
+
     def first_token(self, request_id: str) -> None:
         """The first byte of the engine's streamed answer has come."""
         pending = self._pending.get(request_id)
@@ -231,6 +240,7 @@ class GatewayClient:
         now = self._loop.time()
         for pending in self._pending.values():
             link.send(pending.described(now))
+            self._ask_for_outlook(pending)
         self._ended = deque((link.send(finish), finish) for _, finish in self._ended)
         link.send(SnapshotEnd())
 
@@ -240,6 +250,8 @@ class GatewayClient:
             self._on_grant(message)
         elif isinstance(message, Refused):
             self._on_refusal(message)
+        elif isinstance(message, Outlooks):
+            self._on_outlooks(message)
         elif isinstance(message, ReplicaTable):
             self._take_table(message)
             self._open = tuple(entry.address for entry in message.entries if entry.open)
@@ -285,6 +297,8 @@ class GatewayClient:
         for pending in list(self._pending.values()):
             if pending.waits and pending.submission.no_wait:
                 self._refuse(pending, refuse_away(REFUSES_TO_WAIT))
+            else:
+                self._ask_for_outlook(pending)
 
     def on_heartbeat(self) -> None:
         """Forget ends that have their receipt, and end what has waited its time out."""
@@ -330,6 +344,22 @@ class GatewayClient:
         put_back = pending.wait(failure, message)
         if self._link is not None:
             self._link.send(put_back)
+        self._ask_for_outlook(pending)
+
+    def _ask_for_outlook(self, pending: PendingRequest) -> None:
+        """Ask anew wherever a watched request begins to wait: a scheduler forgets it with each grant."""
+        if pending.on_outlook is None or not pending.waits:
+            return
+        if self._link is not None:
+            self._link.send(Watch(pending.request_id))
+        else:
+            pending.on_outlook(None)
+
+    def _on_outlooks(self, message: Outlooks) -> None:
+        for outlook in message.entries:
+            pending = self._pending.get(outlook.request_id)
+            if pending is not None and pending.waits and pending.on_outlook is not None:
+                pending.on_outlook(outlook)
 
     def _on_refusal(self, message: Refused) -> None:
         pending = self._pending.get(message.request_id)

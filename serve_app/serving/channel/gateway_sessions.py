@@ -42,7 +42,8 @@ may be replaced by another that knows nothing. How it holds:
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -72,12 +73,14 @@ from serve_app.serving.channel.messages import (
     GatewayPage,
     Granted,
     Message,
+    Outlooks,
     PutBack,
     Refused,
     Running,
     Scrape,
     SnapshotEnd,
     Submit,
+    Watch,
 )
 from serve_app.serving.channel.requests.orphans import Orphans
 from serve_app.serving.channel.requests.request_book import (
@@ -86,7 +89,7 @@ from serve_app.serving.channel.requests.request_book import (
     RequestBook,
     as_request,
 )
-from serve_app.serving.channel.scheduler_client import RequestTimes
+from serve_app.serving.channel.scheduler_client import RequestOutlook, RequestTimes
 
 logger = logging.getLogger("ray.serve")
 
@@ -111,6 +114,10 @@ class GatewayHost(Protocol):
 
     def knows_replica(self, replica_id: str) -> bool:
         """Whether gateways can be sent to this replica now."""
+        ...
+
+    def watch(self, request_id: str) -> None:
+        """Tell from now on how a request stands in the queue, while it waits."""
         ...
 
     def on_late_times(self, request_id: str, times: RequestTimes) -> None:
@@ -145,6 +152,7 @@ class GatewaySessions:
             First: self._on_first,
             Finish: self._on_finish,
             Cancel: self._on_cancel,
+            Watch: self._on_watch,
             Scrape: self._on_scrape,
             GatewayPage: self._on_page,
         }
@@ -221,6 +229,16 @@ class GatewaySessions:
             self._orphans.on_report(event.replica_id, event.report, self._host.now())
             if not self._orphans.exist:
                 self._drop_lost()
+
+    def tell_outlooks(self, outlooks: Iterable[RequestOutlook]) -> None:
+        """Tell each gateway how its requests stand in the queue."""
+        by_gateway: defaultdict[str, list[RequestOutlook]] = defaultdict(list)
+        for outlook in outlooks:
+            record = self.book.get(outlook.request_id)
+            if record is not None and not record.runs:
+                by_gateway[record.gateway.gateway_id].append(outlook)
+        for gateway_id, entries in by_gateway.items():
+            self._gateways[gateway_id].tell(Outlooks(entries))
 
     def tell_all(self, message: Message) -> None:
         """Send the message to every gateway that is connected."""
@@ -330,6 +348,10 @@ class GatewaySessions:
     def _on_cancel(self, gateway: GatewaySession, message: Cancel) -> None:
         if self.book.own(gateway, message.request_id) is not None:
             self._host.feed(Cancelled(message.request_id))
+
+    def _on_watch(self, gateway: GatewaySession, message: Watch) -> None:
+        if self.book.own(gateway, message.request_id) is not None:
+            self._host.watch(message.request_id)
 
     def _on_scrape(self, gateway: GatewaySession, message: Scrape) -> None:
         task = self._loop.create_task(self._expose(gateway, message.serial), context=contextvars.Context())

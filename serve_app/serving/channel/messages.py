@@ -15,7 +15,7 @@ from serve_app.request import PriorityClass, Submission, Usage
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import ReplicaAddress, RequestTimes
+from serve_app.serving.channel.scheduler_client import ReplicaAddress, RequestOutlook, RequestTimes
 
 VERSION = 6
 OLDEST_VERSION = VERSION - 1
@@ -164,6 +164,12 @@ class Cancel(Message, frozen=True):
     request_id: str
 
 
+class Watch(Message, frozen=True):
+    """Tell how a waiting request stands in the queue, until it is granted or refused."""
+
+    request_id: str
+
+
 class Scrape(Message, frozen=True):
     """Ask for the scheduler's metrics."""
 
@@ -238,6 +244,12 @@ class Refused(Message, frozen=True):
     conclusion: Conclusion
 
 
+class Outlooks(Message, frozen=True):
+    """How requests stand in the queue that the gateway watches; only those of which there is news."""
+
+    entries: list[RequestOutlook]
+
+
 class Queued(Message, frozen=True):
     """What a scheduler of the version before answers to `Report`; nobody needs it any more."""
 
@@ -257,9 +269,11 @@ class PageRequest(Message, frozen=True):
     serial: int
 
 
-FromGateway = Submit | PutBack | Running | SnapshotEnd | First | Finish | Cancel | Scrape | GatewayPage
+FromGateway = (
+    Submit | PutBack | Running | SnapshotEnd | First | Finish | Cancel | Watch | Scrape | GatewayPage
+)
 FromReplica = Register | Report | EngineFailed
 FromPeer = Heartbeat | Hello | Bye | FromGateway | FromReplica
-ToGateway = ReplicaTable | Granted | Refused | Exposition | GatewayPage | PageRequest
+ToGateway = ReplicaTable | Granted | Refused | Outlooks | Exposition | GatewayPage | PageRequest
 ToReplica = Queued
 FromScheduler = Heartbeat | Welcome | Rejected | ToGateway | ToReplica

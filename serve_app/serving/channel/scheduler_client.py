@@ -96,6 +96,22 @@ class RequestTimes(NamedTuple):
     engine: EngineTimes | None = None
 
 
+class RequestOutlook(NamedTuple):
+    """What a waiting request may expect; see `scheduling.outlook`.
+
+    Attributes:
+        position: 1 for the request that is expected to go next of those at home in its pool.
+        expected_s: until it starts; None, and the bounds with it, while nothing is known of that.
+        earliest_s, latest_s: bounds of the interval in which it starts with 80 %.
+    """
+
+    request_id: str
+    position: int
+    expected_s: float | None
+    earliest_s: float | None
+    latest_s: float | None
+
+
 class SchedulerClient(Protocol):
     """One model's scheduler, as seen from one gateway.
 
@@ -117,6 +133,14 @@ class SchedulerClient(Protocol):
         self, request_id: str, replica_id: str, failure: DispatchFailure, message: str = ""
     ) -> Grant | Conclusion:
         """Return a granted request that got no first byte, and wait for another turn at the front."""
+        ...
+
+    def watch(self, request_id: str, on_outlook: Callable[[RequestOutlook | None], None]) -> None:
+        """Be told how a request of ours stands in the queue, now and whenever that changes, while it waits.
+
+        Args:
+            on_outlook: called with None while no scheduler is there.
+        """
         ...
 
     def first_token(self, request_id: str) -> None:

@@ -28,10 +28,12 @@ from serve_app.serving.channel.messages import (
     Finish,
     GatewayPage,
     Message,
+    Outlooks,
     PageRequest,
     PutBack,
     Refused,
     Submit,
+    Watch,
 )
 
 # Reasons of a put-back that version 5 knew.
@@ -118,4 +120,6 @@ _AS_BEFORE: Mapping[type[Message], Callable[[Any], Message | None]] = {
     Refused: _refused,
     GatewayPage: _nothing,
     PageRequest: _nothing,
+    Watch: _nothing,
+    Outlooks: _nothing,
 }

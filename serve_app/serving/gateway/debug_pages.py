@@ -3,6 +3,8 @@
 GET   /debug/queue, /debug/status, /debug/usage, /debug/costs, /debug/tuner
 GET   /debug/costs.csv: the same as `/debug/costs`, as a table
 GET   /debug/requests/ID: where the time of a request went, for ten minutes after its end
+GET   /debug/requests/ID/recording: the minutes around it, for a replay; no text
+GET   /debug/requests/ID/what-if: what would have helped it, by replays beside this gateway
 GET   /debug/capture: the requests of that time as a trace without text, one JSON document a line
 POST  /debug/tuner/freeze, /debug/tuner/thaw
 """
@@ -14,22 +16,35 @@ from typing import Any
 from urllib.parse import unquote
 
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.answer.responses import RequestRefused, encode, send_body, send_json
-from serve_app.serving.gateway.cost_table import cost_table
+from serve_app.serving.gateway.answer.responses import (
+    JSON_TYPE,
+    RequestRefused,
+    encode,
+    send_body,
+    send_json,
+)
+from serve_app.serving.gateway.replays import Replays
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.scheduler_views import VIEW_TIMEOUT_S, Question, SchedulerViews, ask_each
+from serve_app.serving.gateway.scraping.cost_table import cost_table
 
 _FROZEN = (
     "the tuner is frozen: values on trial are withdrawn, those in force stay, and no others are tried until "
     "POST /debug/tuner/thaw"
 )
 RECEIPTS_PATH = "/debug/requests/"
+RECORDING, WHAT_IF = "/recording", "/what-if"
+_RECORDING_TIMEOUT_S = 15.0
 _NO_RECEIPT = (
     "no receipt of this request: receipts are kept for ten minutes after its end, of the last 20,000 "
     "requests, and not across a restart of the scheduler. What a gateway refuses by itself has none, since "
     "no scheduler was asked: a body, key or model that is not allowed, or no scheduler that could be "
     "reached. Its answer and its line in the log say why. Ask with the x-request-id of its answer"
+)
+_UNDER_WAY = (
+    "this request is under way, or was admitted by an earlier scheduler: the minutes around a request are "
+    "known once it has ended"
 )
 _LINES = (b"content-type", b"application/jsonl")
 _TABLE = (b"content-type", b"text/csv; charset=utf-8")
@@ -46,6 +61,7 @@ class DebugPages:
     def __init__(self, views: Mapping[str, SchedulerViews], reader: RequestReader) -> None:
         self._views = views
         self._reader = reader
+        self._replays = Replays()
 
     @property
     def routes(self) -> dict[str, tuple[str, Callable[[IncomingRequest], Awaitable[None]]]]:
@@ -68,17 +84,35 @@ class DebugPages:
         }
 
     async def receipt(self, incoming: IncomingRequest) -> None:
-        """The receipt of one request, whichever model it was for.
+        """The receipt of one request, whichever model it was for, or what its path asks for besides.
 
         Raises:
             RequestRefused: the caller is no admin, or no scheduler knows the request.
         """
         self._reader.authenticate(incoming).check_admin()
-        request_id = unquote(incoming.path.removeprefix(RECEIPTS_PATH))
+        name = incoming.path.removeprefix(RECEIPTS_PATH)
+        if name.endswith((RECORDING, WHAT_IF)):
+            await self._replay(incoming, unquote(name.rpartition("/")[0]))
+            return
+        request_id = unquote(name)
         for found in await ask_each(self._views, lambda _model, views: views.receipt(request_id)):
             if "request_id" in found:
                 await send_json(incoming.send, 200, encode(found), [])
                 return
+        raise RequestRefused(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
+
+    async def _replay(self, incoming: IncomingRequest, request_id: str) -> None:
+        """The minutes around a request, or what would have helped it."""
+        for views in self._views.values():
+            recording = await asyncio.wait_for(views.recording(request_id), _RECORDING_TIMEOUT_S)
+            if recording and incoming.path.endswith(RECORDING):
+                await send_body(incoming.send, 200, [JSON_TYPE], recording.encode())
+                return
+            if recording:
+                await send_json(incoming.send, 200, encode(await self._replays.what_if(recording)), [])
+                return
+            if "request_id" in await asyncio.wait_for(views.receipt(request_id), VIEW_TIMEOUT_S):
+                raise RequestRefused(Outcome.REJECTED_INVALID, _UNDER_WAY, code="under_way", status=409)
         raise RequestRefused(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
 
     async def _capture(self, incoming: IncomingRequest) -> None:

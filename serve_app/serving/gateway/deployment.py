@@ -23,7 +23,7 @@ from serve_app.serving.discovery import locator
 from serve_app.serving.gateway.app import Gateway
 from serve_app.serving.gateway.endpoint_admin import PoolWatcher
 from serve_app.serving.gateway.front.connection import serve_front_end
-from serve_app.serving.gateway.scheduler_views import SchedulerViews
+from serve_app.serving.gateway.scheduler_views import SchedulerViews, View
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.memory import keep_memory
 
@@ -162,40 +162,26 @@ def _http_host() -> str:
     return (client.http_config.host if client is not None else None) or "127.0.0.1"
 
 
+def _asking(method: Any) -> View:
+    """A question to a method of the scheduler's handle that takes no arguments."""
+
+    async def answer() -> Mapping[str, Any]:
+        found: Mapping[str, Any] = await method.remote()
+        return found
+
+    return answer
+
+
 def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
-    async def queue() -> Mapping[str, Any]:
-        found: Mapping[str, Any] = await scheduler.queue.remote()
-        return found
-
-    async def status() -> Mapping[str, Any]:
-        found: Mapping[str, Any] = await scheduler.status.remote()
-        return found
-
-    async def usage() -> Mapping[str, Any]:
-        found: Mapping[str, Any] = await scheduler.usage.remote()
-        return found
-
     async def freeze(reason: str) -> None:
         await (scheduler.freeze_tuning.remote(reason) if reason else scheduler.thaw_tuning.remote())
 
-    async def mode() -> Mapping[str, Any]:
-        found: Mapping[str, Any] = await scheduler.mode.remote()
-        return found
-
-    async def scaling() -> Mapping[str, Any]:
-        found: Mapping[str, Any] = await scheduler.scale.remote()
-        return found
-
-    async def overview() -> Mapping[str, Any]:
-        found: Mapping[str, Any] = await scheduler.overview.remote()
-        return found
-
-    async def costs() -> Mapping[str, Any]:
-        found: Mapping[str, Any] = await scheduler.costs.remote()
-        return found
-
     async def receipt(request_id: str) -> Mapping[str, Any]:
         found: Mapping[str, Any] = await scheduler.receipt.remote(request_id)
+        return found
+
+    async def recording(request_id: str) -> str:
+        found: str = await scheduler.recording.remote(request_id)
         return found
 
     async def capture() -> Sequence[Mapping[str, Any]]:
@@ -206,15 +192,16 @@ def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
         await scheduler.change_mode.remote(active_share)
 
     return SchedulerViews(
-        queue=queue,
-        status=status,
+        queue=_asking(scheduler.queue),
+        status=_asking(scheduler.status),
         freeze=freeze,
-        usage=usage,
-        mode=mode,
-        scaling=scaling,
+        usage=_asking(scheduler.usage),
+        mode=_asking(scheduler.mode),
+        scaling=_asking(scheduler.scale),
         change_mode=change_mode,
-        overview=overview,
-        costs=costs,
+        overview=_asking(scheduler.overview),
+        costs=_asking(scheduler.costs),
         receipt=receipt,
+        recording=recording,
         capture=capture,
     )

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 
 from serve_app.errors import Outcome
@@ -27,7 +28,6 @@ from serve_app.serving.gateway.answer.client_api import send_refusal
 from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.engine_answer import failure_of, outcome_of
 from serve_app.serving.gateway.answer.passing import StreamPassing
-from serve_app.serving.gateway.answer.queued_comments import QueuedComments
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
     STOPPING_CODE,
@@ -45,6 +45,8 @@ from serve_app.serving.gateway.answer.stream_events import (
     stream_outcome,
 )
 from serve_app.serving.gateway.answer.usage import counts_of
+from serve_app.serving.gateway.answer.waiting.queue_updates import QueueUpdates, Telling
+from serve_app.serving.gateway.answer.waiting.queued_comments import QueuedComments
 from serve_app.serving.gateway.call_times import CallTimes
 from serve_app.serving.gateway.logs.concluded import ConcludedRequest
 from serve_app.serving.gateway.request.headers import (
@@ -224,6 +226,8 @@ class ScheduledCall:
             )
         self._times.granted_at = monotonic()
         self._attempts += 1
+        if self._comments is not None:
+            self._comments.on_grant()
         self._trace.granted(grant, self._attempts)
 
     async def _attempt(self, grant: Grant) -> None:
@@ -332,10 +336,16 @@ class ScheduledCall:
         return not seen
 
     def _start_comments(self) -> None:
-        interval_s = self._services.queued_comment_s
-        if interval_s and self._job.submission.spec.streamed and not self._job.assembles:
-            self._comments = QueuedComments(self._send, interval_s, self._job.incoming.id_headers)
-            self._comments.start()
+        job, interval_s = self._job, self._services.queued_comment_s
+        if not job.submission.spec.streamed or job.assembles or not (interval_s or job.queue_form):
+            return
+        headers = job.incoming.id_headers
+        if job.queue_form is None:
+            self._comments = QueuedComments(self._send, interval_s, headers)
+        else:
+            telling = Telling(job.queue_form, partial(self._scheduler.watch, job.submission.request_id))
+            self._comments = QueueUpdates(self._send, interval_s, headers, telling)
+        self._comments.start()
 
     async def _has_commented(self) -> bool:
         """End the comments; whether with one of them the answer has begun as a stream."""

@@ -11,7 +11,7 @@ import msgspec.inspect as inspected
 
 from serve_app import __version__
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
-from serve_app.serving.gateway.debug_pages import RECEIPTS_PATH
+from serve_app.serving.gateway.debug_pages import RECEIPTS_PATH, RECORDING, WHAT_IF
 from serve_app.serving.gateway.endpoint_admin import ENDPOINTS_PATH, EndpointChange
 from serve_app.serving.gateway.mode_admin import MODE_PATH, ModeChange
 from serve_app.serving.gateway.routes.table import (
@@ -27,6 +27,10 @@ from serve_app.serving.gateway.stored.stored_responses import STORED_PATHS
 Schema = dict[str, Any]
 
 _BODIES: Mapping[str, ModelRoute] = {**SCHEDULED, **FORMS, **UNSCHEDULED}
+_PARTS = {
+    RECORDING: "the minutes around a request without text, for a replay; for admins",
+    WHAT_IF: "what would have helped a request, by replays of the minutes around it; for admins",
+}
 _VIEWS: Mapping[str, str] = {
     "/load": "how many requests this gateway has",
     "/ping": "whether the gateway lives",
@@ -149,6 +153,9 @@ def _paths() -> Iterator[tuple[str, Schema]]:
     asked = {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}}
     summary = "where the time of a request went, for ten minutes after its end; for admins"
     yield f"{RECEIPTS_PATH}{{request_id}}", {"get": _operation(summary, parameters=[asked])}
+    for part, summary in _PARTS.items():
+        path = f"{RECEIPTS_PATH}{{request_id}}{part}"
+        yield path, {"get": _operation(summary, parameters=[asked])}
     for path, (method, summary) in STORED_PATHS.items():
         named = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
         yield path, {method.lower(): _operation(summary, parameters=[named])}

@@ -19,6 +19,10 @@ async def _unknown(_request_id: str) -> Mapping[str, Any]:
     return {}
 
 
+async def _unrecorded(_request_id: str) -> str:
+    return ""
+
+
 async def _none() -> Sequence[Mapping[str, Any]]:
     return ()
 
@@ -42,6 +46,7 @@ class SchedulerViews:
         overview: all that the page shows of it, see `dashboard`.
         receipt: where the time of a request went, by its id; empty where the scheduler does not know it.
         costs: what the requests of each tenant cost.
+        recording: the minutes around a request, by its id, for a replay; empty where it is not known.
         capture: the requests that completed lately, without their text.
     """
 
@@ -55,6 +60,7 @@ class SchedulerViews:
     overview: View = _nothing
     costs: View = _nothing
     receipt: Callable[[str], Awaitable[Mapping[str, Any]]] = _unknown
+    recording: Callable[[str], Awaitable[str]] = _unrecorded
     capture: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] = _none
 
 

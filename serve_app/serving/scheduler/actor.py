@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from serve_app.counterfactuals.recording import encode_recording
+from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.routing.snapshot import section
 from serve_app.scaling import ScalingSettings
@@ -28,12 +30,14 @@ from serve_app.serving.hot import hot_settings, with_hot_settings
 from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, most_costly, overview
 from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
+from serve_app.serving.scheduler.documents import cost_document
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
 from serve_app.serving.scheduler.kept_usage import KeptUsage
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.scheduler.receipts.capture import captured
+from serve_app.serving.scheduler.receipts.minutes import StepTimes, known_step_times
 from serve_app.serving.state.keeper import StateKeeper
 from serve_app.serving.state.store import StateStore
 from serve_app.serving.versions import ALL_AT_ONCE_PERCENT
@@ -71,6 +75,7 @@ class SchedulerActorSettings:
         state_uri: the folder where learned state is kept, see `StateStore`; None keeps nothing.
         state_interval_s: between two writes of it.
         scaling: the pools, for autoscaling.
+        step_times: of engines whose profile is known, by pool, for replays.
     """
 
     scheduler: SchedulerSettings
@@ -80,6 +85,7 @@ class SchedulerActorSettings:
     state_uri: str | None = None
     state_interval_s: float = 30.0
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
+    step_times: Mapping[str, StepTimeModel] = field(default_factory=dict)
 
     def hot(self) -> dict[str, Any]:
         """What may change while the actor runs, as `SchedulerActor.reconfigure` takes it."""
@@ -90,7 +96,8 @@ class SchedulerActorSettings:
         """What needs a new process."""
         scheduler = self.scheduler
         fixed = (scheduler.model, scheduler.routing.pools, sorted(self.scaling.pools))
-        return (*fixed, self.channel, self.scope, self.decision_log, self.state_uri, self.state_interval_s)
+        kept = self.decision_log, self.state_uri, self.state_interval_s
+        return (*fixed, self.channel, self.scope, *kept, self.step_times)
 
     def with_hot(self, given: Mapping[str, Any]) -> "SchedulerActorSettings":
         """The same with other hot settings.
@@ -193,7 +200,8 @@ class SchedulerActor:
     async def costs(self) -> dict[str, Any]:
         """What the requests of each tenant cost: engine time, and delay of others."""
         gpus = {name: pool.gpus for name, pool in self._settings.scaling.pools.items()}
-        return (await self._current()).costs(gpus)
+        live = await self._current()
+        return cost_document(live.core, live.now() - live.began_at, gpus)
 
     async def scale(self) -> dict[str, Any]:
         """How many replicas each pool should have, and why."""
@@ -201,8 +209,15 @@ class SchedulerActor:
         return self.scaling.described()
 
     async def receipt(self, request_id: str) -> dict[str, Any]:
-        """Where the time of a request went that has ended lately; empty for one that is not known."""
-        return await (await self._current()).receipts.document(request_id)
+        """Where the time of a request went, or goes; empty for one that is not known, or not any more."""
+        return await (await self._current()).receipt(request_id)
+
+    async def recording(self, request_id: str) -> str:
+        """The minutes around a request that has ended lately; empty for one that is not known."""
+        live = await self._current()
+        found = live.recorder.recording(request_id, self._step_times(live), live.now())
+        # Of thousands of requests: others get their grants meanwhile.
+        return "" if found is None else await asyncio.to_thread(encode_recording, found)
 
     async def capture(self) -> list[dict[str, Any]]:
         """The requests that completed lately, as lines of a trace without any text."""
@@ -386,6 +401,10 @@ class SchedulerActor:
         except ValueError as exc:
             return str(exc)
         return ""
+
+    def _step_times(self, live: LiveScheduler) -> StepTimes:
+        """Those that the tuner has fitted, or else those of profiles."""
+        return known_step_times(live.tuner.shown, self._settings.step_times)
 
     async def _newest(self) -> int:
         return await asyncio.to_thread(self._incarnations.newest)

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 from serve_app.errors import ChannelError
@@ -53,9 +53,13 @@ from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.clock import precise_clock
 from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
-from serve_app.serving.scheduler.documents import cost_document, queue_document, replica_documents
+from serve_app.serving.scheduler.documents import queue_document, replica_documents
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
-from serve_app.serving.scheduler.receipts.book import ReceiptBook
+from serve_app.serving.scheduler.queue_watch import QueueWatch
+from serve_app.serving.scheduler.receipts.book import KEPT_S, ReceiptBook
+from serve_app.serving.scheduler.receipts.minutes import LEAD_S, MinutesRecorder
+from serve_app.serving.scheduler.receipts.surroundings import RecordedSurroundings
+from serve_app.serving.scheduler.receipts.under_way import RequestLookup
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.serving.scheduler.scraped.cost_figures import look_at_costs
 from serve_app.serving.scheduler.scraped.pool_figures import look_at_pools
@@ -97,11 +101,13 @@ class LiveScheduler:
 
     Attributes:
         core: the scheduler itself, to be looked at and not to be fed but by this live scheduler.
+        began_at: on its clock.
         ended: why this live scheduler schedules no more; empty while it does.
         tuner: what it has to do with its tuner.
         mode: how much of the traffic is scheduled.
         receipts: where the time of each request went that has ended lately.
         activity: what happened in the last minutes.
+        recorder: draws up the minutes around a request, for a replay.
     """
 
     def __init__(self, settings: SchedulerSettings, options: LiveSchedulerOptions) -> None:
@@ -109,7 +115,7 @@ class LiveScheduler:
         self._options = options
         self._loop = asyncio.get_running_loop()
         self._clock = precise_clock(self._loop)
-        self._began = self._now = self._clock()
+        self.began_at = self._now = self._clock()
         self.core = Scheduler(settings, now=self._now)
         if options.learned is not None:
             take_over(self.core, options.learned, self._now)
@@ -146,6 +152,10 @@ class LiveScheduler:
         self.activity = options.activity or RecentActivity(self._clock)
         costs = self.core.prefill_costs
         self.receipts = ReceiptBook(lambda pool, tokens: costs.of(pool).seconds(tokens), since=self._now)
+        self._surroundings = RecordedSurroundings(self.core, KEPT_S + LEAD_S)
+        self.recorder = MinutesRecorder(self.core, self.receipts, self._surroundings)
+        self._lookup = RequestLookup(self.core, self._gateways.book, self.receipts)
+        self._outlook = QueueWatch(self.core, self.now, self._gateways.tell_outlooks, self._metrics.honesty)
         self._log = self._open_log()
 
     def __repr__(self) -> str:
@@ -182,6 +192,7 @@ class LiveScheduler:
             if timer is not None:
                 timer.cancel()
         self.tuner.stop()
+        self._outlook.stop()
         self._server.stop(reason)
         if self._log is not None:
             self._log.close()
@@ -224,9 +235,9 @@ class LiveScheduler:
         """Who waits where, for how long, and why, with at most so many sub-queues."""
         return queue_document(self.core, self.now(), most)
 
-    def costs(self, gpus: Mapping[str, float]) -> dict[str, Any]:
-        """What the requests of each tenant cost; `gpus` of a replica, by pool."""
-        return cost_document(self.core, self.now() - self._began, gpus)
+    async def receipt(self, request_id: str) -> dict[str, Any]:
+        """Where the time of a request went so far, by its id or its client's; empty when it is not known."""
+        return await self._lookup.document(request_id, self.now(), time())
 
     # What the sessions and the registry call.
 
@@ -264,6 +275,10 @@ class LiveScheduler:
     def queue_timeout_s(self, priority: PriorityClass) -> float:
         """Return how long a request of this class waits when it names no time."""
         return self._settings.queue_timeout_s.of(priority)
+
+    def watch(self, request_id: str) -> None:
+        """Tell its gateway from now on how a request stands in the queue, while it waits."""
+        self._outlook.watch(request_id)
 
     def knows_replica(self, replica_id: str) -> bool:
         """Whether the replica is connected; then gateways know it, too."""
@@ -308,7 +323,10 @@ class LiveScheduler:
         self.tuner.note(event, commands, now)
         self.mode.note(event, commands, now)
         self.activity.note(event, self.core, now)
-        if isinstance(event, DispatchFailed):
+        self._surroundings.note(event, now)
+        if isinstance(event, Arrived):
+            self.receipts.on_arrival(event.request)
+        elif isinstance(event, DispatchFailed):
             self._metrics.put_back(event)
         elif isinstance(event, ReplicaLost):
             self._stale.discard(event.replica_id)
@@ -330,9 +348,11 @@ class LiveScheduler:
                 if scheduled is not None:
                     self._metrics.on_prediction(scheduled)
                     self.receipts.on_dispatch(command, scheduled, self._now)
+                    self._outlook.on_dispatch(scheduled, self._now)
             case Conclude():
                 concluded = self._gateways.conclude(command)
                 self.receipts.on_conclusion(command, concluded, self._now)
+                self._outlook.on_conclusion(command, self._now)
                 self._metrics.on_conclusion(command, concluded.priority)
                 self.activity.on_conclusion(
                     concluded.priority, concluded.tenant, command.conclusion.outcome, concluded.usage

@@ -24,6 +24,7 @@ from serve_app.serving.metric_cells import CellFamily, CounterCell, HistogramCel
 from serve_app.serving.process_metrics import ProcessMetrics
 from serve_app.serving.scheduler.scraped.cost_figures import CostCounters, CostFigures
 from serve_app.serving.scheduler.scraped.ended_requests import RequestMetrics
+from serve_app.serving.scheduler.scraped.honesty import HonestyMetrics
 from serve_app.serving.scheduler.scraped.labels import Names
 from serve_app.serving.scheduler.scraped.pool_figures import PoolGauges, PoolLoad
 from serve_app.serving.scheduler.scraped.queue_figures import QueueFigures, QueueGauges
@@ -86,6 +87,7 @@ class SchedulerMetrics:
 
     Attributes:
         requests: of requests that were dispatched or have ended.
+        honesty: of what waiting requests were told.
         tuner: what the tuner tells of itself.
     """
 
@@ -99,6 +101,7 @@ class SchedulerMetrics:
         self._make_counters()
         names = Names()
         self.requests = RequestMetrics(model, self._registry, names)
+        self.honesty = HonestyMetrics(model, self._registry)
         self._replicas, self._pools = _ReplicaGauges(model), PoolGauges(model)
         self._queue, self.tuner = QueueGauges(model, names), TunerFigures(model)
         own = ProcessMetrics({"process": "scheduler", "model": model})

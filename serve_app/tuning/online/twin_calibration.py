@@ -91,6 +91,11 @@ class TwinCalibration:
         return max(latencies) / 2 if latencies else SimulationSettings().control_latency_s
 
     @property
+    def known(self) -> Engines:
+        """The fitted step times, by pool; empty where none are known."""
+        return self._fitted
+
+    @property
     def obstacle(self) -> str:
         """Why the twin is not to be trusted yet; empty when it is."""
         limit, error = self._settings.max_error_ratio, self.error

@@ -11,11 +11,10 @@ measures it, and fits the step times where it is large.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Annotated
 
-from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.metrics.record import RequestRecord
 from serve_app.request import Usage
 from serve_app.scheduling.decision_log import Decision
@@ -187,12 +186,4 @@ def with_speed(engines: Sequence[ReplicaPlan], factor: float) -> tuple[ReplicaPl
         raise ValueError(
             f"speed factor must be a positive number, got {factor}: 1 leaves engines as they are"
         )
-    return tuple(replace(engine, step_time=_scaled(engine.step_time, factor)) for engine in engines)
-
-
-def _scaled(model: StepTimeModel, factor: float) -> StepTimeModel:
-    # The fields that are seconds are named so; all others are shares, and stay.
-    seconds = {
-        each.name: factor * getattr(model, each.name) for each in fields(model) if each.name.endswith("_s")
-    }
-    return replace(model, **seconds)
+    return tuple(replace(engine, step_time=engine.step_time.scaled(factor)) for engine in engines)

@@ -115,7 +115,7 @@ def test_requests_that_leave_from_the_middle_take_no_memory() -> None:
     queue = queue_of(*requests)
     for one in requests[1:]:
         queue.remove(one)
-    (sub_queue,) = queue._sub_queues()
+    (sub_queue,) = queue.sub_queues()
     assert len(sub_queue._heap) < 100
     assert heads(queue) == ["r0"]
 

@@ -5,6 +5,7 @@ from serve_app.request import PriorityClass, Usage
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.commands import Command, Conclude, Dispatch
 from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
+from serve_app.scheduling.waits.accounts import wait_so_far, waits_for
 from serve_app.scheduling.waits.causes import WaitBreakdown, WaitCause
 from tests.builders import ManualDriver, fill, one_replica, two_pools
 
@@ -93,6 +94,46 @@ def test_a_tenants_own_requests_and_those_of_others_are_told_apart() -> None:
     imposed = {(priority, tenant): s for _, priority, tenant, s in driver.scheduler.waits.imposed}
     # `mine0` took a place for which `theirs` had waited, `theirs` one for which `waits` had since then.
     assert imposed == {(PriorityClass.DEFAULT, "me"): 1.0, (PriorityClass.DEFAULT, "other"): 1.0}
+
+
+def test_a_wait_can_be_looked_at_before_it_ends_and_is_the_same_for_it() -> None:
+    """Two schedulers have the same requests; into the waits of one somebody looks after each event."""
+    ended = []
+    for looks in (True, False):
+        driver = steady()
+        fill(driver, tenant="first")
+        for name, tenant in (("mine", "me"), ("waits", "me"), ("theirs", "other")):
+            driver.arrive(name, tenant=tenant)
+        commands: list[Command] = []
+        for number in range(3):
+            if looks and "waits" not in {c.request_id for c in commands if isinstance(c, Dispatch)}:
+                scheduled = driver.find("waits")
+                driver.now += 0.25
+                so_far = wait_so_far(scheduled, driver.now)
+                assert so_far.wait_s == driver.now - scheduled.request.arrived_at
+                assert waits_for(scheduled) is WaitCause.ENGINES_BUSY
+                driver.now -= 0.25
+            commands = finish(driver, f"f{number}", after_s=1.0)
+        ended.append(waited(commands, "waits"))
+
+    assert ended[0] == ended[1]
+    assert ended[0].wait_s == 3.0
+
+
+def test_a_request_that_rests_waits_for_that() -> None:
+    driver = steady()
+    driver.join("r2", "only")
+    commands = driver.arrive("often")
+    for after_s in (1.0, 2.0):
+        replica_id = next(c.replica_id for c in commands if isinstance(c, Dispatch))
+        busy = ev.DispatchFailed("often", replica_id, ev.DispatchFailure.ENGINE_ERROR)
+        commands = driver.feed(busy, after_s=after_s)
+
+    scheduled = driver.find("often")
+    found = wait_so_far(scheduled, driver.now + 0.5)
+
+    assert waits_for(scheduled) is WaitCause.BACKOFF
+    assert found.causes == {WaitCause.EARLIER_ATTEMPT: 3 * SECOND, WaitCause.BACKOFF: SECOND // 2}
 
 
 def test_a_newcomer_is_not_charged_for_the_time_before_it_came() -> None:

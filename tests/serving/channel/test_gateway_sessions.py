@@ -48,12 +48,16 @@ class Host:
         self.clock = 100.0
         self.events: list[Event] = []
         self.left: set[str] = set()
+        self.watched: list[str] = []
         self.late: dict[str, RequestTimes] = {}
         self.sessions = GatewaySessions(self, 1.0)
         for replica_id in ("s1", "s2"):
             self.feed(ReplicaJoined(builders.spec(replica_id)))
             self.feed(ReplicaReported(replica_id, builders.report()))
         self.events.clear()
+
+    def watch(self, request_id: str) -> None:
+        self.watched.append(request_id)
 
     def feed(self, event: Event) -> None:
         self.events.append(event)

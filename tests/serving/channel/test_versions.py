@@ -21,15 +21,17 @@ from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import (
     VERSION,
     Finish,
+    Outlooks,
     PutBack,
     Refused,
     Role,
     Running,
     SchedulerEndpoint,
     Submit,
+    Watch,
 )
 from serve_app.serving.channel.replica_client import ReplicaClient
-from serve_app.serving.channel.scheduler_client import Grant, RequestTimes
+from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook, RequestTimes
 from serve_app.serving.channel.versions import as_before
 from tests.serving.channel import version_5
 from tests.serving.channel.harness import (
@@ -240,6 +242,8 @@ async def test_a_gateway_speaks_the_version_before_to_a_scheduler_that_is_upgrad
     asked = asyncio.create_task(client.acquire(submission("r1")))
     conversation = old_scheduler.peers[0]
     assert (await conversation.hear(version_5.Submit)).submission.request_id == "r1"
+    # It could not tell, and does not hear that it is asked.
+    client.watch("r1", lambda outlook: pytest.fail(f"{outlook}"))
     old_scheduler.grant("r1", 1)
     assert isinstance(await asyncio.wait_for(asked, PATIENCE_S), Grant)
     # Each of today's reasons arrives as one that the old scheduler knows.
@@ -306,6 +310,11 @@ def test_every_value_that_can_be_said_reaches_a_reader_of_the_version_before() -
     read = version_5.decode_from_scheduler(msgspec.msgpack.encode(told))
     refusals = [message for message in read if isinstance(message, version_5.Refused)]
     assert [message.conclusion.retry_after_s for message in refusals] == [2.0] * len(Outcome)
+
+
+def test_news_of_the_queue_is_not_for_the_version_before() -> None:
+    assert as_before(Watch("r1")) is None
+    assert as_before(Outlooks([RequestOutlook("r1", 1, None, None, None)])) is None
 
 
 def test_a_value_that_the_version_before_lacked_is_put_as_the_nearest_one() -> None:

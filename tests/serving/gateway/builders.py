@@ -15,7 +15,7 @@ from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Submission, Usage
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestTimes
+from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestOutlook, RequestTimes
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, UpstreamSettings
 from serve_app.serving.gateway.front.connection import FrontEndConnection
 from tests.http_server import listening
@@ -304,6 +304,7 @@ class FakeDispatcher:
         events: what the gateway told, in order.
         engine_priority: what grants bring for the engine.
         is_connected: whether it is there; one that is not knows no replica.
+        watching: whom to tell of the queue, by request.
     """
 
     ports: list[int]
@@ -316,6 +317,7 @@ class FakeDispatcher:
     page: str = ""
     engine_priority: int | None = None
     is_connected: bool = True
+    watching: dict[str, Callable[[RequestOutlook | None], None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -331,6 +333,9 @@ class FakeDispatcher:
         self.held.remove(request_id)
         self.events.append(("put_back", failure, message))
         return await self._decide(request_id)
+
+    def watch(self, request_id: str, on_outlook: Callable[[RequestOutlook | None], None]) -> None:
+        self.watching[request_id] = on_outlook
 
     def first_token(self, request_id: str) -> None:
         assert request_id in self.held

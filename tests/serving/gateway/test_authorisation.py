@@ -62,6 +62,7 @@ ADMINS = {"admin": 200, "own admin": 200}
 PAGE = tuple(f"{DASHBOARD_PATH}/{path.name}" for path in STATIC_FOLDER.iterdir() if path.suffix != ".html")
 OPEN = ("/health", "/ping", "/ready", "/openapi.json", DASHBOARD_PATH, *PAGE)
 RECEIPT = "/debug/requests/nobody-s"
+RECEIPTS = (RECEIPT, f"{RECEIPT}/recording", f"{RECEIPT}/what-if")
 REDIRECTED = f"{DASHBOARD_PATH}/"
 QUESTIONS = ("/version", "/tokenizer_info", "/load")
 DEBUG = {
@@ -69,7 +70,7 @@ DEBUG = {
     "/debug/capture": "GET",
     "/debug/costs": "GET",
     "/debug/costs.csv": "GET",
-    RECEIPT: "GET",
+    **dict.fromkeys(RECEIPTS, "GET"),
     "/debug/queue": "GET",
     "/debug/scaling": "GET",
     "/debug/status": "GET",
@@ -91,7 +92,7 @@ def expected(path: str, kind: str) -> int:
         return 308
     if kind in NOBODY_YET:
         return 401
-    if path == RECEIPT and kind in ADMINS:
+    if path in RECEIPTS and kind in ADMINS:
         return 404
     if path in DEBUG:
         return ADMINS.get(kind, 403)

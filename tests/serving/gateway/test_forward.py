@@ -391,7 +391,7 @@ async def test_a_fault_of_the_gateway_itself_still_concludes_the_request(
     def explode(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("serve_app.serving.gateway.forward.usage_of", explode)
+    monkeypatch.setattr("serve_app.serving.gateway.forward.counts_of", explode)
     answer = await stage.http.post(CHAT, json=chat())
     assert answer.status_code == 500
     assert stage.dispatcher.outcomes() == [Outcome.FAILED]

@@ -269,3 +269,60 @@ async def anthropic_stream(_scope: Scope, _parsed: dict[str, Any], send: Send) -
     for event in events:
         said = f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
         await send({"type": "http.response.body", "body": said, "more_body": event is not events[-1]})
+
+
+async def test_a_request_that_waits_can_be_looked_up(stage: PageStage, http: httpx.AsyncClient) -> None:
+    await stage.fill()
+    first = asked(http, "first")
+    await until(lambda: stage.waiting("first"))
+    second = asked(http, "second")
+    await until(lambda: stage.waiting("second"))
+    await asyncio.sleep(0.02)
+
+    found = await receipt(http, "second")
+
+    assert (found["outcome"], found["state"]) == (None, "waiting")
+    assert (found["client_request_id"], found["tenant"], found["model"]) == ("second", "ops", MODEL)
+    queue = found["queue"]
+    # `fill` has left one more waiting, of another tenant.
+    assert (queue["pool"], queue["waiting"]) == ("short", 3)
+    first_place = (await receipt(http, "first"))["queue"]["position"]
+    assert 1 <= first_place < queue["position"] <= 3
+    assert queue["waits_for"] == "engines_busy"
+    assert "saturated" in queue["obstacles"]
+    assert stages(found) == {"queue": queue["ms"]}
+    assert queue["ms"] > 20
+    assert sum(each["ms"] for each in queue["causes"]) == pytest.approx(queue["ms"], abs=1)
+    assert 0 < queue["expires_in_ms"] < 1e6
+    later = await receipt(http, found["request_id"])
+    assert later["queue"]["ms"] > queue["ms"]
+    for each in (first, second):
+        each.cancel()
+
+
+async def test_a_request_that_runs_can_be_looked_up(stage: PageStage, http: httpx.AsyncClient) -> None:
+    stage.engine.token_delay_s = 0.2
+    runs = asked(http, "mine", stream=True)
+    await until(lambda: stage.waiting("mine"))
+    while (found := await receipt(http, "mine"))["queue"]["ms"] and "generation" not in stages(found):
+        assert (found["outcome"], found["state"]) == (None, "running")
+        await asyncio.sleep(0.01)
+
+    assert (found["state"], found["attempts"][0]["replica"]) == ("running", "s0")
+    assert set(stages(found)) == {"queue", "until_first_token", "generation"}
+    await runs
+    ended = await receipt(http, "mine")
+    assert (ended["state"], ended["outcome"]) == ("ended", "completed")
+
+
+async def test_of_requests_with_one_clients_id_that_which_has_not_ended_is_told(
+    stage: PageStage, http: httpx.AsyncClient
+) -> None:
+    await asked(http, "same")
+    stage.engine.token_delay_s = 0.2
+    runs = asked(http, "same")
+    await until(lambda: stage.waiting("same"))
+
+    assert (await receipt(http, "same"))["state"] == "running"
+
+    await runs

@@ -1,13 +1,14 @@
 """A pending request at its gateway, and the refusals that a gateway gives without asking the scheduler."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Submission
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.messages import Granted, PutBack, Running, Submit
-from serve_app.serving.channel.scheduler_client import Grant
+from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook
 
 # What a client should wait while a scheduler is being replaced, which takes a few seconds.
 AWAY_RETRY_AFTER_S = 2.0
@@ -29,6 +30,7 @@ class PendingRequest:
         replica_id: where it runs; None while it waits.
         started: its answer has begun.
         put_back: how the last grant ended; None before one, and while it runs.
+        on_outlook: who wants to know how it stands in the queue; None where nobody asks.
     """
 
     submission: Submission
@@ -39,6 +41,7 @@ class PendingRequest:
     replica_id: str | None = None
     started: bool = False
     put_back: PutBack | None = None
+    on_outlook: Callable[[RequestOutlook | None], None] | None = None
 
     @property
     def request_id(self) -> str:

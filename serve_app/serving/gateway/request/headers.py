@@ -10,10 +10,14 @@ from serve_app.scheduling.commands import Dispatch
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.rate_limit_headers import RATE_LIMIT_HEADERS, rate_limit_headers
 from serve_app.serving.gateway.answer.responses import HeaderList, RequestRefused
+from serve_app.serving.gateway.answer.waiting.queue_updates import QueueForm
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 
 RECEIPT_HEADER = b"x-ewsjf-receipt"
 """Asks for where the time of the request went, and tells it."""
+
+QUEUE_HEADER = b"x-ewsjf-queue"
+"""Asks to be told of the queue while the request waits; see `answer.waiting.queue_updates`."""
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_QUEUE_TIMEOUT_S = 86_400.0
@@ -140,6 +144,22 @@ def no_wait(header: bytes | None) -> bool:
     if header.strip().lower() != b"no-wait":
         raise _bad_value("x-queue", header.decode("latin-1"), "no-wait, or leave the header out")
     return True
+
+
+def queue_form(header: bytes | None) -> QueueForm | None:
+    """How a client wants to be told of the queue (`x-ewsjf-queue`); None where it does not ask.
+
+    Raises:
+        RequestRefused: the header says something else.
+    """
+    if header is None:
+        return None
+    asked = header.decode("latin-1")
+    try:
+        return QueueForm(asked.strip().lower())
+    except ValueError:
+        accepted = "comments or events, or leave the header out"
+        raise _bad_value(QUEUE_HEADER.decode(), asked, accepted) from None
 
 
 def refuse_encoded_body(encoding: bytes | None) -> None:

@@ -7,6 +7,7 @@ import msgspec
 from serve_app.request import Submission
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.gateway.answer.sse import Announcements
+from serve_app.serving.gateway.answer.waiting.queue_updates import QueueForm
 from serve_app.serving.gateway.request.held_bodies import HeldBody
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.splice import append_fields, priority_field, response_id_field
@@ -41,6 +42,7 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
         announced: the events with which a stream begins before its first token.
         response: for the Responses API.
         is_form: the body is a form, to which nothing can be added.
+        queue_form: how its client wants to be told of the queue; None where it does not ask.
     """
 
     incoming: IncomingRequest
@@ -52,6 +54,7 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
     announced: Announcements | None = None
     response: ResponseTerms | None = None
     is_form: bool = False
+    queue_form: QueueForm | None = None
 
     def body_for(self, grant: Grant, response_id: str | None) -> bytes:
         """The body with what this grant brings; the very same bytes where that is nothing.

@@ -228,6 +228,7 @@ class RequestReader:
             announced=None if parsed.background else announced,
             response=self._response(incoming, caller, parsed),
             is_form=form is not None,
+            queue_form=heads.queue_form(incoming.headers.get(heads.QUEUE_HEADER)),
         )
 
     def owner(self, incoming: IncomingRequest, caller: Caller) -> str:

@@ -7,26 +7,23 @@ and of the scheduler are differences on one clock each, so no clocks are compare
 Who was served while a request waited is counted when somebody asks, from the receipts that are kept anyway.
 """
 
-import asyncio
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from serve_app.request import Request
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.request import ScheduledRequest
 from serve_app.serving.channel.requests.request_book import GatewayRequest
 from serve_app.serving.channel.scheduler_client import RequestTimes
-from serve_app.serving.scheduler.receipts.receipt import Attempt, Receipt
+from serve_app.serving.scheduler.receipts.receipt import AskedRequest, Attempt, Receipt
+from serve_app.serving.scheduler.receipts.served import WaitedFor, served_during
 
 KEPT_S = 600.0
-# About 20 MB.
+# About 30 MB.
 MOST_KEPT = 20_000
-MOST_SERVED = 10
-"""Tenants and classes that a receipt names; the others are counted together."""
-# Dispatches between two breaths of the event loop: about half a millisecond.
-_LOOKED_AT = 1_000
 
 
 class ReceiptBook:
@@ -36,6 +33,9 @@ class ReceiptBook:
         prefill_s: how long a prefill takes in a pool, by its tokens, as learned so far.
         most: how many are kept at once.
         since: when it began, on the scheduler's clock.
+
+    Attributes:
+        dispatches: how many it has been told of.
     """
 
     def __init__(
@@ -43,10 +43,11 @@ class ReceiptBook:
     ) -> None:
         self._prefill_s = prefill_s
         self._most = most
-        self._dispatches = 0
+        self.dispatches = 0
         # Of requests that wait and were never sent, the pool whose places they wait for.
         self._waiting: dict[str, str] = {}
         self._running: dict[str, tuple[Attempt, ...]] = {}
+        self._asked: dict[str, AskedRequest] = {}
         self._kept: deque[Receipt] = deque()
         # All that ended before is not here, or not any more.
         self._known_since = since
@@ -54,6 +55,10 @@ class ReceiptBook:
 
     def __repr__(self) -> str:
         return f"<ReceiptBook {len(self._kept)} kept, {len(self._running)} under way>"
+
+    def on_arrival(self, request: Request) -> None:
+        """A request has come, whatever becomes of it."""
+        self._asked[request.request_id] = AskedRequest.of(request)
 
     def on_wait(self, scheduled: ScheduledRequest) -> None:
         """A request has come, and waits."""
@@ -63,10 +68,10 @@ class ReceiptBook:
         """A request was sent to a replica."""
         estimate, prediction = scheduled.estimate, scheduled.prediction
         prefill_tokens, request = scheduled.prefill_tokens, scheduled.request
-        self._dispatches += 1
+        self.dispatches += 1
         self._waiting.pop(command.request_id, None)
         attempt = Attempt(
-            self._dispatches,
+            self.dispatches,
             now,
             command,
             request.tenant,
@@ -93,6 +98,7 @@ class ReceiptBook:
             tenant=record.tenant,
             priority=record.priority.value,
             pool=attempts[-1].dispatch.pool if attempts else pool,
+            asked=self._asked.pop(command.request_id, None),
             attempts=attempts,
             usage=record.usage,
             times=record.times,
@@ -110,56 +116,44 @@ class ReceiptBook:
         if receipt is not None and receipt.times is None and receipt.conclude.request_id == request_id:
             receipt.times = times
 
+    def under_way(self) -> Iterator[tuple[AskedRequest, tuple[Attempt, ...]]]:
+        """Every request that has not ended, with its dispatches."""
+        for request_id, asked in self._asked.items():
+            yield asked, self._running.get(request_id, ())
+
     def find(self, request_id: str) -> Receipt | None:
         """The receipt of a request by its own id, or by the last request's to which a client gave that id."""
         return self._by_id.get(request_id)
 
-    async def document(self, request_id: str) -> dict[str, Any]:
-        """A receipt for admins, with the names of others; empty where there is none."""
-        receipt = self.find(request_id)
-        return {} if receipt is None else receipt.document(await self._served_before(receipt))
+    def attempts_of(self, request_id: str) -> tuple[Attempt, ...]:
+        """The dispatches so far of a request that has not ended."""
+        return self._running.get(request_id, ())
+
+    async def document(self, receipt: Receipt) -> dict[str, Any]:
+        """A receipt for admins, with the names of others."""
+        if not receipt.waited.causes or not receipt.pool:
+            return receipt.document()
+        wait = WaitedFor(
+            request_id=receipt.conclude.request_id,
+            pool=receipt.pool,
+            since=receipt.came_at,
+            until=receipt.ended_at,
+            before=self.dispatches + 1 if receipt.ended_waiting else receipt.attempts[-1].number,
+        )
+        return receipt.document(await self.served(wait))
+
+    async def served(self, wait: WaitedFor) -> dict[str, Any]:
+        """Whose requests were served during a wait."""
+        # Copies: more may end while somebody looks at these.
+        running, kept = tuple(self._running.values()), tuple(self._kept)
+        attempts = _attempts(running, kept, wait.since)
+        return await served_during(wait, attempts, is_complete=self._known_since <= wait.since)
 
     def __iter__(self) -> Iterator[Receipt]:
         return iter(self._kept)
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    async def _served_before(self, receipt: Receipt) -> dict[str, Any] | None:
-        """Whose requests were sent to its pool while it waited; None where it did not wait."""
-        if not receipt.waited.causes or not receipt.pool:
-            return None
-        before = self._dispatches + 1 if receipt.ended_waiting else receipt.attempts[-1].number
-        counts: Counter[tuple[str, str]] = Counter()
-        for number, attempt in enumerate(self._attempts_since(receipt.came_at), start=1):
-            if number % _LOOKED_AT == 0:
-                # Others have waited long enough for this look.
-                await asyncio.sleep(0)
-            if (
-                attempt.at >= receipt.came_at
-                and attempt.number < before
-                and attempt.at <= receipt.ended_at
-                and attempt.dispatch.pool == receipt.pool
-                and attempt.dispatch.request_id != receipt.conclude.request_id
-            ):
-                counts[attempt.priority, attempt.tenant] += 1
-        named = counts.most_common(MOST_SERVED)
-        return {
-            "pool": receipt.pool,
-            "requests": counts.total(),
-            "by": [
-                {"class": priority, "tenant": tenant, "requests": count}
-                for (priority, tenant), count in named
-            ],
-            "others": counts.total() - sum(count for _, count in named),
-            "is_complete": self._known_since <= receipt.came_at,
-        }
-
-    def _attempts_since(self, since: float) -> Iterator[Attempt]:
-        """Of all requests that had not ended by then, as they stand now."""
-        # Copies: more may end while somebody looks at these.
-        running, kept = tuple(self._running.values()), tuple(self._kept)
-        return _attempts(running, kept, since)
 
     def _forget(self, receipt: Receipt) -> None:
         self._known_since = receipt.ended_at
@@ -171,6 +165,7 @@ class ReceiptBook:
 def _attempts(
     running: Iterable[tuple[Attempt, ...]], kept: Sequence[Receipt], since: float
 ) -> Iterator[Attempt]:
+    """Of all requests that had not ended by then."""
     for attempts in running:
         yield from attempts
     for receipt in reversed(kept):

@@ -29,12 +29,13 @@ def captured(receipts: Iterable[Receipt]) -> list[dict[str, Any]]:
             "input_length": usage.prompt_tokens,
             "output_length": usage.output_tokens,
             "hash_ids": [],
-            "tenant": _pseudonym(receipt.tenant),
+            "tenant": pseudonym(receipt.tenant),
             "priority": receipt.priority,
         }
         for receipt, usage in counted
     ]
 
 
-def _pseudonym(tenant: str) -> str:
+def pseudonym(tenant: str) -> str:
+    """The name of a tenant that says nothing; the same as long as this process lives."""
     return "t" + hashlib.blake2b(tenant.encode(), key=_SALT, digest_size=6).hexdigest()

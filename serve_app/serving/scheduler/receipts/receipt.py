@@ -1,9 +1,9 @@
 """A receipt: what is kept of one request, and what is told of it."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from serve_app.request import Usage
+from serve_app.request import Request, Submission, Usage
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.waits.causes import WaitBreakdown
 from serve_app.serving.channel.scheduler_client import RequestTimes
@@ -50,6 +50,28 @@ class Attempt:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class AskedRequest:
+    """What a request asked for, which a replay needs.
+
+    Attributes:
+        submission: without the hashes of its prompt.
+        arrived_at, expires_at: on the scheduler's clock.
+    """
+
+    submission: Submission
+    arrived_at: float
+    expires_at: float
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """What is kept of a request."""
+        submission = request.submission
+        if submission.prefix:
+            submission = replace(submission, prefix=())
+        return cls(submission, request.arrived_at, request.expires_at)
+
+
 @dataclass(slots=True, eq=False)
 class Receipt:
     """What is kept of one request.
@@ -59,6 +81,7 @@ class Receipt:
         ended_at: on the scheduler's clock.
         arrived_at: in seconds since 1970.
         pool: whose places it waited for; empty for one that was refused at once.
+        asked: None where another scheduler has admitted it.
         times: what its gateway has told; of one that ended in the queue that comes a little later.
         client_request_id: the id that its client gave it; empty for none.
     """
@@ -71,6 +94,7 @@ class Receipt:
     tenant: str
     priority: str
     pool: str
+    asked: AskedRequest | None
     attempts: tuple[Attempt, ...]
     usage: Usage | None
     times: RequestTimes | None
@@ -103,6 +127,7 @@ class Receipt:
         waited, times = self.waited, self.times
         last = self.attempts[-1] if self.attempts else None
         prefill_s = last.prefill_s if last is not None else None
+        predicted_s = self.attempts[0].predicted_wait_s if self.attempts else None
         return {
             "request_id": self.conclude.request_id,
             "client_request_id": self.client_request_id or self.conclude.request_id,
@@ -110,20 +135,12 @@ class Receipt:
             "model": self.model,
             "tenant": self.tenant,
             "class": self.priority,
+            "state": "ended",
             "outcome": self.conclude.conclusion.outcome.value,
             "message": self.conclude.conclusion.message,
             "arrived_at": self.arrived_at,
             "stages": stages(times, self.wait_s, prefill_s),
-            "queue": {
-                "ms": in_ms(self.wait_s),
-                "predicted_ms": in_ms(self.attempts[0].predicted_wait_s) if self.attempts else None,
-                "causes": [
-                    {"cause": cause.value, "ms": nanoseconds / 1e6, "meaning": cause.meaning}
-                    for cause, nanoseconds in waited.causes.items()
-                ],
-                "ahead": {cause.value: count for cause, count in waited.ahead.items()},
-                "served": served,
-            },
+            "queue": queue_figures(waited, self.wait_s, predicted_s, served),
             "attempts": [each.described(self.attempts[0]) for each in self.attempts],
             "tokens": self._tokens(),
         }
@@ -139,3 +156,19 @@ class Receipt:
             "cached": usage.cached_tokens if usage is not None else None,
             "output": usage.output_tokens if usage is not None else None,
         }
+
+
+def queue_figures(
+    waited: WaitBreakdown, wait_s: float, predicted_s: float | None, served: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What is told of a wait; times are milliseconds."""
+    return {
+        "ms": in_ms(wait_s),
+        "predicted_ms": in_ms(predicted_s),
+        "causes": [
+            {"cause": cause.value, "ms": nanoseconds / 1e6, "meaning": cause.meaning}
+            for cause, nanoseconds in waited.causes.items()
+        ],
+        "ahead": {cause.value: count for cause, count in waited.ahead.items()},
+        "served": served,
+    }

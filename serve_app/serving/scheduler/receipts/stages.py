@@ -22,11 +22,16 @@ def stages(times: RequestTimes | None, wait_s: float, prefill_s: float | None) -
     """
     told: list[dict[str, Any]] = []
     for name, seconds in _stages(times, wait_s):
-        stage: dict[str, Any] = {"stage": name, "ms": in_ms(seconds)}
+        each = stage(name, seconds)
         if parts := list(_parts(name, seconds, times, prefill_s)):
-            stage["parts"] = parts
-        told.append(stage)
+            each["parts"] = parts
+        told.append(each)
     return told
+
+
+def stage(name: str, seconds: float) -> dict[str, Any]:
+    """One stage, as it is told."""
+    return {"stage": name, "ms": in_ms(seconds)}
 
 
 def in_ms(seconds: float | None) -> float | None:
@@ -51,24 +56,24 @@ def _stages(times: RequestTimes | None, wait_s: float) -> Iterator[tuple[str, fl
 
 
 def _parts(
-    stage: str, seconds: float, times: RequestTimes | None, prefill_s: float | None
+    name: str, seconds: float, times: RequestTimes | None, prefill_s: float | None
 ) -> Iterator[dict[str, Any]]:
     told = times.engine if times is not None else None
     if told is not None and told.queue_s is not None and told.prefill_s is not None:
-        yield from _told_parts(stage, seconds, told)
-    elif stage == "until_first_token" and prefill_s is not None:
+        yield from _told_parts(name, seconds, told)
+    elif name == "until_first_token" and prefill_s is not None:
         prefill = min(seconds, prefill_s)
         yield {"part": "engine_queue", "ms": in_ms(seconds - prefill), "estimated": True}
         yield {"part": "prefill", "ms": in_ms(prefill), "estimated": True}
 
 
-def _told_parts(stage: str, seconds: float, told: EngineTimes) -> Iterator[dict[str, Any]]:
+def _told_parts(name: str, seconds: float, told: EngineTimes) -> Iterator[dict[str, Any]]:
     named = [("engine_queue", told.queue_s), ("prefill", told.prefill_s)]
-    if stage == "engine" and told.generation_s is not None:
+    if name == "engine" and told.generation_s is not None:
         named.append(("generation", told.generation_s))
-    elif stage != "until_first_token":
+    elif name != "until_first_token":
         return
     known = sum(each for _, each in named if each is not None)
     # Two clocks: what the engine tells may be a hair more than what the gateway saw.
-    for name, each in [("network", max(0.0, seconds - known)), *named]:
-        yield {"part": name, "ms": in_ms(each), "estimated": False}
+    for part, each in [("network", max(0.0, seconds - known)), *named]:
+        yield {"part": part, "ms": in_ms(each), "estimated": False}

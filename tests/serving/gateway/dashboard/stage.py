@@ -6,16 +6,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from serve_app.counterfactuals.recording import encode_recording
 from serve_app.errors import ChannelError, Outcome
 from serve_app.routing.replica import ReplicaReport
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, most_costly, overview
+from serve_app.serving.scheduler.documents import cost_document
+from serve_app.serving.scheduler.receipts.minutes import StepTimes
+from tests.counterfactuals.production import burst, produce
 from tests.serving.channel.harness import scheduler_settings, submission, until
 from tests.serving.gateway.builders import MODEL, Engine, serving
 from tests.serving.gateway.fleet import Fleet, fleet_of
 
 KEY = "sk-admin"
+OVERLOAD = produce(burst(60, 0)).recording("r50")
 _MOST_PLACES = 200
 
 
@@ -112,16 +117,29 @@ async def page_stage() -> AsyncIterator[PageStage]:
             return found | {"scaling": {}, "costs": most_costly(await costs())}
 
         async def costs() -> dict[str, Any]:
-            return fleet.world.live.costs({})
+            live = fleet.world.live
+            return cost_document(live.core, live.now() - live.began_at, {})
 
         async def nothing(_: str = "") -> Any:
             return {}
 
         async def receipt(request_id: str) -> dict[str, Any]:
-            return await fleet.world.live.receipts.document(request_id)
+            return await fleet.world.live.receipt(request_id)
+
+        async def recording(request_id: str) -> str:
+            live = fleet.world.live
+            found = live.recorder.recording(request_id, StepTimes({}, ""), live.now())
+            # A page with one request has too few to compare it with: those of a simulated overload stand in.
+            return "" if found is None else encode_recording(OVERLOAD)
 
         views = SchedulerViews(
-            queue=nothing, status=nothing, freeze=nothing, overview=look, costs=costs, receipt=receipt
+            queue=nothing,
+            status=nothing,
+            freeze=nothing,
+            overview=look,
+            costs=costs,
+            receipt=receipt,
+            recording=recording,
         )
         app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: views})
         async with serving(app) as port:

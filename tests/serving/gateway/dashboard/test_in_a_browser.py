@@ -12,6 +12,7 @@ import pytest
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from tests.accessibility import barriers, needs_axe
 from tests.browser import BrowserPage, needs_browser, open_page
+from tests.serving.channel.harness import until
 from tests.serving.gateway.builders import MODEL, replies
 
 from .stage import KEY, PageStage, page_stage
@@ -222,6 +223,17 @@ async def test_a_request_of_the_playground_takes_the_real_way(stage: PageStage, 
     assert len(body["messages"][0]["content"].split()) == 120
 
 
+async def looks_up_one_that_waits(stage: PageStage, page: BrowserPage) -> None:
+    """Open the receipt of the only request, and come back."""
+    (own,) = stage.fleet.world.live._gateways.book
+    await page.evaluate(f"location.hash = '#request/{own}'")
+    shown = "document.querySelector('#panel-request').innerText"
+    told = plain(await page.becomes(f"{shown}.includes('waiting') && {shown}"))
+    assert "1 of 1 in pool short" in told
+    assert "the replicas did not report, or drained" in told
+    await page.evaluate("location.hash = '#playground'")
+
+
 async def test_a_request_that_waited_has_a_receipt(
     stage: PageStage, page: BrowserPage, tmp_path: Path
 ) -> None:
@@ -233,6 +245,7 @@ async def test_a_request_that_waited_has_a_receipt(
     await stage.held()
     await page.evaluate(f"{shown}.querySelector('form').requestSubmit()")
     await page.becomes(f"{shown}.innerText.includes('1 request in the queue')")
+    await looks_up_one_that_waits(stage, page)
     stage.release()
     await page.becomes(f"{shown}.innerText.includes('completed (200)')")
 
@@ -247,6 +260,15 @@ async def test_a_request_that_waited_has_a_receipt(
     assert "until the first token" in told
     assert "of this: prefill (estimated)" in told
     assert "generation" in told
+    await page.evaluate("document.querySelector('#panel-request button[type=button]').click()")
+    told = plain(
+        await page.becomes(
+            "document.querySelector('#panel-request').innerText.includes('would have helped:')"
+            " && document.querySelector('#panel-request').innerText"
+        )
+    )
+    assert "one replica more in pool only" in told
+    assert "Unchanged, the replay has a wait of" in told
     await page.evaluate("location.hash = '#request/unknown'")
     await page.becomes("document.querySelector('#panel-request').innerText.includes('ten minutes')")
 
@@ -352,6 +374,19 @@ async def test_no_view_has_a_barrier(stage: PageStage, page: BrowserPage, scheme
     for tab in TABS:
         await choose(page, tab)
         assert await barriers(page) == [], tab
+    receipt = "document.querySelector('#panel-request').innerText"
+    await page.evaluate("location.hash = '#request/r1'")
+    await page.becomes(f"{receipt}.includes('r1: waiting')")
+    assert await barriers(page) == []
+    stage.release()
+    await until(lambda: not stage.fleet.core.find("r1").queued)
+    stage.end("r1")
+    await page.evaluate("document.querySelector('#panel-request form').requestSubmit()")
+    await page.becomes(f"{receipt}.includes('r1: completed') && {receipt}.includes('Who was sent')")
+    assert await barriers(page) == []
+    await page.evaluate("document.querySelector('#panel-request button[type=button]').click()")
+    await page.becomes(f"{receipt}.includes('would have helped:')")
+    assert await barriers(page) == []
     await page.emulate(scheme=scheme, width=400)
     for tab in TABS:
         await choose(page, tab)

@@ -41,11 +41,31 @@ export async function opened(page, id) {
     const answer = await fetch(page.address(`/debug/requests/${encodeURIComponent(id)}`), {
       headers: { authorization: `Bearer ${page.key}` }, cache: "no-store", credentials: "omit",
     });
-    if (answer.ok) show(parts.result, receipt(await answer.json()));
+    if (answer.ok) withReplays(page, await answer.json());
     else told(await messageOf(answer));
   } catch (error) {
     told(`The gateway does not answer (${error.message}).`);
   }
+}
+
+/** Show a receipt, and what would have helped once somebody asks. */
+function withReplays(page, shown) {
+  const shows = (told) => show(parts.result, receipt(shown), shown.outcome ? helped(told, ask) : null);
+  async function ask() {
+    shows({ notice: "Replaying the minutes around it; this takes some seconds …" });
+    const asked = parts.id.value;
+    const isLeft = () => parts.id.value !== asked;
+    try {
+      const answer = await fetch(page.address(`/debug/requests/${encodeURIComponent(shown.request_id)}/what-if`), {
+        headers: { authorization: `Bearer ${page.key}` }, cache: "no-store", credentials: "omit",
+      });
+      const told = answer.ok ? { result: await answer.json() } : { notice: await messageOf(answer) };
+      if (!isLeft()) shows(told);
+    } catch (error) {
+      if (!isLeft()) shows({ notice: `The gateway does not answer (${error.message}).` });
+    }
+  }
+  shows({});
 }
 
 const NAMES = {
@@ -71,15 +91,17 @@ function receipt(shown) {
   const total = stages.reduce((sum, each) => sum + each.ms, 0);
   return h("div", { key: "receipt" },
     h("div", { class: "card" },
-      h("h2", null, `${shown.request_id}: ${shown.outcome}`),
+      h("h2", null, `${shown.request_id}: ${shown.outcome ?? shown.state}`),
+      shown.outcome ? null : h("p", { class: "note" }, "It has not ended: this is how it stood a moment ago. Show asks again."),
       shown.message ? h("p", { class: "error" }, shown.message) : null,
       facts([
         ["Client's id", shown.client_request_id],
         ["Model, endpoint", [shown.model, shown.endpoint].filter(Boolean).join(", ")],
         ["Tenant, class", `${shown.tenant}, ${shown.class}`],
         ["Arrived", new Date(1000 * shown.arrived_at).toLocaleString()],
-        ["Time in all", ms(total)],
+        [shown.outcome ? "Time in all" : "Time so far", ms(total)],
         ["Wait predicted", ms(shown.queue.predicted_ms)],
+        ...(shown.state === "waiting" ? place(shown.queue) : []),
         ["Prompt tokens", tokens(shown.tokens.prompt, shown.tokens.expected_prompt)],
         ["Of these cached", whole(shown.tokens.cached)],
         ["Answer's tokens", tokens(shown.tokens.output, shown.tokens.expected_output)],
@@ -89,6 +111,14 @@ function receipt(shown) {
     shown.queue.served ? h("div", { class: "card" }, served(shown.queue.served)) : null,
     h("div", { class: "card" }, attempts(shown.attempts)));
 }
+
+const place = (queue) => [
+  ["Waits because", queue.meaning],
+  ["Its place", queue.position ? `${whole(queue.position)} of ${whole(queue.waiting)} in pool ${queue.pool}` : null],
+  ["Expected to start", queue.expected_ms === null ? "not known yet" : `in ${ms(queue.expected_ms)}`],
+  ["Gives up", `in ${ms(queue.expires_in_ms)}`],
+  ["In its way", queue.obstacles],
+];
 
 const tokens = (counted, expected) => `${whole(counted)} (${whole(expected)} expected)`;
 
@@ -138,6 +168,32 @@ function served(told) {
   const more = told.is_complete ? "" : ", as far as receipts go back";
   return table(`Who was sent to pool ${told.pool} while it waited${more}`,
     [["Tenant"], ["Class"], ["Requests", "figure"], ["Share", "meters"]], rows, "Nobody was.");
+}
+
+function helped({ notice, result }, ask) {
+  return h("div", { class: "card", key: "what-if" },
+    h("h2", null, "What would have helped"),
+    h("p", { class: "note" }, "The minutes around it are replayed with one thing changed each. Nine in ten waits fall between the two values."),
+    result ? null : h("button", { type: "button", onclick: ask }, "Replay"),
+    notice ? h("p", { class: "notice" }, notice) : null,
+    result ? changes(result) : null);
+}
+
+function changes(result) {
+  const { replay } = result;
+  const rows = result.changes.map((each) => ({
+    key: each.label,
+    cells: each.wait
+      ? [each.label, ms(each.wait.ms), `${ms(each.wait.low_ms)} to ${ms(each.wait.high_ms)}`, each.ttft ? ms(each.ttft.ms) : NONE, each.note]
+      : [each.label, NONE, NONE, NONE, each.note],
+  }));
+  return [
+    h("p", { class: "note" }, replay.reproduces
+      ? `Unchanged, the replay has a wait of ${ms(replay.wait_ms)}; really it was ${ms(result.recorded.wait_ms)}.`
+      : `The replay does not reproduce this wait: it has ${ms(replay.wait_ms)}, really it was ${ms(result.recorded.wait_ms)}.`),
+    table("Its wait, had one thing been different", [["Change"], ["Wait", "figure"], ["Nine in ten", "figure"], ["First token", "figure"], ["Note", "why"]], rows, "Nothing could be changed."),
+    h("p", null, result.best ? `Most would have helped: ${result.best}.` : "Nothing of this would have helped by more than the replay's own error."),
+  ];
 }
 
 function attempts(all) {

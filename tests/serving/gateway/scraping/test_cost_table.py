@@ -4,10 +4,9 @@ import io
 import httpx
 
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.cost_table import cost_table
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
-
-from .builders import FakeDispatcher
+from serve_app.serving.gateway.scraping.cost_table import cost_table
+from tests.serving.gateway.builders import FakeDispatcher
 
 
 def row(tenant: str, gpu_seconds: float | None = 8.0) -> dict[str, object]:

@@ -22,26 +22,31 @@ class QueuedComments:
     """The comments of one stream.
 
     Args:
-        interval_s: until the first, and between them.
+        interval_s: until the first, and between them, of silence; 0 for none.
         headers: of the answer, besides its type.
 
     Attributes:
         begun: one has been sent, so the answer has begun.
     """
 
-    __slots__ = ("_headers", "_interval_s", "_send", "_sending", "_timer", "begun")
+    __slots__ = ("_headers", "_interval_s", "_next", "_send", "_sending", "_stopped", "_timer", "begun")
 
     def __init__(self, send: Send, interval_s: float, headers: HeaderList) -> None:
         self._send = send
         self._interval_s = interval_s
         self._headers = headers
         self._sending: asyncio.Task[None] | None = None
+        self._next: bytes | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._stopped = False
         self.begun = False
 
     def start(self) -> None:
         """Begin to count the time."""
-        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._comment)
+        self._arm()
+
+    def on_grant(self) -> None:
+        """The request waits no more, for now; comments go on until its answer begins."""
 
     async def stop(self) -> None:
         """Send no more; returns when none is under way."""
@@ -51,22 +56,38 @@ class QueuedComments:
 
     def cancel(self) -> None:
         """Begin no more."""
+        self._stopped, self._next = True, None
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
 
-    def _comment(self) -> None:
-        self._sending = asyncio.get_running_loop().create_task(self._write())
+    def say(self, piece: bytes) -> None:
+        """Send a comment or an event; while the one before is on its way, only the newest is kept."""
+        if self._stopped:
+            return
+        if self._sending is not None:
+            self._next = piece
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._sending = asyncio.get_running_loop().create_task(self._write(piece))
 
-    async def _write(self) -> None:
+    async def _write(self, piece: bytes) -> None:
+        following: bytes | None = piece
         try:
             if not self.begun:
                 self.begun = True
                 headers = [*_HEADERS, *self._headers]
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+            while following is not None:
+                await self._send({"type": "http.response.body", "body": following, "more_body": True})
+                following, self._next = self._next, None
         except (OSError, ClientGone):
             # The client has gone; its request's watch hears of it.
             return
-        if self._timer is not None:
-            self.start()
+        self._sending = None
+        if not self._stopped:
+            self._arm()
+
+    def _arm(self) -> None:
+        if self._interval_s:
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self.say, _COMMENT)

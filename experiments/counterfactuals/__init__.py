@@ -1,0 +1,1 @@
+"""What an application says would have helped a request, beside what really would have."""

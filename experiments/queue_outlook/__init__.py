@@ -1,0 +1,1 @@
+"""How honest waiting requests are told when they start."""

@@ -1,0 +1,1 @@
+"""What receipts cost a gateway and a scheduler: see `run`."""

@@ -1,0 +1,117 @@
+"""How far estimates were off: the distribution of actual over estimated times, learned online.
+
+Ratios are counted in bins of equal width on a logarithmic scale, so that quantiles cost the same however many
+were seen, and neither a stall nor a burst distorts them. Older ones fade.
+"""
+
+import math
+from dataclasses import dataclass
+
+_PER_OCTAVE = 8
+_LEAST_OCTAVE, _MOST_OCTAVE = -7, 5
+_BINS = _PER_OCTAVE * (_MOST_OCTAVE - _LEAST_OCTAVE)
+# A ratio's weight after n more is `_KEPT ** n`: the last two hundred or so count.
+_KEPT = 0.995
+# Weights are put right before they grow out of bounds.
+_MOST_WEIGHT = 1e9
+# Share of the times that should be beyond each bound.
+_TAIL = 0.1
+# How much one time moves a margin, on the logarithmic scale, and how far margins go.
+_STEP = 0.05
+_MOST_MARGIN = 8.0
+# Before intervals have been compared with anything, they are wide rather than wrong.
+_FIRST_MARGIN = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """An expectation and the bounds of its interval.
+
+    Attributes:
+        low: at the 10th percentile.
+        middle: at the median.
+        high: at the 90th percentile.
+    """
+
+    low: float
+    middle: float
+    high: float
+
+
+class RatioSpread:
+    """Ratios of actual to estimated times.
+
+    Attributes:
+        count: ratios so far.
+    """
+
+    __slots__ = ("_quantiles", "_total", "_weight", "_weights", "count")
+
+    def __init__(self) -> None:
+        self._weights = [0.0] * _BINS
+        self._total = 0.0
+        self._weight = 1.0
+        self._quantiles: Quantiles | None = None
+        self.count = 0
+
+    def add(self, ratio: float) -> None:
+        """Count one ratio, not negative."""
+        octaves = math.log2(ratio) if ratio > 0 else -math.inf
+        place = min(max(octaves - _LEAST_OCTAVE, 0.0), _MOST_OCTAVE - _LEAST_OCTAVE) * _PER_OCTAVE
+        self._weights[min(int(place), _BINS - 1)] += self._weight
+        self._total += self._weight
+        self.count += 1
+        self._weight /= _KEPT
+        self._quantiles = None
+        if self._weight > _MOST_WEIGHT:
+            self._weights = [weight / self._weight for weight in self._weights]
+            self._total /= self._weight
+            self._weight = 1.0
+
+    def quantiles(self) -> Quantiles:
+        """The 10th percentile, the median and the 90th percentile of at least one ratio."""
+        if self._quantiles is None:
+            self._quantiles = Quantiles(self._quantile(_TAIL), self._quantile(0.5), self._quantile(1 - _TAIL))
+        return self._quantiles
+
+    def _quantile(self, share: float) -> float:
+        wanted, seen = share * self._total, 0.0
+        for place, weight in enumerate(self._weights):
+            if weight and seen + weight >= wanted:
+                octaves: float = _LEAST_OCTAVE + (place + (wanted - seen) / weight) / _PER_OCTAVE
+                return math.exp2(octaves)
+            seen += weight
+        return math.exp2(_MOST_OCTAVE)
+
+    def __repr__(self) -> str:
+        return f"<RatioSpread of {self.count}>"
+
+
+class Margin:
+    """What intervals need beyond the spread of the past, where the present is unlike it.
+
+    Each bound has a factor. A time beyond it raises the factor, one within lowers it, by amounts that cancel
+    when the bound holds as often as it should. So in the long run it does, whatever changes meanwhile.
+    Intervals are never narrower than the spread.
+
+    Source: adaptive conformal inference (Gibbs and Candes, NeurIPS 2021), on a logarithmic scale.
+
+    Attributes:
+        low: by which the lower bound is divided.
+        high: by which the upper bound is multiplied.
+    """
+
+    __slots__ = ("high", "low")
+
+    def __init__(self) -> None:
+        self.low = self.high = _FIRST_MARGIN
+
+    def learn(self, actual_s: float, told: Quantiles) -> None:
+        """Compare an interval with what came of it."""
+        self.low = _moved(self.low, missed=actual_s < told.low)
+        self.high = _moved(self.high, missed=actual_s > told.high)
+
+
+def _moved(factor: float, *, missed: bool) -> float:
+    moved = factor * math.exp(_STEP * (1 - _TAIL if missed else -_TAIL))
+    return min(max(moved, 1.0), _MOST_MARGIN)

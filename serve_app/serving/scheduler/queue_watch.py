@@ -1,0 +1,102 @@
+"""Tells gateways how those of their waiting requests stand in the queue whose clients ask.
+
+All of them are looked at together, four times a second, and less often where that would take more than a
+small part of the scheduler's time. One look is done in parts, and events are handled between them. While
+nobody asks, there is no timer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter
+
+from serve_app.scheduling import Scheduler
+from serve_app.scheduling.commands import Conclude
+from serve_app.scheduling.outlook.watched import Outlook, WatchedRequests
+from serve_app.scheduling.request import ScheduledRequest
+from serve_app.serving.channel.scheduler_client import RequestOutlook
+from serve_app.serving.scheduler.scraped.honesty import HonestyMetrics
+
+logger = logging.getLogger("ray.serve")
+
+_EVERY_S = 0.25
+# Of the scheduler's time, at most; with thousands that wait, looks become rarer.
+_MOST_SHARE = 0.05
+
+
+class QueueWatch:
+    """The watched requests of one live scheduler.
+
+    Args:
+        now: the scheduler's clock.
+        tell: brings outlooks to the gateways that hold the requests.
+        honesty: where it is counted how right they were.
+    """
+
+    def __init__(
+        self,
+        core: Scheduler,
+        now: Callable[[], float],
+        tell: Callable[[Iterable[RequestOutlook]], None],
+        honesty: HonestyMetrics,
+    ) -> None:
+        self._now, self._tell, self._honesty = now, tell, honesty
+        self._watched = WatchedRequests(core)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.Handle | None = None
+        self._look_is_due_at = 0.0
+        self._stopped = False
+
+    def __repr__(self) -> str:
+        return f"<QueueWatch {self._watched}>"
+
+    def watch(self, request_id: str) -> None:
+        """Tell of a request from now on, while it waits."""
+        if not self._stopped and self._watched.watch(request_id, self._now()) and self._timer is None:
+            self._timer = self._loop.call_at(self._look_is_due_at, self._look)
+
+    def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
+        """A request was dispatched."""
+        self._honesty.observe(self._watched.on_dispatch(scheduled, now))
+
+    def on_conclusion(self, command: Conclude, now: float) -> None:
+        """A request has ended."""
+        outcome = command.conclusion.outcome
+        self._honesty.observe(self._watched.on_conclusion(command.request_id, outcome, now))
+
+    def stop(self) -> None:
+        """Tell nothing any more."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._go_on(self._watched.look(self._now()), 0.0)
+
+    def _go_on(self, look: Iterator[list[Outlook]], took_s: float) -> None:
+        """Do one part of a look, and have the next one done, or the next look."""
+        began = perf_counter()
+        try:
+            told = next(look, None)
+            if told:
+                self._tell(map(_as_message, told))
+        except Exception:
+            # Nobody depends on it: scheduling goes on.
+            logger.exception("event=queue_outlook_failed")
+            told = None
+        took_s += perf_counter() - began
+        if self._stopped:
+            return
+        if told is not None:
+            self._timer = self._loop.call_soon(self._go_on, look, took_s)
+            return
+        self._look_is_due_at = self._loop.time() + max(_EVERY_S, took_s / _MOST_SHARE)
+        self._timer = self._loop.call_at(self._look_is_due_at, self._look) if self._watched else None
+
+
+def _as_message(outlook: Outlook) -> RequestOutlook:
+    start = outlook.start
+    if start is None:
+        return RequestOutlook(outlook.request_id, outlook.position, None, None, None)
+    times = round(start.middle, 3), round(start.low, 3), round(start.high, 3)
+    return RequestOutlook(outlook.request_id, outlook.position, *times)

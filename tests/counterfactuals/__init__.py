@@ -1,0 +1,1 @@
+"""Recordings, replays and what they tell."""

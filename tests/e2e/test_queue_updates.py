@@ -1,0 +1,90 @@
+"""Streams that ask where they stand, of an application with more to do than it can take."""
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from tests.e2e.served import Served
+
+pytestmark = pytest.mark.timeout(300)
+
+STREAMS, TOKENS = 200, 150
+UPDATE = re.compile(r": queue state=(\w+)(?: position=(\d+))?(?: expected_start_s=([\d.e-]+))?")
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What one stream heard.
+
+    Attributes:
+        positions: those that it was told, in order.
+        after_answer: updates that came after the first event of its answer.
+    """
+
+    status: int
+    positions: list[int]
+    states: list[str]
+    tokens: int
+    ends: int
+    after_answer: int
+
+
+async def listen(http: httpx.AsyncClient, number: int) -> Heard:
+    positions: list[int] = []
+    states: list[str] = []
+    tokens = ends = after_answer = 0
+    answer_began = False
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": f"{number}: tell me something."}],
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    headers = {"x-ewsjf-queue": "comments", "x-tenant": "listener"}
+    async with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
+        async for line in answer.aiter_lines():
+            update = UPDATE.match(line)
+            if update is not None:
+                after_answer += answer_began
+                states.append(update[1])
+                positions += [int(update[2])] if update[2] else []
+            elif line == "data: [DONE]":
+                ends += 1
+            elif line.startswith("data: "):
+                answer_began = True
+                usage = json.loads(line.removeprefix("data: ")).get("usage") or {}
+                tokens += usage.get("completion_tokens", 0)
+    return Heard(answer.status_code, positions, states, tokens, ends, after_answer)
+
+
+async def test_waiting_streams_are_told_where_they_stand_and_all_are_served(app: Served) -> None:
+    limits = httpx.Limits(max_connections=STREAMS + 10)
+    before = app.metric("ewsjf_queue_estimates_total", told="first")
+    async with httpx.AsyncClient(base_url=app.url, timeout=200, limits=limits) as http:
+        heard = await asyncio.gather(*(listen(http, number) for number in range(STREAMS)))
+    assert {(one.status, one.tokens, one.ends, one.after_answer) for one in heard} == {(200, TOKENS, 1, 0)}
+    told = [one for one in heard if one.positions]
+    assert len(told) >= STREAMS / 10
+    for one in told:
+        assert min(one.positions) >= 1
+        assert max(one.positions) <= STREAMS
+        # Others of the session's tests are served by now: nobody comes who would go first.
+        assert one.positions[-1] <= one.positions[0]
+        assert one.states[-1] == "started"
+        assert set(one.states) <= {"waiting", "started"}
+    assert max(len(one.positions) for one in told) >= 2
+    assert app.metric("ewsjf_queue_estimates_total", told="first") > before
+
+
+async def test_a_value_that_means_nothing_is_refused(app: Served) -> None:
+    async with httpx.AsyncClient(base_url=app.url, timeout=30) as http:
+        body = {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
+        answer = await http.post("/v1/chat/completions", json=body, headers={"x-ewsjf-queue": "loud"})
+    assert answer.status_code == 400
+    assert "comments or events" in answer.json()["error"]["message"]

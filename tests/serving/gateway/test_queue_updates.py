@@ -1,0 +1,315 @@
+"""Streams whose clients ask where they stand in the queue, over HTTP."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from serve_app.errors import Outcome
+from serve_app.serving.channel.scheduler_client import RequestOutlook
+from serve_app.serving.gateway.answer.waiting.queue_updates import ASK_AFTER_S
+
+from .builders import (
+    Answer,
+    Engine,
+    FakeDispatcher,
+    chat,
+    error_json,
+    eventually,
+    gateway,
+    refusal,
+    replies,
+    send_event,
+    serving,
+    start_stream,
+)
+from .conftest import Stage, staged
+
+CHAT = "/v1/chat/completions"
+COMMENTS, EVENTS = {"x-ewsjf-queue": "comments"}, {"x-ewsjf-queue": "events"}
+
+
+@asynccontextmanager
+async def queued(engine: Engine | None = None, **changes: Any) -> AsyncIterator[Stage]:
+    """A gateway whose scheduler lets everybody wait."""
+    engine, dispatcher = engine or Engine(), FakeDispatcher([])
+    async with serving(engine) as port:
+        dispatcher.ports = [port]
+        dispatcher.gate.clear()
+        async with staged(engine, dispatcher, gateway(dispatcher, **changes)) as stage:
+            yield stage
+
+
+async def tell(stage: Stage, position: int, *start: float) -> None:
+    """News for the only request, in seconds: expected, earliest and latest."""
+    await eventually(lambda: bool(stage.dispatcher.watching))
+    ((request_id, on_outlook),) = stage.dispatcher.watching.items()
+    expected, earliest, latest = start or (None, None, None)
+    on_outlook(RequestOutlook(request_id, position, expected, earliest, latest))
+    await asyncio.sleep(0.05)
+
+
+async def away(stage: Stage) -> None:
+    (on_outlook,) = stage.dispatcher.watching.values()
+    on_outlook(None)
+    await asyncio.sleep(0.05)
+
+
+async def streamed(stage: Stage, headers: dict[str, str], **fields: Any) -> tuple[int, str]:
+    body = chat(stream=True, max_tokens=3, **fields)
+    async with stage.http.stream("POST", CHAT, json=body, headers=headers) as answer:
+        return answer.status_code, "".join([piece async for piece in answer.aiter_text()])
+
+
+async def test_comments_tell_the_place_and_the_start_and_then_the_answer_comes() -> None:
+    async with queued() as stage:
+        reading = asyncio.create_task(streamed(stage, COMMENTS))
+        await tell(stage, 7)
+        await tell(stage, 3, 2.4, 1.1, 4.0)
+        await away(stage)
+        stage.dispatcher.gate.set()
+        status, text = await reading
+    assert status == 200
+    comments, _, answer = text.partition("data: ")
+    assert comments.split("\n\n")[:-1] == [
+        ": queue state=waiting position=7",
+        ": queue state=waiting position=3 expected_start_s=2.4 earliest_s=1.1 latest_s=4.0",
+        ": queue state=scheduler_away",
+        ": queue state=started",
+    ]
+    assert answer.endswith("data: [DONE]\n\n")
+    assert stage.dispatcher.outcomes() == [Outcome.COMPLETED]
+
+
+async def test_events_tell_the_same_by_name() -> None:
+    async with queued() as stage:
+        reading = asyncio.create_task(streamed(stage, EVENTS))
+        await tell(stage, 3, 2.4, 1.1, 4.0)
+        stage.dispatcher.gate.set()
+        _, text = await reading
+    events = [event.splitlines() for event in text.split("\n\n") if event.startswith("event: ")]
+    assert [name for name, _ in events] == ["event: ewsjf.queue"] * 2
+    told = [json.loads(data.removeprefix("data: ")) for _, data in events]
+    waiting = {"state": "waiting", "position": 3}
+    assert told[0] == {**waiting, "expected_start_s": 2.4, "earliest_s": 1.1, "latest_s": 4.0}
+    assert told[1] == {"state": "started"}
+
+
+async def test_who_is_served_at_once_is_told_nothing_and_costs_the_scheduler_nothing(stage: Stage) -> None:
+    status, text = await streamed(stage, COMMENTS)
+    assert status == 200
+    assert ": queue" not in text
+    await asyncio.sleep(ASK_AFTER_S + 0.1)
+    assert stage.dispatcher.watching == {}
+
+
+async def test_who_is_refused_at_once_gets_the_true_status(stage: Stage) -> None:
+    stage.dispatcher.script.append(refusal(Outcome.REJECTED_QUEUE_FULL, "full", 2.0))
+    status, text = await streamed(stage, COMMENTS)
+    assert status == 429
+    assert json.loads(text)["error"]["message"] == "full"
+
+
+async def test_who_waits_without_news_gets_the_true_status_as_well() -> None:
+    async with queued() as stage:
+        stage.dispatcher.script.append(refusal(Outcome.EXPIRED, "waited too long", 2.0))
+        reading = asyncio.create_task(streamed(stage, COMMENTS))
+        await eventually(lambda: bool(stage.dispatcher.watching))
+        stage.dispatcher.gate.set()
+        status, _ = await reading
+    assert status == 504
+
+
+async def test_a_refusal_after_news_is_an_error_event() -> None:
+    async with queued() as stage:
+        stage.dispatcher.script.append(refusal(Outcome.EXPIRED, "waited too long", 2.0))
+        reading = asyncio.create_task(streamed(stage, COMMENTS))
+        await tell(stage, 1)
+        stage.dispatcher.gate.set()
+        status, text = await reading
+    assert status == 200
+    assert json.loads(text.rpartition("data: ")[2])["error"]["code"] == "queue_timeout"
+
+
+async def test_a_request_that_comes_back_from_its_replica_may_be_told_again() -> None:
+    engine = Engine()
+    engine.answers.append(replies(503, error_json("busy", 503)))
+    async with queued(engine) as stage:
+        reading = asyncio.create_task(streamed(stage, COMMENTS))
+        await tell(stage, 1)
+        stage.dispatcher.gate.set()
+        _, text = await reading
+    assert text.count(": queue state=started\n\n") >= 1
+    assert text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("headers", [{}, COMMENTS])
+async def test_an_answer_in_one_piece_is_as_without_the_header(headers: dict[str, str]) -> None:
+    async with queued() as stage:
+        asked = asyncio.create_task(stage.http.post(CHAT, json=chat(), headers=headers))
+        await eventually(lambda: stage.dispatcher.waiting == 1)
+        await asyncio.sleep(ASK_AFTER_S + 0.1)
+        assert stage.dispatcher.watching == {}
+        stage.dispatcher.gate.set()
+        answer = await asked
+    assert answer.headers["x-pool"] == "short"
+    assert answer.json()["choices"]
+
+
+async def test_who_does_not_ask_is_told_nothing() -> None:
+    async with queued() as stage:
+        reading = asyncio.create_task(streamed(stage, {}))
+        await eventually(lambda: stage.dispatcher.waiting == 1)
+        await asyncio.sleep(ASK_AFTER_S + 0.1)
+        assert stage.dispatcher.watching == {}
+        stage.dispatcher.gate.set()
+        _, text = await reading
+    assert ": queue" not in text
+
+
+@pytest.mark.parametrize("value", ["yes", "", "comments, events"])
+async def test_a_value_that_is_none_of_the_two_is_refused(stage: Stage, value: str) -> None:
+    answer = await stage.http.post(CHAT, json=chat(stream=True), headers={"x-ewsjf-queue": value})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "x-ewsjf-queue"
+    assert repr(value) in error["message"]
+    assert "comments or events" in error["message"]
+    assert stage.dispatcher.submissions == []
+
+
+async def test_without_news_the_usual_comments_come_and_with_news_only_after_silence() -> None:
+    async with queued(queued_comment_s=0.3) as stage:
+        reading = asyncio.create_task(streamed(stage, COMMENTS))
+        for position in range(9, 3, -1):
+            await tell(stage, position)
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5)
+        stage.dispatcher.gate.set()
+        _, text = await reading
+    spoken, _, silent = text.partition("position=4\n\n")
+    assert ": queued" not in spoken
+    assert silent.count(": queued\n\n") >= 1
+
+
+async def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
+    async with queued() as stage:
+        reading = asyncio.create_task(streamed(stage, COMMENTS))
+        await tell(stage, 2)
+        reading.cancel()
+        await eventually(lambda: stage.gateway.in_flight == 0)
+        assert stage.dispatcher.names()[-1] == "cancelled_in_queue"
+        await tell(stage, 1)
+
+
+async def test_a_client_that_does_not_read_gets_the_newest_of_what_it_missed() -> None:
+    async with queued() as stage:
+        body = json.dumps(chat(stream=True, max_tokens=3)).encode()
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nx-ewsjf-queue: comments\r\ncontent-length: {len(body)}\r\n"
+        )
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1024)
+        writer.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        await eventually(lambda: bool(stage.dispatcher.watching))
+        ((request_id, on_outlook),) = stage.dispatcher.watching.items()
+        for position in range(100_000, 0, -1):
+            on_outlook(RequestOutlook(request_id, position, None, None, None))
+        stage.dispatcher.gate.set()
+        text = (await reader.read(-1)).decode()
+        writer.close()
+    assert text.count("position=") <= 3
+    assert "position=1\r" in text or "position=1\n" in text
+
+
+async def test_openais_sdk_reads_a_commented_stream_without_noticing() -> None:
+    async with queued() as stage:
+
+        async def read() -> list[str]:
+            stream = await stage.sdk.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "hi"}],
+                max_tokens=3,
+                stream=True,
+                extra_headers=COMMENTS,
+            )
+            return [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+
+        reading = asyncio.create_task(read())
+        await tell(stage, 2)
+        await tell(stage, 1, 2.4, 1.1, 4.0)
+        stage.dispatcher.gate.set()
+        assert await reading == ["w0 ", "w1 ", "w2 "]
+
+
+async def test_openais_sdk_takes_an_event_for_a_chunk_without_choices() -> None:
+    """Why the documents say that only clients which know these events should ask for them."""
+    async with queued() as stage:
+
+        async def read() -> list[Any]:
+            stream = await stage.sdk.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "hi"}],
+                max_tokens=3,
+                stream=True,
+                extra_headers=EVENTS,
+            )
+            return [chunk async for chunk in stream]
+
+        reading = asyncio.create_task(read())
+        await tell(stage, 2)
+        stage.dispatcher.gate.set()
+        chunks = await reading
+    assert isinstance(chunks[0], openai.types.chat.ChatCompletionChunk)
+    assert chunks[0].choices is None
+    assert chunks[0].model_extra == {"state": "waiting", "position": 2}
+
+
+def messages_stream() -> Answer:
+    """A stream as vLLM's `/v1/messages` writes one, of one word."""
+    message = {"id": "m", "type": "message", "role": "assistant", "model": "tiny", "content": []}
+    usage = {"input_tokens": 7, "output_tokens": 1}
+    block = {"type": "text", "text": ""}
+    delta = {"type": "text_delta", "text": "hello"}
+    ends = {"stop_reason": "end_turn", "stop_sequence": None}
+
+    async def answer(_scope: Any, _parsed: Any, send: Any) -> None:
+        await start_stream(send)
+        for event in (
+            {"type": "message_start", "message": {**message, "stop_reason": None, "usage": usage}},
+            {"type": "content_block_start", "index": 0, "content_block": block},
+            {"type": "content_block_delta", "index": 0, "delta": delta},
+            {"type": "content_block_stop", "index": 0},
+            {"type": "message_delta", "delta": ends, "usage": usage},
+            {"type": "message_stop"},
+        ):
+            await send_event(send, event, name=str(event["type"]))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return answer
+
+
+async def test_anthropics_sdk_reads_a_commented_stream_without_noticing() -> None:
+    engine = Engine()
+    engine.answers.append(messages_stream())
+    async with queued(engine) as stage:
+        url = f"http://127.0.0.1:{stage.port}"
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as sdk:
+
+            async def read() -> str:
+                question: Any = {"role": "user", "content": "hi"}
+                asking = sdk.messages.stream(
+                    model="tiny", max_tokens=8, messages=[question], extra_headers=COMMENTS
+                )
+                async with asking as stream:
+                    return await stream.get_final_text()
+
+            reading = asyncio.create_task(read())
+            await tell(stage, 2)
+            await tell(stage, 1, 2.4, 1.1, 4.0)
+            stage.dispatcher.gate.set()
+            assert await reading == "hello"

@@ -1,0 +1,95 @@
+"""Replays beside a gateway: the real process, its limits, and who may ask."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.counterfactuals.recording import encode_recording
+from serve_app.counterfactuals.what_if import what_if
+from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.replays import Replays
+from serve_app.serving.gateway.scheduler_views import SchedulerViews
+from tests.counterfactuals.production import burst, produce
+from tests.serving.gateway.builders import MODEL, FakeDispatcher, serving
+
+ADMIN = {"authorization": "Bearer k1"}
+RECORDING = produce(burst(40, 0)).recording("r35")
+
+
+@asynccontextmanager
+async def gateway(recording: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway whose scheduler has one recording, of the request `mine`."""
+
+    async def nothing() -> dict[str, Any]:
+        return {}
+
+    async def freeze(_reason: str) -> None:
+        return None
+
+    async def recorded(request_id: str) -> str:
+        return recording if request_id == "mine/1" else ""
+
+    async def receipt(request_id: str) -> dict[str, Any]:
+        return {"request_id": request_id} if request_id == "runs" else {}
+
+    views = SchedulerViews(queue=nothing, status=nothing, freeze=freeze, receipt=receipt, recording=recorded)
+    settings = GatewaySettings(
+        models=(ServedModel(name=MODEL),), keys=(ApiKey(tenant="t", key="k1", admin=True),)
+    )
+    app = Gateway(settings, {MODEL: FakeDispatcher([])}, "gw", {MODEL: views})
+    async with serving(app) as port, httpx.AsyncClient(timeout=60) as http:
+        http.base_url = httpx.URL(f"http://127.0.0.1:{port}/debug/requests/")
+        yield http
+    app.close()
+
+
+async def test_a_gateway_tells_what_the_recording_tells_and_answers_others_meanwhile() -> None:
+    async with gateway(encode_recording(RECORDING)) as http:
+        asked = asyncio.create_task(http.get("mine%2F1/what-if", headers=ADMIN))
+        while not asked.done():
+            began = asyncio.get_running_loop().time()
+            assert (await http.get("nobody-s", headers=ADMIN)).status_code == 404
+            assert asyncio.get_running_loop().time() - began < 1.0
+            second = await http.get("mine%2F1/what-if", headers=ADMIN)
+            if second.status_code != 200:
+                assert second.status_code == 429
+                assert int(second.headers["retry-after"]) >= 1
+            await asyncio.sleep(0.05)
+        assert (await asked).json() == what_if(RECORDING)
+        document = await http.get("mine%2F1/recording", headers=ADMIN)
+        assert document.text == encode_recording(RECORDING)
+
+
+async def test_what_cannot_be_replayed_is_said_in_the_error() -> None:
+    async with gateway('{"version": 99}') as http:
+        answer = await http.get("mine%2F1/what-if", headers=ADMIN)
+        assert answer.status_code == 409
+        assert "got 99" in answer.json()["error"]["message"]
+        for part in ("what-if", "recording"):
+            early = await http.get(f"runs/{part}", headers=ADMIN)
+            assert early.status_code == 409
+            assert "once it has ended" in early.json()["error"]["message"]
+        assert (await http.get("nobody-s/what-if", headers=ADMIN)).status_code == 404
+        assert (await http.get("mine%2F1/what-if")).status_code == 401
+
+
+async def test_a_replay_that_takes_too_long_is_ended() -> None:
+    replays = Replays(time_limit_s=0.05)
+    with pytest.raises(RequestRefused) as refused:
+        await replays.what_if(encode_recording(RECORDING))
+    assert refused.value.status == 504
+    # The next one is not refused for it.
+    assert (await Replays().what_if(encode_recording(RECORDING)))["changes"]
+    with pytest.raises(RequestRefused, match="longer than"):
+        await replays.what_if(encode_recording(RECORDING))
+
+
+async def test_a_replay_that_breaks_says_so() -> None:
+    with pytest.raises(RequestRefused, match="No module named") as refused:
+        await Replays(module="serve_app.no_such_module").what_if("{}")
+    assert refused.value.status == 500

@@ -1,0 +1,183 @@
+"""What a gateway hears of its waiting requests, over the channel."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass, Usage
+from serve_app.routing.replica import ReplicaReport
+from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.messages import Watch
+from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook
+from tests.serving.channel.harness import FAST, PATIENCE_S, Simulation, scheduler_settings, submission, until
+
+USAGE = Usage(prompt_tokens=10, output_tokens=5)
+Heard = dict[str, list[RequestOutlook | None]]
+
+
+@pytest_asyncio.fixture
+async def world() -> AsyncIterator[Simulation]:
+    world = Simulation(scheduler_settings(), FAST)
+    await world.begin()
+    yield world
+    await world.close()
+
+
+def ask(gateway: GatewayClient, request_id: str, heard: Heard, **changes: object) -> asyncio.Task[object]:
+    """A request that waits, and listens."""
+    task: asyncio.Task[object] = asyncio.create_task(gateway.acquire(submission(request_id, **changes)))  # type: ignore[arg-type]
+
+    def listen() -> None:
+        gateway.watch(request_id, heard.setdefault(request_id, []).append)
+
+    asyncio.get_running_loop().call_soon(listen)
+    return task
+
+
+def places(heard: Heard, request_id: str) -> list[int]:
+    return [outlook.position for outlook in heard.get(request_id, []) if outlook is not None]
+
+
+async def end(gateway: GatewayClient, task: asyncio.Task[object]) -> None:
+    answer = await asyncio.wait_for(task, PATIENCE_S)
+    assert isinstance(answer, Grant)
+    gateway.finish(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
+
+
+async def test_places_are_told_and_fall_while_others_are_served(world: Simulation) -> None:
+    gateway = await world.gateway()
+    heard: Heard = {}
+    waiting = [ask(gateway, f"r{number}", heard) for number in range(6)]
+    await until(lambda: len(heard) == 6 and all(heard.values()))
+    assert [places(heard, f"r{number}") for number in range(6)] == [[number + 1] for number in range(6)]
+    assert all(outlook is not None and outlook.expected_s is None for (outlook,) in heard.values())
+    for task in waiting[:3]:
+        task.cancel()
+    await until(lambda: places(heard, "r5")[-1] == 3)
+    await world.replica(seats=64)
+    for task in waiting[3:]:
+        await end(gateway, task)
+    told = {name: list(outlooks) for name, outlooks in heard.items()}
+    await asyncio.sleep(0.4)
+    assert heard == told
+
+
+async def test_a_request_that_nobody_asks_about_is_told_of_to_nobody(world: Simulation) -> None:
+    gateway = await world.gateway()
+    task = asyncio.create_task(gateway.acquire(submission("r1")))
+    await until(lambda: len(world.live.core) == 1)
+    assert world.live._outlook._timer is None
+    task.cancel()
+
+
+async def test_only_its_own_gateway_hears_of_a_request(world: Simulation) -> None:
+    ours, others = await world.gateway("g1"), await world.gateway("g2")
+    heard: Heard = {}
+    first, second = ask(ours, "r1", heard), ask(others, "r2", heard)
+    await until(lambda: len(heard) == 2 and all(heard.values()))
+    # Another gateway may ask, and hears nothing.
+    assert others._link is not None
+    others._link.send(Watch("r1"))
+    told = len(heard["r1"])
+    await asyncio.sleep(0.3)
+    assert len(heard["r1"]) == told
+    first.cancel()
+    second.cancel()
+
+
+async def test_a_scheduler_that_dies_is_told_of_and_the_next_one_goes_on(world: Simulation) -> None:
+    gateway = await world.gateway()
+    heard: Heard = {}
+    waiting = [ask(gateway, f"r{number}", heard) for number in range(3)]
+    await until(lambda: places(heard, "r2") == [3])
+    world.kill()
+    await until(lambda: heard["r2"][-1] is None)
+    await world.begin()
+    await until(lambda: places(heard, "r2") == [3, 3])
+    assert heard["r2"].count(None) == 1
+    await world.replica(seats=64)
+    for task in waiting:
+        await end(gateway, task)
+
+
+async def test_who_asks_while_the_scheduler_is_away_is_told_so(world: Simulation) -> None:
+    gateway = await world.gateway()
+    heard: Heard = {}
+    world.kill()
+    await until(lambda: not gateway.is_connected)
+    task = ask(gateway, "r1", heard)
+    await until(lambda: heard.get("r1") == [None])
+    await world.begin()
+    await until(lambda: places(heard, "r1") == [1])
+    task.cancel()
+
+
+async def test_a_request_that_comes_back_from_a_replica_is_told_of_again(world: Simulation) -> None:
+    gateway = await world.gateway()
+    heard: Heard = {}
+    replica, _ = await world.replica("s1")
+    answer = await asyncio.wait_for(gateway.acquire(submission("r1")), PATIENCE_S)
+    assert isinstance(answer, Grant)
+    # It listens before it waits, as one that was granted within the first moment.
+    gateway.watch("r1", heard.setdefault("r1", []).append)
+    await asyncio.sleep(0.1)
+    assert heard["r1"] == []
+    await replica.close()
+    await until(lambda: not gateway.replicas())
+    again = asyncio.create_task(gateway.put_back("r1", "s1", DispatchFailure.UNREACHABLE, "it is gone"))
+    await until(lambda: places(heard, "r1") == [1])
+    again.cancel()
+
+
+async def test_the_start_is_told_and_counted_how_honestly(world: Simulation) -> None:
+    gateway = await world.gateway()
+    heard: Heard = {}
+    busy = ReplicaReport(received=0, waiting=9, running=8, kv_usage_ratio=1.0)
+    _, double = await world.replica(prepare=lambda made: setattr(made, "report", busy))
+    drain = world.live.core.admission.predictor.drain
+    drain.backlog_s = 10.0
+    drain._tokens.add(200.0, 10.0)
+    task = ask(gateway, "r1", heard, priority=PriorityClass.INTERACTIVE)
+    await until(lambda: bool(heard.get("r1")))
+    outlook = heard["r1"][0]
+    assert outlook is not None
+    assert outlook.earliest_s is not None
+    assert outlook.expected_s is not None
+    assert outlook.latest_s is not None
+    assert 0 < outlook.earliest_s < outlook.expected_s < outlook.latest_s
+    double.report = ReplicaReport(received=0, waiting=0, running=0, kv_usage_ratio=0.0)
+    await end(gateway, task)
+    await until(lambda: len(world.live.core) == 0)
+    text = await world.live.exposition()
+    for told in ("first", "last"):
+        labels = f'class="interactive",model="m",told="{told}"'
+        whole = f'class="interactive",le="+Inf",model="m",told="{told}"'
+        # Errors are of either sign, and such a histogram has no count of its own.
+        assert f"ewsjf_queue_estimate_error_seconds_bucket{{{whole}}} 1.0" in text
+        counts = [
+            float(line.rpartition(" ")[2])
+            for line in text.splitlines()
+            if line.startswith(f"ewsjf_queue_estimates_total{{{labels},verdict=")
+        ]
+        assert sorted(counts) == [0.0, 0.0, 1.0]
+
+
+async def test_a_fault_in_the_outlook_costs_no_request(
+    world: Simulation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def faulty(*_: object) -> object:
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr("serve_app.scheduling.outlook.watched.expected_order", faulty)
+    gateway = await world.gateway()
+    heard: Heard = {}
+    task = ask(gateway, "r1", heard)
+    await until(lambda: "event=queue_outlook_failed" in caplog.text)
+    await world.replica()
+    await end(gateway, task)
+    assert heard["r1"] == []
+    assert world.ends == []
