@@ -1,5 +1,6 @@
 """A simulated production that keeps receipts as the live scheduler does, so its waits are known exactly."""
 
+import asyncio
 import random
 from dataclasses import asdict, dataclass, replace
 
@@ -14,6 +15,7 @@ from serve_app.scheduling.decision_log import Decision
 from serve_app.scheduling.events import Arrived, Finished
 from serve_app.serving.channel.requests.request_book import GatewayRequest, GatewaySession
 from serve_app.serving.channel.scheduler_client import RequestTimes
+from serve_app.serving.in_parts import in_parts
 from serve_app.serving.scheduler.receipts.book import ReceiptBook
 from serve_app.serving.scheduler.receipts.minutes import MinutesRecorder, StepTimes
 from serve_app.serving.scheduler.receipts.surroundings import RecordedSurroundings
@@ -67,7 +69,8 @@ class Production:
 
     def recording(self, request_id: str) -> Recording:
         """As a client reads it."""
-        made = self.recorder.recording(request_id, STEP_TIMES, self.simulation.timeline.now)
+        looking = self.recorder.recording(request_id, STEP_TIMES, self.simulation.timeline.now)
+        made = asyncio.run(in_parts(looking))
         assert made is not None
         return decode_recording(encode_recording(made))
 

@@ -10,7 +10,7 @@ from serve_app.serving.gateway.request.headers import RECEIPT_HEADER
 
 
 class CallTimes:
-    """The times of one request, in seconds on the event loop's clock.
+    """The times of one request, in seconds on the monotonic clock.
 
     Attributes:
         arrived_at: its head was read.

@@ -27,6 +27,7 @@ from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.clock import precise_clock
 from serve_app.serving.hot import hot_settings, with_hot_settings
+from serve_app.serving.in_parts import in_parts
 from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, most_costly, overview
 from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
@@ -215,8 +216,8 @@ class SchedulerActor:
     async def recording(self, request_id: str) -> str:
         """The minutes around a request that has ended lately; empty for one that is not known."""
         live = await self._current()
-        found = live.recorder.recording(request_id, self._step_times(live), live.now())
         # Of thousands of requests: others get their grants meanwhile.
+        found = await in_parts(live.recorder.recording(request_id, self._step_times(live), live.now()))
         return "" if found is None else await asyncio.to_thread(encode_recording, found)
 
     async def capture(self) -> list[dict[str, Any]]:

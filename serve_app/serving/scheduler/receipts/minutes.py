@@ -5,7 +5,7 @@ do. Where that is long ago they begin later, and the requests that were under wa
 They end with the busy period, or a while after the request.
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,6 +26,8 @@ MOST_BEFORE, MOST_AFTER = 3_000, 1_000
 _AFTERWARDS_S = 30.0
 _EARLIER = 500
 _LATENCY_S = 0.002
+# Requests in one part of the work: a few milliseconds.
+_SORTED, _DESCRIBED = 5_000, 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,12 @@ class MinutesRecorder:
     def __init__(self, core: Scheduler, book: ReceiptBook, surroundings: RecordedSurroundings) -> None:
         self._core, self._book, self._surroundings = core, book, surroundings
 
-    def recording(self, request_id: str, step_times: StepTimes, now: float) -> Recording | None:
+    def recording(
+        self, request_id: str, step_times: StepTimes, now: float
+    ) -> Generator[None, None, Recording | None]:
         """The minutes around a request that has ended lately; None for one that is not known.
+
+        It yields after each part of the work; the scheduler may go on meanwhile.
 
         Args:
             request_id: its own, or its client's.
@@ -101,11 +107,26 @@ class MinutesRecorder:
         receipt = self._book.find(request_id)
         if receipt is None or receipt.asked is None:
             return None
-        minutes = self._minutes(receipt, now)
+        # Copies: more may end between two parts.
+        ended, under_way = tuple(self._book), tuple(self._book.under_way())
+        known: list[_Known] = []
+        for each in ended:
+            if each.asked is not None:
+                known.append(_Known(each.asked, each.attempts[-1] if each.attempts else None, each))
+                if not len(known) % _SORTED:
+                    yield
+        known += (_Known(asked, attempts[-1] if attempts else None, None) for asked, attempts in under_way)
+        known.sort(key=lambda each: each.asked.arrived_at)
+        yield
+        minutes = _minutes(known, receipt, now)
         standing, changes = self._surroundings.at(minutes.at)
-        own_id = receipt.conclude.request_id
+        requests: list[RecordedRequest] = []
+        for one in minutes.requests:
+            requests.append(self._recorded(one, minutes.at))
+            if not len(requests) % _DESCRIBED:
+                yield
         return Recording(
-            request_id=own_id,
+            request_id=receipt.conclude.request_id,
             settings=_nameless_settings(standing.settings),
             partition=standing.partition,
             fleet=tuple(standing.fleet.values()),
@@ -118,48 +139,8 @@ class MinutesRecorder:
                 each.attempt.prompt_tokens for each in minutes.earlier if each.attempt is not None
             ),
             begins_idle=minutes.begins_idle,
-            requests=tuple(self._recorded(each, minutes.at) for each in minutes.requests),
+            requests=tuple(requests),
         )
-
-    def _minutes(self, receipt: Receipt, now: float) -> _Minutes:
-        known = self._known()
-        own_id = receipt.conclude.request_id
-        place = next(index for index, each in enumerate(known) if each.request_id == own_id)
-        first, is_idle, until = place, True, 0.0
-        for index, each in enumerate(known[: place + 1]):
-            if index == 0 or each.arrived_at > until:
-                first = index
-            until = max(until, each.ended_by(now))
-        lead_from = known[place].arrived_at - LEAD_S
-        earliest = max(first, place - MOST_BEFORE)
-        while earliest < place and known[earliest].arrived_at < lead_from:
-            earliest += 1
-        is_idle = earliest == first
-        at = known[earliest].arrived_at
-        later = known[place + 1 : place + 1 + MOST_AFTER]
-        end = receipt.ended_at + max(_AFTERWARDS_S, receipt.wait_s)
-        requests = [
-            *(each for each in known[:earliest] if each.ended_by(now) > at),
-            *known[earliest : place + 1],
-        ]
-        for each in later:
-            if each.arrived_at > max(until, receipt.ended_at) or each.arrived_at > end:
-                break
-            until = max(until, each.ended_by(now))
-            requests.append(each)
-        earlier = [each for each in known[:earliest] if each.ended_by(now) <= at]
-        return _Minutes(at, is_idle, requests, earlier[-_EARLIER:])
-
-    def _known(self) -> list[_Known]:
-        """All requests, by arrival."""
-        known = [
-            _Known(each.asked, each.attempts[-1] if each.attempts else None, each)
-            for each in self._book
-            if each.asked is not None
-        ]
-        for asked, attempts in self._book.under_way():
-            known.append(_Known(asked, attempts[-1] if attempts else None, None))
-        return sorted(known, key=lambda each: each.arrived_at)
 
     def _recorded(self, known: _Known, at: float) -> RecordedRequest:
         asked, attempt, receipt = known.asked, known.attempt, known.receipt
@@ -200,6 +181,35 @@ class MinutesRecorder:
         request = Request(submission=asked.submission, gateway_id="", arrived_at=asked.arrived_at)
         estimate = self._core.estimator.estimate(request)
         return estimate.expected_prompt_tokens, estimate.expected_output_tokens
+
+
+def _minutes(known: list[_Known], receipt: Receipt, now: float) -> _Minutes:
+    """Which of all requests, by arrival, are part of it."""
+    own_id = receipt.conclude.request_id
+    place = next(index for index, each in enumerate(known) if each.request_id == own_id)
+    first, until = place, 0.0
+    for index, each in enumerate(known[: place + 1]):
+        if index == 0 or each.arrived_at > until:
+            first = index
+        until = max(until, each.ended_by(now))
+    lead_from = known[place].arrived_at - LEAD_S
+    earliest = max(first, place - MOST_BEFORE)
+    while earliest < place and known[earliest].arrived_at < lead_from:
+        earliest += 1
+    at = known[earliest].arrived_at
+    later = known[place + 1 : place + 1 + MOST_AFTER]
+    end = receipt.ended_at + max(_AFTERWARDS_S, receipt.wait_s)
+    requests = [
+        *(each for each in known[:earliest] if each.ended_by(now) > at),
+        *known[earliest : place + 1],
+    ]
+    for each in later:
+        if each.arrived_at > max(until, receipt.ended_at) or each.arrived_at > end:
+            break
+        until = max(until, each.ended_by(now))
+        requests.append(each)
+    earlier = [each for each in known[:earliest] if each.ended_by(now) <= at]
+    return _Minutes(at, earliest == first, requests, earlier[-_EARLIER:])
 
 
 def _nameless(submission: Submission) -> Submission:

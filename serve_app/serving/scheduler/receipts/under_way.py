@@ -1,7 +1,5 @@
 """What is told of a request that has not ended yet: the same as in a receipt, as far as it has come."""
 
-import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 from serve_app.scheduling import Scheduler
@@ -10,6 +8,7 @@ from serve_app.scheduling.request import ScheduledRequest
 from serve_app.scheduling.waits.accounts import wait_so_far, waits_for
 from serve_app.scheduling.waits.causes import WaitBreakdown
 from serve_app.serving.channel.requests.request_book import GatewayRequest, RequestBook
+from serve_app.serving.in_parts import in_parts
 from serve_app.serving.scheduler.receipts.book import ReceiptBook
 from serve_app.serving.scheduler.receipts.receipt import queue_figures
 from serve_app.serving.scheduler.receipts.served import WaitedFor
@@ -105,15 +104,8 @@ class RequestLookup:
         """How a request stands that waits now."""
         cause, obstacles = waits_for(scheduled), self._core.dispatcher.why_waiting(scheduled, now)
         home, core = scheduled.pools[0], self._core
-        ordering = expected_order(core.queue, core.settings.class_floors, now)
-        while True:
-            try:
-                next(ordering)
-            except StopIteration as end:
-                order: Sequence[ScheduledRequest] = end.value.get(home, ())
-                break
-            # Others have waited long enough for this part of the look.
-            await asyncio.sleep(0)
+        orders = await in_parts(expected_order(core.queue, core.settings.class_floors, now))
+        order = orders.get(home, ())
         position = next((place for place, each in enumerate(order, start=1) if each is scheduled), None)
         return {
             "waits_for": cause.value,

@@ -11,6 +11,7 @@ from serve_app.errors import ChannelError, Outcome
 from serve_app.routing.replica import ReplicaReport
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
+from serve_app.serving.in_parts import in_parts
 from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, most_costly, overview
 from serve_app.serving.scheduler.documents import cost_document
 from serve_app.serving.scheduler.receipts.minutes import StepTimes
@@ -128,7 +129,7 @@ async def page_stage() -> AsyncIterator[PageStage]:
 
         async def recording(request_id: str) -> str:
             live = fleet.world.live
-            found = live.recorder.recording(request_id, StepTimes({}, ""), live.now())
+            found = await in_parts(live.recorder.recording(request_id, StepTimes({}, ""), live.now()))
             # A page with one request has too few to compare it with: those of a simulated overload stand in.
             return "" if found is None else encode_recording(OVERLOAD)
 
