@@ -74,11 +74,11 @@ async def test_waiting_streams_are_told_where_they_stand_and_all_are_served(app:
     for one in told:
         assert min(one.positions) >= 1
         assert max(one.positions) <= STREAMS
-        # Others of the session's tests are served by now: nobody comes who would go first.
-        assert one.positions[-1] <= one.positions[0]
         assert one.states[-1] == "started"
         assert set(one.states) <= {"waiting", "started"}
-    assert max(len(one.positions) for one in told) >= 2
+    # Of a single stream it may rise: a shorter prompt that comes later may go first.
+    moved = [one.positions for one in told if len(one.positions) >= 2]
+    assert sum(positions[-1] for positions in moved) < sum(positions[0] for positions in moved)
     assert app.metric("ewsjf_queue_estimates_total", told="first") > before
 
 
