@@ -5,47 +5,37 @@ from collections.abc import Sequence
 from experiments.common.rows import ANY, Row
 from experiments.common.tables import Table, load_note, markdown
 
+_TOLD = ["again, s", "told, s", "nine in ten", "really, s", "inside"]
+
 
 def _questions(rows: Sequence[Row]) -> str:
-    head = ["#", "class", "change", "waited, s", "again, s", "told, s", "nine in ten", "really, s", "inside"]
-    lines = [_line(row) for row in sorted(rows, key=lambda row: row.key["number"])]
+    head = ["#", "class", "change", "waited, s", *_TOLD]
+    lines = [_line(row, ("class", "change"), "wait") for row in _by_number(rows)]
     return f"{markdown(head, lines, text_columns=3)}\n\n{load_note(rows)}"
 
 
-def _line(row: Row) -> list[str]:
-    figures, wait = row.figures, row.figures["wait"]
-    first, *others = figures["unchanged_wait_s"]
-    return [
-        str(row.key["number"]),
-        figures["class"],
-        figures["change"],
-        f"{first:.1f}",
-        ", ".join(f"{one:.1f}" for one in others) or "-",
-        f"{wait['predicted_s']:.1f}",
-        f"{wait['low_s']:.1f} to {wait['high_s']:.1f}",
-        f"{wait['real_s']:.1f}",
-        "yes" if wait["inside"] else "no",
-    ]
-
-
 def _first_tokens(rows: Sequence[Row]) -> str:
-    head = ["#", "change", "first token, s", "again, s", "told, s", "nine in ten", "really, s", "inside"]
-    lines = [_ttft_line(row) for row in sorted(rows, key=lambda row: row.key["number"])]
-    return markdown(head, lines, text_columns=2)
+    lines = [_line(row, ("change",), "ttft") for row in _by_number(rows)]
+    return markdown(["#", "change", "first token, s", *_TOLD], lines, text_columns=2)
 
 
-def _ttft_line(row: Row) -> list[str]:
-    figures, ttft = row.figures, row.figures["ttft"]
-    first, *others = figures["unchanged_ttft_s"]
+def _by_number(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: row.key["number"])
+
+
+def _line(row: Row, names: Sequence[str], kind: str) -> list[str]:
+    """What was asked, and of a wait or a first token: how it was, what was told, and how it came."""
+    figures, answer = row.figures, row.figures[kind]
+    first, *others = figures[f"unchanged_{kind}_s"]
     return [
         str(row.key["number"]),
-        figures["change"],
+        *(figures[name] for name in names),
         f"{first:.1f}",
         ", ".join(f"{one:.1f}" for one in others) or "-",
-        f"{ttft['predicted_s']:.1f}",
-        f"{ttft['low_s']:.1f} to {ttft['high_s']:.1f}",
-        f"{ttft['real_s']:.1f}",
-        "yes" if ttft["inside"] else "no",
+        f"{answer['predicted_s']:.1f}",
+        f"{answer['low_s']:.1f} to {answer['high_s']:.1f}",
+        f"{answer['real_s']:.1f}",
+        "yes" if answer["inside"] else "no",
     ]
 
 

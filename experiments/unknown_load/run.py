@@ -6,7 +6,7 @@ and too high. In some cases the engine becomes slower or faster in the middle.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -140,24 +140,13 @@ def _requests(run: Run, fleet: FleetSettings) -> list[SimulatedRequest]:
     chosen = TraceChoice(name=run.experiment.trace, requests=run.case.requests)
     rate = run.case.load * saturated_rate_per_s(fleet, chosen, run.seed)
     trace = scale_to_rate(choose_trace(chosen, run.seed), rate)
-    requests = list(requests_of(trace, Disclosure(), fleet.plans()[0].engine.block_size))
-    if not run.case.streamed:
-        for simulated in requests:
-            submission = simulated.request.submission
-            whole = replace(submission, spec=replace(submission.spec, streamed=False))
-            simulated.request = replace(simulated.request, submission=whole)
-    return requests
+    disclosure = Disclosure(streamed=run.case.streamed)
+    return list(requests_of(trace, disclosure, fleet.plans()[0].engine.block_size))
 
 
 def _slow_down(simulation: Simulation, factor: float) -> None:
     for replica in simulation.replicas.values():
-        before = replica.model.step_time
-        seconds = {
-            each.name: getattr(before, each.name) * factor
-            for each in fields(before)
-            if each.name.endswith("_s") and isinstance(getattr(before, each.name), float)
-        }
-        replica.model.step_time = replace(before, **seconds)
+        replica.model.step_time = replica.model.step_time.scaled(factor)
 
 
 EXPERIMENT = Experiment(settings=UnknownLoad, play=play)

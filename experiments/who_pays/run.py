@@ -7,7 +7,7 @@ which no scheduler sees. Against that stand three ways to divide the same time b
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from experiments.common.experiment import Context, Experiment, Measurement
@@ -174,13 +174,7 @@ def _requests(run: Run, fleet: FleetSettings) -> list[SimulatedRequest]:
         )
         lines.append(line)
     trace = Trace(name="four kinds of use", source="four kinds of use", requests=tuple(lines))
-    requests = list(requests_of(trace, Disclosure(), fleet.plans()[0].engine.block_size))
-    if not case.streamed:
-        for simulated in requests:
-            submission = simulated.request.submission
-            whole = replace(submission, spec=replace(submission.spec, streamed=False))
-            simulated.request = replace(simulated.request, submission=whole)
-    return requests
+    return list(requests_of(trace, Disclosure(streamed=case.streamed), fleet.plans()[0].engine.block_size))
 
 
 EXPERIMENT = Experiment(settings=WhoPays, play=play)

@@ -67,11 +67,13 @@ class Disclosure:
         output_known: `max_tokens` states the true length of the answer; otherwise it is absent.
         queue_timeout_s: longest time in the queue; infinite by default, so all policies do the same work.
         model: the name that requests ask for.
+        streamed: answers are streamed, so their first tokens are seen.
     """
 
     output_known: bool = False
     queue_timeout_s: float = math.inf
     model: str = MODEL
+    streamed: bool = True
 
 
 @lru_cache(maxsize=8)
@@ -165,6 +167,7 @@ def requests_of(trace: Trace, disclosure: Disclosure, block_size: int) -> Iterat
                         model=disclosure.model,
                         shape=PromptShape(text_bytes=0, prompt_tokens=one.prompt_tokens),
                         max_output_tokens=one.output_tokens if disclosure.output_known else None,
+                        streamed=disclosure.streamed,
                     ),
                     tenant=one.tenant,
                     priority=one.priority,

@@ -9,6 +9,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from openai.types.chat import ChatCompletionChunk
 
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import RequestOutlook
@@ -226,45 +227,37 @@ async def test_a_client_that_does_not_read_gets_the_newest_of_what_it_missed() -
     assert "position=1\r" in text or "position=1\n" in text
 
 
+async def chunks_of(sdk: openai.AsyncOpenAI, headers: dict[str, str]) -> list[ChatCompletionChunk]:
+    """What OpenAI's client makes of a stream."""
+    stream = await sdk.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=3,
+        stream=True,
+        extra_headers=headers,
+    )
+    return [chunk async for chunk in stream]
+
+
 async def test_openais_sdk_reads_a_commented_stream_without_noticing() -> None:
     async with queued() as stage:
-
-        async def read() -> list[str]:
-            stream = await stage.sdk.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": "hi"}],
-                max_tokens=3,
-                stream=True,
-                extra_headers=COMMENTS,
-            )
-            return [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
-
-        reading = asyncio.create_task(read())
+        reading = asyncio.create_task(chunks_of(stage.sdk, COMMENTS))
         await tell(stage, 2)
         await tell(stage, 1, 2.4, 1.1, 4.0)
         stage.dispatcher.gate.set()
-        assert await reading == ["w0 ", "w1 ", "w2 "]
+        chunks = await reading
+    told = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert told == ["w0 ", "w1 ", "w2 "]
 
 
 async def test_openais_sdk_takes_an_event_for_a_chunk_without_choices() -> None:
     """Why the documents say that only clients which know these events should ask for them."""
     async with queued() as stage:
-
-        async def read() -> list[Any]:
-            stream = await stage.sdk.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": "hi"}],
-                max_tokens=3,
-                stream=True,
-                extra_headers=EVENTS,
-            )
-            return [chunk async for chunk in stream]
-
-        reading = asyncio.create_task(read())
+        reading = asyncio.create_task(chunks_of(stage.sdk, EVENTS))
         await tell(stage, 2)
         stage.dispatcher.gate.set()
         chunks = await reading
-    assert isinstance(chunks[0], openai.types.chat.ChatCompletionChunk)
+    assert isinstance(chunks[0], ChatCompletionChunk)
     assert chunks[0].choices is None
     assert chunks[0].model_extra == {"state": "waiting", "position": 2}
 
