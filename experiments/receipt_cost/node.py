@@ -34,6 +34,7 @@ from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.serving.memory import keep_memory
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 
 PLACES = 16
@@ -129,6 +130,8 @@ async def _report() -> ReplicaReport:
 
 
 if __name__ == "__main__":
+    # As the deployments do.
+    keep_memory()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if sys.argv[2] == "off":
         leave_receipts_out()

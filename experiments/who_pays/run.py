@@ -4,13 +4,13 @@ Tenants of different use share simulated engines. The engine model divides each 
 which no scheduler sees. Against that stand three ways to divide the same time by what a scheduler does see.
 """
 
-import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.lengths import Lengths, drawn_trace
 from experiments.common.provenance import generated
 from experiments.who_pays.meter import MeteredEngineModel
 from serve_app.command import progress_bar
@@ -23,28 +23,12 @@ from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.simulation.simulation import SimulatedRequest, Simulation
 from serve_app.simulation.workload import Disclosure, requests_of
-from serve_app.workloads.trace import Trace, TraceRequest
 
 OURS = "ours"
 NO_PREFILL = "equal parts"
 TOKENS = "tokens"
 _NOTHING_S = 1e-12
 RULES = (OURS, NO_PREFILL, TOKENS)
-
-
-@settings
-class Tenant:
-    """How one tenant uses the engines; lengths are drawn evenly from the ranges.
-
-    Attributes:
-        share: of the requests.
-        prompt: tokens, from and to.
-        output: the same.
-    """
-
-    share: float
-    prompt: tuple[int, int]
-    output: tuple[int, int]
 
 
 @settings
@@ -70,7 +54,7 @@ class WhoPays:
 
     seeds: int
     replicas: int
-    tenants: Mapping[str, Tenant]
+    tenants: Mapping[str, Lengths]
     cases: tuple[EngineLoad, ...]
 
 
@@ -158,22 +142,7 @@ def _tokens(records: Sequence[RequestRecord]) -> dict[str, float]:
 
 def _requests(run: Run, fleet: FleetSettings) -> list[SimulatedRequest]:
     experiment, case = run.experiment, run.case
-    rng = random.Random(run.seed)  # noqa: S311 - traffic, not secrets
-    names = list(experiment.tenants)
-    shares = [tenant.share for tenant in experiment.tenants.values()]
-    at, lines = 0.0, []
-    for _ in range(case.requests):
-        at += rng.expovariate(case.requests_per_s)
-        name = rng.choices(names, shares)[0]
-        tenant = experiment.tenants[name]
-        line = TraceRequest(
-            arrival_s=at,
-            prompt_tokens=rng.randint(*tenant.prompt),
-            output_tokens=rng.randint(*tenant.output),
-            tenant=name,
-        )
-        lines.append(line)
-    trace = Trace(name="four kinds of use", source="four kinds of use", requests=tuple(lines))
+    trace = drawn_trace(experiment.tenants, case.requests_per_s, case.requests, run.seed)
     return list(requests_of(trace, Disclosure(streamed=case.streamed), fleet.plans()[0].engine.block_size))
 
 

@@ -13,7 +13,7 @@ tail latency of short and medium prompts, and raises the mean of the longest.
 The boundaries are learned, since no constant fits all traffic. The first is the length below which prompts
 make up about `short_work_share` of all prefill work, moved into a gap between lengths where there is one
 nearby. Above the second is `longest_work_share` of the work. So short prompts delay each other by at most
-their share.
+their share. A prompt of no more than a chunk is always short (`NEVER_LONG_TOKENS`).
 
 Where feedback is delayed, the limits grow so that as many prefills as intended are in the engines
 (`feedback_delay`).
@@ -28,6 +28,10 @@ from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
 from serve_app.scheduling.request import ScheduledRequest
 from serve_app.settings_base import INNER_SHARE, NOT_NEGATIVE, POSITIVE, settings
+
+NEVER_LONG_TOKENS = 256
+"""A prompt of so many tokens is short, whatever else arrives: it takes no more of an iteration than one chunk
+of a long prefill does, which isolation lets pass. Limits on such prompts only leave iterations empty."""
 
 _BUCKETS_PER_OCTAVE = 8
 _RELEARN_EVERY = 64
@@ -165,8 +169,12 @@ class PrefillIsolation:
         settings = self._settings
         if self._observed < settings.min_observations:
             return
-        self.boundary_tokens = 2 ** (self._boundary_bucket() / _BUCKETS_PER_OCTAVE)
-        self.longest_boundary_tokens = 2 ** (self._longest_bucket() / _BUCKETS_PER_OCTAVE)
+        learned = (
+            2 ** (place / _BUCKETS_PER_OCTAVE) for place in (self._boundary_bucket(), self._longest_bucket())
+        )
+        self.boundary_tokens, self.longest_boundary_tokens = (
+            max(NEVER_LONG_TOKENS, each) for each in learned
+        )
 
     def _boundary_bucket(self) -> float:
         """The bucket below which is the share of short work, or the middle of the widest gap nearby."""

@@ -8,7 +8,11 @@ from serve_app.request import PriorityClass
 from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling.events import FirstToken, Woke
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
-from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings, PrefillIsolation
+from serve_app.scheduling.isolation.prefill_isolation import (
+    NEVER_LONG_TOKENS,
+    IsolationSettings,
+    PrefillIsolation,
+)
 from tests.builders import ManualDriver, dispatched, one_replica
 
 
@@ -134,8 +138,15 @@ def test_before_enough_is_seen_the_prior_holds() -> None:
     assert isolating([50] * 100).boundary_tokens == IsolationSettings().prior_boundary_tokens
 
 
-def test_equal_lengths_are_all_short() -> None:
+def test_equal_lengths_are_of_one_class() -> None:
     isolation = isolating([700] * 400)
-    assert isolation.prefill_class(300) == 0
-    assert isolation.prefill_class(700) <= 1
+    assert isolation.prefill_class(600) is PrefillClass.SHORT
+    assert {isolation.prefill_class(length) for length in (680, 700, 720)} == {PrefillClass.LONG}
     assert repr(isolation).startswith("<PrefillIsolation on")
+
+
+@pytest.mark.parametrize("lengths", [[20] * 400, list(range(10, 60)) * 10, list(range(20, 200)) * 4])
+def test_a_prompt_of_one_chunk_is_short_whatever_the_traffic(lengths: Sequence[int]) -> None:
+    isolation = isolating(lengths)
+    assert isolation.prefill_class(NEVER_LONG_TOKENS) is PrefillClass.SHORT
+    assert isolation.prefill_class(NEVER_LONG_TOKENS + 1) is not PrefillClass.SHORT
