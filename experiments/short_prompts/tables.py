@@ -33,5 +33,4 @@ NOTE = "Simulated, one replica, means over seeds"
 TABLES = {
     "ttft": Table(text=_compared(("ttft_p50_s", "ttft_p99_s"), 2), where=_EACH, note=NOTE),
     "rates": Table(text=_compared(("requests_per_s",), 1), where=_EACH, note=NOTE),
-    "e2e": Table(text=_compared(("e2e_p50_s", "e2e_p99_s"), 2), where=_EACH, note=NOTE),
 }
