@@ -30,6 +30,8 @@ class SlowWatch(WaitWatch):
         self.since: dict[str, int] = {}
         self.spent: dict[str, Counter[WaitCause]] = {}
         self.ahead: dict[str, Counter[WaitCause]] = {}
+        # What those waited for that did after the last event.
+        self.waited_for: dict[str, int] = {}
 
     def on_dispatch(self, taker: ScheduledRequest, replica: ReplicaState, now: float) -> None:
         at = nanoseconds(now)
@@ -61,6 +63,9 @@ class SlowWatch(WaitWatch):
             request_id = waiting.request.request_id
             tally = waiting.waits
             if request_id not in before:
+                # It has come with this event, or is of another kind since: its pools have changed.
+                if request_id in self.waited_for:
+                    self._spend(request_id, _CAUSE_OF[self.waited_for[request_id]], at)
                 self.since[request_id] = at
             elif (
                 tally is None
@@ -68,6 +73,11 @@ class SlowWatch(WaitWatch):
                 or before[request_id] != (tally.account, tally.account.state)
             ):
                 self._spend(request_id, _CAUSE_OF[before[request_id][1]], at)
+        self.waited_for = {
+            waiting.request.request_id: account.state
+            for waiting in self.scheduler.queue
+            if waiting.waits is not None and (account := waiting.waits.account) is not None
+        }
 
     def _spend(self, request_id: str, cause: WaitCause, at: int) -> None:
         self.spent.setdefault(request_id, Counter())[cause] += at - self.since[request_id]
