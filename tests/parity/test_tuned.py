@@ -125,7 +125,7 @@ def simulated(rate_per_s: float, values: Values) -> tuple[untuned.Decisions, Seq
 
 
 @pytest.mark.parametrize(
-    ("rate_per_s", "values", "verdict"), [(11.0, SMALL, Act.ADOPTED), (15.0, AWFUL, Act.ROLLED_BACK)]
+    ("rate_per_s", "values", "verdict"), [(11.0, SMALL, Act.ADOPTED), (13.0, AWFUL, Act.ROLLED_BACK)]
 )
 def test_the_tuner_of_a_simulated_production_does_what_the_live_one_does(
     rate_per_s: float, values: Values, verdict: Act
