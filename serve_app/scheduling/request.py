@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from serve_app.request import Request, Usage
+from serve_app.request import PriorityClass, Request, Usage
 from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.replica_state import Hold, PrefillClass
 from serve_app.scheduling.costs.engine_share import EngineShare
@@ -121,9 +121,16 @@ class ScheduledRequest:
 
 
 class RequestTable:
-    """All requests that wait or run, by id and by the gateway that holds their client's connection."""
+    """All requests that wait or run, by id and by the gateway that holds their client's connection.
+
+    Attributes:
+        above_batch: how many are of a class above batch.
+        last_above_batch_at: when the last of these arrived, on the scheduler's clock; -inf before the first.
+    """
 
     def __init__(self) -> None:
+        self.above_batch = 0
+        self.last_above_batch_at = -math.inf
         self._requests: dict[str, ScheduledRequest] = {}
         self._by_gateway: dict[str, dict[str, ScheduledRequest]] = {}
 
@@ -132,6 +139,9 @@ class RequestTable:
         request = scheduled.request
         self._requests[request.request_id] = scheduled
         self._by_gateway.setdefault(request.gateway_id, {})[request.request_id] = scheduled
+        if request.priority is not PriorityClass.BATCH:
+            self.above_batch += 1
+            self.last_above_batch_at = max(self.last_above_batch_at, request.arrived_at)
 
     def get(self, request_id: str) -> ScheduledRequest | None:
         """The request of this id; None when it is unknown or has ended."""
@@ -145,6 +155,7 @@ class RequestTable:
             del of_gateway[request_id]
             if not of_gateway:
                 del self._by_gateway[scheduled.request.gateway_id]
+            self.above_batch -= scheduled.request.priority is not PriorityClass.BATCH
         return scheduled
 
     def of_gateway(self, gateway_id: str) -> list[ScheduledRequest]:

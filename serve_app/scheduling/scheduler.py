@@ -39,6 +39,7 @@ from serve_app.scheduling.dispatch.backpressure import EngineBackpressure
 from serve_app.scheduling.dispatch.dispatcher import Choice, Dispatcher
 from serve_app.scheduling.dispatch.engine_priority import EnginePriorities
 from serve_app.scheduling.dispatch.in_flight import InFlight
+from serve_app.scheduling.dispatch.lone_batch import LoneBatch
 from serve_app.scheduling.dispatch.pass_through import PassThrough
 from serve_app.scheduling.dispatch.placement import Placement
 from serve_app.scheduling.dispatch.suspensions import Suspensions
@@ -125,6 +126,7 @@ class Scheduler:
         self._rerouting = Rerouting(self.queue, self._routing, self.ledger, self.admission.outages)
         self._expiry = ExpiryHeap()
         self._requests = RequestTable()
+        self._lone_batch = LoneBatch(self._requests, self._backpressure, self.ledger)
         self._sequence = 0
         self._now = now
         self._commands: list[cmd.Command] = []
@@ -312,18 +314,15 @@ class Scheduler:
 
     def _put_back(self, scheduled: ScheduledRequest, message: str, now: float) -> None:
         """Let it wait again, as `put_backs` has noted."""
-        request = scheduled.request
         # Routed again: an engine may have found it too long, and pools may have changed while it ran.
         scheduled.pools, refusal = self._routing.route_again(scheduled, now)
         if refusal:
             if refusal.outcome is Outcome.REJECTED_TOO_LONG and message:
                 refusal = replace(refusal, message=message)
-            self._conclude(request, refusal, dispatched=True)
+            self._conclude(scheduled.request, refusal, dispatched=True)
             return
-        scheduled.prediction = None
-        scheduled.cached_tokens = self.affinity.cached_tokens(
-            request, scheduled.estimate.expected_prompt_tokens
-        )
+        prompt_tokens, scheduled.prediction = scheduled.estimate.expected_prompt_tokens, None
+        scheduled.cached_tokens = self.affinity.cached_tokens(scheduled.request, prompt_tokens)
         self._enqueue(scheduled)
 
     def _on_contexts_learned(self, learned: list[cmd.ContextLearned], now: float) -> None:
@@ -388,6 +387,7 @@ class Scheduler:
         self.ledger.on_limits_changed(now)
 
     def _dispatch(self, now: float) -> None:
+        self._lone_batch.look(now)
         for choice in self.dispatcher.choices(now):
             self._send(choice, now)
 

@@ -34,6 +34,9 @@ from serve_app.routing.prefill_cost import PrefillCosts
 from serve_app.routing.replica_state import ReplicaState
 from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, at_least, settings
 
+LONE_BATCH_FACTOR = 8
+"""So many times `batch_prefill_s` are enough to fill iterations, where batch work can delay nobody."""
+
 
 @settings(block="backpressure")
 class BackpressureSettings:
@@ -50,7 +53,8 @@ class BackpressureSettings:
     # Batch work also goes to an engine with at most so many seconds of prefill under way, as learned from
     # first tokens. That is less than one iteration, so nothing waits behind it. With 0, one short batch
     # request runs in an iteration that has capacity for ten, and batch work alone loses about half of its
-    # throughput; the TTFT of interactive requests beside it is lower then.
+    # throughput; the TTFT of interactive requests beside it is lower then. Two seconds after the last request
+    # above batch it is eight times as much.
     batch_prefill_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 0.02
     # Time per output token, in seconds, above which nothing more is sent: seven tokens per second are about
     # as many as people read. Null sets no limit.
@@ -72,9 +76,14 @@ class BackpressureSettings:
 
 
 class EngineBackpressure:
-    """The bounds above, with the learned cost of prefills."""
+    """The bounds above, with the learned cost of prefills.
+
+    Attributes:
+        only_batch: nobody is there whom batch work could delay, see `lone_batch`.
+    """
 
     def __init__(self, settings: BackpressureSettings, costs: PrefillCosts) -> None:
+        self.only_batch = False
         self._settings = settings
         self._costs = costs
 
@@ -102,7 +111,8 @@ class EngineBackpressure:
         settings = self._settings
         prefill_s = self._prefill_backlog_s(replica)
         # Where the batch is full, any request waits in the engine, however short its prefill.
-        if prefill_s <= settings.batch_prefill_s and not self._batch_is_full(replica):
+        limit_s = settings.batch_prefill_s * (LONE_BATCH_FACTOR if self.only_batch else 1)
+        if prefill_s <= limit_s and not self._batch_is_full(replica):
             return True
         # As in `admits`: long prefills are in the batch.
         queued = min(max(0, replica.unstarted - replica.long_prefills[0]), replica.reported_queue)

@@ -1,0 +1,1 @@
+"""How well an engine is served whose load nobody can see."""
