@@ -11,6 +11,9 @@ from serve_app.request import PriorityClass
 POLICIES_ASKED = ("ewsjf", "fcfs", "sjf", "hrrn", "wspt-drr", "two-queue")
 """Of `scheduling.policies`, those that are no variant of another one."""
 
+POLICY = "policy"
+"""The kind of a change to another policy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedRecording:
@@ -77,7 +80,7 @@ def with_policy(recording: Recording, policy: str) -> ChangedRecording:
     """Another policy orders all requests."""
     settings = replace(recording.settings, policy=policy)
     return ChangedRecording(
-        kind="policy", value=policy, label=f"policy {policy}", recording=replace(recording, settings=settings)
+        kind=POLICY, value=policy, label=f"policy {policy}", recording=replace(recording, settings=settings)
     )
 
 

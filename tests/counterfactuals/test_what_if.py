@@ -50,6 +50,8 @@ def test_every_change_is_told_with_its_truth_and_without_error() -> None:
         told.append(row["wait"]["ms"])
         assert row["wait"]["ms"] == pytest.approx(1e3 * really.wait_s, abs=0.01), row["label"]
         assert row["ttft"]["ms"] == pytest.approx(1e3 * (really.ttft_s or 0.0), abs=0.01), row["label"]
+        assert bool(row["note"]) is (row["kind"] == "policy")
+    assert any("three of four" in each["note"] for each in result["changes"])
     best = next(each for each in result["changes"] if each["label"] == result["best"])
     assert best["wait"]["ms"] == min(told)
 
