@@ -12,7 +12,8 @@ from tests.e2e.served import Served
 
 pytestmark = pytest.mark.timeout(300)
 
-STREAMS, TOKENS = 200, 150
+# Waits of seconds: who waits is told once a second at most.
+STREAMS, TOKENS = 200, 400
 UPDATE = re.compile(r": queue state=(\w+)(?: position=(\d+))?(?: expected_start_s=([\d.e-]+))?")
 
 
