@@ -12,14 +12,13 @@ from typing import Any
 
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.lengths import Lengths, drawn_trace
-from experiments.common.provenance import generated
-from serve_app.command import progress_bar
+from experiments.common.rows import Key
+from experiments.common.seeded import measured_points
 from serve_app.metrics.record import RequestRecord
 from serve_app.request import PriorityClass
 from serve_app.scheduling.dispatch import lone_batch
 from serve_app.scheduling.dispatch.lone_batch import LULL_S
 from serve_app.settings_base import settings
-from serve_app.simulation.batch import parallel
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.load import saturated_rate_of
 from serve_app.simulation.scheduler_settings import scheduler_settings
@@ -62,21 +61,16 @@ class Run:
 
 
 def play(experiment: LoneBatchPlay, context: Context) -> Iterator[Measurement]:
-    """Every point that there is no row of yet; both ways meet the same requests."""
-    points = list(product(experiment.profiles, experiment.batch, experiment.gaps_s))
-    with progress_bar("lone_batch", len(points)) as advance:
-        for profile, batch, gap_s in points:
-            key: dict[str, str | int | float | bool] = {"profile": profile, "batch": batch, "gap_s": gap_s}
-            if not context.has(key):
-                runs = [Run(experiment, profile, batch, gap_s, seed) for seed in range(experiment.seeds)]
-                of_seeds = list(parallel(_figures, runs, context.jobs))
-                yield Measurement(
-                    key=key,
-                    seeds=range(experiment.seeds),
-                    traces=generated("lengths drawn from ranges"),
-                    figures={name: [one[name] for one in of_seeds] for name in of_seeds[0]},
-                )
-            advance()
+    """Every point; both ways meet the same requests."""
+    seeds = range(experiment.seeds)
+    points: list[tuple[Key, list[Run]]] = [
+        (
+            {"profile": profile, "batch": batch, "gap_s": gap_s},
+            [Run(experiment, profile, batch, gap_s, seed) for seed in seeds],
+        )
+        for profile, batch, gap_s in product(experiment.profiles, experiment.batch, experiment.gaps_s)
+    ]
+    yield from measured_points("lone_batch", points, _figures, context, traffic="lengths drawn from ranges")
 
 
 def _figures(run: Run) -> dict[str, Any]:

@@ -10,14 +10,13 @@ from typing import Any
 
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.lengths import Lengths, drawn_trace
-from experiments.common.provenance import generated
-from serve_app.command import progress_bar
+from experiments.common.rows import Key
+from experiments.common.seeded import measured_points
 from serve_app.metrics.statistics import percentile
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.isolation import prefill_isolation
 from serve_app.scheduling.isolation.prefill_isolation import NEVER_LONG_TOKENS, IsolationSettings
 from serve_app.settings_base import settings
-from serve_app.simulation.batch import parallel
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.load import saturated_rate_of
 from serve_app.simulation.scheduler_settings import scheduler_settings
@@ -59,21 +58,18 @@ class Run:
 
 
 def play(experiment: ShortPrompts, context: Context) -> Iterator[Measurement]:
-    """Every point that there is no row of yet; all ways meet the same requests."""
-    points = list(product(experiment.profiles, experiment.traffic, experiment.loads))
-    with progress_bar("short_prompts", len(points)) as advance:
-        for profile, traffic, load in points:
-            key: dict[str, str | int | float | bool] = {"profile": profile, "traffic": traffic, "load": load}
-            if not context.has(key):
-                runs = [Run(experiment, profile, traffic, load, seed) for seed in range(experiment.seeds)]
-                of_seeds = list(parallel(_figures, runs, context.jobs))
-                yield Measurement(
-                    key=key,
-                    seeds=range(experiment.seeds),
-                    traces=generated("lengths drawn from ranges"),
-                    figures={name: [one[name] for one in of_seeds] for name in of_seeds[0]},
-                )
-            advance()
+    """Every point; all ways meet the same requests."""
+    seeds = range(experiment.seeds)
+    points: list[tuple[Key, list[Run]]] = [
+        (
+            {"profile": profile, "traffic": traffic, "load": load},
+            [Run(experiment, profile, traffic, load, seed) for seed in seeds],
+        )
+        for profile, traffic, load in product(experiment.profiles, experiment.traffic, experiment.loads)
+    ]
+    yield from measured_points(
+        "short_prompts", points, _figures, context, traffic="lengths drawn from ranges"
+    )
 
 
 def _figures(run: Run) -> dict[str, Any]:

@@ -11,14 +11,13 @@ from typing import Any
 
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.lengths import Lengths, drawn_trace
-from experiments.common.provenance import generated
+from experiments.common.rows import Key
+from experiments.common.seeded import measured_points
 from experiments.who_pays.meter import MeteredEngineModel
-from serve_app.command import progress_bar
 from serve_app.metrics.record import RequestRecord
 from serve_app.routing.prefill_cost import PrefillCosts, PrefillCostSettings
 from serve_app.scheduling.costs.engine_time import EngineTime
 from serve_app.settings_base import settings
-from serve_app.simulation.batch import parallel
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.simulation.simulation import SimulatedRequest, Simulation
@@ -68,19 +67,12 @@ class Run:
 
 
 def play(experiment: WhoPays, context: Context) -> Iterator[Measurement]:
-    """Every case that there is no row of yet."""
-    with progress_bar("who_pays", len(experiment.cases)) as advance:
-        for case in experiment.cases:
-            if not context.has({"case": case.name}):
-                runs = [Run(experiment, case, seed) for seed in range(experiment.seeds)]
-                figures = list(parallel(_figures, runs, context.jobs))
-                yield Measurement(
-                    key={"case": case.name},
-                    seeds=range(experiment.seeds),
-                    traces=generated("four kinds of use"),
-                    figures={name: [one[name] for one in figures] for name in figures[0]},
-                )
-            advance()
+    """Every case."""
+    seeds = range(experiment.seeds)
+    points: list[tuple[Key, list[Run]]] = [
+        ({"case": case.name}, [Run(experiment, case, seed) for seed in seeds]) for case in experiment.cases
+    ]
+    yield from measured_points("who_pays", points, _figures, context, traffic="four kinds of use")
 
 
 def _figures(run: Run) -> dict[str, Any]:
