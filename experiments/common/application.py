@@ -27,6 +27,8 @@ _START_TIMEOUT_S = 180.0
 _END_TIMEOUT_S = 30.0
 # How the console of `serve` says that everything runs.
 _READY = "Ready after "
+# Of the ports that two processes with neighbouring ids try first.
+_APART = 101
 _TAIL_CHARACTERS = 2_000
 # Gateways of applications take theirs above.
 _PORTS = range(17_000, 20_000)
@@ -149,7 +151,9 @@ def free_port() -> int:
 
 def free_ports() -> Iterator[int]:
     """One after the other, each like that of `free_port`."""
-    return (port for port in range(_PORTS.start + os.getpid() % 1_000, _PORTS.stop) if is_free(port))
+    # Processes that begin together have neighbouring ids; what they start may listen only later.
+    first = _PORTS.start + os.getpid() * _APART % (len(_PORTS) // 2)
+    return (port for port in range(first, _PORTS.stop) if is_free(port))
 
 
 def _environment() -> dict[str, str]:
