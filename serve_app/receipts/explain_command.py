@@ -137,9 +137,14 @@ def _place(queue: Mapping[str, Any]) -> str:
     """How a request stands that waits now."""
     place = "waits" if queue["position"] is None else f"number {queue['position']:,} of {queue['waiting']:,}"
     expected = queue["expected_ms"]
-    start = "" if expected is None else f"; expected to start in {expected:,.0f} ms"
+    start = "" if expected is None else f"; expected to start in {expected:,.0f} ms{_interval(queue)}"
     gives_up = f"gives up in {queue['expires_in_ms']:,.0f} ms"
     return f"{place} in pool {queue['pool']}, since {queue['meaning']}{start}; {gives_up}"
+
+
+def _interval(queue: Mapping[str, Any]) -> str:
+    between = queue.get("expected_between_ms")
+    return "" if between is None else f", in four of five cases between {between[0]:,.0f} and {between[1]:,.0f}"
 
 
 def _with_parts(stage: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -151,6 +151,23 @@ class WatchedRequests:
         for at in range(0, len(due), PART):
             yield [outlook for _, _, outlook in due[at : at + PART] if self._tell(outlook, now)]
 
+    def expected(
+        self, scheduled: ScheduledRequest, order: Sequence[ScheduledRequest], now: float
+    ) -> Outlook | None:
+        """What a request may expect that waits in this order of its home pool; None when it is not in it.
+
+        Nothing is told by that, nothing noted and nothing learned, so it serves for requests that nobody watches.
+        """
+        rate = self._rate(scheduled.pools[0], order)
+        ahead = 0
+        for position, each in enumerate(order, 1):
+            ahead += each.estimate.expected_tokens
+            if each is scheduled:
+                uncorrected_s = None if rate is None else max(1, ahead) / rate
+                start = self._start(scheduled, position, uncorrected_s, now)
+                return Outlook(scheduled.request.request_id, position, start)
+        return None
+
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> list[Honesty]:
         """Any request was dispatched; how honest it was to this one."""
         if not self._watched:
@@ -180,8 +197,7 @@ class WatchedRequests:
         self, home: str, order: Sequence[ScheduledRequest], due: list[tuple[float, int, Outlook]], now: float
     ) -> Iterator[None]:
         estimates, watched = self._estimates, self._watched
-        tokens = sum(scheduled.estimate.expected_tokens for scheduled in order)
-        rate = estimates.rate(home, tokens / max(1, self._core.queue.waiting_tokens))
+        rate = self._rate(home, order)
         ahead = 0
         for position, scheduled in enumerate(order, 1):
             if not position % PART:
@@ -199,6 +215,11 @@ class WatchedRequests:
             if _matters(one.last, position, start, now):
                 told_at = float("-inf") if one.last is None else one.last.at
                 due.append((told_at, len(due), Outlook(scheduled.request.request_id, position, start)))
+
+    def _rate(self, home: str, order: Sequence[ScheduledRequest]) -> float | None:
+        """Tokens per second that leave this order; None while it is not known."""
+        tokens = sum(scheduled.estimate.expected_tokens for scheduled in order)
+        return self._estimates.rate(home, tokens / max(1, self._core.queue.waiting_tokens))
 
     def _start(
         self, scheduled: ScheduledRequest, position: int, uncorrected_s: float | None, now: float

@@ -154,8 +154,8 @@ class LiveScheduler:
         self.receipts = ReceiptBook(lambda pool, tokens: costs.of(pool).seconds(tokens), since=self._now)
         self._surroundings = RecordedSurroundings(self.core, KEPT_S + LEAD_S)
         self.recorder = MinutesRecorder(self.core, self.receipts, self._surroundings)
-        self._lookup = RequestLookup(self.core, self._gateways.book, self.receipts)
         self._outlook = QueueWatch(self.core, self.now, self._gateways.tell_outlooks, self._metrics.honesty)
+        self._lookup = RequestLookup(self.core, self._gateways.book, self.receipts, self._outlook)
         self._log = self._open_log()
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ nobody asks, there is no timer.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
 
 from serve_app.scheduling import Scheduler
@@ -54,6 +54,12 @@ class QueueWatch:
         """Tell of a request from now on, while it waits."""
         if not self._stopped and self._watched.watch(request_id, self._now()) and self._timer is None:
             self._timer = self._loop.call_at(self._look_is_due_at, self._look)
+
+    def expected(
+        self, scheduled: ScheduledRequest, order: Sequence[ScheduledRequest], now: float
+    ) -> Outlook | None:
+        """What a request may expect that waits, watched or not; see `WatchedRequests.expected`."""
+        return self._watched.expected(scheduled, order, now)
 
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
         """A request was dispatched."""

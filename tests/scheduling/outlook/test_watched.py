@@ -17,7 +17,7 @@ from serve_app.scheduling.events import (
 from serve_app.scheduling.outlook.watched import MOST_UPDATES, Honesty, WatchedRequests
 from tests.builders import ManualDriver, fill, one_replica, report, request
 
-from .builders import told
+from .builders import ordered_requests, told
 
 USAGE = Usage(prompt_tokens=40, output_tokens=10)
 
@@ -138,6 +138,31 @@ def test_in_a_steady_line_the_expected_start_is_the_actual_one() -> None:
     assert len(line.honesty) == 40
     assert sum(one.verdict == "inside" for one in line.honesty) >= 30
     assert max(abs(one.error_s) for one in line.honesty) < 8.0
+
+
+def test_who_is_not_watched_may_expect_the_same_as_who_is() -> None:
+    line = Line()
+    line.learn()
+    watched = line.arrive(4)
+    unwatched = line.arrive(1, watch=False)[0]
+    order = ordered_requests(line.driver.scheduler, line.now)
+    outlooks = {
+        each.request.request_id: line.watched.expected(each, order, line.now) for each in order if each.queued
+    }
+    assert {name: outlooks[name] for name in watched} == told(line.watched, line.now)
+    asked_at, expected = line.now, outlooks[unwatched]
+    assert expected is not None
+    assert expected.position == len(order)
+    line.serve(len(order) + 1)
+    assert expected.start is not None
+    assert expected.start.low < line.started[unwatched] - asked_at < expected.start.high
+
+
+def test_who_is_not_in_the_order_may_expect_nothing() -> None:
+    line = Line()
+    line.arrive(2)
+    order = ordered_requests(line.driver.scheduler, line.now)
+    assert line.watched.expected(order[1], order[:1], line.now) is None
 
 
 def test_nothing_is_told_twice_in_a_second_nor_without_news() -> None:

@@ -290,6 +290,8 @@ async def test_a_request_that_waits_can_be_looked_up(stage: PageStage, http: htt
     assert 1 <= first_place < queue["position"] <= 3
     assert queue["waits_for"] == "engines_busy"
     assert "saturated" in queue["obstacles"]
+    # Nothing has been dispatched while others waited, so nobody can know when it starts.
+    assert (queue["expected_ms"], queue["expected_between_ms"]) == (None, None)
     assert stages(found) == {"queue": queue["ms"]}
     assert queue["ms"] > 20
     assert sum(each["ms"] for each in queue["causes"]) == pytest.approx(queue["ms"], abs=1)
@@ -298,6 +300,28 @@ async def test_a_request_that_waits_can_be_looked_up(stage: PageStage, http: htt
     assert later["queue"]["ms"] > queue["ms"]
     for each in (first, second):
         each.cancel()
+
+
+async def test_a_request_that_waits_is_told_when_it_starts_once_others_have_gone(
+    stage: PageStage, http: httpx.AsyncClient
+) -> None:
+    await stage.fill()
+    waits = asked(http, "mine", headers={"x-priority": "batch"})
+    await until(lambda: stage.waiting("mine"))
+    for number in range(4):
+        stage.submit(f"others{number}")
+    # No drain rate counts before requests have waited for a second.
+    await asyncio.sleep(1.1)
+    for number in range(3):
+        stage.end(f"f{number}")
+
+    async with asyncio.timeout(10):
+        while (queue := (await receipt(http, "mine"))["queue"])["expected_ms"] is None:
+            await asyncio.sleep(0.05)
+
+    earliest, latest = queue["expected_between_ms"]
+    assert 0 < earliest < queue["expected_ms"] < latest
+    waits.cancel()
 
 
 async def test_a_request_that_runs_can_be_looked_up(stage: PageStage, http: httpx.AsyncClient) -> None:

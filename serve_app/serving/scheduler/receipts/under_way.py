@@ -9,6 +9,7 @@ from serve_app.scheduling.waits.accounts import wait_so_far, waits_for
 from serve_app.scheduling.waits.causes import WaitBreakdown
 from serve_app.serving.channel.requests.request_book import GatewayRequest, RequestBook
 from serve_app.serving.in_parts import in_parts
+from serve_app.serving.scheduler.queue_watch import QueueWatch
 from serve_app.serving.scheduler.receipts.book import ReceiptBook
 from serve_app.serving.scheduler.receipts.receipt import queue_figures
 from serve_app.serving.scheduler.receipts.served import WaitedFor
@@ -16,12 +17,19 @@ from serve_app.serving.scheduler.receipts.stages import in_ms, stage
 
 
 class RequestLookup:
-    """Finds what a scheduler knows of a request, whether it has ended or not."""
+    """Finds what a scheduler knows of a request, whether it has ended or not.
 
-    def __init__(self, core: Scheduler, book: RequestBook, receipts: ReceiptBook) -> None:
+    Args:
+        outlook: estimates when one that waits will start.
+    """
+
+    def __init__(
+        self, core: Scheduler, book: RequestBook, receipts: ReceiptBook, outlook: QueueWatch
+    ) -> None:
         self._core = core
         self._book = book
         self._receipts = receipts
+        self._outlook = outlook
 
     def __repr__(self) -> str:
         return f"<RequestLookup {self._book}, {self._receipts}>"
@@ -69,7 +77,7 @@ class RequestLookup:
             request_id=request.request_id, pool=pool, since=request.arrived_at, until=until, before=before
         )
         # First, while it stands as it did: others go on between the parts of these looks.
-        place = await self._place(scheduled, wait_s, predicted_s, now) if waits else {}
+        place = await self._place(scheduled, now) if waits else {}
         served = await self._receipts.served(wait) if waited.causes else None
         return {
             "request_id": request.request_id,
@@ -98,24 +106,24 @@ class RequestLookup:
             },
         }
 
-    async def _place(
-        self, scheduled: ScheduledRequest, wait_s: float, predicted_s: float | None, now: float
-    ) -> dict[str, Any]:
+    async def _place(self, scheduled: ScheduledRequest, now: float) -> dict[str, Any]:
         """How a request stands that waits now."""
         cause, obstacles = waits_for(scheduled), self._core.dispatcher.why_waiting(scheduled, now)
         home, core = scheduled.pools[0], self._core
         orders = await in_parts(expected_order(core.queue, core.settings.class_floors, now))
         order = orders.get(home, ())
-        position = next((place for place, each in enumerate(order, start=1) if each is scheduled), None)
+        outlook = self._outlook.expected(scheduled, order, now)
+        start = outlook.start if outlook is not None else None
         return {
             "waits_for": cause.value,
             "meaning": cause.meaning,
             "obstacles": obstacles,
             "length_queue": scheduled.length_queue,
             "pool": home,
-            "position": position,
+            "position": outlook.position if outlook is not None else None,
             "waiting": len(order),
-            "expected_ms": None if predicted_s is None else in_ms(max(0.0, predicted_s - wait_s)),
+            "expected_ms": in_ms(start.middle) if start is not None else None,
+            "expected_between_ms": [in_ms(start.low), in_ms(start.high)] if start is not None else None,
             "expires_in_ms": in_ms(scheduled.expires_at - now),
         }
 

@@ -115,10 +115,15 @@ function receipt(shown) {
 const place = (queue) => [
   ["Waits because", queue.meaning],
   ["Its place", queue.position ? `${whole(queue.position)} of ${whole(queue.waiting)} in pool ${queue.pool}` : null],
-  ["Expected to start", queue.expected_ms === null ? "not known yet" : `in ${ms(queue.expected_ms)}`],
+  ["Expected to start", expectedStart(queue)],
   ["Gives up", `in ${ms(queue.expires_in_ms)}`],
   ["In its way", queue.obstacles],
 ];
+
+function expectedStart({ expected_ms: middle, expected_between_ms: between }) {
+  if (middle === null) return "not known yet";
+  return between ? `in ${ms(middle)}, likely between ${ms(between[0])} and ${ms(between[1])}` : `in ${ms(middle)}`;
+}
 
 const tokens = (counted, expected) => `${whole(counted)} (${whole(expected)} expected)`;
 
