@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request": {"rate_limits"},
     "errors": {"rate_limits"},
     "access": set(),
+    "descriptors": set(),
     # Keys in a file: gateways read it, a command writes it.
     "api_keys": {"rate_limits", "request", "errors"},
     "settings_base": {"errors"},
@@ -43,7 +44,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"scaling", "engine_model", "workloads", "command", "tables", "provenance", "reports"},
     # It draws up recordings, and replays none.
     "serving": CORE
-    | {"scaling", "access", "api_keys", "engines", "engine_model", "tuning", "counterfactuals"},
+    | {
+        "scaling",
+        "access",
+        "descriptors",
+        "api_keys",
+        "engines",
+        "engine_model",
+        "tuning",
+        "counterfactuals",
+    },
     # Recorded minutes, replayed with one thing changed.
     "counterfactuals": CORE | {"simulation", "tuning"},
     "tuning": CORE
@@ -68,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "command": set(),
     # What can be known of a configuration without Ray, and the start of the application that it describes.
     "checking": {"errors", "command", "engines", "engine_model", "settings"},
-    "launch": {"access", "errors", "command", "checking", "settings", "first_config"},
+    "launch": {"access", "descriptors", "errors", "command", "checking", "settings", "first_config"},
     # What `init` writes.
     "first_config": {"access", "errors", "command", "checking", "engines", "engine_model"},
     "tables": set(),

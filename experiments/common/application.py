@@ -19,6 +19,7 @@ import yaml
 from experiments.common.processes import is_alive, process_tree
 from serve_app.access import read_admin_key
 from serve_app.bench.connection import BenchError
+from serve_app.checking.serve_schema import NO_FRONT_END
 from serve_app.launch.environment import instance_folder, is_free
 
 BUILD_APP = "serve_app.app:build_app"
@@ -125,10 +126,15 @@ def serve_config(
     import_path: str,
     port: int,
     gateways: Mapping[str, Any] = _ONE_GATEWAY,
+    proxy_location: str = NO_FRONT_END,
 ) -> dict[str, Any]:
-    """The configuration of `serve run` for some models."""
+    """The configuration of `serve run` for some models.
+
+    Args:
+        proxy_location: where HAProxy runs; nowhere by default, as in the examples for one machine.
+    """
     return {
-        "proxy_location": "HeadOnly",
+        "proxy_location": proxy_location,
         "http_options": {"host": "127.0.0.1", "port": port},
         "logging_config": {"enable_access_log": False},
         "applications": [

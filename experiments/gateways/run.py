@@ -1,9 +1,9 @@
 """What do more gateways cost and carry, and what do ten thousand waiting streams take in one?
 
 An application with one, two and four gateways gets the same requests from a cheap client, before two light
-engines. CPU time is read from the processes, less what they use when idle in the same round. One gateway gets
-them at its own port as well, past HAProxy, in turns. Then one gateway gets streams that all have to wait:
-memory by role, and how soon one goes on when a place is free.
+engines. The gateways share the application's address. CPU time is read from the processes, less what they use
+when idle in the same round. Then one gateway gets streams that all have to wait: memory by role, and how soon
+one goes on when a place is free.
 """
 
 import resource
@@ -20,19 +20,17 @@ from experiments.common.light_endpoint import MODEL
 from experiments.common.light_servers import role_beside_endpoints
 from experiments.common.processes import CpuMeter
 from experiments.common.provenance import generated
-from experiments.gateways.own_port import gateway_port
 from experiments.gateways.waiting import waiting_figures
 from experiments.overhead.client import started_client
 from experiments.overhead.ours import application, remote_model
 from experiments.overhead.run import Player, Sample, figures_of
 from experiments.overhead.settings import OverheadSettings, RequestKind
-from experiments.overhead.system import HOST, OURS, System, started_light_engines
+from experiments.overhead.system import OURS, System, started_light_engines
 from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
 
 _OVERHEAD = Path(__file__).parents[1] / "overhead" / "config.yaml"
 _START_TIMEOUT_S = 600.0
-_SETTLE_S = 12.0
-OWN_PORT = "own port"
+_SETTLE_S = 4.0
 # Of the gateway and of the client, besides the streams.
 _OTHER_FILES = 500
 
@@ -48,7 +46,6 @@ class GatewaysSettings:
         seconds: of each turn.
         idle_s: in each round, for how long the use of idle processes is measured.
         warm_up_s: for each kind, before anything is measured.
-        past_front_end: whether one gateway is also asked at its own port.
         waiting: numbers of streams that wait in one gateway, the fewest first.
         opened_per_s: of these streams.
         wakes: that are measured for each number, one in `wake_every_s`.
@@ -62,7 +59,6 @@ class GatewaysSettings:
     seconds: Annotated[float, POSITIVE]
     idle_s: Annotated[float, POSITIVE]
     warm_up_s: Annotated[float, POSITIVE]
-    past_front_end: bool
     waiting: tuple[Annotated[int, at_least(1)], ...]
     opened_per_s: Annotated[float, POSITIVE]
     wakes: Annotated[int, at_least(1)]
@@ -74,8 +70,6 @@ def play(settings: GatewaysSettings, context: Context) -> Iterator[Measurement]:
     for gateways in settings.gateways:
         if not all(context.has(_key(gateways, *cell)) for cell in _cells(settings)):
             yield from _costs(settings, gateways)
-    if settings.past_front_end and not all(context.has(_front_key(*cell)) for cell in _cells(settings)):
-        yield from _past_front_end(settings)
     if not all(context.has({"waiting": number}) for number in settings.waiting):
         found = waiting_figures(
             settings.waiting, settings.opened_per_s, settings.wakes, settings.wake_every_s
@@ -87,7 +81,7 @@ def play(settings: GatewaysSettings, context: Context) -> Iterator[Measurement]:
 
 
 def _costs(settings: GatewaysSettings, gateways: int) -> Iterator[Measurement]:
-    for (name, clients), found in _samples(settings, gateways, past_front_end=False).items():
+    for (name, clients), found in _samples(settings, gateways).items():
         yield Measurement(
             key=_key(gateways, name, clients),
             figures=figures_of(found[OURS]),
@@ -95,18 +89,7 @@ def _costs(settings: GatewaysSettings, gateways: int) -> Iterator[Measurement]:
         )
 
 
-def _past_front_end(settings: GatewaysSettings) -> Iterator[Measurement]:
-    for (name, clients), found in _samples(settings, 1, past_front_end=True).items():
-        yield Measurement(
-            key=_front_key(name, clients),
-            figures={way: figures_of(samples) for way, samples in found.items()},
-            traces=generated("requests of one size"),
-        )
-
-
-def _samples(
-    settings: GatewaysSettings, gateways: int, *, past_front_end: bool
-) -> dict[tuple[str, int], dict[str, list[Sample]]]:
+def _samples(settings: GatewaysSettings, gateways: int) -> dict[tuple[str, int], dict[str, list[Sample]]]:
     requests = {name: replace(settings.requests[name], clients=settings.clients) for name in settings.kinds}
     played = replace(
         read_settings(_OVERHEAD, OverheadSettings),
@@ -120,13 +103,9 @@ def _samples(
         config = application(remote_model(endpoints))
         config["applications"][0]["args"]["gateways"]["replicas"] = gateways
         with served_application(config, start_timeout_s=_START_TIMEOUT_S) as served:
-            # HAProxy is told of the last gateway only now, and its old process closes connections.
+            # Connections to the engines, and what starts beside the first requests.
             time.sleep(_SETTLE_S)
-            meter = CpuMeter((served.pid,), role_beside_endpoints)
-            systems = [System(OURS, served.url, meter)]
-            if past_front_end:
-                # Of the same processes: of two that take turns, each one's use is read by itself.
-                systems.append(System(OWN_PORT, f"http://{HOST}:{gateway_port(served.pid)}", meter))
+            systems = [System(OURS, served.url, CpuMeter((served.pid,), role_beside_endpoints))]
             return Player(played, client, systems, MODEL, light).samples(settings.kinds)
 
 
@@ -136,10 +115,6 @@ def _cells(settings: GatewaysSettings) -> list[tuple[str, int]]:
 
 def _key(gateways: int, name: str, clients: int) -> dict[str, Any]:
     return {"gateways": gateways, "kind": name, "clients": clients}
-
-
-def _front_key(name: str, clients: int) -> dict[str, Any]:
-    return {"front": True, "kind": name, "clients": clients}
 
 
 def _unavailable() -> str | None:

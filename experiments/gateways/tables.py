@@ -6,10 +6,9 @@ from statistics import median
 from experiments.common.rows import ANY, Row
 from experiments.common.tables import Table, load_note, markdown
 from experiments.overhead.run import TUNER
-from experiments.overhead.system import OURS
 from experiments.overhead.tables import layer_ms
 
-_ROLES = ("gateway", "scheduler", "haproxy")
+_ROLES = ("gateway", "scheduler")
 _MEMORY = ("gateway", "scheduler")
 # Of fewer streams the memory is lost in what a process takes and gives back by itself.
 _FEWEST = 500
@@ -33,33 +32,13 @@ def _costs(rows: Sequence[Row]) -> str:
     return f"{markdown(head, lines)}\n\n{load_note(rows)}".rstrip()
 
 
-def _front(rows: Sequence[Row]) -> str:
-    head = ["request", "clients", "way", "requests/s", *_ROLES, "all", "first byte p50 / p99, ms"]
-    lines = []
-    for row in rows:
-        for way, figures in row.figures.items():
-            first = [median(figures[name]) for name in ("first_p50_ms", "first_p99_ms")]
-            lines.append(
-                [
-                    str(row.key["kind"]),
-                    str(row.key["clients"]),
-                    "through HAProxy" if way == OURS else way,
-                    f"{median(figures['per_s']):,.0f}",
-                    *(f"{median(figures['cpu_ms'].get(role, [0.0])):.3f}" for role in _ROLES),
-                    f"{layer_ms(figures, TUNER):.3f}",
-                    " / ".join(f"{one:.1f}" for one in first),
-                ]
-            )
-    return f"{markdown(head, lines, text_columns=3)}\n\n{load_note(rows)}".rstrip()
-
-
 def _waiting(rows: Sequence[Row]) -> str:
     head = [
         "waiting",
         *(f"{role}, kB each" for role in _MEMORY),
         "place taken again, ms",
         "first byte from the engine, ms",
-        *(f"{role}, % of a core" for role in _ROLES[:2]),
+        *(f"{role}, % of a core" for role in _ROLES),
     ]
     lines = []
     for row in rows:
@@ -71,7 +50,7 @@ def _waiting(rows: Sequence[Row]) -> str:
                 *(_kilobytes(figures["grown_mb"].get(role, 0.0), waiting) for role in _MEMORY),
                 f"{turn['p50']:.1f} / {turn['p99']:.1f}",
                 f"{first['p50']:.1f} / {first['p99']:.1f}",
-                *(f"{100 * figures['cores'].get(role, 0.0):.0f}" for role in _ROLES[:2]),
+                *(f"{100 * figures['cores'].get(role, 0.0):.0f}" for role in _ROLES),
             ]
         )
     return f"{markdown(head, lines, text_columns=0)}\n\n{load_note(rows)}".rstrip()
@@ -87,7 +66,6 @@ _NOTE = (
 )
 TABLES = {
     "costs": Table(text=_costs, where={"gateways": ANY}, note=_NOTE),
-    "front": Table(text=_front, where={"front": True}, note=_NOTE),
     "waiting": Table(
         text=_waiting,
         where={"waiting": ANY},

@@ -19,7 +19,6 @@ from experiments.common.application import BUILD_APP, serve_config, served_appli
 from experiments.common.light_servers import role_beside_endpoints
 from experiments.common.processes import process_tree
 from experiments.gateways.held_engine import MODEL
-from experiments.gateways.own_port import gateway_port
 from experiments.overhead.client import KEY
 from experiments.overhead.footprint import pss_mb
 from experiments.overhead.system import HOST, next_port
@@ -60,7 +59,7 @@ def waiting_figures(
         assert engine_process.stdout is not None
         engine_process.stdout.readline()
         engine, client = Told(engine_process), Told(client_process)
-        port = gateway_port(served.pid)
+        port = int(served.url.rpartition(":")[2])
         before, open_before = _memory_mb(served.pid), 0
         for number in numbers:
             _open(client, port, number - open_before, opened_per_s)

@@ -10,7 +10,8 @@ from experiments.common.light_servers import role_beside_endpoints
 from experiments.common.processes import CpuMeter, ProcessUse, role_of
 from experiments.overhead.client import KEY
 from experiments.overhead.engine import started_engine
-from experiments.overhead.system import DIRECT, OURS, Endpoints, System
+from experiments.overhead.system import BEHIND_HAPROXY, DIRECT, OURS, Endpoints, System
+from serve_app.checking.serve_schema import NO_FRONT_END
 
 ALONE = "engine alone"
 REPLICA_MODEL = "instant"
@@ -25,10 +26,15 @@ def started_direct(endpoints: Endpoints) -> Iterator[System]:
 
 
 @contextlib.contextmanager
-def started_ours(endpoints: Endpoints) -> Iterator[System]:
-    """The application before two pools of one light engine each."""
-    with _served(remote_model(endpoints)) as served:
-        yield System(OURS, served.url, CpuMeter((served.pid,), role_beside_endpoints))
+def started_ours(endpoints: Endpoints, name: str = OURS) -> Iterator[System]:
+    """The application before two pools of one light engine each.
+
+    Args:
+        name: says whether HAProxy stands in front of the gateway.
+    """
+    location = "HeadOnly" if name == BEHIND_HAPROXY else NO_FRONT_END
+    with _served(remote_model(endpoints), location) as served:
+        yield System(name, served.url, CpuMeter((served.pid,), role_beside_endpoints))
 
 
 @contextlib.contextmanager
@@ -45,9 +51,9 @@ def started_engine_alone(engine: Mapping[str, Any], advanced: Mapping[str, Any])
         yield System(DIRECT, url, CpuMeter((pid,), _alone))
 
 
-def application(model: Mapping[str, Any]) -> dict[str, Any]:
+def application(model: Mapping[str, Any], proxy_location: str = NO_FRONT_END) -> dict[str, Any]:
     """The configuration of `serve run` for a model: with keys, and all else is on by default."""
-    config = serve_config("overhead", [model], BUILD_APP, 0)
+    config = serve_config("overhead", [model], BUILD_APP, 0, proxy_location=proxy_location)
     config["applications"][0]["args"]["gateway"] = {"keys": [{"tenant": "bench", "key": KEY}]}
     return config
 
@@ -70,8 +76,10 @@ def replica_model(engine: Mapping[str, Any], advanced: Mapping[str, Any]) -> dic
     }
 
 
-def _served(model: Mapping[str, Any]) -> contextlib.AbstractContextManager[Application]:
-    return served_application(application(model), start_timeout_s=_START_TIMEOUT_S)
+def _served(
+    model: Mapping[str, Any], proxy_location: str = NO_FRONT_END
+) -> contextlib.AbstractContextManager[Application]:
+    return served_application(application(model, proxy_location), start_timeout_s=_START_TIMEOUT_S)
 
 
 def _alone(process: ProcessUse) -> str:  # noqa: ARG001 - the meter passes it

@@ -33,7 +33,7 @@ from experiments.overhead.ours import (
 )
 from experiments.overhead.peers import missing_program, started_forwarder, started_nginx, started_router
 from experiments.overhead.settings import OverheadSettings, RequestKind
-from experiments.overhead.system import DIRECT, OURS, Endpoints, System, started_light_engines
+from experiments.overhead.system import BEHIND_HAPROXY, DIRECT, OURS, Endpoints, System, started_light_engines
 from serve_app.command import progress_bar, warn
 from serve_app.errors import SettingsError
 
@@ -46,6 +46,7 @@ STARTED: Mapping[str, Callable[[Endpoints], AbstractContextManager[System]]] = {
     "vllm-router": partial(started_router, "vllm-router"),
     f"forwarder, {RAW}": partial(started_forwarder, RAW),
     f"forwarder, {PARSED}": partial(started_forwarder, PARSED),
+    BEHIND_HAPROXY: partial(started_ours, name=BEHIND_HAPROXY),
     OURS: started_ours,
 }
 _PROGRAMS = {

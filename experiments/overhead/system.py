@@ -14,7 +14,7 @@ from experiments.common.processes import CpuMeter
 from serve_app.bench.connection import BenchError
 from serve_app.launch.environment import is_free
 
-DIRECT, OURS = "direct", "ours"
+DIRECT, OURS, BEHIND_HAPROXY = "direct", "ours", "ours, HAProxy"
 HOST = "127.0.0.1"
 _START_TIMEOUT_S = 60.0
 _SHORT_CONTEXT, _LONG_CONTEXT = 8_192, 4_000_000

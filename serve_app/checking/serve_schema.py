@@ -33,7 +33,9 @@ APPLICATION = frozenset(
         *("autoscaling_policy", "args", "logging_config", "external_scaler_enabled"),
     }
 )
-PROXY_LOCATIONS = ("HeadOnly", "EveryNode", "Disabled")
+# The gateway listens itself.
+NO_FRONT_END = "Disabled"
+PROXY_LOCATIONS = ("HeadOnly", "EveryNode", NO_FRONT_END)
 
 _BLOCKS: Mapping[str, frozenset[str]] = {
     "http_options": HTTP_OPTIONS,
@@ -75,6 +77,13 @@ def _check_values(document: Document, content: Mapping[str, Any]) -> Iterator[Mi
                 document, (block, "port"), f"must be a whole number from 1 to {_MAX_PORT}, got {port!r}"
             )
         host = options.get("host", "")
+        if block == "http_options" and location == NO_FRONT_END and options.get("request_timeout_s"):
+            yield _at(
+                document,
+                (block, "request_timeout_s"),
+                f"needs a front end: set proxy_location to HeadOnly instead of {NO_FRONT_END}, or leave the "
+                "limit to the queue's timeouts",
+            )
         if not isinstance(host, str):
             yield _at(document, (block, "host"), f"must be a text such as 127.0.0.1, got {host!r}")
 

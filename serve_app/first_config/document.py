@@ -70,7 +70,8 @@ def _emulated(place: Place) -> str:
 _FRAME = """\
 # {title}
 #   {start}
-proxy_location: HeadOnly
+# The gateway listens itself. With EveryNode, HAProxy stands in front: for gateways on several machines.
+proxy_location: Disabled
 http_options:
   # 127.0.0.1: only programs on this machine. Others, such as 0.0.0.0, ask for keys beside `models`:
   # gateway: {{keys: [{{tenant: app, env: EWSJF_API_KEY_APP}}]}}

@@ -1,20 +1,16 @@
 """What the processes of Ray inherit: Serve's settings, folders and ports of this instance, open files."""
 
-import contextlib
 import os
-import resource
 import shlex
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from serve_app.descriptors import most_connections
+
 _SETTINGS = Path(__file__).with_name("serve.env")
 
-# HAProxy does not start with fewer descriptors than two and a half for each connection.
-_DESCRIPTORS_PER_CONNECTION = 3
-_MAX_CONNECTIONS = 20_000
-_UNLIMITED_DESCRIPTORS = 200_000
 # Ports of gateways, each with its own range, so that several instances of one machine do not meet.
 _GATEWAY_PORTS = range(20_000, 30_000, 200)
 
@@ -36,12 +32,16 @@ def default_settings() -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def environment(given: Mapping[str, str], folder: Path, port: int) -> dict[str, str]:
+def environment(
+    given: Mapping[str, str], folder: Path, port: int, *, has_front_end: bool = True
+) -> dict[str, str]:
     """The environment of the host and of all that it starts; what is `given` counts more than our defaults.
 
     Args:
         folder: of this instance.
         port: on which it listens; no other port is chosen twice.
+        has_front_end: whether HAProxy takes its requests. Without, a gateway that is to stop need not wait
+            until that has heard of it.
     """
     # Short: HAProxy takes 97 bytes for the path of a socket, and Serve puts the node's id of 56 into it.
     haproxy = folder / "h"
@@ -64,30 +64,18 @@ def environment(given: Mapping[str, str], folder: Path, port: int) -> dict[str, 
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{haproxy}/server-state",
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{haproxy}/metrics",
-        "RAY_SERVE_HAPROXY_MAXCONN": str(_connections()),
+        # Serve's own 4,096 are below what the schedulers' queues hold.
+        "RAY_SERVE_HAPROXY_MAXCONN": str(most_connections()),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(gateways.start),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(gateways.stop - 1),
         **chosen,
+        **({} if has_front_end else {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0"}),
     }
     inherited = dict(given)
     # A dozen processes import the same thousand modules: they are compiled once, whatever a container's
     # image says.
     inherited.pop("PYTHONDONTWRITEBYTECODE", None)
     return defaults | inherited
-
-
-def raise_descriptor_limit() -> None:
-    """As many open files as the system allows: a waiting request holds a connection."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _connections() -> int:
-    """What HAProxy may hold; Serve's own 4,096 are below what the schedulers' queues hold."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    descriptors = _UNLIMITED_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
-    return min(descriptors // _DESCRIPTORS_PER_CONNECTION, _MAX_CONNECTIONS)
 
 
 def _free_ports(wanted: list[int], taken: set[int]) -> Iterator[int]:

@@ -71,6 +71,11 @@ class LimitedHeads(HttpToolsProtocol):
         self.head_is_complete()
         super().on_headers_complete()
 
+    @property
+    def head_has_begun(self) -> bool:
+        """Whether a head is being received."""
+        return self._head_bytes >= 0
+
     def head_is_complete(self) -> None:
         """Limit it no more."""
         self._head_bytes = -1

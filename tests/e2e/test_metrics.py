@@ -22,6 +22,8 @@ _WITHOUT_SERIES = {
     "ewsjf_tuned_value": "a tuner that has tried something",
     "ewsjf_twin_error_ratio": "a tuner that has checked its twin",
     "ewsjf_queue_wait_prediction_error_seconds": "requests that wait",
+    "ewsjf_queue_estimates_total": "streams that ask where they stand",
+    "ewsjf_queue_estimate_error_seconds": "streams that ask where they stand",
     "ewsjf_length_queue_requests_waiting": "requests that wait",
     "ewsjf_length_queue_oldest_wait_seconds": "requests that wait",
     "ewsjf_tenant_requests_waiting": "requests that wait",

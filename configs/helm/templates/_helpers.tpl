@@ -57,8 +57,9 @@ Ray's own 30 s would cut what the application still lets go on.
 - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ max 1800 (add (include "ewsjf.nodeDrain" . | int) 60) | quote }}}
 - {name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, value: "10"}
 - {name: RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S, value: "86400"}
-- {name: RAY_SERVE_HAPROXY_RETRY_ON, value: "conn-failure\n    timeout http-request 30s\n    option forwardfor"}
+- {name: RAY_SERVE_HAPROXY_RETRY_ON, value: "conn-failure\n    timeout http-request 30s\n    option forwardfor\n    option dontlog-normal"}
 - {name: RAY_SERVE_HAPROXY_INGRESS_RETRY_ON, value: conn-failure}
+- {name: RAY_SERVE_HAPROXY_METRICS_ENABLED, value: "0"}
 - {name: RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER, value: "5s\n    use-server newest if { stopping }\n    server newest 0.0.0.0 weight 0\n    default-server inter 5s"}
 - {name: RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S, value: "2"}
 - {name: RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE, value: "1"}

@@ -372,7 +372,7 @@ class Gateway:
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while (await receive())["type"] != "lifespan.shutdown":
             await send({"type": "lifespan.startup.complete"})
-        self.close()
+        # Serve tells this before the deployment's `__del__`, which waits for open answers and then closes.
         await send({"type": "lifespan.shutdown.complete"})
 
     def _conclude_unscheduled(

@@ -1,7 +1,9 @@
-"""The gateway as a Ray Serve deployment: the application's ingress, behind Serve's own HTTP front end.
+"""The gateway as a Ray Serve deployment: the application's ingress, with or without a front end of Serve's.
 
-Requests come from HAProxy by connections of our own, see `front`. Without HAProxy, Serve hands every request
-to the ASGI app. When the replica is to stop, Serve waits for the open requests before it calls `__del__`.
+- With HAProxy requests come by connections of our own, see `front`. When the replica is to stop, Serve waits
+  for the open requests before it calls `__del__`.
+- With `proxy_location: Disabled` the gateway listens itself, see `front.own_port`; `__del__` waits for them.
+- With Serve's proxy in Python, Serve hands every request to the ASGI app.
 """
 
 import asyncio
@@ -23,6 +25,8 @@ from serve_app.serving.discovery import locator
 from serve_app.serving.gateway.app import Gateway
 from serve_app.serving.gateway.endpoint_admin import PoolWatcher
 from serve_app.serving.gateway.front.connection import serve_front_end
+from serve_app.serving.gateway.front.of_serve import front_of_serve
+from serve_app.serving.gateway.front.own_port import OwnPort
 from serve_app.serving.gateway.scheduler_views import SchedulerViews, View
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.memory import keep_memory
@@ -30,6 +34,9 @@ from serve_app.serving.memory import keep_memory
 logger = logging.getLogger("ray.serve")
 
 _REQUEST_ID = b"x-request-id"
+_LOOPBACK = "127.0.0.1"
+# Between the end of what is cut and that of the process.
+_STOP_MARGIN_S = 2.0
 
 
 class GatewayDeployment:
@@ -44,7 +51,9 @@ class GatewayDeployment:
         others: handles of pools and tuners, which keep these in the same application.
 
     Raises:
-        SettingsError: everybody who reaches this machine would be let in.
+        SettingsError: everybody who reaches this machine would be let in, or Serve is asked for a front end's
+            work and for none.
+        PortError: it cannot listen on the application's address.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
@@ -57,7 +66,8 @@ class GatewayDeployment:
         others: Sequence[DeploymentHandle[Any]],  # noqa: ARG002 - binds them to the application
     ) -> None:
         # Asking the controller blocks.
-        settings.check_exposure(await asyncio.to_thread(_http_host))
+        front = await asyncio.to_thread(front_of_serve)
+        settings.check_exposure(front.options.host or _LOOPBACK)
         gateway_id = serve.get_replica_context().replica_id.unique_id
         self._clients = {
             model: GatewayClient(gateway_id, locator(handle, Role.GATEWAY), channel)
@@ -74,6 +84,11 @@ class GatewayDeployment:
         self._gateway = Gateway(settings, dispatchers, gateway_id, views, channel.tls, watchers)
         for client in self._clients.values():
             client.start()
+        self._drain_s = front.drain_s
+        self._own_port: OwnPort | None = None
+        if front.route is not None:
+            self._own_port = OwnPort(self._gateway, front.options, front.route, front.application)
+            await self._own_port.start()
         keep_memory()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -106,7 +121,15 @@ class GatewayDeployment:
         """See `Gateway.drain`."""
         return await self._gateway.drain(drain_s, retry_after_s)
 
+    def check_health(self) -> None:
+        """Raise `ServerEndedError` when its own port takes no requests."""
+        if self._own_port is not None:
+            self._own_port.check_health()
+
     async def __del__(self) -> None:
+        if (port := getattr(self, "_own_port", None)) is not None:
+            # Serve ends the process when the time is over.
+            await port.stop(max(0.0, self._drain_s - _STOP_MARGIN_S))
         for client in getattr(self, "_clients", {}).values():
             await client.close()
         if (gateway := getattr(self, "_gateway", None)) is not None:
@@ -154,12 +177,6 @@ def _watcher_of(handle: DeploymentHandle[Any]) -> PoolWatcher:
         return answer
 
     return PoolWatcher(described, change)
-
-
-def _http_host() -> str:
-    """The address on which Serve takes requests; an address of this machine where it takes none."""
-    client = serve.context._get_global_client()  # noqa: SLF001 - Serve tells it nowhere else
-    return (client.http_config.host if client is not None else None) or "127.0.0.1"
 
 
 def _asking(method: Any) -> View:

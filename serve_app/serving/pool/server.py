@@ -1,13 +1,7 @@
-"""An HTTP server for an ASGI app, on a port of its own and on an event loop of Ray.
+"""The HTTP server of a replica's engine, on a port of its own."""
 
-Ray owns the process with its signals and its event loop. So this is uvicorn without signal handlers, started
-as a task on the running loop and stopped within a time limit.
-"""
-
-import asyncio
-import contextlib
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated
 
 import uvicorn
@@ -15,6 +9,7 @@ import uvicorn
 from serve_app.engines.engine import ASGIApp
 from serve_app.errors import EngineError
 from serve_app.serving.http_heads import LimitedHeads
+from serve_app.serving.http_server import HttpServer, ServerEndedError
 from serve_app.serving.listening import PortError, listening_socket
 from serve_app.serving.tls import Tls, TlsSettings
 from serve_app.settings_base import at_least, between, settings
@@ -51,26 +46,23 @@ class ReplicaServer:
         self.host = host
         self.port = 0
         self._settings = settings
-        self._server = _QuietServer(
-            uvicorn.Config(
-                app,
-                http=LimitedHeads,
-                ws="none",
-                lifespan="off",
-                timeout_keep_alive=settings.keep_alive_s,
-                backlog=settings.backlog,
-                access_log=False,
-                log_config=None,
-                date_header=False,
-                server_header=False,
-                ssl_context_factory=None if tls is None else _context_factory(Tls(tls)),
-            )
+        config = uvicorn.Config(
+            app,
+            http=LimitedHeads,
+            ws="none",
+            lifespan="off",
+            timeout_keep_alive=settings.keep_alive_s,
+            backlog=settings.backlog,
+            access_log=False,
+            log_config=None,
+            date_header=False,
+            server_header=False,
+            ssl_context_factory=None if tls is None else _context_factory(Tls(tls)),
         )
-        self._task: asyncio.Task[None] | None = None
+        self._server = HttpServer("the replica", config)
 
     def __repr__(self) -> str:
-        connections = len(self._server.server_state.connections)
-        return f"ReplicaServer({self.host}:{self.port}, connections={connections})"
+        return f"ReplicaServer({self.host}:{self.port}, connections={self._server.connections})"
 
     async def start(self) -> None:
         """Listen; afterwards `port` is the actual port.
@@ -81,42 +73,22 @@ class ReplicaServer:
         settings = self._settings
         try:
             sock = listening_socket(self.host, settings.port, settings.ports, settings.backlog)
-        except PortError as exc:
+            self.port = sock.getsockname()[1]
+            await self._server.start(sock)
+        except (PortError, ServerEndedError) as exc:
             raise EngineError(str(exc)) from exc
-        self.port = sock.getsockname()[1]
-        self._task = asyncio.create_task(self._server.serve(sockets=[sock]), name="replica-http")
-        while not self._server.started:
-            self.check_health()
-            await asyncio.sleep(0.005)
 
     def check_health(self) -> None:
         """Raise `EngineError` when the server is not running."""
-        if self._task is None:
-            raise EngineError("the replica's HTTP server has not been started")
-        if self._task.done():
-            cause = None if self._task.cancelled() else self._task.exception()
-            raise EngineError(f"the replica's HTTP server on {self.host}:{self.port} has ended") from cause
+        try:
+            self._server.check_health()
+        except ServerEndedError as exc:
+            raise EngineError(f"{exc}, on {self.host}:{self.port}") from exc
 
     async def stop(self, grace_s: float) -> None:
         """Close idle connections, wait up to `grace_s` seconds for open answers, then cut them."""
-        if self._task is None or self._task.done():
-            return
-        # uvicorn reads this, in whole seconds, when it begins to shut down.
-        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
-        self._server.should_exit = True
-        with contextlib.suppress(asyncio.CancelledError):
-            # After the timeout the task is cancelled, which closes the remaining connections.
-            await asyncio.wait([self._task], timeout=grace_s + 2.0)
-        if not self._task.done():
-            self._task.cancel()
+        await self._server.stop(grace_s)
 
 
 def _context_factory(tls: Tls) -> Callable[..., ssl.SSLContext]:
     return lambda *_: tls.server
-
-
-class _QuietServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to Ray, which drains the whole replica on them."""
-        yield

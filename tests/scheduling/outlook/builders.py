@@ -20,7 +20,8 @@ def ordered_requests(scheduler: Scheduler, now: float, home: str = "only") -> Se
         try:
             next(parts)
         except StopIteration as end:
-            return end.value.get(home, ())
+            found: Sequence[ScheduledRequest] = end.value.get(home, ())
+            return found
 
 
 def told(watched: WatchedRequests, now: float) -> dict[str, Outlook]:

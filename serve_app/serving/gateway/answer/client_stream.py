@@ -25,9 +25,11 @@ class DirectExchange(WatchedExchange, Protocol):
 
     Attributes:
         on_room: called when the client has read, after `pass_on` has told of no room.
+        peer_is_client: who has connected is the client itself, and no front end.
     """
 
     on_room: Callable[[], None] | None
+    peer_is_client: bool
 
     def pass_on(self, piece: bytes) -> bool:
         """Write a piece of an answer that has begun; whether there is room for more."""

@@ -41,7 +41,10 @@ class FrontEndConnection(LimitedHeads):
 
     Attributes:
         ingress: tells what is for the gateway; None when nothing is but through Serve.
+        peer_is_client: who has connected is the client itself, and no front end.
     """
+
+    peer_is_client = False
 
     def __init__(self, gateway: ASGIApp, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -161,6 +164,7 @@ class FrontEndConnection(LimitedHeads):
             keep_alive=keep_alive,
             expects_continue=self.expect_100_continue,
             on_answered=self.on_response_complete,
+            peer_is_client=self.peer_is_client,
         )
 
     def _app_for(self, scope: Any) -> Any:

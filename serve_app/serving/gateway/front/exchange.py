@@ -43,6 +43,7 @@ class ExchangeTerms:
         keep_alive: the connection goes on after the answer, unless that says otherwise.
         expects_continue: the client sends its body once it is told to.
         on_answered: called when the answer is complete.
+        peer_is_client: who has connected is the client itself.
     """
 
     transport: asyncio.Transport
@@ -51,6 +52,7 @@ class ExchangeTerms:
     keep_alive: bool
     expects_continue: bool
     on_answered: Callable[[], None]
+    peer_is_client: bool
 
 
 class Exchange:
@@ -63,6 +65,7 @@ class Exchange:
         response_complete: the answer has been written.
         on_gone: called when the client goes before its answer is complete.
         on_room: called when the client has read, after `pass_on` has told of no room.
+        peer_is_client: who has connected is the client itself, and no front end.
     """
 
     __slots__ = (
@@ -81,6 +84,7 @@ class Exchange:
         "more_body",
         "on_gone",
         "on_room",
+        "peer_is_client",
         "response_complete",
         "response_started",
         "scope",
@@ -92,6 +96,7 @@ class Exchange:
         self.more_body = True
         self.message_event = asyncio.Event()
         self.keep_alive = terms.keep_alive
+        self.peer_is_client = terms.peer_is_client
         self.disconnected = False
         self.response_started = False
         self.response_complete = False

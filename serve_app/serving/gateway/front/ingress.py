@@ -36,9 +36,18 @@ class ServeIngress:
     def prefix_of(self, path: str) -> str | None:
         """The prefix that the gateway is mounted at; None when this path is for Serve."""
         prefix: str = (self._replica._route_prefix or "").rstrip("/")  # noqa: SLF001 - Serve tells it nowhere
-        if path.startswith(OF_SERVE):
-            return None
-        return prefix if not prefix or path == prefix or path.startswith(prefix + "/") else None
+        return prefix_among(prefix, path)
+
+
+def prefix_among(prefix: str, path: str) -> str | None:
+    """The prefix that a gateway is mounted at; None for a path that is not below it, or that Serve answers.
+
+    Args:
+        prefix: without a slash at the end; empty for all paths.
+    """
+    if path.startswith(OF_SERVE):
+        return None
+    return prefix if not prefix or path == prefix or path.startswith(prefix + "/") else None
 
 
 def ingress_of(app: Any) -> ServeIngress | None:

@@ -97,8 +97,8 @@ def _status(concluded: ConcludedRequest) -> int:
 def _addresses(incoming: IncomingRequest) -> tuple[str, str]:
     """Who has connected, and what it says of those before it; empty where nothing is known.
 
-    HAProxy adds who has connected to it at the end of `x-forwarded-for`; it alone connects to a gateway that
-    serves connections itself. All that stands before is only said.
+    HAProxy adds who has connected to it at the end of `x-forwarded-for`; where it stands in front, it alone
+    connects to a gateway that serves connections itself. All that stands before is only said.
     """
     scope = incoming.scope
     peer = scope.get("client")
@@ -106,7 +106,9 @@ def _addresses(incoming: IncomingRequest) -> tuple[str, str]:
     if b"x-forwarded-for" not in incoming.headers:
         return address, ""
     said = b",".join([value for name, value in scope["headers"] if name == b"x-forwarded-for"])
-    return _told_apart(said, "" if exchange_of(scope) is not None else address)
+    exchange = exchange_of(scope)
+    behind_front_end = exchange is not None and not exchange.peer_is_client
+    return _told_apart(said, "" if behind_front_end else address)
 
 
 # Most requests come from few places.

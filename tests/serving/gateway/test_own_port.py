@@ -1,0 +1,282 @@
+"""A gateway that listens on the application's address itself, over real sockets."""
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from ray.serve.config import HTTPOptions
+
+from experiments.common.application import free_port
+from serve_app.errors import SettingsError
+from serve_app.serving.gateway import Gateway
+from serve_app.serving.gateway.front import own_port
+from serve_app.serving.gateway.front.own_port import ClientConnection, OwnPort
+from serve_app.serving.http_server import ServerEndedError
+from serve_app.serving.listening import PortError
+from serve_app.serving.tls import TlsSettings
+from tests.serving.certificates import Authority
+
+from .builders import Engine, FakeDispatcher, chat, gateway, serving
+
+HOST = "127.0.0.1"
+ASKED = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+ANSWER = b'{"status":"ok"}'
+
+
+@asynccontextmanager
+async def opened(
+    app: Gateway, route: str = "/", *, keep_alive_s: int = 60, certificate: TlsSettings | None = None
+) -> AsyncIterator[tuple[OwnPort, int]]:
+    """A port that takes requests for a gateway; yields its number, too."""
+    port = free_port()
+    options = HTTPOptions(host=HOST, port=port, keep_alive_timeout_s=keep_alive_s)
+    if certificate is not None:
+        options = HTTPOptions(
+            host=HOST, port=port, ssl_keyfile=certificate.key, ssl_certfile=certificate.certificate
+        )
+    own = OwnPort(app, options, route, "app")
+    await own.start()
+    try:
+        yield own, port
+    finally:
+        await own.stop(5.0)
+
+
+async def raw(port: int, *requests: bytes) -> bytes:
+    """All that comes back until the server closes."""
+    reader, writer = await asyncio.open_connection(HOST, port)
+    writer.write(b"".join(requests))
+    async with asyncio.timeout(20):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+@dataclass
+class Clients:
+    """Ask all the time, some on one connection and some on a new one each time.
+
+    Attributes:
+        answered: how many answers came.
+        failed: what came in the place of one.
+    """
+
+    port: int
+    answered: int = 0
+    failed: list[object] = field(default_factory=list)
+    ending: bool = False
+
+    async def ask_anew(self) -> None:
+        while not self.ending:
+            reader, writer = await self._connect()
+            await self._ask(reader, writer)
+            writer.close()
+
+    async def ask_again(self) -> None:
+        connection = None
+        while not self.ending:
+            connection = connection or await self._connect()
+            if not await self._ask(*connection):
+                connection[1].close()
+                connection = None
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        try:
+            return await asyncio.open_connection(HOST, self.port)
+        except OSError as refused:
+            self.failed.append(refused)
+            raise
+
+    async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Whether the connection goes on."""
+        try:
+            writer.write(ASKED)
+            answer = await reader.readuntil(ANSWER)
+        except (OSError, asyncio.IncompleteReadError) as broken:
+            self.failed.append(broken)
+            return False
+        self.answered += 1
+        await asyncio.sleep(0)
+        return b"connection: close" not in answer
+
+
+async def test_nobody_notices_that_one_gateway_follows_another() -> None:
+    app = gateway(FakeDispatcher([1]))
+    port = free_port()
+    clients = Clients(port)
+    last = OwnPort(app, HTTPOptions(host=HOST, port=port), "/", "app")
+    await last.start()
+    asking = [asyncio.create_task(clients.ask_anew()) for _ in range(4)]
+    asking += [asyncio.create_task(clients.ask_again()) for _ in range(4)]
+    for _ in range(4):
+        successor = OwnPort(app, HTTPOptions(host=HOST, port=port), "/", "app")
+        await successor.start()
+        await last.stop(10.0)
+        last = successor
+    clients.ending = True
+    await asyncio.gather(*asking)
+    await last.stop(5.0)
+    assert clients.failed == []
+    assert clients.answered > 200
+
+
+async def test_a_gateway_that_ends_waits_for_streams_and_takes_nobody_new() -> None:
+    engine = Engine()
+    engine.token_delay_s = 0.05
+    async with serving(engine) as engine_port:
+        app = gateway(FakeDispatcher([engine_port]))
+        async with (
+            opened(app) as (own, port),
+            openai.AsyncOpenAI(base_url=f"http://{HOST}:{port}/v1", api_key="x") as sdk,
+        ):
+            stream = await sdk.chat.completions.create(**chat(stream=True, max_tokens=40))
+            words = [(await anext(stream)).choices[0].delta.content]
+            ending = asyncio.create_task(own.stop(30.0))
+            words += [chunk.choices[0].delta.content async for chunk in stream if chunk.choices]
+            await ending
+            assert "".join(word or "" for word in words).split() == [f"w{number}" for number in range(40)]
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection(HOST, port)
+            with pytest.raises(ServerEndedError):
+                own.check_health()
+
+
+async def test_what_is_open_when_the_time_is_over_is_cut() -> None:
+    engine = Engine()
+    engine.token_delay_s = 0.2
+    async with serving(engine) as engine_port:
+        app = gateway(FakeDispatcher([engine_port]))
+        async with (
+            opened(app) as (own, port),
+            httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=30) as http,
+        ):
+            asked = asyncio.create_task(
+                http.post("/v1/chat/completions", json=chat(stream=True, max_tokens=500))
+            )
+            await asyncio.sleep(0.5)
+            async with asyncio.timeout(15):
+                await own.stop(1.0)
+                ended = await asyncio.gather(asked, return_exceptions=True)
+            # An error event where there was time for one, and never what looks complete.
+            (end,) = ended
+            assert isinstance(end, httpx.HTTPError) or (
+                isinstance(end, httpx.Response) and b"[DONE]" not in end.content
+            )
+
+
+async def test_a_connection_is_told_that_it_ends_and_an_idle_one_ends() -> None:
+    app = gateway(FakeDispatcher([1]))
+    async with opened(app) as (own, port):
+        reader, writer = await asyncio.open_connection(HOST, port)
+        idle = await asyncio.open_connection(HOST, port)
+        for one in ((reader, writer), idle):
+            one[1].write(ASKED)
+            assert b"connection: close" not in await one[0].readuntil(ANSWER)
+        ending = asyncio.create_task(own.stop(30.0))
+        await asyncio.sleep(0.2)
+        writer.write(ASKED)
+        assert b"connection: close" in await reader.readuntil(ANSWER)
+        async with asyncio.timeout(10):
+            assert await idle[0].read() == b""
+            await ending
+
+
+async def test_an_idle_connection_ends_after_its_time_and_a_busy_one_does_not() -> None:
+    app = gateway(FakeDispatcher([1]))
+    async with opened(app, keep_alive_s=1) as (_, port):
+        idle, writer = await asyncio.open_connection(HOST, port)
+        writer.write(ASKED)
+        await idle.readuntil(ANSWER)
+        busy = await asyncio.open_connection(HOST, port)
+        until = asyncio.get_running_loop().time() + 4.0
+        while asyncio.get_running_loop().time() < until:
+            busy[1].write(ASKED)
+            await busy[0].readuntil(ANSWER)
+            await asyncio.sleep(0.3)
+        async with asyncio.timeout(5):
+            assert await idle.read() == b""
+
+
+async def test_a_head_that_does_not_come_is_answered_and_silence_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ClientConnection, "head_timeout_s", 0.3)
+    app = gateway(FakeDispatcher([1]))
+    async with opened(app) as (_, port):
+        assert (await raw(port, b"GET /health HTT")).startswith(b"HTTP/1.1 408 ")
+        assert await raw(port, ASKED, b"GET /health HTTP/1.1\r\nx: ") != b""
+        assert await raw(port) == b""
+
+
+async def test_one_connection_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_port, "most_connections", lambda: 2)
+    app = gateway(FakeDispatcher([1]))
+    async with opened(app) as (_, port):
+        held = [await asyncio.open_connection(HOST, port) for _ in range(2)]
+        for reader, writer in held:
+            writer.write(ASKED)
+            await reader.readuntil(ANSWER)
+        answer = await raw(port, ASKED)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1\r\n" in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
+        held[0][1].close()
+        await asyncio.sleep(0.1)
+        reader, writer = await asyncio.open_connection(HOST, port)
+        writer.write(ASKED)
+        assert (await reader.readuntil(ANSWER)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_prefix_is_taken_off_and_serve_s_own_pages_are_there() -> None:
+    app = gateway(FakeDispatcher([1]))
+    async with opened(app, "/llm") as (_, port), httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as http:
+        assert (await http.get("/llm/v1/models")).json()["data"][0]["id"] == "tiny"
+        missing = await http.get("/v1/models")
+        assert missing.status_code == 404
+        assert "/-/routes" in missing.text
+        assert (await http.get("/-/routes")).json() == {"/llm": "app"}
+        assert (await http.get("/-/healthz")).text == "success"
+
+
+async def test_who_has_connected_is_the_client_whatever_it_says(caplog: pytest.LogCaptureFixture) -> None:
+    app = gateway(FakeDispatcher([1]))
+    async with opened(app) as (_, port), httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as http:
+        with caplog.at_level("INFO"):
+            await http.post("/v1/chat/completions", content=b"{", headers={"x-forwarded-for": "192.0.2.7"})
+            app.telemetry.flush_log()
+    (line,) = [record.getMessage() for record in caplog.records if "event=concluded" in record.getMessage()]
+    assert f"client={HOST} " in line
+    assert "192.0.2.7" in line
+
+
+async def test_certificates_of_serve_are_shown(tmp_path: Path) -> None:
+    files = Authority(tmp_path).process(name="localhost")
+    app = gateway(FakeDispatcher([1]))
+    async with opened(app, certificate=files) as (_, port):
+        trusted = ssl.create_default_context(cafile=files.ca)
+        trusted.check_hostname = False
+        async with httpx.AsyncClient(base_url=f"https://{HOST}:{port}", verify=trusted) as http:
+            assert (await http.get("/health")).json() == {"status": "ok"}
+        assert b"HTTP/1.1 200" not in await raw(port, ASKED)
+
+
+async def test_an_address_that_somebody_else_has_is_refused_by_name() -> None:
+    app = gateway(FakeDispatcher([1]))
+    server = await asyncio.start_server(lambda *_: None, HOST, 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(PortError, match=f"cannot listen on {HOST}:{port}"):
+        await OwnPort(app, HTTPOptions(host=HOST, port=port), "/", "app").start()
+    server.close()
+
+
+def test_what_only_a_front_end_does_is_refused() -> None:
+    options = HTTPOptions(request_timeout_s=5.0)
+    with pytest.raises(SettingsError, match=r"request_timeout_s 5.0 needs a front end: set proxy_location"):
+        OwnPort(gateway(FakeDispatcher([1])), options, "/", "app")
