@@ -89,8 +89,9 @@ class Dispatcher:
 
     def _round(self, now: float) -> Iterator[Choice]:
         self._policy.on_round_start()
-        spills = self._queue.spills(self._pools)
-        spilled = True
+        # Most events of a saturated fleet open no replica.
+        spilled = any(self._ledger.open.has_any(pool, now) for pool in self._pools)
+        spills = self._queue.spills(self._pools) if spilled else []
         while spilled:
             spilled = False
             yield from self._fill(self._pools, now, rank=0)
