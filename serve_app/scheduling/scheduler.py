@@ -173,8 +173,11 @@ class Scheduler:
         """When time alone changes something; None when only an event can."""
         waits, rests = self._expiry.next_at(), self.queue.resting.next_at()
         report, outage = self.ledger.next_report_expiry(), self.admission.outages.next_at()
-        times = [waits, rests, report, outage, self._routing.next_at(), self._prefills.next_at()]
-        return min([time for time in times if time is not None], default=None)
+        soonest = None
+        for time in (waits, rests, report, outage, self._routing.next_at(), self._prefills.next_at()):
+            if time is not None and (soonest is None or time < soonest):
+                soonest = time
+        return soonest
 
     def find(self, request_id: str) -> ScheduledRequest | None:
         """The request as it stands, None when it is unknown or over."""
@@ -212,7 +215,7 @@ class Scheduler:
             self._conclude(request, self.admission.deny(scheduled, denial, now))
             return
         self._remember(scheduled)
-        is_lone = choice is None and denial is None and not len(self.queue)
+        is_lone = choice is None and denial is None and not self.queue.waiting
         if is_lone and (lone := self.dispatcher.lone_choice(scheduled, now)) is not None:
             self._send(lone, now)
             self.dispatcher.on_lone_dispatch(scheduled, now)
@@ -361,11 +364,11 @@ class Scheduler:
             self._commands.append(cmd.ReportStale(replica_id=replica_id, age_s=age_s))
             self.admission.outages.observe(self.ledger.has_alive, now)
         self._prefills.end_overdue(now)
-        self.admission.predictor.drain.on_time(len(self.queue), now)
+        self.admission.predictor.drain.on_time(self.queue.waiting, now)
         if self.admission.outages.pop_due(now) or self._routing.is_due(now):
             self._refuse_all(self._rerouting.all_waiting(now))
             self._routing.forget_overdue(now)
-        if not len(self.queue):
+        if not self.queue.waiting:
             return
         for scheduled in self._expiry.pop_expired(now):
             self.queue.remove(scheduled)

@@ -84,13 +84,12 @@ class LengthCurve:
         """Whether enough answers have ended to use it."""
         return self.ended >= self._settings.min_observations
 
-    def observe(self, tokens: float, *, was_cut: bool) -> None:
-        """Learn that an answer ended after `tokens`, or was cut off there."""
-        index = _bucket(tokens)
+    def observe(self, bucket: int, *, was_cut: bool) -> None:
+        """Learn that an answer ended after so many tokens (`bucket_of`), or was cut off there."""
         if was_cut:
-            self._cut[index] += self._scale
+            self._cut[bucket] += self._scale
         else:
-            self._ended[index] += self._scale
+            self._ended[bucket] += self._scale
             self.ended += 1
         self._fresh_for -= 1
         self._scale *= 1 + 1 / self._settings.memory_observations
@@ -105,7 +104,7 @@ class LengthCurve:
     def expected(self, limit: float) -> float:
         """Mean length of an answer that is cut off at `limit` tokens."""
         self._refresh()
-        index = _bucket(limit)
+        index = bucket_of(limit)
         lower = _EDGES[index - 1] if index else 0.0
         before = self._integral[index - 1] if index else 0.0
         return before + self._survival[index] * max(0.0, limit - lower)
@@ -164,7 +163,8 @@ class LengthCurve:
         self._fresh_for = 0
 
 
-def _bucket(tokens: float) -> int:
+def bucket_of(tokens: float) -> int:
+    """The bucket of a length."""
     if tokens <= 1:
         return 0
     return min(_BUCKETS - 1, max(0, math.ceil(_PER_OCTAVE * math.log2(tokens)) - 1))

@@ -85,7 +85,7 @@ class Dispatcher:
         the pool next in their preference before any further one.
         """
         self.reservations.prune(now)
-        return self._round(now) if self._queue else ()
+        return self._round(now) if self._queue.waiting else ()
 
     def _round(self, now: float) -> Iterator[Choice]:
         self._policy.on_round_start()
@@ -155,7 +155,7 @@ class Dispatcher:
 
     def _fill(self, pools: Iterable[str], now: float, *, rank: int) -> Iterator[Choice]:
         for pool in pools:
-            while self._queue and (choice := self._choose(pool, now, rank=rank)) is not None:
+            while self._queue.waiting and (choice := self._choose(pool, now, rank=rank)) is not None:
                 yield choice
                 self._on_dispatch(choice.scheduled, now)
 

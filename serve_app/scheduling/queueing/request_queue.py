@@ -50,6 +50,7 @@ class RequestQueue:
         fairness: what shares are counted in.
         is_fair: shares come before scores.
         shares: the shares of each class's tenants; they are kept also where fairness is off.
+        waiting: how many wait; its length, for those who ask several times in each event.
         waiting_tokens: expected tokens of all waiting requests.
         urgent_work: of waiting requests above the batch class, by home pool.
         waiting_by_key: waiting requests, by the id of their API key.
@@ -91,7 +92,7 @@ class RequestQueue:
             priority: FairWork(tenants, self._weights) for priority, tenants in self._tenants.items()
         }
         self.shares = {priority: FairShares(fairness, self._weights) for priority in PriorityClass}
-        self._waiting = 0
+        self.waiting = 0
         self.waiting_tokens = 0
         self.particular = 0
         self.urgent_work: defaultdict[str, WaitingWork] = defaultdict(WaitingWork)
@@ -398,7 +399,7 @@ class RequestQueue:
     def _count(self, scheduled: ScheduledRequest, tenant: TenantQueues, by: int) -> None:
         self._count_at_home(scheduled, by)
         tokens = by * scheduled.estimate.expected_tokens
-        self._waiting += by
+        self.waiting += by
         tenant.waiting += by
         tenant.tokens += tokens
         self.waiting_tokens += tokens
@@ -423,7 +424,7 @@ class RequestQueue:
         yield from self.resting
 
     def __len__(self) -> int:
-        return self._waiting
+        return self.waiting
 
     def __repr__(self) -> str:
         tenants = len({name for tenants in self._tenants.values() for name in tenants})

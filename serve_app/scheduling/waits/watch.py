@@ -62,10 +62,11 @@ class WaitWatch:
 
     def on_dispatch(self, taker: ScheduledRequest, replica: ReplicaState, now: float) -> None:
         """A request that has left the queue takes a place on a replica, which does not hold it yet."""
-        at, pool = nanoseconds(now), replica.spec.pool
+        pool = replica.spec.pool
         for account in self._accounts:
             if account.pool != pool or account.state != BUSY:
                 continue
+            at = nanoseconds(now)
             lacking = self._lacking(account, replica, now)
             # Batch work waits for the sake of the classes above it; without them it would have gone.
             if lacking is None or (
