@@ -55,7 +55,9 @@ def test_the_quantile_and_the_mean_of_a_known_distribution_are_found() -> None:
     learned, rng = lengths(quantile=0.9), random.Random(5)
     for _ in range(5000):
         observe(learned, max(1, round(rng.expovariate(1 / 200))))
-    assert learned.estimate(request(max_output_tokens=None)).limit == pytest.approx(200 * math.log(10), rel=0.3)
+    assert learned.estimate(request(max_output_tokens=None)).limit == pytest.approx(
+        200 * math.log(10), rel=0.3
+    )
     assert expected(learned, 100) == pytest.approx(200 * (1 - math.exp(-0.5)), rel=0.1)
     assert expected(learned, 8000) == pytest.approx(200, rel=0.1)
 
