@@ -117,7 +117,7 @@ class Scheduler:
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
         self.waits = WaitWatch(settings.routing.pools, self.queue.waits, self.ledger, self.isolation)
         self.passing = PassThrough(settings.active_share, self.ledger)
-        self.router = PoolRouter(settings.routing, self.ledger.context_limit, self.ledger.told_context_limit)
+        self.router = PoolRouter(settings.routing, self.ledger.contexts.of, self.ledger.contexts.told)
         self._contexts = ContextLearning(self.ledger)
         self.arrived = ArrivedWork(settings.routing.pools)
         slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)

@@ -79,8 +79,11 @@ class WaitWatch:
 
     def settle(self, now: float) -> None:
         """Look what those wait for that still wait after an event."""
-        self._accounts.join(now)
-        if not self._accounts:
+        accounts = self._accounts
+        if accounts.are_idle:
+            return
+        accounts.join(now)
+        if not accounts:
             return
         states = {pool: self._pool_state(pool, now) for pool in self._pools}
         if self._looked_at == (states, self._accounts.opened) and _OPEN not in states.values():
