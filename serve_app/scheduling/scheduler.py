@@ -50,7 +50,7 @@ from serve_app.scheduling.policies import POLICIES, MakePolicy, make_policy
 from serve_app.scheduling.policies.protocol import PolicyInputs
 from serve_app.scheduling.put_backs import exhausted, note_earlier_dispatches, note_put_back
 from serve_app.scheduling.queue_snapshot import MAX_SUB_QUEUES, QueueSnapshot, take_queue_snapshot
-from serve_app.scheduling.queueing.expiry import ExpiryHeap
+from serve_app.scheduling.queueing.expiry import ExpiryHeap, earliest
 from serve_app.scheduling.queueing.request_queue import RequestQueue
 from serve_app.scheduling.request import RequestTable, ScheduledRequest
 from serve_app.scheduling.request_routing import RequestRouting
@@ -173,11 +173,7 @@ class Scheduler:
         """When time alone changes something; None when only an event can."""
         waits, rests = self._expiry.next_at(), self.queue.resting.next_at()
         report, outage = self.ledger.next_report_expiry(), self.admission.outages.next_at()
-        soonest = None
-        for time in (waits, rests, report, outage, self._routing.next_at(), self._prefills.next_at()):
-            if time is not None and (soonest is None or time < soonest):
-                soonest = time
-        return soonest
+        return earliest(waits, rests, report, outage, self._routing.next_at(), self._prefills.next_at())
 
     def find(self, request_id: str) -> ScheduledRequest | None:
         """The request as it stands, None when it is unknown or over."""
