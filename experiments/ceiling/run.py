@@ -2,8 +2,8 @@
 
 Drives the production scheduler through the events of each request, with tenants, two pools and the queues of
 EWSJF. The engines are a queue each (`engines`), so that nearly all of the time goes into the scheduler. CPU
-time is read around each event, so what other processes do hardly counts. Python's garbage collector works as
-it does in production.
+time is read around each event, so what other processes do hardly counts. Python's garbage collector is tuned
+as it is in the scheduler's own process.
 
 The first two parts have a fleet that keeps up, by its size and by the number of tenants. The third keeps a
 backlog of one length: a request arrives as soon as fewer wait. The last one plays the simulator itself, whose
@@ -25,6 +25,7 @@ from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import trace_sources
 from serve_app.errors import Outcome
 from serve_app.metrics.statistics import Distribution
+from serve_app.serving.memory import keep_memory
 from serve_app.settings_base import POSITIVE, at_least, settings
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.run import RunSettings, simulate
@@ -87,6 +88,7 @@ class CeilingSettings:
 
 def play(settings: CeilingSettings, context: Context) -> Iterator[Measurement]:
     """One fleet after the other, then numbers of tenants, backlogs, and the simulator."""
+    keep_memory()
     for replicas in settings.replicas:
         key: dict[str, Any] = {"part": "events", "replicas": replicas}
         if not context.has(key):
@@ -142,6 +144,7 @@ def _figures(costs: Costs) -> dict[str, Any]:
 
 def _waiting(settings: CeilingSettings, waiting: int) -> dict[str, Any]:
     """Memory, the requests themselves with it, and costs while the backlog stays as long as it is."""
+    keep_memory()
     replicas = settings.waiting_replicas
     fill, measured = settings.fill_requests * 2, settings.requests
     rate_per_s = settings.per_replica_per_s * replicas

@@ -129,8 +129,8 @@ class Batcher:
     def _continue_together(self, batch: Batch, chunk_limit: int) -> bool:
         """Continue all running sequences if budget and blocks suffice; else do nothing and return False."""
         left = batch.budget_left - len(self.decoding)
-        blocks = self.decoding.blocks_for_next_step()
-        chunks: list[tuple[EngineSequence, int]] = []
+        blocks = decoding_blocks = self.decoding.blocks_for_next_step()
+        chunks: list[tuple[EngineSequence, int, int]] = []
         for sequence in self._prefilling:
             chunk = min(sequence.known_tokens - sequence.computed_tokens, chunk_limit)
             if chunk > left:
@@ -140,16 +140,18 @@ class Batcher:
                 chunk = left
             if chunk:
                 left -= chunk
-                blocks += self._new_blocks(sequence, chunk)
-                chunks.append((sequence, chunk))
+                new_blocks = self._new_blocks(sequence, chunk)
+                blocks += new_blocks
+                chunks.append((sequence, chunk, new_blocks))
         if blocks > self.kv.free:
             return False
         batch.budget_left = left
-        self.kv.take(self.decoding.blocks_for_next_step())
+        if decoding_blocks:
+            self.kv.take(decoding_blocks)
         self._decode_all(batch)
-        for sequence, chunk in chunks:
-            self.kv.take(self._new_blocks(sequence, chunk))
-            self._prefill(batch, sequence, chunk)
+        for sequence, chunk, new_blocks in chunks:
+            self.kv.take(new_blocks)
+            self._prefill(batch, sequence, chunk, new_blocks)
         return True
 
     def _continue_in_order(self, batch: Batch, chunk_limit: int) -> None:
@@ -220,9 +222,9 @@ class Batcher:
             self.decoding.skip_step(sequence)
         batch.sequences -= len(left_out)
         batch.has_skipped = bool(left_out)
-        for sequence, (tokens, _) in taken.items():
+        for sequence, (tokens, blocks) in taken.items():
             if sequence.state is SequenceState.PREFILLING:
-                self._prefill(batch, sequence, tokens)
+                self._prefill(batch, sequence, tokens, blocks)
 
     # -- waiting sequences ------------------------------------------------------------------------------
 
@@ -242,10 +244,11 @@ class Batcher:
                 return
             self.waiting.pop()
             self._start(sequence, shared)
-            self.kv.take(self._new_blocks(sequence, chunk))
+            new_blocks = self._new_blocks(sequence, chunk)
+            self.kv.take(new_blocks)
             batch.budget_left -= chunk
             batch.admitted.append(sequence)
-            self._prefill(batch, sequence, chunk)
+            self._prefill(batch, sequence, chunk, new_blocks)
 
     def _start(self, sequence: EngineSequence, shared: list[BlockName]) -> None:
         """Turn a waiting sequence into a running one that holds its cached prefix."""
@@ -269,20 +272,22 @@ class Batcher:
         return -(-(sequence.computed_tokens + tokens) // self._block_size) - sequence.blocks
 
     def _decode_all(self, batch: Batch) -> None:
-        if len(self.decoding):
+        sequences = len(self.decoding)
+        if sequences:
             self.decoding.begin_step()
-            batch.sequences = len(self.decoding)
+            batch.sequences = sequences
             batch.context_tokens = self.decoding.context_tokens
 
-    def _prefill(self, batch: Batch, sequence: EngineSequence, chunk: int) -> None:
-        """Count a chunk, whose blocks have been allocated, as computed."""
+    def _prefill(self, batch: Batch, sequence: EngineSequence, chunk: int, new_blocks: int) -> None:
+        """Count a chunk, for which so many blocks have been allocated, as computed."""
         batch.prefilling.append(sequence)
         batch.prefill_tokens += chunk
         batch.attended_pairs += attended_pairs(sequence.computed_tokens, chunk)
-        sequence.blocks += self._new_blocks(sequence, chunk)
-        first_block = sequence.computed_tokens // self._block_size
+        sequence.blocks += new_blocks
+        before_tokens = sequence.computed_tokens
         sequence.computed_tokens += chunk
         if sequence.block_names:
+            first_block = before_tokens // self._block_size
             last_block = sequence.computed_tokens // self._block_size
             for name in sequence.block_names[first_block:last_block]:
                 if self.kv.name(name):

@@ -28,7 +28,8 @@ from serve_app.engine_model.settings import EngineModelSettings
 from serve_app.engine_model.step_time import StepTimeModel
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, which would take three times as long to make: there is one for each step.
+@dataclass(slots=True)
 class StepOutcome:
     """The outcome of a step, or of a run of steps. `finished` sequences carry their times and counts.
 
@@ -146,7 +147,8 @@ class EngineModel:
             batch = self._batcher.next_batch()
         if batch.is_empty:
             raise RuntimeError(f"nothing of the waiting work fits into an empty engine: {self!r}")
-        batch.preempted[:0] = preempted
+        if preempted:
+            batch.preempted[:0] = preempted
         for sequence in batch.admitted:
             if sequence.scheduled_at is None:
                 sequence.scheduled_at = now

@@ -26,14 +26,20 @@ class Slo:
         A latency that a record cannot have breaks no limit: TPOT of a one-token answer, TTFT of one that was
         not streamed.
         """
-        return record.completed and all(
-            limit is None or measured is None or measured <= limit
-            for limit, measured in (
-                (self.ttft_s, record.ttft_s),
-                (self.tpot_s, record.tpot_s),
-                (self.e2e_s, record.e2e_s),
-            )
+        return self.met_with(record, self.ttft_s)
+
+    def met_with(self, record: RequestRecord, ttft_limit_s: float | None) -> bool:
+        """The same with this limit on TTFT."""
+        return (
+            record.completed
+            and _keeps(record.ttft_s, ttft_limit_s)
+            and _keeps(record.tpot_s, self.tpot_s)
+            and _keeps(record.e2e_s, self.e2e_s)
         )
+
+
+def _keeps(measured_s: float | None, limit_s: float | None) -> bool:
+    return limit_s is None or measured_s is None or measured_s <= limit_s
 
 
 def slo_attainment_ratio(records: Iterable[RequestRecord], slo: Slo) -> float | None:

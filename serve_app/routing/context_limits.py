@@ -26,7 +26,7 @@ class ContextLimits:
         return None if smallest is None else smallest[0]
 
     def told(self, pool: str) -> int | None:
-        """The same without what was only learned."""
+        """The same without what was only learned: a longer request is refused for certain."""
         smallest = self._smallest.get(pool)
         return None if smallest is None else smallest[1]
 

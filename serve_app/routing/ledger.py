@@ -98,8 +98,8 @@ class ReplicaLedger:
             state.report_gap_s += _REPORT_GAP_WEIGHT * (gap_s - state.report_gap_s)
         was_stale = state.stale
         state.tpot_s = state.tpot_s if report.tpot_s is None else report.tpot_s
-        if state.tpot_s is None:
-            report = replace(report, tpot_s=state.pace.tpot_s(now))
+        if state.tpot_s is None and (measured_s := state.pace.tpot_s(now)) is not None:
+            report = replace(report, tpot_s=measured_s)
         state.report, state.reported_at, state.stale = report, now, False
         state.suspended = state.suspended and now < state.suspended_until
         if state.batch is not None:
@@ -245,10 +245,6 @@ class ReplicaLedger:
     def context_limit(self, pool: str) -> int | None:
         """Smallest context limit among the replicas of a pool, in tokens; None while it has none."""
         return self.contexts.of(pool)
-
-    def told_context_limit(self, pool: str) -> int | None:
-        """The same without what was only learned: a longer request is refused for certain."""
-        return self.contexts.told(pool)
 
     def has_alive(self, pool: str) -> bool:
         """Whether a replica of a pool is connected, reports and does not drain."""

@@ -20,7 +20,9 @@ from serve_app.request import ANYWHERE, Destination
 from serve_app.routing.adapter_holders import AdapterHolders
 from serve_app.routing.replica_state import ReplicaState
 
-_Heap = list[tuple[int, int, int, ReplicaState]]
+_Entry = tuple[int, int, int, ReplicaState]
+"""Free tokens, negative; order of joining; version; the replica."""
+_Heap = list[_Entry]
 _QUEUED, _EMPTY = 0, 1
 # Requests in flight that the copy of a LoRA adapter into GPU memory is worth.
 _MOST_AHEAD = 4
@@ -112,9 +114,9 @@ class OpenReplicas:
             return self._best_of_some(query, now)
         for long_prefills, heaps in self._heaps.get(query.pool, ()):
             if (heaps[_EMPTY] or heaps[_QUEUED]) and query.allows(long_prefills):
-                state = self._freest(heaps, now, empty=query.needs_empty_engine_queue)
-                if state is not None and query.tokens <= state.free_tokens:
-                    return state
+                entry = self._freest(heaps, now, empty=query.needs_empty_engine_queue)
+                if entry is not None and query.tokens <= -entry[0]:
+                    return entry[3]
         return None
 
     def fits(self, state: ReplicaState, query: CapacityQuery, now: float) -> bool:
@@ -137,7 +139,9 @@ class OpenReplicas:
     def has_any(self, pool: str, now: float) -> bool:
         """Whether any replica of `pool` is open."""
         for _, heaps in self._heaps.get(pool, ()):
-            if (heaps[_EMPTY] or heaps[_QUEUED]) and self._freest(heaps, now) is not None:
+            if (heaps[_EMPTY] and self._top(heaps[_EMPTY], now)) or (
+                heaps[_QUEUED] and self._top(heaps[_QUEUED], now)
+            ):
                 return True
         return False
 
@@ -178,23 +182,23 @@ class OpenReplicas:
                     return state
         return None
 
-    def _freest(self, heaps: tuple[_Heap, _Heap], now: float, *, empty: bool = False) -> ReplicaState | None:
+    def _freest(self, heaps: tuple[_Heap, _Heap], now: float, *, empty: bool = False) -> _Entry | None:
         best = self._top(heaps[_EMPTY], now)
-        if empty:
+        if empty or not heaps[_QUEUED]:
             return best
         other = self._top(heaps[_QUEUED], now)
         if best is None or other is None:
             return best or other
-        if best.free_tokens == other.free_tokens:
-            return best if best.order < other.order else other
-        return best if best.free_tokens > other.free_tokens else other
+        # No two have the same order of joining.
+        return min(best, other)
 
-    def _top(self, heap: _Heap, now: float) -> ReplicaState | None:
+    def _top(self, heap: _Heap, now: float) -> _Entry | None:
         while heap:
-            _, _, version, state = heap[0]
-            if version == state.version:
+            entry = heap[0]
+            state = entry[3]
+            if entry[2] == state.version:
                 if self.is_open(state, now):
-                    return state
+                    return entry
                 # Its pace has fallen since it was inserted, and with it what it may be sent.
                 state.version += 1
             heapq.heappop(heap)

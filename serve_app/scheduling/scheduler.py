@@ -50,7 +50,7 @@ from serve_app.scheduling.policies import POLICIES, MakePolicy, make_policy
 from serve_app.scheduling.policies.protocol import PolicyInputs
 from serve_app.scheduling.put_backs import exhausted, note_earlier_dispatches, note_put_back
 from serve_app.scheduling.queue_snapshot import MAX_SUB_QUEUES, QueueSnapshot, take_queue_snapshot
-from serve_app.scheduling.queueing.expiry import ExpiryHeap
+from serve_app.scheduling.queueing.expiry import ExpiryHeap, earliest
 from serve_app.scheduling.queueing.request_queue import RequestQueue
 from serve_app.scheduling.request import RequestTable, ScheduledRequest
 from serve_app.scheduling.request_routing import RequestRouting
@@ -117,7 +117,7 @@ class Scheduler:
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
         self.waits = WaitWatch(settings.routing.pools, self.queue.waits, self.ledger, self.isolation)
         self.passing = PassThrough(settings.active_share, self.ledger)
-        self.router = PoolRouter(settings.routing, self.ledger.context_limit, self.ledger.told_context_limit)
+        self.router = PoolRouter(settings.routing, self.ledger.contexts.of, self.ledger.contexts.told)
         self._contexts = ContextLearning(self.ledger)
         self.arrived = ArrivedWork(settings.routing.pools)
         slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)
@@ -173,8 +173,7 @@ class Scheduler:
         """When time alone changes something; None when only an event can."""
         waits, rests = self._expiry.next_at(), self.queue.resting.next_at()
         report, outage = self.ledger.next_report_expiry(), self.admission.outages.next_at()
-        times = [waits, rests, report, outage, self._routing.next_at(), self._prefills.next_at()]
-        return min([time for time in times if time is not None], default=None)
+        return earliest(waits, rests, report, outage, self._routing.next_at(), self._prefills.next_at())
 
     def find(self, request_id: str) -> ScheduledRequest | None:
         """The request as it stands, None when it is unknown or over."""
@@ -212,7 +211,7 @@ class Scheduler:
             self._conclude(request, self.admission.deny(scheduled, denial, now))
             return
         self._remember(scheduled)
-        is_lone = choice is None and denial is None and not len(self.queue)
+        is_lone = choice is None and denial is None and not self.queue.waiting
         if is_lone and (lone := self.dispatcher.lone_choice(scheduled, now)) is not None:
             self._send(lone, now)
             self.dispatcher.on_lone_dispatch(scheduled, now)
@@ -361,11 +360,11 @@ class Scheduler:
             self._commands.append(cmd.ReportStale(replica_id=replica_id, age_s=age_s))
             self.admission.outages.observe(self.ledger.has_alive, now)
         self._prefills.end_overdue(now)
-        self.admission.predictor.drain.on_time(len(self.queue), now)
+        self.admission.predictor.drain.on_time(self.queue.waiting, now)
         if self.admission.outages.pop_due(now) or self._routing.is_due(now):
             self._refuse_all(self._rerouting.all_waiting(now))
             self._routing.forget_overdue(now)
-        if not len(self.queue):
+        if not self.queue.waiting:
             return
         for scheduled in self._expiry.pop_expired(now):
             self.queue.remove(scheduled)

@@ -57,8 +57,8 @@ class DirectSimulation:
         Raises:
             ValueError: a request fits no engine.
         """
-        for simulated in requests:
-            self.timeline.at(simulated.request.arrived_at, Rank.ARRIVAL, partial(self._arrive, simulated))
+        arrivals = ((each.request.arrived_at, partial(self._arrive, each)) for each in requests)
+        self.timeline.at_each(Rank.ARRIVAL, arrivals)
         self.timeline.run()
         return self.records
 

@@ -106,8 +106,8 @@ class Simulation:
     def run(self, requests: Sequence[SimulatedRequest]) -> list[RequestRecord]:
         """Play all requests to their end and return their records."""
         self._to_come = len(requests)
-        for simulated in requests:
-            self.timeline.at(simulated.request.arrived_at, Rank.ARRIVAL, partial(self._arrive, simulated))
+        arrivals = ((each.request.arrived_at, partial(self._arrive, each)) for each in requests)
+        self.timeline.at_each(Rank.ARRIVAL, arrivals)
         self.timeline.run()
         return self.records
 

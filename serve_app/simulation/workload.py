@@ -184,6 +184,8 @@ def requests_of(trace: Trace, disclosure: Disclosure, block_size: int) -> Iterat
 
 def _gateway_blocks(prefix: tuple[int, ...], prompt_tokens: int) -> Iterator[int]:
     """Hashes as a gateway makes them: where the trace's ids are equal, all text up to there is equal."""
+    if not prefix:
+        return
     known_tokens = min(prompt_tokens, len(prefix) * PREFIX_BLOCK_TOKENS)
     for place, end in enumerate(itertools.takewhile(lambda end: end <= known_tokens, BLOCK_ENDS)):
         yield prefix[(end - 1) // PREFIX_BLOCK_TOKENS] * len(BLOCK_ENDS) + place

@@ -114,7 +114,7 @@ def test_it_is_kept_until_the_replica_joins_anew() -> None:
     arrive(driver, "a", 5_000)
     refuse(driver, "a", 4_096)
     assert driver.scheduler.ledger.context_limit("short") == 4_096
-    assert driver.scheduler.ledger.told_context_limit("short") == UNTOLD_CONTEXT
+    assert driver.scheduler.ledger.contexts.told("short") == UNTOLD_CONTEXT
     driver.join("s1", "short", max_model_len=UNTOLD_CONTEXT, kv_tokens=None)
     assert driver.scheduler.ledger.context_limit("short") == UNTOLD_CONTEXT
 

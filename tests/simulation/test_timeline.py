@@ -1,3 +1,6 @@
+import random
+from functools import partial
+
 import pytest
 
 from serve_app.simulation.timeline import Rank, Timeline
@@ -47,3 +50,39 @@ def test_the_past_cannot_be_planned() -> None:
     timeline.run()
     with pytest.raises(ValueError, match=r"cannot plan for 0\.5: it is 1\.0 already"):
         timeline.at(0.5, Rank.FEEDBACK, lambda: None)
+
+
+def test_what_is_planned_at_once_happens_as_if_it_had_been_planned_one_by_one() -> None:
+    rng = random.Random(3)
+    times = [rng.choice([0.0, 1.0, 1.0, 2.0, 3.0]) for _ in range(60)]
+
+    def played(*, at_once: bool) -> list[tuple[float, int]]:
+        timeline, seen = Timeline(), list[tuple[float, int]]()
+        plans = [(time, partial(_note, timeline, seen, number)) for number, time in enumerate(times)]
+        for part, rank in ((plans[:20], Rank.REPORT), (plans[20:40], Rank.ARRIVAL)):
+            if at_once:
+                timeline.at_each(rank, part)
+            else:
+                for time, action in part:
+                    timeline.at(time, rank, action)
+        for number, (time, action) in enumerate(plans[40:]):
+            timeline.at(time, list(Rank)[number % len(Rank)], action)
+        timeline.run(until=1.0)
+        assert len(timeline) == len(times) - len(seen)
+        timeline.run()
+        return seen
+
+    assert played(at_once=True) == played(at_once=False)
+    assert len(played(at_once=True)) == len(times)
+
+
+def test_none_of_what_is_planned_at_once_may_have_passed() -> None:
+    timeline = Timeline()
+    timeline.at(1.0, Rank.FEEDBACK, lambda: None)
+    timeline.run()
+    with pytest.raises(ValueError, match=r"cannot plan for 0\.5: it is 1\.0 already"):
+        timeline.at_each(Rank.ARRIVAL, [(2.0, lambda: None), (0.5, lambda: None)])
+
+
+def _note(timeline: Timeline, seen: list[tuple[float, int]], number: int) -> None:
+    seen.append((timeline.now, number))

@@ -113,10 +113,8 @@ class TokenEstimator:
     def estimate(self, request: Request) -> TokenEstimate:
         """The tokens that the request will need."""
         expected, high, low = self._prompt(request.shape)
-        limit = self._output.limit(request)
+        limit, expected_output, least_output = self._output.estimate(request)
         choices = max(1, request.spec.choices)
-        expected_output = self._output.expected(request, limit)
-        least_output = min(expected_output, self._output.least(request))
         return TokenEstimate(
             prompt_tokens=high,
             least_prompt_tokens=low,

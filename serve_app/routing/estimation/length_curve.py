@@ -12,6 +12,7 @@ If all answers of a benchmark run to their limit, S stays at 1 and the expected 
 with `max_tokens: 4096` end after 200 tokens, 200 is expected of the next. Old observations fade.
 """
 
+import itertools
 import math
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from serve_app.settings_base import INNER_SHARE, at_least, settings
 _PER_OCTAVE = 4
 _BUCKETS = 20 * _PER_OCTAVE  # up to 2^20 tokens
 _EDGES = [2 ** (index / _PER_OCTAVE) for index in range(1, _BUCKETS + 1)]
+_WIDTHS = [upper - lower for lower, upper in itertools.pairwise([0.0, *_EDGES])]
 _REFRESH_EVERY = 32  # observations; a curve costs about 10 us to compute
 _LARGEST_SCALE = 1e12  # before new observations exceed what a float can add up
 
@@ -84,13 +86,12 @@ class LengthCurve:
         """Whether enough answers have ended to use it."""
         return self.ended >= self._settings.min_observations
 
-    def observe(self, tokens: float, *, was_cut: bool) -> None:
-        """Learn that an answer ended after `tokens`, or was cut off there."""
-        index = _bucket(tokens)
+    def observe(self, bucket: int, *, was_cut: bool) -> None:
+        """Learn that an answer ended after so many tokens (`bucket_of`), or was cut off there."""
         if was_cut:
-            self._cut[index] += self._scale
+            self._cut[bucket] += self._scale
         else:
-            self._ended[index] += self._scale
+            self._ended[bucket] += self._scale
             self.ended += 1
         self._fresh_for -= 1
         self._scale *= 1 + 1 / self._settings.memory_observations
@@ -105,7 +106,7 @@ class LengthCurve:
     def expected(self, limit: float) -> float:
         """Mean length of an answer that is cut off at `limit` tokens."""
         self._refresh()
-        index = _bucket(limit)
+        index = bucket_of(limit)
         lower = _EDGES[index - 1] if index else 0.0
         before = self._integral[index - 1] if index else 0.0
         return before + self._survival[index] * max(0.0, limit - lower)
@@ -118,20 +119,24 @@ class LengthCurve:
 
     def _compute(self) -> None:
         at_risk = sum(self._ended) + sum(self._cut)
-        survival, area, lower = 1.0, 0.0, 0.0
-        quantile = 0.0
-        for index, upper in enumerate(_EDGES):
-            ended, before = self._ended[index], survival
+        survival, area, quantile = 1.0, 0.0, 0.0
+        least = 1 - self._settings.quantile
+        survivals: list[float] = []
+        integral: list[float] = []
+        for ended, cut, upper, width in zip(self._ended, self._cut, _EDGES, _WIDTHS, strict=True):
+            middle = survival
             if ended:
+                before = survival
                 survival *= 1 - ended / max(at_risk, ended)  # rounding
-            at_risk -= ended + self._cut[index]
-            # Inside a bucket answers end at its middle, on average.
-            self._survival[index] = (before + survival) / 2
-            area += self._survival[index] * (upper - lower)
-            self._integral[index] = area
-            lower = upper
-            if not quantile and survival <= 1 - self._settings.quantile:
+                # Inside a bucket answers end at its middle, on average.
+                middle = (before + survival) / 2
+            at_risk -= ended + cut
+            area += middle * width
+            survivals.append(middle)
+            integral.append(area)
+            if not quantile and survival <= least:
                 quantile = upper
+        self._survival, self._integral = survivals, integral
         self._quantile = self._bound(quantile)
 
     def _bound(self, quantile: float) -> int:
@@ -164,7 +169,8 @@ class LengthCurve:
         self._fresh_for = 0
 
 
-def _bucket(tokens: float) -> int:
+def bucket_of(tokens: float) -> int:
+    """The bucket of a length."""
     if tokens <= 1:
         return 0
     return min(_BUCKETS - 1, max(0, math.ceil(_PER_OCTAVE * math.log2(tokens)) - 1))

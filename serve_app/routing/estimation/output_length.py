@@ -8,13 +8,28 @@ and before that the defaults of the settings.
 """
 
 import math
+from typing import NamedTuple
 
 from serve_app.request import Request, TextCategory, Usage
-from serve_app.routing.estimation.length_curve import LengthCurve, OutputSettings
+from serve_app.routing.estimation.length_curve import LengthCurve, OutputSettings, bucket_of
 from serve_app.routing.snapshot import Snapshot, section, sections, text
 
 # Of the assumed mean length, for predictions that must not refuse what could be served.
 _ASSUMED_SHARE = 0.4
+
+
+class OutputLength(NamedTuple):
+    """The length of one choice, in tokens.
+
+    Attributes:
+        limit: the most: the client's limit if it is believed, or else the quantile.
+        expected: the mean of an answer that is cut off there.
+        least: a lower estimate of that; the same where lengths have been learned.
+    """
+
+    limit: int
+    expected: float
+    least: float
 
 
 class OutputLengthEstimator:
@@ -29,27 +44,17 @@ class OutputLengthEstimator:
     def __repr__(self) -> str:
         return f"<OutputLengthEstimator of {len(self._tenants)} tenants, {len(self._categories)} categories>"
 
-    def limit(self, request: Request) -> int:
-        """The most tokens of one choice: the client's limit if it is believed, or else the quantile."""
-        stated = self._believed(request)
-        if stated is not None:
-            return stated
-        curve = self._curve(request)
-        return curve.quantile() if curve else self._settings.default_max_tokens
-
-    def expected(self, request: Request, limit: int) -> float:
-        """Mean length of one choice that is cut off at `limit`."""
-        if limit <= 0:
-            return 0.0
-        curve = self._curve(request)
-        if curve:
-            return min(float(limit), curve.expected(limit))
-        mean = self._settings.default_mean_tokens  # of an exponential distribution, cut at the limit
-        return -mean * math.expm1(-limit / mean)
-
-    def least(self, request: Request) -> float:
-        """A lower estimate of the mean of one choice, without bound where lengths have been learned."""
-        return math.inf if self._curve(request) else _ASSUMED_SHARE * self._settings.default_mean_tokens
+    def estimate(self, request: Request) -> OutputLength:
+        """How long one choice will be."""
+        settings, curve, limit = self._settings, self._curve(request), self._believed(request)
+        if curve is None:
+            limit = settings.default_max_tokens if limit is None else limit
+            mean = settings.default_mean_tokens  # of an exponential distribution, cut at the limit
+            expected = 0.0 if limit <= 0 else -mean * math.expm1(-limit / mean)
+            return OutputLength(limit, expected, min(expected, _ASSUMED_SHARE * mean))
+        limit = curve.quantile() if limit is None else limit
+        expected = 0.0 if limit <= 0 else min(float(limit), curve.expected(limit))
+        return OutputLength(limit, expected, expected)
 
     def observe(self, request: Request, usage: Usage) -> None:
         """Learn from one finished request; its choices count as one answer of mean length."""
@@ -62,10 +67,11 @@ class OutputLengthEstimator:
         of_all = self._categories.get(category)
         if of_all is None:
             of_all = self._categories[category] = LengthCurve(self._settings)
-        of_all.observe(tokens, was_cut=was_cut)
         key = (request.tenant, category)
         curve = self._tenants.pop(key, None) or LengthCurve(self._settings)
-        curve.observe(tokens, was_cut=was_cut)
+        bucket = bucket_of(tokens)
+        of_all.observe(bucket, was_cut=was_cut)
+        curve.observe(bucket, was_cut=was_cut)
         self._tenants[key] = curve
         if len(self._tenants) > self._settings.max_tenants:
             del self._tenants[next(iter(self._tenants))]

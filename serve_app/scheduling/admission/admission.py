@@ -147,7 +147,7 @@ class Admission:
             scheduled.prediction = self.predictor.predict(scheduled, tokens_ahead, now)
         if scheduled.request.submission.no_wait:
             return self._no_wait(scheduled)
-        if not len(self._queue):
+        if not self._queue.waiting:
             return None
         worst: Denial | None = None
         for condition in self._conditions(scheduled, tokens_ahead, now):
@@ -246,7 +246,7 @@ class Admission:
 
     def _queue_length(self, scheduled: ScheduledRequest) -> Iterator[_Condition]:
         request, settings = scheduled.request, self._settings
-        waiting = len(self._queue)
+        waiting = self._queue.waiting
         per_s = self.predictor.drain.requests_per_s
         reserved = settings.admission.reserved_share * request.priority.rank
         places = math.ceil(settings.max_waiting * (1 - reserved))

@@ -115,6 +115,8 @@ class WaitPredictor:
         if not rate > 0:
             return None
         kind = kind_of(scheduled)
+        if not tokens_ahead:
+            return PredictedWait(kind, now, 0.0, 0.0)
         uncorrected_s = tokens_ahead / rate
         return PredictedWait(kind, now, uncorrected_s, uncorrected_s * self._correction(kind))
 

@@ -93,10 +93,14 @@ class EngineBackpressure:
 
     def admits(self, replica: ReplicaState, now: float) -> bool:
         """Whether one more request may be sent to a replica, as far as its engine's queue and batch go."""
-        settings, batch = self._settings, replica.max_num_seqs
+        settings, batch = self._settings, replica.spec.max_num_seqs
+        if batch is None:
+            batch = replica.max_num_seqs
         if batch is not None and replica.in_flight >= batch + settings.target_waiting:
             return False
-        if self._prefill_backlog_s(replica) > settings.max_prefill_backlog_s:
+        if replica.pending_prefill_tokens and (
+            self._prefill_backlog_s(replica) > settings.max_prefill_backlog_s
+        ):
             return False
         if batch is None and (limit := replica.in_flight_limit) is not None:
             return replica.in_flight + 1 <= limit
@@ -109,7 +113,7 @@ class EngineBackpressure:
     def has_empty_queue(self, replica: ReplicaState) -> bool:
         """Whether batch work may be sent: the engine's own queue is empty, or nearly so."""
         settings = self._settings
-        prefill_s = self._prefill_backlog_s(replica)
+        prefill_s = self._prefill_backlog_s(replica) if replica.pending_prefill_tokens else 0.0
         # Where the batch is full, any request waits in the engine, however short its prefill.
         limit_s = settings.batch_prefill_s * (LONE_BATCH_FACTOR if self.only_batch else 1)
         if prefill_s <= limit_s and not self._batch_is_full(replica):
@@ -136,6 +140,4 @@ class EngineBackpressure:
 
     def _prefill_backlog_s(self, replica: ReplicaState) -> float:
         """Seconds of prefill under way, as learned."""
-        if not replica.pending_prefill_tokens:
-            return 0.0
         return replica.pending_prefill_tokens * self._costs.of(replica.spec.pool).per_token_s

@@ -85,12 +85,13 @@ class Dispatcher:
         the pool next in their preference before any further one.
         """
         self.reservations.prune(now)
-        return self._round(now) if self._queue else ()
+        return self._round(now) if self._queue.waiting else ()
 
     def _round(self, now: float) -> Iterator[Choice]:
         self._policy.on_round_start()
-        spills = self._queue.spills(self._pools)
-        spilled = True
+        # Most events of a saturated fleet open no replica.
+        spilled = any(self._ledger.open.has_any(pool, now) for pool in self._pools)
+        spills = self._queue.spills(self._pools) if spilled else []
         while spilled:
             spilled = False
             yield from self._fill(self._pools, now, rank=0)
@@ -154,7 +155,7 @@ class Dispatcher:
 
     def _fill(self, pools: Iterable[str], now: float, *, rank: int) -> Iterator[Choice]:
         for pool in pools:
-            while self._queue and (choice := self._choose(pool, now, rank=rank)) is not None:
+            while self._queue.waiting and (choice := self._choose(pool, now, rank=rank)) is not None:
                 yield choice
                 self._on_dispatch(choice.scheduled, now)
 

@@ -63,17 +63,19 @@ class InFlight:
         """Its answer has begun."""
         if scheduled.started or scheduled.replica_id is None:
             return
-        replica = self._ledger[scheduled.replica_id]
-        if _owes(scheduled):
+        replica, streamed = self._ledger[scheduled.replica_id], scheduled.request.spec.streamed
+        if streamed:
+            # It owed its first token until now.
             replica.answers.on_end()
         replica.answers.on_sign(now)
         scheduled.started, scheduled.started_at = True, now
         self.engine_time.on_first_token(scheduled, replica, now)
-        if scheduled.request.spec.streamed:
+        # An answer that is not streamed begins when it ends, long after its prefill.
+        if streamed:
             self._observe_latency(scheduled, scheduled.prefill_tokens, now)
-        self._prefills.on_first_token(scheduled, now)
+            self._prefills.on_first_token(scheduled, replica, now)
         scheduled.hold = self._ledger.start(scheduled.replica_id, scheduled.hold, now)
-        self._suspensions.on_success(scheduled, now)
+        self._suspensions.on_success(scheduled, replica, now)
 
     def complete(self, scheduled: ScheduledRequest, usage: Usage | None, now: float) -> None:
         """Its answer is complete; `release` follows."""
@@ -83,8 +85,9 @@ class InFlight:
             work = usage.output_tokens + scheduled.prefill_tokens // _PROMPT_PER_OUTPUT
             self._observe_latency(scheduled, work, now)
         assert scheduled.replica_id is not None
-        self._ledger[scheduled.replica_id].answers.on_sign(now)
-        self._suspensions.on_success(scheduled, now)
+        replica = self._ledger[scheduled.replica_id]
+        replica.answers.on_sign(now)
+        self._suspensions.on_success(scheduled, replica, now)
 
     def release(self, scheduled: ScheduledRequest, now: float, *, ran: bool) -> None:
         """It has left its replica.

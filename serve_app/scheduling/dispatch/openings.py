@@ -77,9 +77,7 @@ class Openings:
         tenant, behind = self._queue.most_behind(group.priority)
         if behind < OWED_REQUESTS:
             return False
-        tokens = max(
-            (head.estimate.expected_tokens for head in self._queue.heads_of(group, tenant)), default=0
-        )
+        tokens = max((head.estimate.expected_tokens for head in group.heads_of(tenant)), default=0)
         return tokens > 0 and self._ledger.open.best(CapacityQuery(pool, min(tokens, limit)), now) is None
 
     def __repr__(self) -> str:

@@ -45,10 +45,8 @@ class Suspensions:
         elif failure is DispatchFailure.BUSY:
             self._blame(state, now)
 
-    def on_success(self, scheduled: ScheduledRequest, now: float) -> None:
-        """A running request's answer has begun, or is complete."""
-        assert scheduled.replica_id is not None
-        state = self._ledger[scheduled.replica_id]
+    def on_success(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
+        """The answer of a request that runs on a replica has begun, or is complete."""
         state.faults = state.suspensions = 0
         if scheduled.failed_on is None:
             return

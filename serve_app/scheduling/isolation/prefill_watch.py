@@ -41,13 +41,8 @@ class PrefillWatch:
             ends_at = now + _USUAL_TIMES * cost.seconds(scheduled.prefill_tokens)
             heapq.heappush(self._assumed, (ends_at, self._sent, scheduled, scheduled.dispatch_number))
 
-    def on_first_token(self, scheduled: ScheduledRequest, now: float) -> None:
-        """The answer of a running request has begun; `ReplicaLedger.start` ends its prefill."""
-        # An answer that is not streamed begins when it ends, long after its prefill.
-        if not scheduled.request.spec.streamed:
-            return
-        assert scheduled.replica_id is not None
-        replica = self._ledger[scheduled.replica_id]
+    def on_first_token(self, scheduled: ScheduledRequest, replica: ReplicaState, now: float) -> None:
+        """A streamed answer has begun on a replica; `ReplicaLedger.start` ends its prefill."""
         still_alone = scheduled.dispatch_number == replica.dispatches
         if scheduled.prefilled_alone and still_alone:
             self.costs.observe(replica.spec.pool, scheduled.prefill_tokens, now - scheduled.dispatched_at)

@@ -10,6 +10,7 @@ Source: EWSJF (arXiv 2601.21758), section 4.3, Eq 1, 3, 4 and Algorithm 1.
 """
 
 import math
+from dataclasses import dataclass
 
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.scheduling.policies.protocol import OrderingPolicy, PolicyInputs, QueueBounds
@@ -23,28 +24,44 @@ from serve_app.scheduling.policies.settings import (
 from serve_app.scheduling.request import ScheduledRequest
 
 
-def density_weighted_score(
-    weights: ScoreWeights,
-    *,
-    tokens: int,
-    mean_tokens: float,
-    queue_weight: float,
-    waited_s: float,
-    prefill_s: float,
-) -> float:
-    """Score(r, q) of Eq 1 with the weights of Eq 4.
+@dataclass(slots=True)
+class QueueWeights:
+    """The weights of Eq 1 for the heads of one queue.
+
+    Attributes:
+        queue_weight: q_i, the number of queues minus the queue's index: the shortest queue weighs most.
+        base: w_base.
+        urgency: w_urg of Eq 4.
+        fairness: w_fair of Eq 4.
+    """
+
+    queue_weight: float
+    base: float
+    urgency: float
+    fairness: float
+
+
+def queue_weights(weights: ScoreWeights, *, mean_tokens: float, queue_weight: float) -> QueueWeights:
+    """The weights of Eq 4 for a queue of this mean length."""
+    return QueueWeights(
+        queue_weight,
+        weights.w_base,
+        max(weights.floor, weights.a_u * mean_tokens + weights.b_u),
+        max(weights.floor, weights.a_f * mean_tokens + weights.b_f),
+    )
+
+
+def density_weighted_score(weights: QueueWeights, tokens: int, waited_s: float, prefill_s: float) -> float:
+    """Score(r, q) of Eq 1.
 
     Args:
+        weights: of the head's queue.
         tokens: prompt length b of the head.
-        mean_tokens: mean length of its queue.
-        queue_weight: q_i, the number of queues minus the queue's index: the shortest queue weighs most.
         waited_s: W_t.
         prefill_s: C_prefill(b).
     """
-    urgency = max(weights.floor, weights.a_u * mean_tokens + weights.b_u)
-    fairness = max(weights.floor, weights.a_f * mean_tokens + weights.b_f)
-    value = weights.w_base + urgency * waited_s / prefill_s + fairness * math.log(tokens + 1)
-    return queue_weight / (tokens + 1) * value
+    value = weights.base + weights.urgency * waited_s / prefill_s + weights.fairness * math.log(tokens + 1)
+    return weights.queue_weight / (tokens + 1) * value
 
 
 class EwsjfPaper(OrderingPolicy):
@@ -65,6 +82,10 @@ class EwsjfPaper(OrderingPolicy):
             bubble_rounds=settings.bubble_rounds,
         )
         self._filling_from: int | None = None
+        # Of each queue, while the queues are those of this many changes: tens of heads are scored to dispatch
+        # one.
+        self._weights_of: dict[str, QueueWeights] = {}
+        self._weights_as_of = self.queues.changes
 
     def queue_of(self, scheduled: ScheduledRequest) -> str:
         """By Dynamic Queue Routing."""
@@ -84,16 +105,17 @@ class EwsjfPaper(OrderingPolicy):
 
     def score(self, head: ScheduledRequest, now: float) -> float:
         """Density-weighted, Eq 1."""
-        tokens = head.prefill_tokens
-        index = self.queues.index(head.length_queue)
-        return density_weighted_score(
-            self._weights,
-            tokens=tokens,
-            mean_tokens=self.queues[head.length_queue].mean_tokens,
-            queue_weight=float(len(self.queues) - index),
-            waited_s=now - head.request.arrived_at,
-            prefill_s=self._prefill_costs.of(head.pools[0]).seconds(tokens),
-        )
+        tokens, name = head.prefill_tokens, head.length_queue
+        if self._weights_as_of != self.queues.changes:
+            self._forget_weights()
+        weights = self._weights_of.get(name)
+        if weights is None:
+            queue_weight = float(len(self.queues) - self.queues.index(name))
+            weights = self._weights_of[name] = queue_weights(
+                self._weights, mean_tokens=self.queues[name].mean_tokens, queue_weight=queue_weight
+            )
+        prefill_s = self._prefill_costs.of(head.pools[0]).seconds(tokens)
+        return density_weighted_score(weights, tokens, now - head.request.arrived_at, prefill_s)
 
     def rank(self, heads: list[ScheduledRequest], now: float) -> None:
         """The best queue first; once a round fills from one, that queue and then its neighbours."""
@@ -118,11 +140,16 @@ class EwsjfPaper(OrderingPolicy):
     def retune(self, settings: EwsjfSettings) -> None:
         """Other weights."""
         self._weights = settings.weights.over(self.default_weights)
+        self._forget_weights()
 
     def replace_partition(self, partition: Partition) -> bool:
         """Use newly learned queues; all waiting requests are queued again."""
         self.queues.replace(partition)
         return True
+
+    def _forget_weights(self) -> None:
+        self._weights_of.clear()
+        self._weights_as_of = self.queues.changes
 
 
 class Ewsjf(EwsjfPaper):

@@ -55,6 +55,9 @@ class QueueMap:
         tolerance_ratio: how far beyond its bounds a length still belongs to a queue.
         bubble_width_tokens: width of a bubble without a queue below it.
         bubble_rounds: rounds after which an empty bubble is removed.
+
+    Attributes:
+        changes: how often a queue has come or gone.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class QueueMap:
         self._min_tokens: list[int] = []
         self._indices: dict[str, int] = {}
         self._has_bubbles = False
+        self.changes = 0
         self.replace(partition)
 
     def replace(self, partition: Partition) -> None:
@@ -131,6 +135,7 @@ class QueueMap:
         self._indices = {queue.name: index for index, queue in enumerate(self._queues)}
         self._min_tokens = [queue.min_tokens for queue in self._queues]
         self._has_bubbles = any(queue.bubble for queue in self._queues)
+        self.changes += 1
 
     def __repr__(self) -> str:
         return f"<QueueMap {' '.join(queue.name for queue in self._queues)}>"

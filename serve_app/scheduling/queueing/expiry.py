@@ -7,6 +7,15 @@ from collections.abc import Callable, Iterator
 from serve_app.scheduling.request import ScheduledRequest
 
 
+def earliest(*times: float | None) -> float | None:
+    """The first of some times; None where none is known."""
+    first = None
+    for time in times:
+        if time is not None and (first is None or time < first):
+            first = time
+    return first
+
+
 def _expires_at(scheduled: ScheduledRequest) -> float:
     return scheduled.expires_at
 

@@ -125,7 +125,7 @@ class TenantWeights:
 
     def of(self, tenant: str) -> float:
         """Weight of a tenant."""
-        found = self._of_keys.get(tenant)
+        found = self._of_keys.get(tenant) if self._of_keys else None
         return self._settings.weight(tenant) if found is None else found
 
 

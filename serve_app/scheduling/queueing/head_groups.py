@@ -62,7 +62,7 @@ class HeadGroup:
     """The heads of one class, set of pools and prefill class.
 
     Attributes:
-        tenants: how many sub-queues each tenant has in it.
+        tenants: the sub-queues that each tenant has in it.
         choosy: requests in it that exclude single replicas, for a reason of their own.
         cached: requests in it of which a replica has a part cached, so that they may pass as shorter ones.
     """
@@ -83,24 +83,30 @@ class HeadGroup:
         self.priority = priority
         self.pools = pools
         self.prefill_class = prefill_class
-        self.tenants: dict[str, int] = {}
+        self.tenants: dict[str, list[HasHead]] = {}
         self.choosy = 0
         self.cached = 0
         self._heads = 0
         self._by_tokens = _HeadHeap()
         self._by_arrival = _HeadHeap()
 
-    def open(self, tenant: str) -> None:
+    def open(self, tenant: str, sub_queue: HasHead) -> None:
         """A tenant has one more sub-queue in it."""
-        self.tenants[tenant] = self.tenants.get(tenant, 0) + 1
+        self.tenants.setdefault(tenant, []).append(sub_queue)
         self._heads += 1
 
-    def close(self, tenant: str) -> None:
+    def close(self, tenant: str, sub_queue: HasHead) -> None:
         """A sub-queue of a tenant is empty, and gone."""
         self._heads -= 1
-        self.tenants[tenant] -= 1
-        if not self.tenants[tenant]:
+        of_tenant = self.tenants[tenant]
+        of_tenant.remove(sub_queue)
+        if not of_tenant:
             del self.tenants[tenant]
+
+    def heads_of(self, tenant: str) -> list[ScheduledRequest]:
+        """The heads of one tenant in it, in no order."""
+        sub_queues = self.tenants.get(tenant, ())
+        return [head for sub_queue in sub_queues if (head := sub_queue.first) is not None]
 
     def count(self, scheduled: ScheduledRequest, by: int) -> None:
         """A request has joined one of its sub-queues (1), or has left it (-1)."""

@@ -50,6 +50,7 @@ class RequestQueue:
         fairness: what shares are counted in.
         is_fair: shares come before scores.
         shares: the shares of each class's tenants; they are kept also where fairness is off.
+        waiting: how many wait; its length, for those who ask several times in each event.
         waiting_tokens: expected tokens of all waiting requests.
         urgent_work: of waiting requests above the batch class, by home pool.
         waiting_by_key: waiting requests, by the id of their API key.
@@ -91,7 +92,7 @@ class RequestQueue:
             priority: FairWork(tenants, self._weights) for priority, tenants in self._tenants.items()
         }
         self.shares = {priority: FairShares(fairness, self._weights) for priority in PriorityClass}
-        self._waiting = 0
+        self.waiting = 0
         self.waiting_tokens = 0
         self.particular = 0
         self.urgent_work: defaultdict[str, WaitingWork] = defaultdict(WaitingWork)
@@ -166,10 +167,10 @@ class RequestQueue:
         if not wanted.groups:
             return
         if not self.is_fair or len(tenants) == 1:
-            yield from self._ranked(tenants.values(), wanted, now)
+            yield from self._ranked(tenants, wanted, now)
             return
         for equals in self.shares[priority].order(_few_tenants(wanted.groups)):
-            yield from self._ranked([tenants[name] for name in equals], wanted, now)
+            yield from self._ranked(equals, wanted, now)
 
     @property
     def has_returned(self) -> bool:
@@ -187,13 +188,6 @@ class RequestQueue:
         heads = self._heads_among(self._claimed.values(), pool, rank)
         earliest = (group.earliest() for group in self.groups.at(pool, rank))
         return heads + [head for head in earliest if head is not None]
-
-    def heads_of(self, group: HeadGroup, tenant: str) -> Iterator[ScheduledRequest]:
-        """The heads of one tenant in a group, in no order."""
-        if tenant in group.tenants:
-            for sub_queue in self._tenants[group.priority][tenant].sub_queues.values():
-                if sub_queue.group is group and sub_queue.first is not None:
-                    yield sub_queue.first
 
     def most_behind(self, priority: PriorityClass) -> tuple[str, float]:
         """The tenant that is furthest behind its share, and by how many average requests."""
@@ -311,7 +305,7 @@ class RequestQueue:
         if sub_queue is None:
             group = self.groups.of(request.priority, pools, prefill_class)
             sub_queue = tenant.sub_queues[key] = SubQueue(key, group)
-            group.open(request.tenant)
+            group.open(request.tenant, sub_queue)
         self._insertions += 1
         # A request that claimed its reservation arrived before the others.
         precedence = 0 if scheduled.returned else 1 if scheduled.claimed else 2
@@ -326,33 +320,38 @@ class RequestQueue:
         sub_queue.remove(scheduled)
         if not sub_queue:
             del tenant.sub_queues[sub_queue.key]
-            sub_queue.group.close(scheduled.request.tenant)
+            sub_queue.group.close(scheduled.request.tenant, sub_queue)
 
-    def _ranked(
-        self, tenants: Iterable[TenantQueues], wanted: HeadQuery, now: float
-    ) -> list[ScheduledRequest]:
-        groups, others = wanted.groups, wanted.others
+    def _ranked(self, tenants: Iterable[str], wanted: HeadQuery, now: float) -> list[ScheduledRequest]:
+        """The heads of some tenants that are asked for, in the order of scores.
+
+        Most tenants have none, since the groups are those that may fit: that has to be found out at once.
+        """
         heads: list[ScheduledRequest] = []
-        rest: list[ScheduledRequest] = []
-        for tenant in tenants:
-            for sub_queue in tenant.sub_queues.values():
-                head, group = sub_queue.first, sub_queue.group
-                if head is not None and group in groups:
-                    heads.append(head)
-                elif head is not None and group in others:
-                    rest.append(head)
-        if heads and rest and self._rest_counts(rest, now):
-            heads += rest
+        for group in wanted.groups:
+            of_tenants = group.tenants
+            for tenant in tenants:
+                if tenant in of_tenants:
+                    heads += group.heads_of(tenant)
+        if not heads:
+            return heads
+        heads += self._rest_that_counts(tenants, wanted, now)
         if len(heads) > 1:
             self.policy.rank(heads, now)
-        return self._within_bounds(heads, now) if heads and self.policy.bounds_delay else heads
+        return self._within_bounds(heads, now) if self.policy.bounds_delay else heads
 
-    def _rest_counts(self, rest: Sequence[ScheduledRequest], now: float) -> bool:
-        """Whether the order of heads depends on others, which are not asked for."""
+    def _rest_that_counts(
+        self, tenants: Iterable[str], wanted: HeadQuery, now: float
+    ) -> list[ScheduledRequest]:
+        """Heads that are not asked for, where the order of the others depends on them."""
         policy = self.policy
-        if policy.leaves_out_heads:
-            return True
-        return policy.bounds_delay and any(self._delay_bound(head).is_overdue(head, now) for head in rest)
+        if not (policy.leaves_out_heads or policy.bounds_delay):
+            return []
+        others = [group for group in wanted.others if group not in wanted.groups]
+        rest = [head for group in others for tenant in tenants for head in group.heads_of(tenant)]
+        if policy.leaves_out_heads or any(self._delay_bound(head).is_overdue(head, now) for head in rest):
+            return rest
+        return []
 
     def _within_bounds(self, heads: list[ScheduledRequest], now: float) -> list[ScheduledRequest]:
         """Heads as the bounds on delay arrange them; homes take turns as the score had them."""
@@ -400,7 +399,7 @@ class RequestQueue:
     def _count(self, scheduled: ScheduledRequest, tenant: TenantQueues, by: int) -> None:
         self._count_at_home(scheduled, by)
         tokens = by * scheduled.estimate.expected_tokens
-        self._waiting += by
+        self.waiting += by
         tenant.waiting += by
         tenant.tokens += tokens
         self.waiting_tokens += tokens
@@ -425,7 +424,7 @@ class RequestQueue:
         yield from self.resting
 
     def __len__(self) -> int:
-        return self._waiting
+        return self.waiting
 
     def __repr__(self) -> str:
         tenants = len({name for tenants in self._tenants.values() for name in tenants})

@@ -134,7 +134,8 @@ class WaitAccount:
         tally.add(WaitCause.OWN_REQUESTS, own_ns)
         tally.add_ahead(WaitCause.OWN_REQUESTS, own_count)
         for number, cause in enumerate(_STATES, start=BUSY):
-            tally.add(cause, gained[number])
+            if gained[number]:
+                tally.add(cause, gained[number])
 
     def on_place_taken(self, taker: ScheduledRequest, now: int) -> int:
         """A request of any class took a place that these could have had.

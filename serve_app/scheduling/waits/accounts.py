@@ -32,6 +32,11 @@ class WaitAccounts:
     def __len__(self) -> int:
         return len(self._accounts)
 
+    @property
+    def are_idle(self) -> bool:
+        """Whether nobody waits, and nobody has come."""
+        return not (self._accounts or self._new)
+
     def add(self, scheduled: ScheduledRequest) -> None:
         """A request has come into the queue; it begins to wait if it is still there after the event."""
         self._new.append(scheduled)

@@ -62,10 +62,11 @@ class WaitWatch:
 
     def on_dispatch(self, taker: ScheduledRequest, replica: ReplicaState, now: float) -> None:
         """A request that has left the queue takes a place on a replica, which does not hold it yet."""
-        at, pool = nanoseconds(now), replica.spec.pool
+        pool = replica.spec.pool
         for account in self._accounts:
             if account.pool != pool or account.state != BUSY:
                 continue
+            at = nanoseconds(now)
             lacking = self._lacking(account, replica, now)
             # Batch work waits for the sake of the classes above it; without them it would have gone.
             if lacking is None or (
@@ -78,8 +79,11 @@ class WaitWatch:
 
     def settle(self, now: float) -> None:
         """Look what those wait for that still wait after an event."""
-        self._accounts.join(now)
-        if not self._accounts:
+        accounts = self._accounts
+        if accounts.are_idle:
+            return
+        accounts.join(now)
+        if not accounts:
             return
         states = {pool: self._pool_state(pool, now) for pool in self._pools}
         if self._looked_at == (states, self._accounts.opened) and _OPEN not in states.values():

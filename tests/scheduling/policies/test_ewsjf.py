@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.errors import Outcome
 from serve_app.scheduling.events import Finished, FirstToken, PartitionChanged
-from serve_app.scheduling.policies.ewsjf import density_weighted_score
+from serve_app.scheduling.policies.ewsjf import density_weighted_score, queue_weights
 from serve_app.scheduling.policies.partition import LengthInterval, Partition
 from serve_app.scheduling.policies.settings import (
     OWN_WEIGHTS,
@@ -19,14 +19,8 @@ from tests.builders import ManualDriver, dispatched, one_replica
 
 
 def score(tokens: int, *, waited_s: float, queue_weight: float, prefill_s: float = 1.0) -> float:
-    return density_weighted_score(
-        ScoreWeights(),
-        tokens=tokens,
-        mean_tokens=float(tokens),
-        queue_weight=queue_weight,
-        waited_s=waited_s,
-        prefill_s=prefill_s,
-    )
+    weights = queue_weights(ScoreWeights(), mean_tokens=float(tokens), queue_weight=queue_weight)
+    return density_weighted_score(weights, tokens, waited_s, prefill_s)
 
 
 def test_the_score_of_a_hand_worked_example() -> None:
