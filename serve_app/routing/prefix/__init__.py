@@ -1,4 +1,5 @@
 """Prefix affinity: sending a prompt to a replica that has its beginning cached, where that saves time.
 
-`blocks` cuts prompts, `index` records which replica was sent which blocks, `affinity` weighs the saving.
+`blocks` cuts prompts, `replica_cache` keeps those that one replica was sent, `index` those of all, and
+`affinity` weighs the saving.
 """

@@ -39,7 +39,7 @@ class AffinitySettings:
     # Share of a KV cache assumed to hold past prompts; answers and running requests take the rest. Too much
     # expects hits on evicted prefixes, too little forgets prefixes that are still cached.
     capacity_ratio: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.7
-    # Bounds the index's memory at about 180 MB; 500 blocks for each of a thousand replicas.
+    # Bounds the index's memory at about 160 MB; 500 blocks for each of a thousand replicas.
     max_blocks: Annotated[int, at_least(1), ADVANCED] = 500_000
     # Replicas compared with the one chosen by load, those with the longest match first.
     max_candidates: Annotated[int, at_least(1), ADVANCED] = 8

@@ -102,6 +102,33 @@ def test_more_replicas_share_the_same_memory() -> None:
     assert matches(index, chain("abab")) == {"s1": 2}
 
 
+def test_hashes_that_clients_have_made_collide_do_no_harm() -> None:
+    index = prefix_index("s1", "s2", capacity_tokens=3 * BLOCK_TOKENS[0])
+    for prompt in ((1, 2, 9), (3, 9), (9, 4), (9,), (5, 5, 5), (4, 9, 1), (3, 9)):
+        for replica_id in ("s1", "s2"):
+            index.add(replica_id, prompt)
+            assert index.longest(prompt) <= len(prompt)
+            assert index.better_than(replica_id, prompt, 8)[0] <= len(prompt)
+            assert len(index) <= 6
+    assert matches(index, [3]) == {"s1": 1, "s2": 1}
+    index.lose("s1")
+    index.lose("s2")
+    assert len(index) == 0
+    assert index.longest([3]) == 0
+
+
+def test_of_a_prompt_that_another_goes_on_from_elsewhere_only_the_rest_grows_old() -> None:
+    index = prefix_index("s1", capacity_tokens=6 * BLOCK_TOKENS[0])
+    for text in ("aabb", "aaa", "c"):
+        index.add("s1", chain(text))
+    assert matches(index, chain("aabb")) == {"s1": 4}
+    index.add("s1", chain("d"))
+    assert matches(index, chain("aabb")) == {"s1": 3}
+    index.add("s1", chain("dd"))
+    assert matches(index, chain("aabb")) == {"s1": 2}
+    assert matches(index, chain("aaa")) == {"s1": 3}
+
+
 def test_an_index_without_capacity_is_refused() -> None:
     with pytest.raises(ValueError, match="max_blocks must be at least 1, got 0"):
         PrefixIndex(0)
