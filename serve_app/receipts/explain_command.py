@@ -144,7 +144,9 @@ def _place(queue: Mapping[str, Any]) -> str:
 
 def _interval(queue: Mapping[str, Any]) -> str:
     between = queue.get("expected_between_ms")
-    return "" if between is None else f", in four of five cases between {between[0]:,.0f} and {between[1]:,.0f}"
+    return (
+        "" if between is None else f", in four of five cases between {between[0]:,.0f} and {between[1]:,.0f}"
+    )
 
 
 def _with_parts(stage: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
