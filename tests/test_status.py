@@ -43,7 +43,7 @@ STATUS: dict[str, Any] = {
                 "mode": "advise",
                 "state": "watching",
                 "twin": {
-                    "step_times": "fitted to the engines (1 fits)",
+                    "step_times": "fitted to the engines (once)",
                     "error": {"ttft_ratio": 0.031, "tpot_ratio": -0.012, "requests": 120},
                     "max_error_ratio": 0.15,
                 },
