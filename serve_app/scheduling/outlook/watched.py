@@ -156,7 +156,8 @@ class WatchedRequests:
     ) -> Outlook | None:
         """What a request may expect that waits in this order of its home pool; None when it is not in it.
 
-        Nothing is told by that, nothing noted and nothing learned, so it serves for requests that nobody watches.
+        Nothing is told by that, nothing noted and nothing learned, so it serves for requests that nobody
+        watches.
         """
         rate = self._rate(scheduled.pools[0], order)
         ahead = 0
