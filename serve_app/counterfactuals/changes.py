@@ -99,7 +99,9 @@ def _without_others(recording: Recording) -> Iterator[ChangedRecording]:
     ]
     long = [each for each in beside if each.prompt_tokens > recording.long_prompt_tokens]
     if long:
-        yield without(recording, long, "long_prefills", f"without the {len(long):,} long prefills beside it")
+        yield without(
+            recording, long, "long_prefills", f"without {_counted(len(long), 'long prefill')} beside it"
+        )
     tenant = asked.submission.tenant
     others: Counter[str] = Counter()
     for each in beside:
@@ -108,10 +110,18 @@ def _without_others(recording: Recording) -> Iterator[ChangedRecording]:
     if others:
         most = others.most_common(1)[0][0]
         theirs = [each for each in beside if each.submission.tenant == most]
-        yield without(recording, theirs, "tenant", f"without the {len(theirs):,} requests of tenant {most}")
+        yield without(
+            recording, theirs, "tenant", f"without {_counted(len(theirs), 'request')} of tenant {most}"
+        )
         own = [each for each in beside if each.submission.tenant == tenant]
         if own:
-            yield without(recording, own, "own_requests", f"without its tenant's other {len(own):,} requests")
+            yield without(
+                recording, own, "own_requests", f"without {_counted(len(own), 'other request')} of its tenant"
+            )
+
+
+def _counted(count: int, one: str) -> str:
+    return f"the {one}" if count == 1 else f"the {count:,} {one}s"
 
 
 def without(recording: Recording, others: list[RecordedRequest], kind: str, label: str) -> ChangedRecording:
