@@ -24,6 +24,7 @@ class ChangedRecording:
         value: what of that kind: the class, the pool, the policy or the tenant.
         label: in words, for a person.
         left_out: client ids of the requests that are left out.
+        example: the scheduler's own id of one of them; empty where none is.
     """
 
     kind: str
@@ -31,6 +32,7 @@ class ChangedRecording:
     label: str
     recording: Recording
     left_out: tuple[str, ...] = ()
+    example: str = ""
 
 
 def all_changes(recording: Recording) -> Iterator[ChangedRecording]:
@@ -134,6 +136,7 @@ def without(recording: Recording, others: list[RecordedRequest], kind: str, labe
         label=label,
         recording=replace(recording, requests=kept),
         left_out=tuple(each.client_id for each in others),
+        example=others[0].request_id,
     )
 
 

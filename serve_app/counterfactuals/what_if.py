@@ -183,6 +183,7 @@ def _told(change: ChangedRecording, asked: RecordedRequest, replay: ChangedRepla
         "value": change.value,
         "label": change.label,
         "left_out": list(change.left_out),
+        "example": change.example,
         "note": "",
         "wait": None,
         "ttft": None,

@@ -12,6 +12,7 @@ from serve_app.counterfactuals.changes import all_changes
 from serve_app.counterfactuals.engines import FITTED, engines_of
 from serve_app.counterfactuals.recording import Recording, RecordingError, encode_recording
 from serve_app.counterfactuals.replay import replay_recording
+from serve_app.counterfactuals.tenant_name import named, request_of_tenant
 from serve_app.counterfactuals.what_if import replays_of, unchanged, what_if
 from serve_app.errors import Outcome
 from serve_app.receipts.what_if_text import told_what_if
@@ -71,6 +72,18 @@ def test_another_policy_is_told_with_what_small_delays_would_do_to_its_wait() ->
     assert abs(moved_ms - told["ms"]) > 1.0
     assert told["low_ms"] - 0.01 <= moved_ms <= told["high_ms"] + 0.01
     assert rows["as interactive"]["high_ms"] == pytest.approx(rows["as interactive"]["ms"], abs=0.01)
+
+
+def test_the_tenant_that_is_left_out_gets_its_name_wherever_it_is_told() -> None:
+    told = what_if(disturbed(recorded()))
+    (change,) = [each for each in told["changes"] if each["kind"] == "tenant"]
+    assert request_of_tenant(told) == change["example"]
+
+    result = named({**told, "best": change["label"]}, "acme & sons")
+    assert result["best"].endswith(" of tenant acme & sons")
+    assert change["value"] not in json.dumps(result["changes"])
+    others = [each for each in told["changes"] if each["kind"] != "tenant"]
+    assert [each for each in result["changes"] if each["kind"] != "tenant"] == others
 
 
 def test_the_same_recording_tells_the_same() -> None:
