@@ -1,6 +1,6 @@
 """What tests of the outlook share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from serve_app.scheduling import Scheduler
 from serve_app.scheduling.outlook.order import expected_order
@@ -20,7 +20,8 @@ def ordered_requests(scheduler: Scheduler, now: float, home: str = "only") -> Se
         try:
             next(parts)
         except StopIteration as end:
-            return end.value.get(home, ())
+            found: Mapping[str, Sequence[ScheduledRequest]] = end.value
+            return found.get(home, ())
 
 
 def told(watched: WatchedRequests, now: float) -> dict[str, Outlook]:
