@@ -32,8 +32,8 @@ from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, mos
 from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
-from serve_app.serving.scheduler.kept_costs import KeptCosts
-from serve_app.serving.scheduler.kept_usage import KeptUsage
+from serve_app.serving.scheduler.kept.costs import KeptCosts
+from serve_app.serving.scheduler.kept.usage import KeptUsage
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions

@@ -13,7 +13,7 @@ from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedMo
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.in_parts import in_parts
 from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, most_costly, overview
-from serve_app.serving.scheduler.kept_costs import KeptCosts
+from serve_app.serving.scheduler.kept.costs import KeptCosts
 from serve_app.serving.scheduler.receipts.minutes import StepTimes
 from tests.counterfactuals.production import burst, produce
 from tests.serving.channel.harness import scheduler_settings, submission, until

@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from serve_app.serving.scheduler import kept_costs
-from serve_app.serving.scheduler.kept_costs import KeptCosts
+from serve_app.serving.scheduler.kept import costs as kept_costs
+from serve_app.serving.scheduler.kept.costs import KeptCosts
 from serve_app.serving.scheduler.scraped.cost_figures import CostFigures
 from tests.serving.scheduler.scraped.test_cost_figures import busy
 
