@@ -5,6 +5,7 @@ import json
 import os
 import urllib.error
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -264,7 +265,8 @@ def _costs(costs: Document) -> Table:
     rows = costs["rows"]
     columns = ("tenant", "class", "pool", "engine time", "share", "delay of others")
     more = f"; {len(rows) - _MOST_COSTS} more in /debug/costs" if len(rows) > _MOST_COSTS else ""
-    title = f"who used the engines in {costs['counted_s']:,.0f} s{more}"
+    since = datetime.fromtimestamp(costs["since"], UTC).strftime("%Y-%m-%d %H:%M")
+    title = f"who pays, since {since} UTC{more}"
     table = _table(title, columns, columns[3:])
     for row in rows[:_MOST_COSTS]:
         table.add_row(

@@ -43,7 +43,7 @@ STATUS: dict[str, Any] = {
                 "mode": "advise",
                 "state": "watching",
                 "twin": {
-                    "step_times": "fitted to the engines (1 fits)",
+                    "step_times": "fitted to the engines (once)",
                     "error": {"ttft_ratio": 0.031, "tpot_ratio": -0.012, "requests": 120},
                     "max_error_ratio": 0.15,
                 },
@@ -82,6 +82,7 @@ COSTS = {
     "models": [
         {
             "model": "demo",
+            "since": 1_700_000_000.0,
             "counted_s": 3_600.0,
             "engine_seconds": 5_000.0,
             "rows": [
@@ -166,7 +167,7 @@ def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.Cap
         "b_u 0.12",
         "short attainment fell by 4 %",
         "its scheduler does not answer",
-        "who used the engines in 3,600 s; 2 more in /debug/costs",
+        "who pays, since 2023-11-14 22:13 UTC; 2 more in /debug/costs",
         "4,321.0 s",
         "77%",
         "98.7 s",
@@ -180,7 +181,7 @@ def test_an_application_without_costs_is_shown_without(url: str, capsys: pytest.
     assert main(["status", "--url", f"{url}/older", "--api-key", "k1"]) == 0
     shown = capsys.readouterr().out
     assert "waiting: 4 default" in shown
-    assert "who used" not in shown
+    assert "who pays" not in shown
 
 
 def test_json_is_what_the_application_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:

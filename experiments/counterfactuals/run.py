@@ -24,8 +24,7 @@ from serve_app.counterfactuals.changes import (
 )
 from serve_app.counterfactuals.error_bar import Told
 from serve_app.counterfactuals.recording import Recording
-from serve_app.counterfactuals.replay import replay_recording
-from serve_app.counterfactuals.what_if import UnchangedReplay, unchanged
+from serve_app.counterfactuals.what_if import ChangedReplay, UnchangedReplay, unchanged
 from serve_app.request import PriorityClass
 
 _CLASS_ASKED = {
@@ -107,22 +106,20 @@ def _changed(setup: Setup, question: _Question) -> Setup:
 def _answer(number: int, question: _Question, runs: Sequence[LiveRun], live: LiveRun) -> Measurement:
     recording, change, place = question.recording, question.change, question.place
     replay = unchanged(recording)
-    played = replay_recording(change.recording, replay.engines.step_times)[recording.request_id]
+    changed = ChangedReplay(change, replay)
     priority = change.recording.asked.submission.priority
-    bars = replay.waits(recording.asked)
-    ttfts = replay.ttfts(recording.asked)
-    assert ttfts is not None, "every answer is streamed"
-    assert played.ttft_s is not None, "every answer is streamed"
+    ttft = changed.ttft(recording.asked, priority)
+    assert ttft is not None, "every answer is streamed"
     return Measurement(
         key={"row": "question", "number": number},
         figures={
             "request": place,
             "class": recording.asked.submission.priority.value,
             "change": change.label,
-            "reproduced": bars.reproduces,
+            "reproduced": replay.waits(recording.asked).reproduces,
             "engines": replay.engines.source,
-            "wait": _held_against(bars.told(played.wait_s, priority), live.waits[place]),
-            "ttft": _held_against(ttfts.told(played.ttft_s, priority), live.ttfts[place]),
+            "wait": _held_against(changed.wait(recording.asked, priority), live.waits[place]),
+            "ttft": _held_against(ttft, live.ttfts[place]),
             "unchanged_wait_s": [run.waits[place] for run in runs],
             "unchanged_ttft_s": [run.ttfts[place] for run in runs],
             "replayed_unchanged_s": replay.played[recording.request_id].wait_s,
@@ -147,14 +144,11 @@ def _told_of_all(
     """The same change told of every request, beside the one live run of it."""
     policy = name.removeprefix("policy ")
     change = with_replica(recording) if policy == name else with_policy(recording, policy)
-    played = replay_recording(change.recording, replay.engines.step_times)
+    changed = ChangedReplay(change, replay)
     told = []
     for each in recording.requests:
         place = int(each.client_id.rpartition("-")[2])
-        bars = replay.waits(each)
-        real = _held_against(
-            bars.told(played[each.request_id].wait_s, each.submission.priority), live.waits[place]
-        )
+        real = _held_against(changed.wait(each, each.submission.priority), live.waits[place])
         told.append({**real, "recorded_s": each.wait_s, "width_s": real["high_s"] - real["low_s"]})
     return told
 

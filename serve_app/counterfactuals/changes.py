@@ -24,6 +24,7 @@ class ChangedRecording:
         value: what of that kind: the class, the pool, the policy or the tenant.
         label: in words, for a person.
         left_out: client ids of the requests that are left out.
+        example: the scheduler's own id of one of them; empty where none is.
     """
 
     kind: str
@@ -31,6 +32,7 @@ class ChangedRecording:
     label: str
     recording: Recording
     left_out: tuple[str, ...] = ()
+    example: str = ""
 
 
 def all_changes(recording: Recording) -> Iterator[ChangedRecording]:
@@ -99,7 +101,9 @@ def _without_others(recording: Recording) -> Iterator[ChangedRecording]:
     ]
     long = [each for each in beside if each.prompt_tokens > recording.long_prompt_tokens]
     if long:
-        yield without(recording, long, "long_prefills", f"without the {len(long):,} long prefills beside it")
+        yield without(
+            recording, long, "long_prefills", f"without {_counted(len(long), 'long prefill')} beside it"
+        )
     tenant = asked.submission.tenant
     others: Counter[str] = Counter()
     for each in beside:
@@ -108,10 +112,18 @@ def _without_others(recording: Recording) -> Iterator[ChangedRecording]:
     if others:
         most = others.most_common(1)[0][0]
         theirs = [each for each in beside if each.submission.tenant == most]
-        yield without(recording, theirs, "tenant", f"without the {len(theirs):,} requests of tenant {most}")
+        yield without(
+            recording, theirs, "tenant", f"without {_counted(len(theirs), 'request')} of tenant {most}"
+        )
         own = [each for each in beside if each.submission.tenant == tenant]
         if own:
-            yield without(recording, own, "own_requests", f"without its tenant's other {len(own):,} requests")
+            yield without(
+                recording, own, "own_requests", f"without {_counted(len(own), 'other request')} of its tenant"
+            )
+
+
+def _counted(count: int, one: str) -> str:
+    return f"the {one}" if count == 1 else f"the {count:,} {one}s"
 
 
 def without(recording: Recording, others: list[RecordedRequest], kind: str, label: str) -> ChangedRecording:
@@ -124,6 +136,7 @@ def without(recording: Recording, others: list[RecordedRequest], kind: str, labe
         label=label,
         recording=replace(recording, requests=kept),
         left_out=tuple(each.client_id for each in others),
+        example=others[0].request_id,
     )
 
 

@@ -15,9 +15,10 @@ from serve_app.tuning.twin.engine_fit import EngineFitTask, Engines, fit_engines
 
 StepTimes = Mapping[str, Mapping[str, float]]
 
+_LATENCY = "latency_s"
 # Limits of an engine are told, and its step times are about to be fitted.
 _ANY = {
-    "latency_s": 0.0,
+    _LATENCY: 0.0,
     "decode_base_s": 0.02,
     "decode_per_sequence_s": 0.0001,
     "prefill_base_s": 0.02,
@@ -45,6 +46,14 @@ def engines_of(recording: Recording) -> Iterator[KnownEngines]:
         yield KnownEngines(fitted, FITTED)
 
 
+def slowed(step_times: StepTimes, factor: float) -> StepTimes:
+    """Engines each step of which takes so many times as long."""
+    return {
+        pool: {name: value if name == _LATENCY else factor * value for name, value in times.items()}
+        for pool, times in step_times.items()
+    }
+
+
 def _fitted(recording: Recording) -> StepTimes:
     fleet = [*recording.fleet, *(each.joined for each in recording.changes if each.joined is not None)]
     if not fleet:
@@ -68,7 +77,7 @@ def _known(recording: Recording) -> Engines:
 
 
 def _plain(engines: Engines) -> StepTimes:
-    return {pool: {"latency_s": each.latency_s, **asdict(each.step_time)} for pool, each in engines.items()}
+    return {pool: {_LATENCY: each.latency_s, **asdict(each.step_time)} for pool, each in engines.items()}
 
 
 def _calibrated(step_times: StepTimes) -> TwinCalibration:

@@ -12,6 +12,10 @@ carried where the replay does not have the wait of the request at all, since it 
 The bar is made of what the unchanged replay gets wrong in nine of ten comparable requests: of those that wait
 about as long as the request would, and, as far as its own error is carried, of those that wait about as long
 as it did. Both are taken as independent; errors that they share would make it smaller.
+
+That is too little where a change moves all requests, as another policy does. Under another order other
+requests depend on small delays, which the unchanged replay does not show. Who replays such a change tells
+besides how much the wait depends on them, and that widens the bar.
 """
 
 import math
@@ -84,18 +88,19 @@ class ErrorBars:
         errors = sorted(abs(each.error_s) for each in (*self._residuals, self._own))
         return errors[len(errors) // 2]
 
-    def told(self, changed_s: float, priority: PriorityClass) -> Told:
+    def told(self, changed_s: float, priority: PriorityClass, sensitivity_s: float = 0.0) -> Told:
         """The time of the request after a change.
 
         Args:
             changed_s: as the changed replay has it.
             priority: the class that the request has after the change.
+            sensitivity_s: by how much small delays move that time, where the change moves all requests.
         """
         own = self._own
         shorter, longer = sorted((changed_s, own.replayed_s))
         carried = (shorter / longer if longer else 1.0) if self.reproduces else 0.0
         seconds = max(0.0, changed_s + carried * own.error_s)
-        bar = math.hypot(self._off_by(changed_s, priority), carried * self.bar_s)
+        bar = math.hypot(self._off_by(changed_s, priority), carried * self.bar_s, sensitivity_s)
         if not self.reproduces:
             bar = max(bar, abs(own.error_s))
         return Told(seconds, max(0.0, seconds - bar), seconds + bar)

@@ -9,6 +9,7 @@ from typing import Any
 
 from serve_app.command import Command, fetched, progress_bar, say
 from serve_app.counterfactuals.recording import Recording, decode_recording
+from serve_app.counterfactuals.tenant_name import named, request_of_tenant
 from serve_app.errors import ServeAppError
 from serve_app.receipts.what_if_text import told_what_if
 from serve_app.status import UnreachableError, add_address, api_key_for, default_url
@@ -44,7 +45,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     if args.what_if:
-        result = _what_if(decode_recording(_asked(args, "/recording")))
+        result = _with_name(_what_if(decode_recording(_asked(args, "/recording"))), args)
         say(json.dumps(result, indent=1) if args.json else "\n".join(told_what_if(result)))
         return 0
     receipt: Mapping[str, Any] = json.loads(_asked(args))
@@ -60,10 +61,22 @@ def _what_if(recording: Recording) -> Mapping[str, Any]:
         return what_if(recording, advance)
 
 
-def _asked(args: argparse.Namespace, part: str = "") -> bytes:
-    """What the application answers about the request."""
+def _with_name(told: Mapping[str, Any], args: argparse.Namespace) -> Mapping[str, Any]:
+    """The same with the name of the tenant that is left out, if the receipt of its request is still there."""
+    example = request_of_tenant(told)
+    if not example:
+        return told
+    try:
+        receipt = json.loads(_asked(args, of=example))
+    except ExplainError:
+        return told
+    return named(told, receipt["tenant"])
+
+
+def _asked(args: argparse.Namespace, part: str = "", of: str = "") -> bytes:
+    """What the application answers about the request, or about another one."""
     url = args.url or default_url()
-    name = urllib.parse.quote(args.request_id, safe="")
+    name = urllib.parse.quote(of or args.request_id, safe="")
     try:
         return fetched(f"{url.rstrip('/')}/debug/requests/{name}{part}", api_key_for(url, args.api_key))
     except urllib.error.HTTPError as error:

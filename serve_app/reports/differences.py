@@ -60,10 +60,14 @@ class FigureDifference:
 
     @property
     def change_interval(self) -> tuple[float, float] | None:
-        """The interval as shares of the baseline's value."""
+        """The interval as shares of the baseline's value.
+
+        Times and the like cannot fall by more than all, whatever a symmetric interval says.
+        """
         if not self.base or self.low is None or self.high is None:
             return None
-        return self.low / self.base, self.high / self.base
+        low, high = self.low / self.base, self.high / self.base
+        return (max(-1.0, low), high) if self.lower_is_better and self.base > 0 else (low, high)
 
     def written(self, value: float, *, signed: bool = False) -> str:
         """A value of this figure as text."""

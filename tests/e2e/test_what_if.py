@@ -66,6 +66,10 @@ async def test_a_higher_class_would_have_helped_and_does(app: Served) -> None:
     (higher,) = [each for each in told["changes"] if each["value"] == "interactive"]
     assert higher["wait"]["low_ms"] <= higher["wait"]["ms"] <= higher["wait"]["high_ms"]
     assert higher["wait"]["ms"] < waits[last] / 2
+    # An admin knows whom the others are, though the recording does not tell.
+    (other,) = [each for each in told["changes"] if each["kind"] == "tenant"]
+    assert other["value"] in {"tenant-0", "tenant-1", "tenant-2"} - {receipt["tenant"]}
+    assert other["label"].endswith(f" of tenant {other['value']}")
 
     again = await burst(app, "second", raised=last)
     assert again[last] < waits[last] / 2

@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from serve_app.reports.differences import FigureDifference, Judgement, PairedFigure, Sample, verdict_of
+from tests.reports.builders import DIFFERENCE
 
 SEEDS = Sample(4, "seed", "seeds", "raise --seeds")
 ONE_SEED = Sample(1, "seed", "seeds", "raise --seeds")
@@ -78,3 +81,11 @@ def test_a_baseline_of_zero_has_no_change_in_shares() -> None:
     found = paired([0, 0, 0, 0], [1, 1.1, 0.9, 1], "preemptions")
     assert found.change is None
     assert "preemptions (0.00 to 1.00)" in verdict_of("fcfs", "ewsjf", [found], SEEDS)
+
+
+def test_a_time_is_not_told_to_fall_by_more_than_all() -> None:
+    # A symmetric interval of few seeds reaches below nothing.
+    found = replace(DIFFERENCE, base=4.0, other=0.2, difference=-3.8, low=-5.3, high=-2.3)
+
+    assert found.change_interval == (-1.0, -2.3 / 4.0)
+    assert replace(found, lower_is_better=False).change_interval == (-5.3 / 4.0, -2.3 / 4.0)

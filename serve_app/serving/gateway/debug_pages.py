@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
+from serve_app.counterfactuals.tenant_name import named, request_of_tenant
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
@@ -109,7 +110,8 @@ class DebugPages:
                 await send_body(incoming.send, 200, [JSON_TYPE], recording.encode())
                 return
             if recording:
-                await send_json(incoming.send, 200, encode(await self._replays.what_if(recording)), [])
+                told = await _with_name(await self._replays.what_if(recording), views)
+                await send_json(incoming.send, 200, encode(told), [])
                 return
             if "request_id" in await asyncio.wait_for(views.receipt(request_id), VIEW_TIMEOUT_S):
                 raise RequestRefused(Outcome.REJECTED_INVALID, _UNDER_WAY, code="under_way", status=409)
@@ -136,6 +138,13 @@ class DebugPages:
         self._reader.authenticate(incoming).check_admin()
         models = await ask_each(self._views, question)
         await send_json(incoming.send, 200, encode({"models": models}), [])
+
+
+async def _with_name(told: dict[str, Any], views: SchedulerViews) -> dict[str, Any]:
+    """What would have helped, with the name of the tenant that is left out if its receipt is still there."""
+    example = request_of_tenant(told)
+    receipt = await asyncio.wait_for(views.receipt(example), VIEW_TIMEOUT_S) if example else {}
+    return named(told, receipt["tenant"]) if "tenant" in receipt else told
 
 
 async def _tuner(model: str, views: SchedulerViews) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ import msgspec
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import RequestRefused
 
-# A dozen replays of thousands of requests take half a minute of a core that is free.
+# A replay takes about 0.7 ms of CPU time for each request, and there are two dozen.
 TIME_LIMIT_S = 120.0
 _RETRY_S = 10.0
 _MODULE = "serve_app.counterfactuals"

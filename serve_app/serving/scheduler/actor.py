@@ -31,9 +31,9 @@ from serve_app.serving.in_parts import in_parts
 from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, most_costly, overview
 from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
-from serve_app.serving.scheduler.documents import cost_document
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
-from serve_app.serving.scheduler.kept_usage import KeptUsage
+from serve_app.serving.scheduler.kept.costs import KeptCosts
+from serve_app.serving.scheduler.kept.usage import KeptUsage
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
@@ -64,6 +64,7 @@ _LAST_WORDS_S = 0.2
 # What a scheduler is: of another model, or with other pools, it is another one and gets a new process.
 _COLD = ("model",)
 _SCALING = "scaling"
+_COSTS = "costs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +156,7 @@ class SchedulerActor:
         self._loop = asyncio.get_running_loop()
         self._live: LiveScheduler | None = None
         self._learned: Mapping[str, Any] | None = None
+        self._earlier_costs = KeptCosts()
         self._keeper = self._make_keeper()
         self._usage = KeptUsage(
             settings.scheduler.model, settings.state_uri, settings.scope, settings.state_interval_s
@@ -202,7 +204,8 @@ class SchedulerActor:
         """What the requests of each tenant cost: engine time, and delay of others."""
         gpus = {name: pool.gpus for name, pool in self._settings.scaling.pools.items()}
         live = await self._current()
-        return cost_document(live.core, live.now() - live.began_at, gpus)
+        costs = self._earlier_costs.with_those_of(live.core)
+        return {"model": self._settings.scheduler.model, **costs.document(gpus)}
 
     async def scale(self) -> dict[str, Any]:
         """How many replicas each pool should have, and why."""
@@ -302,6 +305,7 @@ class SchedulerActor:
                 return
             live = await self._current()
             self._learned = learned_state(live.core)
+            self._earlier_costs = self._earlier_costs.with_those_of(live.core)
             live.stop("its settings have changed")
             self._started = self._begin()
             await self._started
@@ -378,7 +382,8 @@ class SchedulerActor:
         # Of one that has ended there is nothing to keep: its successor knows as much, or its core is broken.
         if live is None or live.ended:
             return None
-        return {**learned_state(live.core), _SCALING: self.scaling.state()}
+        costs = self._earlier_costs.with_those_of(live.core)
+        return {**learned_state(live.core), _SCALING: self.scaling.state(), _COSTS: costs.state()}
 
     async def _load_what_was_learned(self) -> None:
         """From the store, unless an earlier live scheduler of this actor has left something."""
@@ -387,20 +392,21 @@ class SchedulerActor:
         document = await self._keeper.load()
         if document is None:
             return
-        if reason := denial(self._settings.scheduler, document) or self._denial_of_scaling(document):
+        if reason := denial(self._settings.scheduler, document) or self._denial_of_others(document):
             self._keeper.refused(reason)
         else:
             self._learned = document
 
-    def _denial_of_scaling(self, document: Mapping[str, Any]) -> str:
-        """Restore what scaling has learned; why that is not possible, or nothing."""
-        if _SCALING not in document:
-            # Written by a release that did not keep it.
-            return ""
+    def _denial_of_others(self, document: Mapping[str, Any]) -> str:
+        """Restore what is kept beside the core's own; why that is not possible, or nothing."""
         try:
-            self.scaling.restore(section(document, _SCALING))
+            costs = KeptCosts.restored(document, _COSTS)
+            # A release that did not keep it has written none.
+            if _SCALING in document:
+                self.scaling.restore(section(document, _SCALING))
         except ValueError as exc:
             return str(exc)
+        self._earlier_costs = costs
         return ""
 
     def _step_times(self, live: LiveScheduler) -> StepTimes:

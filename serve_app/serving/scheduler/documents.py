@@ -8,7 +8,6 @@ from serve_app.request import PriorityClass
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling import Scheduler
 from serve_app.serving.scheduler.dashboard.overview import reserved
-from serve_app.serving.scheduler.scraped.cost_figures import look_at_costs
 
 
 def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
@@ -29,39 +28,6 @@ def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
         "sub_queues_left_out": snapshot.left_out,
         "b_short_tokens": snapshot.b_short_tokens,
         "served": served,
-    }
-
-
-def cost_document(core: Scheduler, counted_s: float, gpus: Mapping[str, float]) -> dict[str, Any]:
-    """What the requests of each tenant cost, by pool and class; the dearest first.
-
-    Args:
-        counted_s: for how long it has been counted.
-        gpus: of a replica, by pool; 0 where it has none.
-    """
-    costs = look_at_costs(core)
-    used = {row[:3]: row[3] for row in costs.used}
-    imposed = {row[:3]: row[3] for row in costs.imposed}
-    worked_s = sum(used.values())
-    rows = [
-        {
-            "pool": pool,
-            "class": priority,
-            "tenant": tenant,
-            "engine_seconds": seconds,
-            "gpu_seconds": seconds * gpus[pool] if gpus.get(pool) else None,
-            "share": seconds / worked_s if worked_s else 0.0,
-            "imposed_delay_seconds": imposed.get((pool, priority, tenant), 0.0),
-        }
-        for (pool, priority, tenant), seconds in sorted(
-            (dict.fromkeys(imposed, 0.0) | used).items(), key=lambda each: -each[1]
-        )
-    ]
-    return {
-        "model": core.settings.model,
-        "counted_s": counted_s,
-        "engine_seconds": worked_s,
-        "rows": rows,
     }
 
 

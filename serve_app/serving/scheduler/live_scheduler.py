@@ -101,7 +101,6 @@ class LiveScheduler:
 
     Attributes:
         core: the scheduler itself, to be looked at and not to be fed but by this live scheduler.
-        began_at: on its clock.
         ended: why this live scheduler schedules no more; empty while it does.
         tuner: what it has to do with its tuner.
         mode: how much of the traffic is scheduled.
@@ -115,7 +114,7 @@ class LiveScheduler:
         self._options = options
         self._loop = asyncio.get_running_loop()
         self._clock = precise_clock(self._loop)
-        self.began_at = self._now = self._clock()
+        self._now = self._clock()
         self.core = Scheduler(settings, now=self._now)
         if options.learned is not None:
             take_over(self.core, options.learned, self._now)

@@ -107,10 +107,8 @@ class TwinCalibration:
         if self._profile is not None or (self._fitted and error is not None):
             return ""
         if self._fitted:
-            return (
-                f"the error of the twin is known after {self._settings.check_requests} streamed answers "
-                f"more ({self._fresh} so far)"
-            )
+            needed = self._settings.check_requests
+            return f"the error of the twin is known once {needed} further streamed answers are checked"
         needed = self._settings.first_requests
         return f"the twin is fitted after {needed} streamed answers ({self._fresh} so far)"
 
@@ -175,7 +173,9 @@ class TwinCalibration:
     def source(self) -> str:
         """Where the step times in force come from, in words."""
         if self._fitted:
-            return f"fitted to the engines ({self._fits} fits)"
+            # Step times that were kept have been fitted by an earlier tuner.
+            times = {0: "before a restart", 1: "once"}
+            return f"fitted to the engines ({times.get(self._fits, f'{self._fits:,} times')})"
         return "unknown" if self._profile is None else f"those of profile {self._profile_name}"
 
     def document(self) -> dict[str, Any]:

@@ -316,7 +316,7 @@ async def test_a_request_that_waits_is_told_when_it_starts_once_others_have_gone
         stage.end(f"f{number}")
 
     async with asyncio.timeout(10):
-        while (queue := (await receipt(http, "mine"))["queue"])["expected_ms"] is None:  # noqa: ASYNC110
+        while (queue := (await receipt(http, "mine"))["queue"])["expected_ms"] is None:  # noqa: ASYNC110 - a page tells no event
             await asyncio.sleep(0.05)
 
     earliest, latest = queue["expected_between_ms"]

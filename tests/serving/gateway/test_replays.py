@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from serve_app.counterfactuals.recording import encode_recording
+from serve_app.counterfactuals.tenant_name import named, request_of_tenant
 from serve_app.counterfactuals.what_if import what_if
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.answer.responses import RequestRefused
@@ -19,6 +20,7 @@ from tests.serving.gateway.builders import MODEL, FakeDispatcher, serving
 
 ADMIN = {"authorization": "Bearer k1"}
 RECORDING = produce(burst(40, 0)).recording("r35")
+TOLD = what_if(RECORDING)
 
 
 @asynccontextmanager
@@ -35,6 +37,8 @@ async def gateway(recording: str) -> AsyncIterator[httpx.AsyncClient]:
         return recording if request_id == "mine/1" else ""
 
     async def receipt(request_id: str) -> dict[str, Any]:
+        if request_id == request_of_tenant(TOLD):
+            return {"request_id": request_id, "tenant": "rival"}
         return {"request_id": request_id} if request_id == "runs" else {}
 
     views = SchedulerViews(queue=nothing, status=nothing, freeze=freeze, receipt=receipt, recording=recorded)
@@ -60,7 +64,7 @@ async def test_a_gateway_tells_what_the_recording_tells_and_answers_others_meanw
                 assert second.status_code == 429
                 assert int(second.headers["retry-after"]) >= 1
             await asyncio.sleep(0.05)
-        assert (await asked).json() == what_if(RECORDING)
+        assert (await asked).json() == named(TOLD, "rival")
         document = await http.get("mine%2F1/recording", headers=ADMIN)
         assert document.text == encode_recording(RECORDING)
 

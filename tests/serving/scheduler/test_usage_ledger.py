@@ -7,7 +7,7 @@ import pytest
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.channel.requests.request_book import EndedRequest
-from serve_app.serving.scheduler.kept_usage import KeptUsage
+from serve_app.serving.scheduler.kept.usage import KeptUsage
 from serve_app.serving.scheduler.usage_ledger import UsageLedger
 from tests.builders import key
 from tests.serving.channel.harness import FAST, Simulation, granted, refused, scheduler_settings, until

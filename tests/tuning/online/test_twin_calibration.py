@@ -65,7 +65,7 @@ def test_without_a_profile_it_fits_first_and_waits_for_the_error() -> None:
     fed(made, 20, traffic)
     assert made.due(traffic, REPLICAS, 10.0, 11.0) is None
     made.on_result(result(None), 12.0)
-    assert "known after 10 streamed answers more" in made.obstacle
+    assert "known once 10 further streamed answers are checked" in made.obstacle
     assert made.due(traffic, REPLICAS, 10.0, 41.0) is None
     check = made.due(traffic, REPLICAS, 10.0, 42.0)
     assert check is not None
@@ -89,7 +89,7 @@ def test_a_large_error_is_an_obstacle_until_a_small_one_is_measured() -> None:
     assert made.due(traffic, REPLICAS, 10.0, 100.0) is not None
     made.on_result(result(0.14, engines=False), 101.0)
     assert made.obstacle == ""
-    assert made.source() == "fitted to the engines (1 fits)"
+    assert made.source() == "fitted to the engines (once)"
 
 
 def test_engines_that_no_fit_describes_are_fitted_less_and_less_often() -> None:
@@ -143,7 +143,8 @@ def test_a_restart_keeps_the_step_times_and_measures_their_error_anew() -> None:
     again = TwinCalibration(SETTINGS, None)
     again.restore(json.loads(json.dumps(made.state())))
     assert again.engines(REPLICAS) == made.engines(REPLICAS)
-    assert "is known after" in again.obstacle
+    assert again.source() == "fitted to the engines (before a restart)"
+    assert "is known once 10 further" in again.obstacle
     with pytest.raises(ValueError, match="broken step times"):
         again.restore({"only": {"latency_s": 0.1}})
     assert again.engines(REPLICAS) == made.engines(REPLICAS)

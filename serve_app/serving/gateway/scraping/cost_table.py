@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 _COLUMNS = ("pool", "class", "tenant", "engine_seconds", "gpu_seconds", "imposed_delay_seconds")
@@ -13,15 +14,16 @@ _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 def cost_table(models: Iterable[Mapping[str, Any]]) -> str:
     """A line for each pool, class and tenant, with a heading; seconds have milliseconds.
 
-    `gpu_seconds` is empty where a pool has no GPUs. A name that a spreadsheet would take for a formula gets
-    an apostrophe in front.
+    `since` is when counting began, in UTC. `gpu_seconds` is empty where a pool has no GPUs. A name that a
+    spreadsheet would take for a formula gets an apostrophe in front.
     """
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(("model", *_COLUMNS))
+    writer.writerow(("model", *_COLUMNS, "since"))
     for model in models:
-        for row in model.get("rows", ()):
-            writer.writerow([_cell(model["model"]), *(_cell(row[name]) for name in _COLUMNS)])
+        since = datetime.fromtimestamp(model["since"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        for row in model["rows"]:
+            writer.writerow([_cell(model["model"]), *(_cell(row[name]) for name in _COLUMNS), since])
     return text.getvalue()
 
 

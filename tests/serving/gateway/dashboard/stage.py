@@ -13,7 +13,7 @@ from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedMo
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.in_parts import in_parts
 from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, most_costly, overview
-from serve_app.serving.scheduler.documents import cost_document
+from serve_app.serving.scheduler.kept.costs import KeptCosts
 from serve_app.serving.scheduler.receipts.minutes import StepTimes
 from tests.counterfactuals.production import burst, produce
 from tests.serving.channel.harness import scheduler_settings, submission, until
@@ -118,8 +118,7 @@ async def page_stage() -> AsyncIterator[PageStage]:
             return found | {"scaling": {}, "costs": most_costly(await costs())}
 
         async def costs() -> dict[str, Any]:
-            live = fleet.world.live
-            return cost_document(live.core, live.now() - live.began_at, {})
+            return {"model": MODEL, **KeptCosts().with_those_of(fleet.world.live.core).document({})}
 
         async def nothing(_: str = "") -> Any:
             return {}

@@ -119,6 +119,42 @@ async def test_it_shows_who_waits_and_why_and_follows_what_happens(
     assert "3" in await page.becomes("document.querySelector('#panel-fleet tbody').innerText")
 
 
+async def test_the_head_of_a_queue_leads_to_its_receipt(stage: PageStage, page: BrowserPage) -> None:
+    await live(page)
+    stage.hold()
+    await stage.held()
+    stage.submit("r0", tenant="search")
+    links = "[...document.querySelectorAll('#panel-queues tbody a')]"
+    # Once beside its length queue, once beside its tenant.
+    assert (
+        await page.becomes(f"{links}.length === 2 && {links}.map((link) => link.hash)") == ["#request/r0"] * 2
+    )
+    await page.evaluate(f"{links}[0].click()")
+    told = "document.querySelector('#panel-request').innerText"
+    assert "search, default" in await page.becomes(f"{told}.includes('r0: waiting') && {told}")
+    stage.release()
+
+
+async def test_a_request_that_is_lost_among_many_is_not_rounded_away(
+    stage: PageStage, page: BrowserPage
+) -> None:
+    await live(page)
+    stage.hold()
+    await stage.held()
+    stage.submit("r0", queue_timeout_s=0.2)
+    await page.becomes(f"{tile('Refused / failed')} === '1 / 0'")
+    assert "1 no replica" in await text(page, "#tiles")
+    stage.release()
+    shown = "import('./dashboard/format.js').then(({ percent }) => [0.9997, 0.996, 0.98, 1, 0].map(percent))"
+    assert [plain(each) for each in await page.evaluate(shown)] == [
+        "99.9 %",
+        "99.6 %",
+        "98 %",
+        "100 %",
+        "0 %",
+    ]
+
+
 async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
     stage: PageStage, page: BrowserPage
 ) -> None:
@@ -408,9 +444,10 @@ async def test_nothing_is_wider_than_the_window(stage: PageStage, page: BrowserP
 
 
 async def test_nothing_moves_for_those_who_want_it_still(page: BrowserPage) -> None:
-    moving = "getComputedStyle(document.querySelector('.waiting')).transitionDuration.split(', ')[0]"
+    moving = "getComputedStyle(document.querySelector('#panel-fleet .bar > span')).transitionDuration"
     await live(page)
-    await page.becomes("document.querySelector('.waiting') !== null")
+    await choose(page, "fleet")
+    await page.becomes("document.querySelector('#panel-fleet .bar') !== null")
     assert await page.evaluate(moving) == "0.3s"
     await page.call(
         "Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}]

@@ -21,19 +21,32 @@ def row(tenant: str, gpu_seconds: float | None = 8.0) -> dict[str, object]:
     }
 
 
+def costs(*rows: dict[str, object], model: str = "m") -> dict[str, object]:
+    return {"model": model, "since": 1_700_000_000.0, "rows": list(rows)}
+
+
 def test_each_row_is_a_line_below_the_heading() -> None:
-    lines = list(csv.reader(io.StringIO(cost_table([{"model": "m", "rows": [row("a"), row("b", None)]}]))))
+    lines = list(csv.reader(io.StringIO(cost_table([costs(row("a"), row("b", None))]))))
 
     assert lines == [
-        ["model", "pool", "class", "tenant", "engine_seconds", "gpu_seconds", "imposed_delay_seconds"],
-        ["m", "short", "batch", "a", "2.000", "8.000", "0.250"],
-        ["m", "short", "batch", "b", "2.000", "", "0.250"],
+        [
+            "model",
+            "pool",
+            "class",
+            "tenant",
+            "engine_seconds",
+            "gpu_seconds",
+            "imposed_delay_seconds",
+            "since",
+        ],
+        ["m", "short", "batch", "a", "2.000", "8.000", "0.250", "2023-11-14T22:13:20Z"],
+        ["m", "short", "batch", "b", "2.000", "", "0.250", "2023-11-14T22:13:20Z"],
     ]
 
 
 def test_a_tenant_s_name_is_no_formula_and_stays_in_its_cell() -> None:
     names = ["=HYPERLINK(A1)", "+1", "-1", "@x", "a,b", 'a"b', "a\nb"]
-    lines = list(csv.reader(io.StringIO(cost_table([{"model": "m", "rows": [row(name) for name in names]}]))))
+    lines = list(csv.reader(io.StringIO(cost_table([costs(*map(row, names))]))))
 
     assert [line[3] for line in lines[1:]] == [
         "'=HYPERLINK(A1)",
@@ -47,8 +60,8 @@ def test_a_tenant_s_name_is_no_formula_and_stays_in_its_cell() -> None:
 
 
 async def test_the_table_is_whole_or_refused() -> None:
-    async def costs() -> dict[str, object]:
-        return {"model": "a", "rows": [row("me")]}
+    async def counted() -> dict[str, object]:
+        return costs(row("me"), model="a")
 
     async def silent() -> dict[str, object]:
         raise ConnectionError("gone")
@@ -56,7 +69,7 @@ async def test_the_table_is_whole_or_refused() -> None:
     async def frozen(_: str) -> None:
         raise AssertionError
 
-    good = SchedulerViews(queue=silent, status=silent, freeze=frozen, costs=costs)
+    good = SchedulerViews(queue=silent, status=silent, freeze=frozen, costs=counted)
     bad = SchedulerViews(queue=silent, status=silent, freeze=frozen, costs=silent)
     admin = {"authorization": "Bearer k"}
     for views, expected in (({"a": good}, 200), ({"a": good, "b": bad}, 503)):
@@ -67,9 +80,9 @@ async def test_the_table_is_whole_or_refused() -> None:
             answer = await http.get("/debug/costs.csv", headers=admin)
             as_json = await http.get("/debug/costs", headers=admin)
         assert answer.status_code == expected
-        assert as_json.json()["models"][0] == {"model": "a", "rows": [row("me")]}
+        assert as_json.json()["models"][0] == costs(row("me"), model="a")
         if expected == 200:
             assert answer.headers["content-type"].startswith("text/csv")
-            assert answer.text == cost_table([{"model": "a", "rows": [row("me")]}])
+            assert answer.text == cost_table([costs(row("me"), model="a")])
         else:
             assert "b: its scheduler does not answer" in answer.json()["error"]["message"]

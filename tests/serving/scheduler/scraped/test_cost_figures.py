@@ -5,7 +5,6 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
-from serve_app.serving.scheduler.documents import cost_document
 from serve_app.serving.scheduler.scraped.cost_figures import CostCounters, look_at_costs
 from serve_app.serving.scheduler.scraped.labels import BoundedNames, Names
 from tests.builders import ManualDriver, fill, one_replica
@@ -55,17 +54,3 @@ def test_delay_is_counted_where_it_was_imposed() -> None:
 
     labels = 'class="interactive",model="m",pool="only",tenant="first"'
     assert f"ewsjf_tenant_imposed_delay_seconds_total{{{labels}}} 3.0" in page(driver)
-
-
-def test_the_document_has_the_dearest_first_and_gpus_where_there_are_any() -> None:
-    document = cost_document(busy().scheduler, 60.0, {"only": 4.0})
-
-    assert document["engine_seconds"] == 3.0
-    assert document["counted_s"] == 60.0
-    assert [(row["tenant"], row["engine_seconds"], row["gpu_seconds"]) for row in document["rows"]] == [
-        ("heavy", 2.0, 8.0),
-        ("light", 1.0, 4.0),
-    ]
-    assert sum(row["share"] for row in document["rows"]) == 1.0
-    without = cost_document(busy().scheduler, 60.0, {"only": 0.0})
-    assert [row["gpu_seconds"] for row in without["rows"]] == [None, None]

@@ -33,7 +33,12 @@ export function seconds(value) {
   return `${Math.floor(minutes / 60)}${SPACE}h ${minutes % 60}${SPACE}min`;
 }
 
-export const percent = (share) => (isNumber(share) ? `${digits(100 * share, 2)}${SPACE}%` : NONE);
+/** A share. What lacks a little is not told to be all: 99.97 % read "99.9 %", and never "100 %". */
+export function percent(share) {
+  if (!isNumber(share)) return NONE;
+  const nearlyAll = share > 0.99 && share < 1;
+  return `${nearlyAll ? Math.floor(1e3 * share) / 10 : digits(100 * share, 2)}${SPACE}%`;
+}
 
 export const perSecond = (value) => (isNumber(value) ? `${digits(value)}/s` : NONE);
 

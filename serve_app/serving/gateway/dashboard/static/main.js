@@ -147,6 +147,8 @@ function renderTiles(model) {
   const all = number(() => true);
   const bad = number((name) => name === "failed" || name === "expired");
   const refused = number(REFUSED);
+  const lost = ended.filter(([name, count]) => count && name !== "completed" && name !== "cancelled").map(([name]) => name);
+  const kinds = [...new Set(lost)].map((name) => `${whole(number((each) => each === name))} ${name.replace(/^rejected_/, "").replaceAll("_", " ")}`);
   const begun = minute.filter(([, each]) => each.first_tokens);
   const [slowest, slow] = begun.reduce((most, each) => (most && most[1].ttft_p95_s >= each[1].ttft_p95_s ? most : each), null) ?? [];
   show(
@@ -158,7 +160,7 @@ function renderTiles(model) {
       slow ? `class ${slowest}, the slowest in the last minute` : "no stream began in the last minute"),
     tile("Completed", all ? percent(number((name) => name === "completed") / all) : "–",
       all ? `of ${counted(all, "request")} in the last minute` : "none ended in the last minute"),
-    tile("Refused / failed", `${whole(refused)} / ${whole(bad)}`, "in the last minute", bad ? "bad" : refused ? "warn" : ""),
+    tile("Refused / failed", `${whole(refused)} / ${whole(bad)}`, kinds.join(", ") || "in the last minute", bad ? "bad" : refused ? "warn" : ""),
   );
 }
 

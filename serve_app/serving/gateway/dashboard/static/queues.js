@@ -3,6 +3,7 @@
 import { legend, table, widthOf } from "./charts.js";
 import { h } from "./dom.js";
 import { compact, counted, NONE, score, seconds, whole } from "./format.js";
+import { REASONS } from "./tuner.js";
 
 export const title = "Queues";
 
@@ -18,14 +19,15 @@ export function render(model, page) {
       h("h2", null, "Length queues"),
       h("p", { class: "note" }, introduction(model, learned)),
       axis(model),
-      legend([["queue", "queue of a range of lengths"], ["bubble", "bubble queue, for lengths in a gap between them"]])),
+      legend([["queue", "queue of a range of lengths"], ["bubble", "bubble queue, for lengths in a gap between them"],
+        ["border", "B_short: prompt and answer together, up to which the first pool is a request's home"]])),
     h("div", { class: "card" }, queueTable(model)),
     h("div", { class: "card" }, subQueueTable(model, page)));
 }
 
 function introduction(model, learned) {
   const origin = learned.learned
-    ? `${learned.learned} queues, learned ${seconds(learned.age_s)} ago from ${counted(learned.lengths, "prompt")} (${learned.reason}).`
+    ? `${learned.learned} queues, learned ${seconds(learned.age_s)} ago from ${counted(learned.lengths, "prompt")}: ${REASONS[learned.reason] ?? learned.reason}.`
     : "No queues have been learned yet: these are the policy's own.";
   const backoff = model.in_backoff ? ` ${counted(model.in_backoff, "more request rests", "more requests rest")} after a failure.` : "";
   return `Model ${model.model}, policy ${model.policy}. ${origin} Bars show how many wait; at most ${whole(model.max_waiting)} may.${backoff}`;
@@ -110,12 +112,15 @@ function queueTable(model) {
       key: queue.name,
       kind: queue.waiting ? "" : "idle",
       cells: head
-        ? [name, whole(queue.waiting), seconds(queue.longest_wait_s), `${head.priority} · ${head.tenant}`, seconds(head.wait_s), score(head.score), reasons(head)]
+        ? [name, whole(queue.waiting), seconds(queue.longest_wait_s), receiptOf(head, `${head.priority} · ${head.tenant}`), seconds(head.wait_s), score(head.score), reasons(head)]
         : [name, "0", NONE, NONE, NONE, NONE, "empty"],
     };
   });
   return table("Each length queue and its most urgent head", columns, rows, "There are no queues now: nobody waits.");
 }
+
+/** The way from a head to where its time goes. */
+const receiptOf = (head, text) => h("a", { href: `#request/${encodeURIComponent(head.head)}`, title: `receipt of ${head.head}` }, text);
 
 /** What a head waits for, and what stands in its way in each pool. */
 const reasons = (head) => [h("b", null, head.cause.replaceAll("_", " ")), ` (${obstacles(head)})`];
@@ -142,8 +147,7 @@ function subQueueTable(model, page) {
   const rows = shown.map((each) => ({
     key: `${each.priority} ${each.tenant} ${each.length_queue} ${each.pools} ${each.prefill_class} ${each.head}`,
     cells: [
-      h("span", { title: `first request: ${each.head}` }, each.tenant), each.priority, each.length_queue, whole(each.waiting),
-      seconds(each.wait_s), score(each.score), each.pools.join(", "), reasons(each),
+      each.tenant, each.priority, each.length_queue, whole(each.waiting), receiptOf(each, seconds(each.wait_s)), score(each.score), each.pools.join(", "), reasons(each),
     ],
   }));
   const all = model.sub_queues.length + model.sub_queues_left_out;

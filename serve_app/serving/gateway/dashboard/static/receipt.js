@@ -13,7 +13,7 @@ export function mount(panel, page) {
   const id = made(h("input", { id: "request-id", type: "text", autocomplete: "off", spellcheck: "false" }));
   const form = made(h("form", { class: "card", autocomplete: "off" },
     h("h2", null, "A request's receipt"),
-    h("p", { class: "note" }, "Each answer names its request in the header x-request-id; the playground links here."),
+    h("p", { class: "note" }, "Each answer names its request in the header x-request-id. The heads under Queues and the playground lead here."),
     h("div", { class: "row" }, h("label", { for: "request-id" }, "Request id"), h("button", { type: "submit" }, "Show"))));
   form.querySelector("button").before(id);
   form.addEventListener("submit", (event) => {

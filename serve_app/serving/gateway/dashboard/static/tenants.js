@@ -21,7 +21,7 @@ export function render(model, page) {
     h("div", { class: "card" }, standingTable(model)));
 }
 
-function costTable({ rows: costs, left_out: left, counted_s: counted_s, engine_seconds: all }) {
+function costTable({ rows: costs, left_out: left, since, engine_seconds: all }) {
   const columns = [["Tenant"], ["Class"], ["Pool"], ["Engine time", "figure"], ["Share", "meters"], ["GPU time", "figure"], ["Delay of others", "figure"]];
   const rows = costs.map((each) => ({
     key: `${each.pool} ${each.class} ${each.tenant}`,
@@ -32,7 +32,7 @@ function costTable({ rows: costs, left_out: left, counted_s: counted_s, engine_s
     ],
   }));
   const more = left ? ` (${counted(left, "further row")} in the file)` : "";
-  const caption = `Who used the engines: ${seconds(all)} of work in ${seconds(counted_s)}, since the scheduler began${more}`;
+  const caption = `Who used the engines: ${seconds(all)} of work since ${new Date(1000 * since).toLocaleString()}${more}`;
   return table(caption, columns, rows, "No request has left an engine yet.");
 }
 

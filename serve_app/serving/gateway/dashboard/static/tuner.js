@@ -27,7 +27,8 @@ const scheduling = (mode) => (mode.active_share === 1
   ? "every request is scheduled"
   : `${mode.mode}: ${percent(mode.active_share)} of the requests are scheduled, the others pass by`);
 
-const REASONS = {
+/** Why queues were learned again, in words. */
+export const REASONS = {
   first: "the first ones",
   interval: "it was time",
   drift: "lengths have drifted",
