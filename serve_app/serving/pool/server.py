@@ -103,7 +103,7 @@ class ReplicaServer:
             return
         # uvicorn reads this, in whole seconds, when it begins to shut down.
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
-        self._server.should_exit = True
+        self._server.end()
         with contextlib.suppress(asyncio.CancelledError):
             # After the timeout the task is cancelled, which closes the remaining connections.
             await asyncio.wait([self._task], timeout=grace_s + 2.0)
@@ -116,6 +116,20 @@ def _context_factory(tls: Tls) -> Callable[..., ssl.SSLContext]:
 
 
 class _QuietServer(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ending = asyncio.Event()
+
+    def end(self) -> None:
+        """Begin to shut down."""
+        self.should_exit = True
+        self._ending.set()
+
+    async def main_loop(self) -> None:
+        """Wait for the end. uvicorn looks ten times a second whether it has come, and writes the date anew."""
+        await self.on_tick(0)
+        await self._ending.wait()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to Ray, which drains the whole replica on them."""
