@@ -58,7 +58,7 @@ def rows(count: int, start: float, span_s: float, ttft_s: float = 0.05) -> list[
         outcome = Outcome.COMPLETED.value
         last = first + 0.3
         made.append(
-            (f"r{at}", at, at, first, last, outcome, tokens, 30, "t", "default", "only", "r1", "1-2048")
+            (f"r{at}", at, at + 0.01, first, last, outcome, tokens, 30, "t", "default", "only", "r1", "1-2048")
         )
     return made
 
