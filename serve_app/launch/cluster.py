@@ -251,8 +251,9 @@ def drain_cluster(address: str, stop: Stop, tell: Callable[[HostMessage], None])
 def _end_helpers(*, dashboard: bool) -> None:
     """End processes of a Ray that was started here which nobody asks for anything.
 
-    The log monitor passes workers' output on to drivers, and ours takes none. Ray's autoscaler has no nodes to
-    add; its status and Ray's own pages are looked at beside the dashboard. `ray.init` has no options for them.
+    The log monitor passes workers' output on to drivers, and ours takes none. Ray's autoscaler has no nodes
+    to add; its status and Ray's own pages are looked at beside the dashboard. `ray.init` has no options for
+    them.
     """
     node = ray._private.worker._global_node  # noqa: SLF001 - see above
     assert node is not None, "Ray was started here"

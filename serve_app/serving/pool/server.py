@@ -126,7 +126,7 @@ class _QuietServer(uvicorn.Server):
         self._ending.set()
 
     async def main_loop(self) -> None:
-        """Wait for the end. uvicorn looks ten times a second whether it has come, and writes the date anew."""
+        """Wait for the end; uvicorn looks ten times a second whether it has come, and dates its headers."""
         await self.on_tick(0)
         await self._ending.wait()
 

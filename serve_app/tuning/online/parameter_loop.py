@@ -50,8 +50,8 @@ _AUDITS_SHOWN = 12
 _USUAL_QUEUES = RefineAndPruneSettings()
 _STUDIES_KEPT = 50
 _WAITING_RATIO = 0.01
-"""Of `min_requests`, how many must have waited since the last search for another. Values of settings decide who
-waits for whom, so while all are served at once there is nothing to gain by a minute of CPU time."""
+"""Of `min_requests`, how many must have waited since the last search for another. Values of settings decide
+who waits for whom, so while all are served at once there is nothing to gain by a minute of CPU time."""
 _MOST_DOUBLINGS = 2
 """Of the interval between two searches, while they find nothing: a search takes a minute of CPU time."""
 
