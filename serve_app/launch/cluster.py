@@ -30,6 +30,8 @@ GATEWAY = "gateway"
 # All deployments are there by then, and HAProxy starts in a second; a busy machine takes several attempts.
 _FRONT_END_S = 120.0
 _CONTROLLER_POLL_S = 0.05
+# A controller that is being replaced answers no call for some seconds.
+_ANSWER_TIMEOUT_S = 10.0
 
 
 class Cluster:
@@ -64,6 +66,8 @@ class Cluster:
             context = ray.init(**options)
         except Exception as exc:  # Ray raises plain `Exception` when a process of its own is late
             raise ServeAppError(f"Ray did not start: {exc}") from exc
+        if self._job.address is None:
+            _end_helpers(dashboard=self._job.dashboard)
         if self._job.dashboard and context.dashboard_url:
             self.dashboard = f"http://{context.dashboard_url}"
         self._serve_starts = InBackground(self._start_serve)
@@ -171,7 +175,9 @@ class Cluster:
     def answers(self) -> bool:
         """Whether Serve's controller still answers."""
         try:
-            serve.status()
+            # Not `serve.status()`, which takes 50 ms of CPU time here, and as much from the controller.
+            controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+            ray.get(controller.check_alive.remote(), timeout=_ANSWER_TIMEOUT_S)
         except Exception:  # noqa: BLE001 - whatever Ray raises when its processes are gone
             return False
         return True
@@ -240,6 +246,21 @@ def drain_cluster(address: str, stop: Stop, tell: Callable[[HostMessage], None])
         raise ServeAppError(f"no application of ours runs on the cluster at {address}")
     gateways = [connected(serve.get_deployment_handle(GATEWAY, name)) for name in ours]
     return sum(drained(gateway, stop, tell) for gateway in gateways)
+
+
+def _end_helpers(*, dashboard: bool) -> None:
+    """End processes of a Ray that was started here which nobody asks for anything.
+
+    The log monitor passes workers' output on to drivers, and ours takes none. Ray's autoscaler has no nodes
+    to add; its status and Ray's own pages are looked at beside the dashboard. `ray.init` has no options for
+    them.
+    """
+    node = ray._private.worker._global_node  # noqa: SLF001 - see above
+    assert node is not None, "Ray was started here"
+    node.kill_log_monitor(check_alive=False)
+    if not dashboard:
+        node.kill_monitor(check_alive=False)
+        node.kill_dashboard(check_alive=False)
 
 
 def _has_controller() -> bool:

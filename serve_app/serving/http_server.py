@@ -60,6 +60,10 @@ class HttpServer:
             cause = None if self._task.cancelled() else self._task.exception()
             raise ServerEndedError(f"the HTTP server of {self._name} has ended") from cause
 
+    async def renew_date(self) -> None:
+        """Bring the header `date` of answers up to date, where they have one; nobody else does."""
+        await self._server.on_tick(0)
+
     def stop_listening(self) -> None:
         """Take no more connections; those that are there go on."""
         for each in self._server.servers:
@@ -71,7 +75,7 @@ class HttpServer:
             return
         # uvicorn reads this, in whole seconds, when it begins to shut down.
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
-        self._server.should_exit = True
+        self._server.end()
         with contextlib.suppress(asyncio.CancelledError):
             # After the timeout the task is cancelled, which closes the remaining connections.
             await asyncio.wait([self._task], timeout=grace_s + 2.0)
@@ -80,6 +84,20 @@ class HttpServer:
 
 
 class _QuietServer(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ending = asyncio.Event()
+
+    def end(self) -> None:
+        """Begin to shut down."""
+        self.should_exit = True
+        self._ending.set()
+
+    async def main_loop(self) -> None:
+        """Wait for the end; uvicorn looks ten times a second whether it has come, and dates its headers."""
+        await self.on_tick(0)
+        await self._ending.wait()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to Ray, which drains the whole replica on them."""

@@ -65,6 +65,15 @@ Ray's own 30 s would cut what the application still lets go on.
 - {name: RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE, value: "1"}
 - {name: RAY_SERVE_METRICS_EXPORT_INTERVAL_MS, value: "1000"}
 - {name: RAY_SERVE_CONTROL_LOOP_INTERVAL_S, value: "0.2"}
+- {name: RAY_event_stats, value: "0"}
+- {name: RAY_object_manager_timer_freq_ms, value: "1000"}
+- {name: RAY_local_fs_monitor_interval_ms, value: "5000"}
+- {name: RAY_raylet_check_gc_period_milliseconds, value: "1000"}
+- {name: RAY_kill_idle_workers_interval_ms, value: "1000"}
+- {name: RAY_io_context_monitor_probe_interval_ms, value: "10000"}
+- {name: EVENT_AGENT_REPORT_INTERVAL_SECONDS, value: "5"}
+- {name: RAY_DASHBOARD_AGGREGATOR_AGENT_CHECK_MAIN_THREAD_LIVENESS_INTERVAL_SECONDS, value: "5"}
+- {name: REPORTER_UPDATE_INTERVAL_MS, value: "15000"}
 - {name: RAY_SERVE_SLOW_STARTUP_WARNING_S, value: "300"}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_worker_niceness, value: "0"}

@@ -109,7 +109,8 @@ class GatewayDeployment:
                 "event=settings_refused reason=%r action='those of before stay in force'", str(error)
             )
 
-    def record_autoscaling_stats(self) -> dict[str, float]:
+    # Serve would begin a thread for each call of a plain function.
+    async def record_autoscaling_stats(self) -> dict[str, float]:
         """Cores that this process has used since Serve asked last, see `serving.autoscaling`."""
         return {CPU_CORES: self._cpu.cores()}
 

@@ -20,7 +20,8 @@ class SchedulerDeployment(SchedulerActor):
         super().__init__(replace(settings, scope=f"{application}/{settings.scope}"))
         keep_memory()
 
-    def record_autoscaling_stats(self) -> dict[str, float]:
+    # Serve would begin a thread for each call of a plain function.
+    async def record_autoscaling_stats(self) -> dict[str, float]:
         """The replicas that its pools should have, see `serving.autoscaling`."""
         return self.scaling.statistics()
 

@@ -79,7 +79,7 @@ class TuningEndpoint:
         if isinstance(event, Arrived):
             scheduled = self.host.core.find(event.request.request_id)
             if scheduled is not None:
-                self.queues.on_arrival(scheduled.prefill_tokens)
+                self.queues.on_arrival(scheduled.prefill_tokens, waits=scheduled.queued)
                 if self._outcomes is not None:
                     self._outcomes.on_arrival(scheduled)
         if self._outcomes is not None:
@@ -94,9 +94,10 @@ class TuningEndpoint:
         if outcomes and self._outcomes is None:
             self._outcomes = OutcomeWindow()
         now, window = self.host.now(), self._outcomes
+        lengths, waited = self.queues.take()
         return Observed(
             incarnation=self.incarnation,
-            lengths=self.queues.take(),
+            lengths=lengths,
             at=now,
             settled_until=now if window is None else window.settled_until(now),
             outcomes=window.take() if outcomes and window is not None else [],
@@ -104,6 +105,7 @@ class TuningEndpoint:
             settings=replace(self._for_good, active_share=self.host.mode.active_share) if outcomes else None,
             # What is tried shows nothing while others pass by.
             frozen=self.frozen or self.host.mode.obstacle,
+            waited=waited,
         )
 
     def put_in_force(self, update: PartitionUpdate) -> None:

@@ -6,6 +6,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import httpx
@@ -202,6 +203,15 @@ async def test_an_idle_connection_ends_after_its_time_and_a_busy_one_does_not() 
             await asyncio.sleep(0.3)
         async with asyncio.timeout(5):
             assert await idle.read() == b""
+
+
+async def test_answers_bear_the_time_of_day() -> None:
+    app = gateway(FakeDispatcher([1]))
+    async with opened(app) as (_, port), httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as http:
+        first = (await http.get("/health")).headers["date"]
+        await asyncio.sleep(2.2)
+        later = (await http.get("/health")).headers["date"]
+    assert parsedate_to_datetime(first) < parsedate_to_datetime(later)
 
 
 async def test_a_head_that_does_not_come_is_answered_and_silence_is_not(

@@ -222,7 +222,7 @@ class OwnPort:
         options = self._options
         self._socket = shared_socket(options.host or "127.0.0.1", options.port, _BACKLOG)
         await self._server.start(self._socket)
-        self._looking = asyncio.create_task(self._end_idle(), name="idle-connections")
+        self._looking = asyncio.create_task(self._look_after(), name="own-port")
 
     def check_health(self) -> None:
         """Raise `ServerEndedError` when no requests are taken."""
@@ -243,8 +243,8 @@ class OwnPort:
         self._looking.cancel()
         await self._server.stop(max(0.0, deadline - loop.time()))
 
-    async def _end_idle(self) -> None:
-        """End connections whose next request does not come.
+    async def _look_after(self) -> None:
+        """Every second: date the answers, and end connections whose next request does not come.
 
         One that is due is ended a look later: a process that was held up sees the time before it sees a
         request that has come meanwhile.
@@ -253,6 +253,7 @@ class OwnPort:
         due: set[ClientConnection] = set()
         while True:
             await asyncio.sleep(_LOOK_S)
+            await self._server.renew_date()
             idle_s = _LAST_IDLE_S if self._terms.ends else self._options.keep_alive_timeout_s
             since = loop.time() - idle_s
             idle = {
