@@ -58,8 +58,7 @@ async def teach(app: Served) -> None:
         while not (
             is_narrow(short := await queue_of(http, SHORT)) and is_narrow(long := await queue_of(http, LONG))
         ):
-            # More at once than the engines are sent, as nothing is learned before a request has had to wait.
-            await asyncio.gather(*(queue_of(http, prompt) for prompt in [SHORT] * 24 + [LONG] * 8))
+            await asyncio.gather(*(queue_of(http, prompt) for prompt in [SHORT] * 6 + [LONG] * 2))
     assert bounds(short)[1] < bounds(long)[0]
     assert app.metric("ewsjf_length_queues", model="demo") >= 2
     assert app.metric("ewsjf_partition_changes_total", model="demo") >= 1

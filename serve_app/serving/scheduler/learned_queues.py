@@ -29,7 +29,6 @@ class Observed:
         replicas: those that are connected, if outcomes were asked for.
         settings: in force but for what is on trial, if outcomes were asked for.
         frozen: why nothing may be tried; empty when something may.
-        waited: requests admitted since the last pull that were not dispatched at once.
     """
 
     incarnation: int
@@ -40,7 +39,6 @@ class Observed:
     replicas: list[ReplicaSpec] = field(default_factory=list)
     settings: SchedulerSettings | None = None
     frozen: str = ""
-    waited: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +69,6 @@ class LearnedQueues:
 
     def __init__(self) -> None:
         self._lengths: deque[int] = deque(maxlen=_KEPT)
-        self._waited = 0
         self.update: PartitionUpdate | None = None
         self._learned_at = 0.0
 
@@ -79,20 +76,14 @@ class LearnedQueues:
         """Learned queues in force."""
         return len(self.update.partition) if self.update is not None else 0
 
-    def on_arrival(self, prompt_tokens: int, *, waits: bool) -> None:
-        """Keep a length for the next pull; with too many of them the oldest go.
-
-        Args:
-            waits: it was not dispatched at once.
-        """
+    def on_arrival(self, prompt_tokens: int) -> None:
+        """Keep a length for the next pull; with too many of them the oldest go."""
         self._lengths.append(prompt_tokens)
-        self._waited += waits
 
-    def take(self) -> tuple[list[int], int]:
-        """All kept lengths, the oldest first, and how many requests waited since; they are kept no longer."""
-        taken = list(self._lengths), self._waited
+    def take(self) -> list[int]:
+        """All kept lengths, the oldest first; they are kept no longer."""
+        taken = list(self._lengths)
         self._lengths.clear()
-        self._waited = 0
         return taken
 
     def on_change(self, update: PartitionUpdate, now: float) -> None:

@@ -79,7 +79,7 @@ class TuningEndpoint:
         if isinstance(event, Arrived):
             scheduled = self.host.core.find(event.request.request_id)
             if scheduled is not None:
-                self.queues.on_arrival(scheduled.prefill_tokens, waits=scheduled.queued)
+                self.queues.on_arrival(scheduled.prefill_tokens)
                 if self._outcomes is not None:
                     self._outcomes.on_arrival(scheduled)
         if self._outcomes is not None:
@@ -94,10 +94,9 @@ class TuningEndpoint:
         if outcomes and self._outcomes is None:
             self._outcomes = OutcomeWindow()
         now, window = self.host.now(), self._outcomes
-        lengths, waited = self.queues.take()
         return Observed(
             incarnation=self.incarnation,
-            lengths=lengths,
+            lengths=self.queues.take(),
             at=now,
             settled_until=now if window is None else window.settled_until(now),
             outcomes=window.take() if outcomes and window is not None else [],
@@ -105,7 +104,6 @@ class TuningEndpoint:
             settings=replace(self._for_good, active_share=self.host.mode.active_share) if outcomes else None,
             # What is tried shows nothing while others pass by.
             frozen=self.frozen or self.host.mode.obstacle,
-            waited=waited,
         )
 
     def put_in_force(self, update: PartitionUpdate) -> None:

@@ -1,9 +1,9 @@
 """The tuner of one model: it learns length queues outside the scheduler, and sends them to it.
 
-Every few seconds it pulls the lengths of the prompts that arrived. Once a request has had to wait, it asks
-its strategic loop each time whether new queues are due. The scheduler never waits for the tuner. When the
-tuner dies, the scheduler keeps its queues, and the next tuner learns from later arrivals. When the scheduler
-dies, the next one has another incarnation, and gets the queues in force.
+Every few seconds it pulls the lengths of the prompts that arrived, and asks its strategic loop whether new
+queues are due. The scheduler never waits for the tuner. When the tuner dies, the scheduler keeps its queues,
+and the next tuner learns from later arrivals. When the scheduler dies, the next one has another incarnation,
+and gets the queues in force.
 """
 
 import asyncio
@@ -100,8 +100,6 @@ class TunerActor:
         if settings.parameters is not None:
             self._parameters = ParameterTuner(model, settings.parameters, store, searcher)
             self._parameters.queues = settings.strategic.refine_and_prune
-        # Queues order those who wait. Until somebody does, to learn them takes seconds of CPU for nothing.
-        self._has_waited = False
         self._delivered: tuple[int, PartitionChange] | None = None
         self._is_disconnected = False
         self._shown: tuple[int, Mapping[str, Any]] | None = None
@@ -142,10 +140,8 @@ class TunerActor:
             return
         for length in observed.lengths:
             self._strategic.observe(length)
-        self._has_waited = self._has_waited or observed.waited > 0
-        if self._has_waited:
-            # In a thread: a run takes a moment, and its first import takes seconds.
-            await asyncio.to_thread(self._strategic.due, self._loop.time())
+        # In a thread: a run takes a moment, and its first import takes seconds.
+        await asyncio.to_thread(self._strategic.due, self._loop.time())
         change = self._strategic.change
         if change is not None and self._delivered != (observed.incarnation, change):
             await self._deliver(change, observed.incarnation)

@@ -49,9 +49,6 @@ _RECENT = 50_000
 _AUDITS_SHOWN = 12
 _USUAL_QUEUES = RefineAndPruneSettings()
 _STUDIES_KEPT = 50
-_WAITING_RATIO = 0.01
-"""Of `min_requests`, how many must have waited since the last search for another. Values of settings decide
-who waits for whom, so while all are served at once there is nothing to gain by a minute of CPU time."""
 _MOST_DOUBLINGS = 2
 """Of the interval between two searches, while they find nothing: a search takes a minute of CPU time."""
 
@@ -119,8 +116,8 @@ class ParameterLoop:
         # Times of an earlier scheduler are on another clock.
         self._traffic, self._next_search_at = TrafficLog(), now
         self.calibration.restart()
-        # Requests since the last search began, and those of them that waited.
-        self._unsearched = self._waited = 0
+        # Requests since the last search began.
+        self._unsearched = 0
         self._recent: deque[RequestRecord] = deque(maxlen=_RECENT)
         # The time of the last change, and the arrival of the oldest open request.
         self._steady_since = self._settled_until = now
@@ -166,7 +163,6 @@ class ParameterLoop:
             self._recent.append(record)
         self.calibration.note(observation.records)
         self._unsearched += len(observation.records)
-        self._waited += sum(map(_waited, observation.records))
         if observation.frozen and not self.rollout.frozen:
             applies += self.rollout.freeze(now, observation.frozen)
         elif self.rollout.frozen and not observation.frozen:
@@ -199,9 +195,6 @@ class ParameterLoop:
         """A fit of the twin's engines to carry out now; its result or failure has to follow."""
         if self._settings.rollout.mode == "off":
             return None
-        if observation.active_share == 1 and not self._has_queues:
-            # Nothing will be searched for, nor forecast, with these engines.
-            return None
         return self.calibration.due(
             self._traffic, observation.replicas, observation.settled_until, observation.at
         )
@@ -222,7 +215,7 @@ class ParameterLoop:
             return None
         if not self.rollout.is_ready(observation.at) or self.calibration.obstacle:
             return None
-        if 2 * self._unsearched < self._settings.min_requests or not self._has_queues:
+        if 2 * self._unsearched < self._settings.min_requests:
             return None
         traffic = self._traffic.trace(observation.settled_until)
         if traffic is None or len(traffic.requests) < self._settings.min_requests:
@@ -230,7 +223,7 @@ class ParameterLoop:
         plan = self._twin(traffic, observation.replicas)
         if plan is None:
             return None
-        self._searching, self._unsearched, self._waited = True, 0, 0
+        self._searching, self._unsearched = True, 0
         return SearchTask(plan=replace(plan, settings=replace(plan.settings, seed=len(self._studies))))
 
     def on_search_result(self, result: SearchResult, now: float) -> list[Retune]:
@@ -309,12 +302,7 @@ class ParameterLoop:
             return f"watching: {obstacle}"
         if waits := self.rollout.why_not(self._now):
             return f"watching: {waits}"
-        return "watching" if self._has_queues else "watching: hardly any request has had to wait"
-
-    @property
-    def _has_queues(self) -> bool:
-        """Whether enough requests have waited since the last search."""
-        return self._waited >= _WAITING_RATIO * self._settings.min_requests
+        return "watching"
 
     def _twin(self, traffic: Trace, replicas: Sequence[ReplicaSpec]) -> TwinPlan | None:
         """The twin of the values in force; None while nothing is known of the engines."""
@@ -352,8 +340,3 @@ def _space(settings: SchedulerSettings) -> SearchSpace:
     """The parameters that can be tried under a running scheduler."""
     names = [each.name for each in parameters_of(settings) if each.part is SettingPart.SCHEDULER]
     return space_of(Tunable(scheduler=settings), only=names)
-
-
-def _waited(record: RequestRecord) -> bool:
-    """Whether it was not dispatched at once, or never."""
-    return record.queue_wait_s is None or record.queue_wait_s > 0

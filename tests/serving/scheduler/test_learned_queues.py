@@ -8,16 +8,16 @@ ONE = Partition((LengthInterval(min_tokens=1, max_tokens=9, mean_tokens=4.0, cou
 def test_lengths_are_taken_once_in_the_order_of_arrival() -> None:
     queues = LearnedQueues()
     for length in (5, 3, 9):
-        queues.on_arrival(length, waits=length < 9)
-    assert queues.take() == ([5, 3, 9], 2)
-    assert queues.take() == ([], 0)
+        queues.on_arrival(length)
+    assert queues.take() == [5, 3, 9]
+    assert queues.take() == []
 
 
 def test_lengths_that_nobody_pulls_do_not_pile_up() -> None:
     queues = LearnedQueues()
     for length in range(learned_queues._KEPT + 5):
-        queues.on_arrival(length, waits=False)
-    taken, _ = queues.take()
+        queues.on_arrival(length)
+    taken = queues.take()
     assert (len(taken), taken[0]) == (learned_queues._KEPT, 5)
 
 

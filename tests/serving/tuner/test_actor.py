@@ -1,14 +1,13 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from serve_app.errors import Conclusion, Outcome
-from serve_app.request import PromptShape, Usage
+from serve_app.errors import Conclusion
+from serve_app.request import PromptShape
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.scheduler_client import Grant
@@ -104,30 +103,6 @@ async def test_queues_are_learned_and_waiting_requests_are_queued_again(
     assert simulation.live.status()["queues"]["learned"] == 2
 
 
-async def test_nothing_is_learned_until_a_request_waits(
-    simulation: Simulation, start: Callable[[], TunerActor]
-) -> None:
-    tuner = start()
-    gateway = await simulation.gateway()
-    _, replica = await simulation.replica()
-    for number in range(60):
-        request_id = f"served{number}"
-        shape = PromptShape(text_bytes=0, prompt_tokens=500 if number % 5 == 0 else 10)
-        assert isinstance(await gateway.acquire(submission(request_id, shape=shape)), Grant)
-        replica.report = replace(replica.report, received=number + 1)
-        gateway.finish(request_id, Outcome.COMPLETED, Usage(prompt_tokens=10, output_tokens=5))
-        await until(lambda: len(simulation.live.core) == 0)
-    await until(lambda: tuner._strategic._observed == 60)
-    await asyncio.sleep(0.05)
-    assert tuner._strategic.full_runs == 0
-    assert simulation.live.status()["queues"]["learned"] == 0
-    replica.report = replace(replica.report, draining=True)
-    await until(lambda: simulation.live.status()["replicas"]["s1"]["report"]["draining"])
-    await ask(simulation, gateway, 1)
-    await until(lambda: queue_names(simulation) == {"500-500"})
-    assert simulation.live.status()["queues"]["lengths"] == 61
-
-
 async def test_a_new_scheduler_is_given_the_queues_in_force(
     simulation: Simulation, start: Callable[[], TunerActor]
 ) -> None:
@@ -182,7 +157,7 @@ class ScriptedCalls:
         self.updates: list[tuple[Partition, str]] = []
 
     async def observed(self, *, outcomes: bool) -> Observed:
-        return Observed(incarnation=1, lengths=[] if self.updates else self.lengths, waited=1)
+        return Observed(incarnation=1, lengths=[] if self.updates else self.lengths)
 
     async def put_in_force(self, update: PartitionUpdate) -> None:
         self.updates.append((update.partition, update.reason))

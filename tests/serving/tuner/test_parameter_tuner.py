@@ -56,9 +56,9 @@ def rows(count: int, start: float, span_s: float, ttft_s: float = 0.05) -> list[
         tokens = rng.choice([40, 90, 200, 1_500])
         first = at + ttft_s
         outcome = Outcome.COMPLETED.value
-        sent, last = at + 0.01, first + 0.3
+        last = first + 0.3
         made.append(
-            (f"r{at}", at, sent, first, last, outcome, tokens, 30, "t", "default", "only", "r1", "1-2048")
+            (f"r{at}", at, at, first, last, outcome, tokens, 30, "t", "default", "only", "r1", "1-2048")
         )
     return made
 

@@ -34,12 +34,12 @@ CONTROLLED = replace(SETTINGS, rollout=replace(SETTINGS.rollout, control_variate
 REPLICA = spec("r1", "only")
 
 
-def arrived(second: float, ttft_s: float = 0.2, wait_s: float = 0.1) -> RequestRecord:
+def arrived(second: float, ttft_s: float = 0.2) -> RequestRecord:
     first = second + ttft_s
     return record(
         request_id=f"r{second}",
         arrived_at=second,
-        dispatched_at=second + wait_s,
+        dispatched_at=second,
         first_token_at=first,
         finished_at=first + 0.5,
         replica="r1",
@@ -88,22 +88,6 @@ def test_a_search_needs_traffic_replicas_and_leave() -> None:
     frozen = watched(20)
     frozen.observe(observation(20.0, frozen="an incident"))
     assert frozen.search_due(observation(20.0)) is None
-
-
-def test_nothing_is_searched_for_while_nobody_waits() -> None:
-    loop = ParameterLoop(CONFIGURED, SETTINGS, 0.0)
-    for second in range(40):
-        loop.observe(observation(second + 1.0, [arrived(second, wait_s=0.0)]))
-    assert loop.search_due(observation(40.0)) is None
-    assert loop.document()["state"] == "watching: hardly any request has had to wait"
-    loop.observe(observation(41.0, [arrived(40.0)]))
-    assert loop.document()["state"] == "watching"
-    assert loop.search_due(observation(41.0)) is not None
-    loop.on_search_failure(45.0)
-    # Those that waited before the last search count no more.
-    for second in range(41, 200):
-        loop.observe(observation(second + 1.0, [arrived(second, wait_s=0.0)]))
-    assert loop.search_due(observation(200.0)) is None
 
 
 def searched_again_at(loop: ParameterLoop, since: float) -> float:
