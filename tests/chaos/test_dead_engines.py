@@ -78,11 +78,10 @@ async def test_a_burst_on_a_cold_application_is_refused_at_once(mortal: Mortal) 
 async def test_a_request_is_not_lost_on_a_connection_that_was_idle_while_its_gateway_stood_still(
     mortal: Mortal,
 ) -> None:
-    """HAProxy sends it on a kept connection, and the gateway reads it after the idle limit."""
+    """It comes on a kept connection, and the gateway reads it after the idle limit."""
     (gateway,) = mortal.served.replicas("gateway")
     async with httpx.AsyncClient(base_url=mortal.served.url, timeout=100) as http:
         assert (await mortal.ask(http)).status_code == 200
-    async with httpx.AsyncClient(base_url=mortal.served.url, timeout=100) as http:
         await asyncio.sleep(KEEP_ALIVE_S - 0.3)
         gateway.suspend()
         try:

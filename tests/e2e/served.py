@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from experiments.common.application import BUILD_APP, Application, serve_config, served_application
 from serve_app.bench.connection import BenchError
+from serve_app.checking.serve_schema import NO_FRONT_END
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 200.0
@@ -158,20 +159,23 @@ def serve(
     args: Mapping[str, Any],
     environment: Mapping[str, str] | None = None,
     start_timeout_s: float = START_TIMEOUT_S,
+    proxy_location: str = NO_FRONT_END,
 ) -> Iterator[Served]:
     """Serve an application with these settings, and end every process of it afterwards."""
     with served_application(
-        _config(args, 0), environment=environment or {}, start_timeout_s=start_timeout_s
+        _config(args, 0, proxy_location), environment=environment or {}, start_timeout_s=start_timeout_s
     ) as application:
         yield Served(application)
 
 
-def serve_config_of(served: Served, args: Mapping[str, Any]) -> dict[str, Any]:
+def serve_config_of(
+    served: Served, args: Mapping[str, Any], proxy_location: str = NO_FRONT_END
+) -> dict[str, Any]:
     """The configuration that gives a running application these arguments."""
-    return _config(args, int(served.url.rsplit(":", 1)[1]))
+    return _config(args, int(served.url.rsplit(":", 1)[1]), proxy_location)
 
 
-def _config(args: Mapping[str, Any], port: int) -> dict[str, Any]:
-    config = serve_config("ewsjf", args["models"], BUILD_APP, port, args["gateways"])
+def _config(args: Mapping[str, Any], port: int, proxy_location: str) -> dict[str, Any]:
+    config = serve_config("ewsjf", args["models"], BUILD_APP, port, args["gateways"], proxy_location)
     config["applications"][0]["args"].update(args)
     return config

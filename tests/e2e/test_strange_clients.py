@@ -1,4 +1,4 @@
-"""Browsers and HTTP/1.0 clients, through the HTTP front end that stands before the gateways."""
+"""Browsers and HTTP/1.0 clients."""
 
 import json
 import socket
