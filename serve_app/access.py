@@ -1,4 +1,4 @@
-"""Who reaches an application: addresses of this machine alone, and the admin key of whoever started it.
+"""Who reaches an application, and how many: local addresses, open files, the admin key of who started it.
 
 Keys in a configuration are for clients. Whoever started an application on this machine may look into it in
 any case, and nobody else may for want of keys. So `serve` makes a secret for each start. Its processes find
@@ -8,6 +8,7 @@ it in their environment, and other commands of the same user in a file that only
 import contextlib
 import ipaddress
 import os
+import resource
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,12 @@ ADMIN_KEY_VARIABLE = "EWSJF_ADMIN_KEY"
 """Environment variable of gateways that holds it; to be set where something else than `serve` starts Ray."""
 ADMIN_KEY_FILE = "admin-key"
 """In the folder of an application; only the user who started it can read it."""
+
+
+# A gateway may need a connection to an engine for each of a client's, and has others. HAProxy does not start
+# with fewer than two and a half.
+_PER_CONNECTION = 3
+_MAX_CONNECTIONS = 20_000
 
 
 def is_loopback(host: str) -> bool:
@@ -47,3 +54,18 @@ def read_admin_key(folder: Path) -> str | None:
     with contextlib.suppress(OSError):
         return (folder / ADMIN_KEY_FILE).read_text(encoding="utf-8").strip() or None
     return None
+
+
+def most_connections() -> int:
+    """How many connections of clients a process here may have, by its limit of open files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return min(hard // _PER_CONNECTION, _MAX_CONNECTIONS)
+
+
+def raise_descriptor_limit() -> None:
+    """As many open files as the system allows: a waiting request holds a connection."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -265,8 +265,10 @@ def _costs(costs: Document) -> Table:
     rows = costs["rows"]
     columns = ("tenant", "class", "pool", "engine time", "share", "delay of others")
     more = f"; {len(rows) - _MOST_COSTS} more in /debug/costs" if len(rows) > _MOST_COSTS else ""
-    since = datetime.fromtimestamp(costs["since"], UTC).strftime("%Y-%m-%d %H:%M")
-    title = f"who pays, since {since} UTC{more}"
+    # A scheduler of an older release does not tell.
+    began = costs.get("since")
+    since = "" if began is None else f", since {datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M} UTC"
+    title = f"who pays{since}{more}"
     table = _table(title, columns, columns[3:])
     for row in rows[:_MOST_COSTS]:
         table.add_row(

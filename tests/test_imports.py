@@ -25,7 +25,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request": {"rate_limits"},
     "errors": {"rate_limits"},
     "access": set(),
-    "descriptors": set(),
     # Keys in a file: gateways read it, a command writes it.
     "api_keys": {"rate_limits", "request", "errors"},
     "settings_base": {"errors"},
@@ -47,7 +46,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {
         "scaling",
         "access",
-        "descriptors",
         "api_keys",
         "engines",
         "engine_model",
@@ -78,7 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "command": set(),
     # What can be known of a configuration without Ray, and the start of the application that it describes.
     "checking": {"errors", "command", "engines", "engine_model", "settings"},
-    "launch": {"access", "descriptors", "errors", "command", "checking", "settings", "first_config"},
+    "launch": {"access", "errors", "command", "checking", "settings", "first_config"},
     # What `init` writes.
     "first_config": {"access", "errors", "command", "checking", "engines", "engine_model"},
     "tables": set(),

@@ -19,9 +19,8 @@ from typing import Any
 import psutil
 
 from experiments.common.application import Application, free_ports
-from serve_app.access import ADMIN_KEY_VARIABLE, written_admin_key
+from serve_app.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, written_admin_key
 from serve_app.bench.connection import BenchError
-from serve_app.descriptors import raise_descriptor_limit
 from serve_app.launch.environment import environment, instance_folder
 
 HEAD = "head"

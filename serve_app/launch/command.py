@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serve_app.access import ADMIN_KEY_VARIABLE, written_admin_key
+from serve_app.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, written_admin_key
 from serve_app.checking import Checked, check_file
 from serve_app.checking.command import tell
 from serve_app.checking.machine import http_address
 from serve_app.checking.serve_schema import NO_FRONT_END
 from serve_app.command import Command, positive_int, program
-from serve_app.descriptors import raise_descriptor_limit
 from serve_app.errors import SettingsError
 from serve_app.first_config.document import Place, configuration
 from serve_app.first_config.fleet import Servers

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from serve_app.descriptors import most_connections
+from serve_app.access import most_connections
 
 _SETTINGS = Path(__file__).with_name("serve.env")
 

@@ -18,7 +18,7 @@ from serve_app.routing.snapshot import Snapshot, section, sections, text
 _ASSUMED_SHARE = 0.4
 
 
-class OutputLength(NamedTuple):
+class OutputEstimate(NamedTuple):
     """The length of one choice, in tokens.
 
     Attributes:
@@ -44,17 +44,17 @@ class OutputLengthEstimator:
     def __repr__(self) -> str:
         return f"<OutputLengthEstimator of {len(self._tenants)} tenants, {len(self._categories)} categories>"
 
-    def estimate(self, request: Request) -> OutputLength:
+    def estimate(self, request: Request) -> OutputEstimate:
         """How long one choice will be."""
         settings, curve, limit = self._settings, self._curve(request), self._believed(request)
         if curve is None:
             limit = settings.default_max_tokens if limit is None else limit
             mean = settings.default_mean_tokens  # of an exponential distribution, cut at the limit
             expected = 0.0 if limit <= 0 else -mean * math.expm1(-limit / mean)
-            return OutputLength(limit, expected, min(expected, _ASSUMED_SHARE * mean))
+            return OutputEstimate(limit, expected, min(expected, _ASSUMED_SHARE * mean))
         limit = curve.quantile() if limit is None else limit
         expected = 0.0 if limit <= 0 else min(float(limit), curve.expected(limit))
-        return OutputLength(limit, expected, expected)
+        return OutputEstimate(limit, expected, expected)
 
     def observe(self, request: Request, usage: Usage) -> None:
         """Learn from one finished request; its choices count as one answer of mean length."""

@@ -21,7 +21,7 @@ from typing import Any
 import uvicorn
 from ray.serve.config import HTTPOptions
 
-from serve_app.descriptors import most_connections
+from serve_app.access import most_connections
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving.gateway.answer.responses import RequestRefused, send_json

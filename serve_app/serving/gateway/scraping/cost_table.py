@@ -14,15 +14,17 @@ _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 def cost_table(models: Iterable[Mapping[str, Any]]) -> str:
     """A line for each pool, class and tenant, with a heading; seconds have milliseconds.
 
-    `since` is when counting began, in UTC. `gpu_seconds` is empty where a pool has no GPUs. A name that a
-    spreadsheet would take for a formula gets an apostrophe in front.
+    `since` is when counting began, in UTC; empty where a scheduler of an older release tells. `gpu_seconds`
+    is empty where a pool has no GPUs. A name that a spreadsheet would take for a formula gets an apostrophe in
+    front.
     """
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(("model", *_COLUMNS, "since"))
     for model in models:
-        since = datetime.fromtimestamp(model["since"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        for row in model["rows"]:
+        began = model.get("since")
+        since = "" if began is None else datetime.fromtimestamp(began, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        for row in model.get("rows", ()):
             writer.writerow([_cell(model["model"]), *(_cell(row[name]) for name in _COLUMNS), since])
     return text.getvalue()
 

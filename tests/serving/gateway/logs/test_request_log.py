@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from logging.handlers import MemoryHandler, RotatingFileHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,7 +219,7 @@ def test_the_client_is_who_has_connected_to_the_front_end(
 ) -> None:
     """What a client writes into the header itself is only what it says."""
     raw = [(b"x-forwarded-for", value.encode()) for value in headers]
-    extensions = {"ewsjf.exchange": object()} if direct else {}
+    extensions = {"ewsjf.exchange": SimpleNamespace(peer_is_client=False)} if direct else {}
     fields = json_fields(concluded(headers=raw, client=("10.0.0.9", 1), extensions=extensions))
     assert (fields["client"], fields.get("forwarded_for")) == (client, said)
 

@@ -86,3 +86,9 @@ async def test_the_table_is_whole_or_refused() -> None:
             assert answer.text == cost_table([costs(row("me"), model="a")])
         else:
             assert "b: its scheduler does not answer" in answer.json()["error"]["message"]
+
+
+def test_a_scheduler_of_an_older_release_does_not_tell_since_when() -> None:
+    older = costs(row("a"))
+    del older["since"]
+    assert list(csv.reader(io.StringIO(cost_table([older]))))[1][-1] == ""
