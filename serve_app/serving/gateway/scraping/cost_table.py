@@ -15,8 +15,8 @@ def cost_table(models: Iterable[Mapping[str, Any]]) -> str:
     """A line for each pool, class and tenant, with a heading; seconds have milliseconds.
 
     `since` is when counting began, in UTC; empty where a scheduler of an older release tells. `gpu_seconds`
-    is empty where a pool has no GPUs. A name that a spreadsheet would take for a formula gets an apostrophe in
-    front.
+    is empty where a pool has no GPUs. A name that a spreadsheet would take for a formula gets an apostrophe
+    in front.
     """
     text = io.StringIO()
     writer = csv.writer(text)
