@@ -1,8 +1,11 @@
 """The admin key of an application that runs here."""
 
+import resource
 from pathlib import Path
 
-from serve_app.access import admin_key_of, read_admin_key, written_admin_key
+import pytest
+
+from serve_app.access import admin_key_of, most_connections, read_admin_key, written_admin_key
 
 
 def test_each_start_has_a_key_that_only_its_user_can_read(tmp_path: Path) -> None:
@@ -18,3 +21,12 @@ def test_a_key_of_the_environment_counts(tmp_path: Path) -> None:
     assert written_admin_key(tmp_path, {"EWSJF_ADMIN_KEY": " mine\n"}) == "mine"
     assert read_admin_key(tmp_path) == "mine"
     assert admin_key_of({}) == ""
+
+
+def test_a_gateway_may_have_half_as_many_more_files_as_connections_and_haproxy_twice_as_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1_024, 15_000))
+    assert (most_connections(), most_connections(proxied=True)) == (10_000, 5_000)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1_024, resource.RLIM_INFINITY))
+    assert most_connections() == most_connections(proxied=True) == 20_000

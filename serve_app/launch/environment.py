@@ -65,7 +65,7 @@ def environment(
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{haproxy}/server-state",
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{haproxy}/metrics",
         # Serve's own 4,096 are below what the schedulers' queues hold.
-        "RAY_SERVE_HAPROXY_MAXCONN": str(most_connections()),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(most_connections(proxied=True)),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(gateways.start),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(gateways.stop - 1),
         **chosen,
