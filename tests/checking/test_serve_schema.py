@@ -66,6 +66,13 @@ def test_a_configuration_without_mistakes(tmp_path: Path) -> None:
             {"proxy_location": "Head"},
             "proxy_location must be one of HeadOnly, EveryNode, Disabled, got 'Head'",
         ),
+        (
+            {"proxy_location": "Disabled", "http_options": {"request_timeout_s": 5}},
+            (
+                "http_options.request_timeout_s needs a front end: set proxy_location to HeadOnly instead of "
+                "Disabled, or leave the limit to the queue's timeouts"
+            ),
+        ),
         ({"aplications": []}, "aplications is unknown to Ray Serve: did you mean applications?"),
         ({"applications": None}, "applications must be a list, got None"),
         ({"applications": [1]}, "applications[0] must hold settings, got 1"),

@@ -33,6 +33,13 @@ def test_settings_of_the_user_count_more_than_ours(tmp_path: Path) -> None:
     assert found["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "1"
 
 
+def test_gateways_wait_for_a_front_end_only_where_there_is_one(tmp_path: Path) -> None:
+    name = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"
+    assert environment({}, tmp_path, 8000)[name] == default_settings()[name] != "0"
+    assert environment({}, tmp_path, 8000, has_front_end=False)[name] == "0"
+    assert environment({name: "3"}, tmp_path, 8000, has_front_end=False)[name] == "3"
+
+
 def test_a_second_instance_gets_other_ports_and_folders(tmp_path: Path) -> None:
     first = environment({}, tmp_path / "1", 8000)
     with socket.create_server(("", int(first["RAY_SERVE_HAPROXY_METRICS_PORT"]))):

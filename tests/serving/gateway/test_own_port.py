@@ -50,6 +50,15 @@ async def opened(
         await own.stop(5.0)
 
 
+@asynccontextmanager
+async def before_an_engine(token_delay_s: float) -> AsyncIterator[tuple[OwnPort, int]]:
+    """The same, before an engine with so long between two tokens."""
+    engine = Engine()
+    engine.token_delay_s = token_delay_s
+    async with serving(engine) as engine_port, opened(gateway(FakeDispatcher([engine_port]))) as made:
+        yield made
+
+
 async def raw(port: int, *requests: bytes) -> bytes:
     """All that comes back until the server closes."""
     reader, writer = await asyncio.open_connection(HOST, port)
@@ -129,47 +138,37 @@ async def test_nobody_notices_that_one_gateway_follows_another() -> None:
 
 
 async def test_a_gateway_that_ends_waits_for_streams_and_takes_nobody_new() -> None:
-    engine = Engine()
-    engine.token_delay_s = 0.05
-    async with serving(engine) as engine_port:
-        app = gateway(FakeDispatcher([engine_port]))
-        async with (
-            opened(app) as (own, port),
-            openai.AsyncOpenAI(base_url=f"http://{HOST}:{port}/v1", api_key="x") as sdk,
-        ):
-            stream = await sdk.chat.completions.create(**chat(stream=True, max_tokens=40))
-            words = [(await anext(stream)).choices[0].delta.content]
-            ending = asyncio.create_task(own.stop(30.0))
-            words += [chunk.choices[0].delta.content async for chunk in stream if chunk.choices]
-            await ending
-            assert "".join(word or "" for word in words).split() == [f"w{number}" for number in range(40)]
-            with pytest.raises(ConnectionRefusedError):
-                await asyncio.open_connection(HOST, port)
-            with pytest.raises(ServerEndedError):
-                own.check_health()
+    async with (
+        before_an_engine(0.05) as (own, port),
+        openai.AsyncOpenAI(base_url=f"http://{HOST}:{port}/v1", api_key="x") as sdk,
+    ):
+        stream = await sdk.chat.completions.create(**chat(stream=True, max_tokens=40))
+        words = [(await anext(stream)).choices[0].delta.content]
+        ending = asyncio.create_task(own.stop(30.0))
+        words += [chunk.choices[0].delta.content async for chunk in stream if chunk.choices]
+        await ending
+        assert "".join(word or "" for word in words).split() == [f"w{number}" for number in range(40)]
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(HOST, port)
+        with pytest.raises(ServerEndedError):
+            own.check_health()
 
 
 async def test_what_is_open_when_the_time_is_over_is_cut() -> None:
-    engine = Engine()
-    engine.token_delay_s = 0.2
-    async with serving(engine) as engine_port:
-        app = gateway(FakeDispatcher([engine_port]))
-        async with (
-            opened(app) as (own, port),
-            httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=30) as http,
-        ):
-            asked = asyncio.create_task(
-                http.post("/v1/chat/completions", json=chat(stream=True, max_tokens=500))
-            )
-            await asyncio.sleep(0.5)
-            async with asyncio.timeout(15):
-                await own.stop(1.0)
-                ended = await asyncio.gather(asked, return_exceptions=True)
-            # An error event where there was time for one, and never what looks complete.
-            (end,) = ended
-            assert isinstance(end, httpx.HTTPError) or (
-                isinstance(end, httpx.Response) and b"[DONE]" not in end.content
-            )
+    async with (
+        before_an_engine(0.2) as (own, port),
+        httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=30) as http,
+    ):
+        asked = asyncio.create_task(http.post("/v1/chat/completions", json=chat(stream=True, max_tokens=500)))
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(15):
+            await own.stop(1.0)
+            ended = await asyncio.gather(asked, return_exceptions=True)
+        # An error event where there was time for one, and never what looks complete.
+        (end,) = ended
+        assert isinstance(end, httpx.HTTPError) or (
+            isinstance(end, httpx.Response) and b"[DONE]" not in end.content
+        )
 
 
 async def test_a_connection_is_told_that_it_ends_and_an_idle_one_ends() -> None:
@@ -221,8 +220,22 @@ async def test_a_head_that_does_not_come_is_answered_and_silence_is_not(
     app = gateway(FakeDispatcher([1]))
     async with opened(app) as (_, port):
         assert (await raw(port, b"GET /health HTT")).startswith(b"HTTP/1.1 408 ")
-        assert await raw(port, ASKED, b"GET /health HTTP/1.1\r\nx: ") != b""
+        _, answered, later = (await raw(port, ASKED, b"GET /health HTTP/1.1\r\nx: ")).partition(ANSWER)
+        assert answered
+        assert later.startswith(b"HTTP/1.1 408 ")
         assert await raw(port) == b""
+
+
+async def test_a_head_that_stays_half_sent_does_not_end_the_answer_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ClientConnection, "head_timeout_s", 0.3)
+    body = json.dumps(chat(stream=True, max_tokens=20)).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with before_an_engine(0.05) as (_, port):
+        answer = await raw(port, head + body, b"GET /health HTT")
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert b"408" not in answer.partition(b"\r\n\r\n")[2]
 
 
 async def test_one_connection_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,11 @@ class ClientConnection(FrontEndConnection):
         return _one_too_many if self._is_one_too_many else super()._app_for(scope)
 
     def _give_up(self) -> None:
+        exchange = self._exchange
+        if exchange is not None and not exchange.response_complete:
+            # What was asked before has its whole answer, and the connection ends with it.
+            exchange.keep_alive = False
+            return
         if self.head_has_begun and not self.transport.is_closing():
             self.transport.write(_LATE_HEAD)
         super()._give_up()

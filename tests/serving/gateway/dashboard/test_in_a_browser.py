@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,63 +9,13 @@ import httpx
 import pytest
 
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
-from tests.accessibility import barriers, needs_axe
-from tests.browser import BrowserPage, needs_browser, open_page
-from tests.serving.channel.harness import until
+from tests.browser import BrowserPage, needs_browser
 from tests.serving.gateway.builders import MODEL, replies
 
-from .stage import KEY, PageStage, page_stage
+from .stage import KEY, PageStage
+from .steps import TABS, choose, live, plain, sign_in, text, tile
 
 pytestmark = needs_browser
-
-TABS = ("queues", "fleet", "outcomes", "tenants", "tuner", "request", "playground")
-
-
-@pytest.fixture
-async def stage() -> AsyncIterator[PageStage]:
-    async with page_stage() as made:
-        yield made
-
-
-@pytest.fixture
-async def page(stage: PageStage, tmp_path: Path) -> AsyncIterator[BrowserPage]:
-    async with open_page(f"{stage.url}/dashboard", tmp_path) as opened:
-        await opened.emulate()
-        await opened.becomes("document.querySelectorAll('[role=tab]').length > 0")
-        yield opened
-
-
-async def sign_in(page: BrowserPage, key: str = KEY) -> None:
-    await page.evaluate(f"document.getElementById('key').value = {json.dumps(key)}")
-    await page.evaluate("document.querySelector('#door button').click()")
-
-
-async def live(page: BrowserPage, key: str = KEY) -> None:
-    await sign_in(page, key)
-    await page.becomes("document.getElementById('state').textContent === 'live'")
-    await page.becomes("document.querySelectorAll('.tile').length === 6")
-
-
-async def choose(page: BrowserPage, tab: str) -> None:
-    await page.evaluate(f"document.getElementById('tab-{tab}').click()")
-    await page.becomes(f"!document.getElementById('panel-{tab}').hidden")
-
-
-def tile(name: str) -> str:
-    return (
-        f"[...document.querySelectorAll('.tile')].find((each) => each.textContent.startsWith({name!r}))"
-        ".querySelector('.figure').textContent"
-    )
-
-
-def plain(shown: str) -> str:
-    """With ordinary spaces."""
-    return shown.replace("\u00a0", " ")
-
-
-async def text(page: BrowserPage, selector: str) -> str:
-    found: str = await page.evaluate(f"document.querySelector({selector!r}).innerText")
-    return plain(found)
 
 
 async def test_it_opens_without_a_key_and_asks_nobody_but_its_gateway(
@@ -374,85 +323,6 @@ async def test_names_that_tenants_give_themselves_stay_text(stage: PageStage, pa
     assert await page.evaluate("document.querySelectorAll('main img, main script').length") == 0
     assert await page.evaluate("document.title") == "ewsjf-serve"
     assert page.problems == []
-
-
-async def test_nothing_of_it_runs_beside_its_own_scripts(page: BrowserPage) -> None:
-    refused = await page.evaluate(
-        """(() => {
-          const added = document.createElement('script');
-          try {
-            added.textContent = 'window.intruded = true';
-            document.body.append(added);
-          } catch {
-            return 'thrown';
-          }
-          return String(window.intruded);
-        })()"""
-    )
-    assert refused in {"thrown", "undefined"}
-    outcome = (
-        "(() => { try { document.body.innerHTML = '<b>x</b>'; return 'set'; } catch { return 'thrown'; } })()"
-    )
-    assert await page.evaluate(outcome) == "thrown"
-
-
-@needs_axe
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_no_view_has_a_barrier(stage: PageStage, page: BrowserPage, scheme: str) -> None:
-    await page.emulate(scheme=scheme)
-    assert await barriers(page) == []
-    await live(page)
-    stage.hold()
-    await stage.held()
-    for number in range(5):
-        stage.submit(f"r{number}", tenant=f"t{number % 3}")
-    await page.becomes(f"{tile('Waiting')} === '5'")
-    for tab in TABS:
-        await choose(page, tab)
-        assert await barriers(page) == [], tab
-    receipt = "document.querySelector('#panel-request').innerText"
-    await page.evaluate("location.hash = '#request/r1'")
-    await page.becomes(f"{receipt}.includes('r1: waiting')")
-    assert await barriers(page) == []
-    stage.release()
-    await until(lambda: not stage.fleet.core.find("r1").queued)
-    stage.end("r1")
-    await page.evaluate("document.querySelector('#panel-request form').requestSubmit()")
-    await page.becomes(f"{receipt}.includes('r1: completed') && {receipt}.includes('Who was sent')")
-    assert await barriers(page) == []
-    await page.evaluate("document.querySelector('#panel-request button[type=button]').click()")
-    await page.becomes(f"{receipt}.includes('would have helped:')")
-    assert await barriers(page) == []
-    await page.emulate(scheme=scheme, width=400)
-    for tab in TABS:
-        await choose(page, tab)
-        assert await barriers(page) == [], tab
-
-
-@pytest.mark.parametrize("width", [400, 1280])
-async def test_nothing_is_wider_than_the_window(stage: PageStage, page: BrowserPage, width: int) -> None:
-    await live(page)
-    await page.emulate(width=width)
-    stage.hold()
-    await stage.held()
-    stage.submit("r1", tenant="a-tenant-with-quite-a-long-name" * 4)
-    await page.becomes(f"{tile('Waiting')} === '1'")
-    for tab in TABS:
-        await choose(page, tab)
-        await asyncio.sleep(0.2)
-        assert await page.evaluate("document.documentElement.scrollWidth") <= width, tab
-
-
-async def test_nothing_moves_for_those_who_want_it_still(page: BrowserPage) -> None:
-    moving = "getComputedStyle(document.querySelector('#panel-fleet .bar > span')).transitionDuration"
-    await live(page)
-    await choose(page, "fleet")
-    await page.becomes("document.querySelector('#panel-fleet .bar') !== null")
-    assert await page.evaluate(moving) == "0.3s"
-    await page.call(
-        "Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}]
-    )
-    assert await page.evaluate(moving) == "0s"
 
 
 async def test_one_of_several_models_is_chosen(stage: PageStage, page: BrowserPage) -> None:

@@ -1,0 +1,42 @@
+"""What an operator does on the page, and what it then shows."""
+
+import json
+
+from tests.browser import BrowserPage
+
+from .stage import KEY
+
+TABS = ("queues", "fleet", "outcomes", "tenants", "tuner", "request", "playground")
+
+
+async def sign_in(page: BrowserPage, key: str = KEY) -> None:
+    await page.evaluate(f"document.getElementById('key').value = {json.dumps(key)}")
+    await page.evaluate("document.querySelector('#door button').click()")
+
+
+async def live(page: BrowserPage, key: str = KEY) -> None:
+    await sign_in(page, key)
+    await page.becomes("document.getElementById('state').textContent === 'live'")
+    await page.becomes("document.querySelectorAll('.tile').length === 6")
+
+
+async def choose(page: BrowserPage, tab: str) -> None:
+    await page.evaluate(f"document.getElementById('tab-{tab}').click()")
+    await page.becomes(f"!document.getElementById('panel-{tab}').hidden")
+
+
+def tile(name: str) -> str:
+    return (
+        f"[...document.querySelectorAll('.tile')].find((each) => each.textContent.startsWith({name!r}))"
+        ".querySelector('.figure').textContent"
+    )
+
+
+def plain(shown: str) -> str:
+    """With ordinary spaces."""
+    return shown.replace("\u00a0", " ")
+
+
+async def text(page: BrowserPage, selector: str) -> str:
+    found: str = await page.evaluate(f"document.querySelector({selector!r}).innerText")
+    return plain(found)
